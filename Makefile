@@ -1,0 +1,34 @@
+# make setup | test | demo | check | clean
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TORCH  := torch==2.13.0
+
+.PHONY: setup test demo check clean
+
+setup: $(STAMP)
+
+# torch goes first and alone, so that a torch that is already usable here (any of the supported versions) is kept.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); raise SystemExit(not (2, 11) <= v < (2, 14))' 2>/dev/null \
+		|| $(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[test,lint]'
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

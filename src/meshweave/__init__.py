@@ -1,0 +1,47 @@
+"""meshweave: a communication compiler and runtime for distributed PyTorch training."""
+
+from meshweave.compile import Program, Step, compile
+from meshweave.errors import (
+    CaptureError,
+    CheckpointError,
+    LayoutError,
+    MeshError,
+    MeshweaveError,
+    PlanError,
+    RuleError,
+    StepError,
+    VerifyError,
+)
+from meshweave.hardware import AlphaBeta
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import Box
+from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.sharding.plans import Plan
+from meshweave.sharding.registry import register_rule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlphaBeta",
+    "Box",
+    "CaptureError",
+    "CheckpointError",
+    "DimSharding",
+    "Layout",
+    "LayoutError",
+    "Mesh",
+    "MeshError",
+    "MeshweaveError",
+    "MovePlan",
+    "Plan",
+    "PlanError",
+    "Program",
+    "RuleError",
+    "Step",
+    "StepError",
+    "VerifyError",
+    "compile",
+    "plan_move",
+    "register_rule",
+]

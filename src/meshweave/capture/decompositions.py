@@ -1,0 +1,179 @@
+"""Decompositions applied while tracing: composites that shard better, or only, in parts.
+
+A mean becomes a sum and a division by the global count, so that a mean over a sharded dim is a partial sum;
+log-softmax and cross entropy fall apart into reductions, which is vocabulary-parallel cross entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+
+aten = torch.ops.aten
+
+
+def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(x.dim()))
+    return [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] if x.dim() else []
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> int:
+    return prod(x.shape[d] for d in dims)
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = _dims(x, dim)
+    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / _count(x, dims)
+
+
+def _sum(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return aten.sum.dim_IntList(x, list(range(x.dim())), False, dtype=dtype)
+
+
+def _var(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = _dims(x, dim)
+    count = _count(x, dims)
+    wide = aten.sum.dim_IntList(x, dims, True) / count
+    centred = x - wide
+    var = aten.sum.dim_IntList(centred * centred, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    return var, (wide if keepdim else wide.reshape(var.shape))
+
+
+def _var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    return _var(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.mm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.bmm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+def _split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    return [aten.slice.Tensor(x, dim, at, min(at + size, x.shape[dim])) for at in range(0, x.shape[dim], size)]
+
+
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [aten.slice.Tensor(x, dim, at, at + size) for at, size in zip(starts, sizes, strict=True)]
+
+
+def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return aten.cat.default([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
+    if step != 1:
+        return aten.slice_scatter.default(aten.full.default(sizes, 0, dtype=grad.dtype), grad, dim, start, end, step)
+    dim, size = dim % len(sizes), sizes[dim]
+    start = min(max(start + size if start < 0 else start, 0), size)
+    pad = [0] * (2 * (len(sizes) - dim))
+    pad[-2:] = [start, size - start - grad.shape[dim]]
+    return aten.constant_pad_nd.default(grad, pad, 0)
+
+
+def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
+    dim = dim % len(sizes)
+    index = index % sizes[dim]
+    return _slice_backward(grad.unsqueeze(dim), sizes, dim, index, index + 1, 1)
+
+
+def _softmax_safe(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    empty = aten.eq.Scalar(aten.amax.default(x, [dim], True), float("-inf"))
+    return aten.where.ScalarOther(aten.logical_not(empty), aten._softmax.default(x, dim, False), 0)
+
+
+_FROM_TORCH = [
+    aten._log_softmax,
+    aten._log_softmax_backward_data,
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.native_dropout,
+    aten.native_dropout_backward,
+    aten.native_group_norm,
+    aten.native_group_norm_backward,
+    aten._fused_rms_norm,
+    aten._fused_rms_norm_backward,
+    aten.rsub,
+    aten.addcmul,
+    aten.addcdiv,
+    aten.hardswish_backward,
+    aten.hardsigmoid_backward,
+    aten.softplus_backward,
+    aten.elu_backward,
+    aten.glu,
+    aten.glu_backward,
+    aten.norm,
+    aten.linalg_vector_norm,
+    aten._adaptive_avg_pool2d,
+    aten.new_full,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.diagonal_backward,
+    aten.unfold_backward,
+    aten.masked_fill,
+    aten.triu,
+    aten.tril,
+    aten.logsumexp,
+    aten.frobenius_norm,
+    aten.index_add,
+    aten.grid_sampler_2d,
+]
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean,
+    aten.sum.default: _sum,
+    aten.var.correction: _var,
+    aten.var.dim: _var_dim,
+    aten.var_mean.correction: _var_mean,
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+    aten.stack.default: _stack,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten._safe_softmax.default: _softmax_safe,
+}
+
+
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Op overload -> its decomposition, for make_fx."""
+    known = [packet for packet in _FROM_TORCH if packet is not None]
+    return {**get_decompositions(known), **_OWN}

@@ -1,0 +1,123 @@
+"""Functions captured as something else than what torch would make of them.
+
+Attention becomes one device-neutral op, a matmul over several batch dims keeps them apart, batch normalisation plain arithmetic (its fused op changes its running
+statistics behind the graph's back and cannot be sharded over the batch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshweave.ir import ops
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    one_op = query.dim() == 4 and dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
+    if one_op:
+        return ops.attention(query, key, value, attn_mask, is_causal, scale)[0]
+    return _spelled_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _spelled_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
+    """Attention as matmuls and a softmax: what a dropout on the scores, a learnt bias or another rank than 4 need."""
+    if k.shape[-3] != q.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = _matmul(q * scale, k.transpose(-2, -1))
+    if is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = torch.where(mask, scores, torch.full((), float("-inf"), dtype=scores.dtype, device=q.device))
+    elif mask is not None:
+        scores = scores + mask
+    return _matmul(F.dropout(torch.softmax(scores, -1), dropout_p), v)
+
+
+def _matmul(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Matmul over two or more batch dims as one op: torch would merge them, and only the outermost could be sharded."""
+    if args or kwargs or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 4:
+        return torch.matmul(a, b, *args, **kwargs)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return ops.matmul(a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:]))
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    dims = [d for d in range(input.dim()) if d != 1]
+    wide = [1 if d in dims else -1 for d in range(input.dim())]
+    x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    if training or running_mean is None or running_var is None:
+        mean = x.mean(dims)
+        centred = x - mean.view(wide)
+        var = (centred * centred).mean(dims)
+    else:
+        mean, var = running_mean, running_var
+        centred = x - mean.view(wide)
+    if training and running_mean is not None and running_var is not None:
+        count = input.numel() // input.shape[1]
+        with torch.no_grad():
+            running_mean.mul_(1 - momentum).add_(mean.detach(), alpha=momentum)
+            running_var.mul_(1 - momentum).add_(var.detach(), alpha=momentum * count / max(count - 1, 1))
+    out = centred * torch.rsqrt(var + eps).view(wide)
+    if weight is not None:
+        out = out * weight.view(wide)
+    if bias is not None:
+        out = out + bias.view(wide)
+    return out.to(input.dtype)
+
+
+def _functional_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+_TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.batch_norm: _functional_batch_norm,
+    torch.batch_norm: _batch_norm,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+}
+
+
+class CapturedFunctions(TorchFunctionMode):
+    """While active, the functions of the table are replaced; everything else passes through."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _TABLE.get(func, func)(*args, **(kwargs or {}))

@@ -1,0 +1,327 @@
+"""From the traced graph to the global graph: names, specs, few op kinds, one use of a parameter per phase."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.ir.graph import Input, Origin, Spec, StepGraph, origin_of, spec_of
+
+aten = torch.ops.aten
+
+_IDENTITIES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.lift.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach_copy.default,
+    aten.alias_copy.default,
+}
+
+
+def normalize(
+    graph: fx.Graph, inputs: tuple[Input, ...], outputs: tuple[tuple[str, str], ...], constants: Mapping[str, torch.Tensor]
+) -> StepGraph:
+    """The global graph of a traced step.
+
+    Afterwards: every node has a Spec and an Origin; no identities (a functional graph needs no clone); squeezes,
+    selects and transposes are views, slices and permutes; unchanged buffers and unused constants are gone; dead code
+    is gone.
+    """
+    result = _Rewriter(inputs, constants).run(graph, outputs)
+    result.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    return _drop_unused_constants(result)
+
+
+class _Rewriter:
+    """Copies a graph node by node, each op through the table of rewrites."""
+
+    def __init__(self, inputs: tuple[Input, ...], constants: Mapping[str, torch.Tensor]) -> None:
+        self.inputs, self.constants = list(inputs), dict(constants)
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.origin = Origin("forward")
+        self.lifted: dict[str, fx.Node] = {}
+        self.scalars: dict[Any, fx.Node] = {}  # 0-dim values are made once per phase
+
+    def run(self, old: fx.Graph, outputs: tuple[tuple[str, str], ...]) -> StepGraph:
+        sources = [n for n in old.nodes if n.op == "placeholder"]
+        for node, item in zip(sources, self.inputs, strict=True):
+            self.env[node] = self._placeholder(item)
+        for node in [n for n in old.nodes if n.op == "get_attr"]:
+            self.env[node] = self._constant(str(node.target))
+        for node in old.nodes:
+            if node.op == "call_function":
+                self.origin = origin_of(node)
+                self.env[node] = self._call(node)
+        values = [self.env[n] for n in next(iter(reversed(old.nodes))).args[0]]
+        kept = [(kind, v) for kind, v in zip(outputs, values, strict=True) if not self._is_unchanged(kind, v)]
+        self.graph.output([v for _, v in kept])
+        return StepGraph(self.graph, tuple(self.inputs), tuple(kind for kind, _ in kept), self.constants)
+
+    def _placeholder(self, item: Input) -> fx.Node:
+        node = self.graph.placeholder(_identifier(item))
+        node.meta["spec"] = item.spec
+        node.meta["origin"] = Origin("update" if item.kind == "state" else "forward", item.name)
+        return node
+
+    def _constant(self, name: str) -> fx.Node:
+        if name not in self.lifted:
+            value = self.constants[name]
+            item = Input("constant", name, Spec(tuple(value.shape), value.dtype))
+            self.inputs.append(item)
+            self.lifted[name] = self._placeholder(item)
+        return self.lifted[name]
+
+    def _is_unchanged(self, kind: tuple[str, str], value: fx.Node) -> bool:
+        return kind[0] == "buffer" and value.op == "placeholder"
+
+    def _call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+        if node.target is operator.getitem:
+            return self._item(args[0], args[1], node)
+        if node.target in _IDENTITIES:
+            return args[0]
+        rewrite = _REWRITES.get(node.target)
+        spec = _spec(node)
+        if rewrite is not None:
+            return rewrite(self, spec, *args, **_without_memory(kwargs))
+        return self.emit(node.target, args, _without_memory(kwargs), spec)
+
+    def _item(self, value: Any, index: int, node: fx.Node) -> Any:
+        if isinstance(value, (tuple, list)):
+            return value[index]
+        return self.emit(operator.getitem, (value, index), {}, _spec(node))
+
+    def emit(self, target: Any, args: Any, kwargs: Any, spec: Any) -> fx.Node:
+        scalar = isinstance(spec, Spec) and not spec.shape
+        key = (target, str(args), str(kwargs), spec, self.origin.phase) if scalar else None
+        if key in self.scalars:
+            return self.scalars[key]
+        node = self.graph.call_function(target, tuple(args), dict(kwargs))
+        node.meta["spec"], node.meta["origin"] = spec, self.origin
+        if key is not None:
+            self.scalars[key] = node
+        return node
+
+    def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        old = spec_of(x)
+        if old.shape == tuple(shape):
+            return x
+        return self.emit(aten.view.default, (x, list(shape)), {}, Spec(tuple(shape), old.dtype))
+
+
+def _without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without those of one device's memory: the graph is device-neutral, strides are the runtime's."""
+    return {k: v for k, v in kwargs.items() if k not in ("memory_format", "device", "pin_memory", "layout", "non_blocking")}
+
+
+def _spec(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return Spec(tuple(int(s) for s in value.shape), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple(Spec(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in value)
+    return None
+
+
+def _identifier(item: Input) -> str:
+    text = f"{item.kind}_{item.name}" if item.kind != "param" else item.name
+    return "".join(c if c.isalnum() else "_" for c in text)
+
+
+def _permute(r: _Rewriter, spec: Spec, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+    order = [d % len(dims) for d in dims]
+    if order == sorted(order):
+        return x
+    return r.emit(aten.permute.default, (x, order), {}, spec)
+
+
+def _transpose(r: _Rewriter, spec: Spec, x: fx.Node, a: int, b: int) -> fx.Node:
+    order = list(range(len(spec.shape)))
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return _permute(r, spec, x, order)
+
+
+def _matrix_transpose(r: _Rewriter, spec: Spec, x: fx.Node) -> fx.Node:
+    return _transpose(r, spec, x, 0, 1) if len(spec.shape) == 2 else x
+
+
+def _reshape(r: _Rewriter, spec: Spec, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
+    return r.view(x, spec.shape)
+
+
+def _select(r: _Rewriter, spec: Spec, x: fx.Node, dim: int, index: int) -> fx.Node:
+    old = spec_of(x)
+    dim = dim % len(old.shape)
+    index = index % old.shape[dim]
+    kept = Spec((*old.shape[:dim], 1, *old.shape[dim + 1 :]), old.dtype)
+    return r.view(r.emit(aten.slice.Tensor, (x, dim, index, index + 1), {}, kept), spec.shape)
+
+
+def _slice(
+    r: _Rewriter, spec: Spec, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> fx.Node:
+    old = spec_of(x)
+    dim = dim % len(old.shape)
+    first, last, stride = slice(start, end, step).indices(old.shape[dim])
+    if (first, last, stride) == (0, old.shape[dim], 1):
+        return x
+    args = (x, dim, first, max(last, first)) if stride == 1 else (x, dim, first, max(last, first), stride)
+    return r.emit(aten.slice.Tensor, args, {}, spec)
+
+
+def _full(value: float) -> Callable[..., fx.Node]:
+    def rewrite(r: _Rewriter, spec: Spec, *_: Any, **__: Any) -> fx.Node:
+        return r.emit(aten.full.default, (list(spec.shape), value), {"dtype": spec.dtype}, spec)
+
+    return rewrite
+
+
+def _full_of(position: int) -> Callable[..., fx.Node]:
+    def rewrite(r: _Rewriter, spec: Spec, *args: Any, **kwargs: Any) -> fx.Node:
+        value = args[position] if len(args) > position else kwargs["fill_value"]
+        return r.emit(aten.full.default, (list(spec.shape), value), {"dtype": spec.dtype}, spec)
+
+    return rewrite
+
+
+def _copy(r: _Rewriter, spec: Spec, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
+    """x.copy_(source) as a value: the source, cast and expanded."""
+    old = spec_of(source)
+    if old.dtype != spec.dtype:
+        source = r.emit(aten._to_copy.default, (source,), {"dtype": spec.dtype}, Spec(old.shape, spec.dtype))
+    if old.shape == spec.shape:
+        return source
+    return r.emit(aten.expand.default, (source, list(spec.shape)), {}, spec)
+
+
+def _scalar_tensor(r: _Rewriter, spec: Spec, value: float, **_: Any) -> fx.Node:
+    return r.emit(aten.full.default, ([], value), {"dtype": spec.dtype}, spec)
+
+
+def _arange(start: int, step_at: int) -> Callable[..., fx.Node]:
+    def rewrite(r: _Rewriter, spec: Spec, *args: Any, **_: Any) -> fx.Node:
+        first = args[0] if start else 0
+        step = args[step_at] if step_at and len(args) > step_at else 1
+        end = first + spec.shape[0] * step
+        return r.emit(aten.arange.start_step, (first, end, step), {"dtype": spec.dtype}, spec)
+
+    return rewrite
+
+
+def _conv_backward(
+    r: _Rewriter, spec: Any, grad: fx.Node, x: fx.Node, w: fx.Node, bias_sizes: Any, *rest: Any
+) -> tuple[fx.Node | None, ...]:
+    """One op per gradient: the three depend on different operands, so that they shard differently."""
+    *options, mask = rest
+    found: list[fx.Node | None] = [None, None, None]
+    for i in range(2):
+        if mask[i]:
+            only = [j == i for j in range(3)]
+            specs = tuple(spec[j] if j == i else None for j in range(3))
+            both = r.emit(aten.convolution_backward.default, (grad, x, w, None, *options, only), {}, specs)
+            found[i] = r.emit(operator.getitem, (both, i), {}, spec[i])
+    if mask[2]:
+        dims = [d for d in range(len(spec_of(grad).shape)) if d != 1]
+        found[2] = r.emit(aten.sum.dim_IntList, (grad, dims), {}, spec[2])
+    return tuple(found)
+
+
+def _attention(
+    r: _Rewriter,
+    spec: Any,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: fx.Node | None = None,
+    scale: float | None = None,
+) -> fx.Node:
+    scale = spec_of(q).shape[-1] ** -0.5 if scale is None else scale
+    return r.emit(torch.ops.meshweave.attention.default, (q, k, v, attn_mask, is_causal, scale), {}, spec)
+
+
+def _attention_backward(
+    r: _Rewriter,
+    spec: Any,
+    grad: fx.Node,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    out: fx.Node,
+    lse: fx.Node,
+    dropout: float,
+    is_causal: bool,
+    *,
+    attn_mask: fx.Node | None = None,
+    scale: float | None = None,
+) -> fx.Node:
+    scale = spec_of(q).shape[-1] ** -0.5 if scale is None else scale
+    args = (grad, q, k, v, attn_mask, out, lse, is_causal, scale)
+    return r.emit(torch.ops.meshweave.attention_backward.default, args, {}, spec)
+
+
+_REWRITES: dict[Any, Callable[..., Any]] = {
+    aten.t.default: _matrix_transpose,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.flatten.using_ints: _reshape,
+    aten.view_copy.default: _reshape,
+    aten.unsqueeze_copy.default: _reshape,
+    aten.squeeze_copy.dim: _reshape,
+    aten._reshape_copy.default: _reshape,
+    aten.copy.default: _copy,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.zeros.default: _full(0),
+    aten.ones.default: _full(1),
+    aten.zeros_like.default: _full(0),
+    aten.ones_like.default: _full(1),
+    aten.empty.memory_format: _full(0),
+    aten.empty_like.default: _full(0),
+    aten.empty_strided.default: _full(0),
+    aten.new_empty.default: _full(0),
+    aten.new_empty_strided.default: _full(0),
+    aten.new_zeros.default: _full(0),
+    aten.new_ones.default: _full(1),
+    aten.new_full.default: _full_of(2),
+    aten.full_like.default: _full_of(1),
+    aten.full.default: _full_of(1),
+    aten.scalar_tensor.default: _scalar_tensor,
+    aten.arange.default: _arange(0, 0),
+    aten.arange.start: _arange(1, 0),
+    aten.arange.start_step: _arange(1, 2),
+    aten.convolution_backward.default: _conv_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}
+
+
+def _drop_unused_constants(step: StepGraph) -> StepGraph:
+    kept = []
+    for node, item in zip(step.placeholders, step.inputs, strict=True):
+        if item.kind == "constant" and not node.users:
+            step.graph.erase_node(node)
+            continue
+        kept.append(item)
+    names = {item.name for item in kept}
+    constants = {n: v for n, v in step.constants.items() if n in names}
+    return StepGraph(step.graph, tuple(kept), step.outputs, constants)

@@ -1,0 +1,257 @@
+"""The pipeline and the public entry point: model, mesh and plan in, a training step out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshweave.capture.optimizers import OptimizerSpec, current_lrs, initial_state, read_optimizer
+from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
+from meshweave.errors import LayoutError, MeshweaveError, PlanError
+from meshweave.expand.expand import expand
+from meshweave.hardware import AlphaBeta
+from meshweave.ir.graph import Spec, StepGraph
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph
+from meshweave.interop import dtensor_from_piece
+from meshweave.ir.verify import verify_placed, verify_rank, verify_step
+from meshweave.movement.plan import plan_move
+from meshweave.report.moves import MoveRow, move_rows
+from meshweave.runtime.cluster import ClusterWorld
+from meshweave.runtime.initialize import materialize
+from meshweave.runtime.session import Session, Settings
+from meshweave.runtime.world import LocalWorld, World
+from meshweave.sharding.assign import Price
+from meshweave.sharding.decide import decide, infer_units
+from meshweave.sharding.place import Placement, place
+from meshweave.sharding.plans import Plan, default_plan, pinning, resolve
+from meshweave.sharding.search import choose_tp
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled training step at its three stages. Nothing in it grows with the number of devices."""
+
+    captured: StepGraph
+    placed: StepGraph
+    rank: RankGraph
+    placement: Placement
+    options: CaptureOptions
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.rank.mesh
+
+
+def micro_example(example: Any, accumulate: int) -> Any:
+    """The first of `accumulate` equal parts of a batch along dim 0. PlanError where the batch does not divide."""
+    if accumulate == 1:
+        return example
+    batch = Batch.of(example)
+    return batch.rebuild([part[0] for part in split_batch(batch.tensors, accumulate)])
+
+
+def split_batch(tensors: tuple[Tensor, ...], parts: int) -> list[list[Tensor]]:
+    """Per tensor its parts along dim 0, for tensors of the batch's size; the others are repeated whole."""
+    size = next((t.shape[0] for t in tensors if t.dim()), 0)
+    if size % parts:
+        raise PlanError(
+            "the batch does not divide into microbatches",
+            got=f"batch size {size}, accumulate={parts}",
+            expected=f"a batch size that {parts} divides",
+        )
+    return [list(t.chunk(parts)) if t.dim() and t.shape[0] == size else [t] * parts for t in tensors]
+
+
+def move_price(profile: AlphaBeta) -> Price:
+    """Seconds of a move by its plan."""
+
+    @cache
+    def price(source: Layout, target: Layout, spec: Spec) -> float:
+        return plan_move(source, target, spec.shape, spec.dtype, profile).seconds
+
+    return price
+
+
+def build_program(
+    model: nn.Module,
+    loss: Loss,
+    example: Any,
+    optimizer: OptimizerSpec | None,
+    mesh: Mesh,
+    plan: Plan | None,
+    profile: AlphaBeta,
+    options: CaptureOptions,
+    forward: Callable[[nn.Module, Any], Any] = call_model,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Program:
+    """Capture, place, plan, expand; the verifier runs after each. `progress(stage)` is called as each begins."""
+    progress("capture")
+    resolved = resolve(plan if plan is not None else default_plan(model, mesh), model, mesh)
+    micro = micro_example(example, options.accumulate)
+    step = capture(model, loss, micro, optimizer, options, forward=forward, hooks=pinning(resolved))
+    captured = verify_step(step)
+    progress("place")
+    price = move_price(profile)
+    units = infer_units(captured)
+    for axis in resolved.auto_axes:
+        resolved = choose_tp(model, captured, resolved, axis, mesh, units, price)
+    placement = decide(resolved, captured, mesh, units)
+    placed = verify_placed(place(captured, placement, price))
+    progress("expand")
+    planner = lambda source, target, shape, dtype: plan_move(source, target, shape, dtype, profile)  # noqa: E731
+    rank = verify_rank(expand(placed, mesh, planner))
+    return Program(captured, placed, rank, placement, options)
+
+
+class Step:
+    """A compiled training step: call it with a batch, get the loss.
+
+    `program` holds the graphs, `metrics` the numbers of the last step (loss, grad_norm).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        settings: Settings,
+    ) -> None:
+        self.program, self.optimizer = program, optimizer
+        self.session = Session(program.rank, world, settings)
+        held = initial_state(optimizer, model) if optimizer is not None else None
+        self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
+        self.session.state.num_steps = held.num_steps if held else 0
+
+    def __call__(self, batch: Any) -> float:
+        """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
+
+        Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite.
+        """
+        return self.session.run(self._micros(batch), current_lrs(self.optimizer) if self.optimizer else [])
+
+    def _micros(self, batch: Any) -> list[Mapping[str, Tensor]]:
+        held = Batch.of(batch)
+        expected = [i.name for i in self.program.rank.inputs if i.kind == "batch"]
+        missing = [n for n in expected if n not in held.names]
+        if missing:
+            raise LayoutError(
+                "the batch lacks entries of the example", got=", ".join(held.names), expected=", ".join(expected)
+            )
+        count = self.program.options.accumulate
+        parts = split_batch(held.tensors, count)
+        return [{n: parts[j][i] for j, n in enumerate(held.names)} for i in range(count)]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.session.metrics
+
+    @property
+    def num_steps(self) -> int:
+        """Number of completed steps."""
+        return self.session.state.num_steps
+
+    def parameters(self, *, sharded: bool = False) -> dict[str, Tensor]:
+        """Parameters by name: full tensors, or on a cluster DTensors of this rank's pieces."""
+        return self._sharded("param") if sharded else self.session.full("param")
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Full buffers by name."""
+        return self.session.full("buffer")
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Full optimizer state by `slot/parameter`."""
+        return self.session.full("state")
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Full gradients of the last step by name; needs keep_gradients=True."""
+        return self.session.gradients()
+
+    def _sharded(self, kind: str) -> dict[str, Tensor]:
+        if not self.session.world.is_distributed:
+            raise LayoutError(
+                "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
+            )
+        return {item.name: dtensor_from_piece(pieces[0], layout, item.spec.shape) for item, layout, pieces in self.session.pieces(kind)}
+
+    def save(self, path: str) -> None:
+        """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
+        self.session.save(path)
+
+    def load(self, path: str) -> None:
+        """Continue from a checkpoint of the same model, saved on any mesh. Nothing in it is unpickled as code."""
+        self.session.load(path)
+
+    def explain(self) -> list[MoveRow]:
+        """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""
+        return move_rows(self.program.placed)
+
+
+def compile(  # noqa: A001
+    model: nn.Module,
+    *,
+    loss: Loss,
+    example: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    mesh: Mesh | str,
+    plan: Plan | None = None,
+    profile: AlphaBeta | None = None,
+    memory_cap_bytes: int | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
+    forward: Callable[[nn.Module, Any], Any] = call_model,
+    keep_gradients: bool = False,
+    check_finite: bool = True,
+    device: torch.device | str | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Step:
+    """A training step of `model` on `mesh`.
+
+    model: any nn.Module, also on the meta device (its parameters are then made piece by piece from `seed`).
+    loss: (outputs, batch) -> scalar, a mean over the batch.
+    example: dict or tuple of tensors with the global shapes and dtypes of every batch. The model is called with the
+        keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says otherwise.
+    optimizer: a torch SGD, Adam or AdamW over the model's parameters; its learning rates are read at every step, so
+        schedulers work. Without one, the step computes loss and gradients.
+    mesh, plan: without a plan the axes dp, fsdp and tp mean the usual. See `Plan`.
+    clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
+    check_finite: raise before the update when the loss is NaN or infinite.
+
+    Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
+    Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
+    """
+    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    if memory_cap_bytes is not None:
+        raise MeshweaveError("memory_cap_bytes needs the scheduler, which this version lacks", hint="leave it out")
+    if profile is not None and not isinstance(profile, AlphaBeta):
+        raise MeshweaveError("named profiles are not known yet", got=repr(profile), expected="an AlphaBeta or None")
+    if optimizer is None and (clip_grad_norm is not None):
+        raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
+    spec = None if optimizer is None else read_optimizer(optimizer, model)
+    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed)
+    world = make_world(mesh, device)
+    program = build_program(
+        model, loss, example, spec, mesh, plan, profile or AlphaBeta(), options, forward, progress
+    )
+    progress("start")
+    settings = Settings(accumulate, seed, keep_gradients or optimizer is None, check_finite)
+    return Step(program, model, optimizer, world, settings)
+
+
+def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
+    """This process's part of the mesh: this rank of torch.distributed where it is initialised, else all of it."""
+    if dist.is_available() and dist.is_initialized():
+        return ClusterWorld(mesh, device)
+    return LocalWorld(mesh, device)

@@ -1,0 +1,55 @@
+"""The errors that a user can meet. Each says where, what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class MeshweaveError(Exception):
+    """A mistake that the user can mend.
+
+    `where` names the place (a source line, a tensor, a file), `got` and `expected` state the facts and
+    `hint` is the next step to take. Empty parts are left out of the message.
+    """
+
+    def __init__(self, what: str, *, where: str = "", got: str = "", expected: str = "", hint: str = "") -> None:
+        self.what, self.where, self.got, self.expected, self.hint = what, where, got, expected, hint
+        parts = [("where", where), ("got", got), ("expected", expected), ("hint", hint)]
+        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in parts if text)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.what, self.where, self.got, self.expected, self.hint)
+
+
+def _rebuild(kind: type[MeshweaveError], what: str, where: str, got: str, expected: str, hint: str) -> MeshweaveError:
+    return kind(what, where=where, got=got, expected=expected, hint=hint)
+
+
+class MeshError(MeshweaveError):
+    """A mesh that cannot be built, or an axis that it does not have."""
+
+
+class LayoutError(MeshweaveError):
+    """A layout that does not fit its mesh, its tensor or the operator that should take it."""
+
+
+class CaptureError(MeshweaveError):
+    """A model whose training step cannot be captured as one graph."""
+
+
+class RuleError(MeshweaveError):
+    """An operator without a sharding rule, or one used in a way that its rule does not cover."""
+
+
+class PlanError(MeshweaveError):
+    """A plan that names nothing, contradicts itself or asks for what the model cannot give."""
+
+
+class VerifyError(MeshweaveError):
+    """A graph that breaks an invariant of its stage: a bug of ours or of a registered rule."""
+
+
+class StepError(MeshweaveError):
+    """A training step that failed while it ran. The state of the last completed step is intact unless said."""
+
+
+class CheckpointError(MeshweaveError):
+    """A checkpoint that is missing, damaged or of another model."""

@@ -1,0 +1,188 @@
+"""From the placed graph to rank graphs: global shapes become local ones, moves become collectives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import LayoutError
+from meshweave.expand.localize import LOCALIZERS
+from meshweave.expand.moves import STEPS, Finish
+from meshweave.ir import ops
+from meshweave.ir.graph import NOWHERE, Origin, Spec, StepGraph, origin_of, spec_of
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import is_even
+from meshweave.ir.rank import RankGraph, axis_index, linear, piece_offset, piece_size
+from meshweave.movement.plan import MovePlan
+from meshweave.sharding.registry import row_for
+
+aten = torch.ops.aten
+PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
+Number = Any  # an int, or the fx.Node of a symbolic one
+
+
+@dataclass(slots=True)
+class Emitter:
+    """Writes a rank graph. Sizes and offsets that depend on the rank are symbolic nodes, each made once."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    origin: Origin = NOWHERE
+    symbols: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any]) -> fx.Node:
+        node = self.graph.call_function(target, tuple(args), dict(kwargs))
+        node.meta["origin"] = self.origin
+        return node
+
+    def item(self, value: fx.Node, index: int) -> fx.Node:
+        return self.call(operator.getitem, (value, index), {})
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        return self.call(aten.contiguous.default, (x,), {})
+
+    def extent(self, shape: tuple[int, ...], layout: Layout, dim: int, at: tuple[int, ...] = ()) -> Number:
+        """Local size of `dim`: a number where all pieces are equal, else symbolic."""
+        sharding, parts = layout.dims[dim], layout.parts(dim)
+        if not sharding.axes:
+            return shape[dim]
+        if is_even(shape[dim], parts, sharding.unit):
+            return shape[dim] // torch.Size(parts).numel()
+        return self._symbol(piece_size, (shape[dim], sharding.axes, parts, sharding.unit, at))
+
+    def offset(self, shape: tuple[int, ...], layout: Layout, dim: int, at: tuple[int, ...] = ()) -> Number:
+        """Global offset of the local piece along `dim`."""
+        sharding = layout.dims[dim]
+        if not sharding.axes:
+            return 0
+        return self._symbol(piece_offset, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit, at))
+
+    def axis_index(self, mesh: Mesh, axes: tuple[str, ...]) -> Number:
+        return self._symbol(axis_index, (axes, tuple(mesh.size(a) for a in axes)))
+
+    def linear(self, base: Number, *terms: tuple[Number, Number]) -> Number:
+        """base + sum of products, folded where everything is a number."""
+        if not any(isinstance(n, fx.Node) for n in (base, *(n for term in terms for n in term))):
+            return base + sum(a * b for a, b in terms)
+        return self._symbol(linear, (base, *terms))
+
+    def _symbol(self, function: Callable[..., int], args: tuple[Any, ...]) -> fx.Node:
+        key = (function, args)
+        if key not in self.symbols:
+            self.symbols[key] = self.call(function, args, {})
+        return self.symbols[key]
+
+    def local_shape(self, shape: tuple[int, ...], layout: Layout) -> list[Number]:
+        return [self.extent(shape, layout, d) for d in range(len(shape))]
+
+
+@dataclass(slots=True)
+class _Expander:
+    step: StepGraph
+    mesh: Mesh
+    plan_move: PlanMove
+    emit: Emitter = field(default_factory=Emitter)
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    pending: dict[fx.Node, Finish] = field(default_factory=dict)
+
+    def run(self) -> RankGraph:
+        due = self._due_before_update()
+        for node in self.step.graph.nodes:
+            if node.op == "call_function" and origin_of(node).phase == "update":
+                while due:
+                    self._value(due.pop())
+            self.emit.origin = origin_of(node)
+            if node.op == "placeholder":
+                self._mark(node, self.emit.graph.placeholder(node.name))
+            elif node.target is ops.move:
+                self._move(node)
+            elif node.op == "call_function":
+                self._op(node)
+        outputs = self.step.output_values
+        self.emit.origin = Origin("update")
+        self.emit.graph.output([self._value(n) for n in outputs])
+        return RankGraph(
+            self.emit.graph,
+            self.mesh,
+            self.step.inputs,
+            tuple(n.meta["layout"] for n in self.step.placeholders),
+            self.step.outputs,
+            tuple(n.meta["layout"] for n in outputs),
+            dict(self.step.constants),
+        )
+
+    def _due_before_update(self) -> list[fx.Node]:
+        """Outputs that the update must not wait for, or that the next microbatch needs: waited for before it begins.
+
+        Gradients are waited for where the update uses them, unless they are accumulated.
+        """
+        accumulates = any(item.kind == "acc" for item in self.step.inputs)
+        kinds = {"loss", "buffer", "grad"} if accumulates else {"loss", "buffer"}
+        pairs = zip(self.step.outputs, self.step.output_values, strict=True)
+        return [value for (kind, _), value in reversed(list(pairs)) if kind in kinds]
+
+    def _mark(self, node: fx.Node, local: fx.Node) -> None:
+        """Note what the local node makes: the largest piece."""
+        spec, layout = node.meta["spec"], node.meta["layout"]
+        if isinstance(spec, Spec) and "spec" not in local.meta:
+            local.meta["spec"] = Spec(layout.local_shape(spec.shape), spec.dtype)
+        if isinstance(spec, tuple) and "spec" not in local.meta:
+            pairs = zip(spec, layout, strict=True)
+            local.meta["spec"] = tuple(None if s is None else Spec(a.local_shape(s.shape), s.dtype) for s, a in pairs)
+        local.meta["origin"] = origin_of(node)
+        local.meta["global"] = node.name
+        self.values[node] = local
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The local value; a move's last collective is waited for here, at its first use."""
+        finish = self.pending.pop(node, None)
+        if finish is not None:
+            keep, self.emit.origin = self.emit.origin, origin_of(node)
+            self._mark(node, finish())
+            self.emit.origin = keep
+        return self.values[node]
+
+    def _op(self, node: fx.Node) -> None:
+        operands: list[fx.Node] = []
+
+        def swap(n: fx.Node) -> fx.Node:
+            local = self._value(n)
+            if isinstance(n.meta.get("spec"), Spec):
+                operands.append(local)
+            return local
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), swap)
+        if node.target is operator.getitem:
+            local = self.emit.call(node.target, args, kwargs)
+        else:
+            local = LOCALIZERS[row_for(node).localize](self.emit, node, operands, args, kwargs)
+        self._mark(node, local)
+
+    def _move(self, node: fx.Node) -> None:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        spec, layout = spec_of(node), source.meta["layout"]
+        if layout.mesh != node.meta["layout"].mesh:
+            raise LayoutError("a move between meshes cannot be expanded yet", where=str(origin_of(node)))
+        plan = self.plan_move(layout, node.meta["layout"], spec.shape, spec.dtype)
+        node.meta["plan"] = plan
+        local = self._value(source)
+        finish: Finish = lambda: local  # noqa: E731
+        for i, step in enumerate(plan.steps):
+            finish = STEPS[step.kind](self.emit, local, step, spec.shape)
+            if i + 1 < len(plan.steps):
+                local = finish()
+        self.pending[node] = finish
+
+
+def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> RankGraph:
+    """The rank graph of a placed graph. Its size does not depend on the number of devices.
+
+    `plan_move(source, target, shape, dtype)` says which steps a move takes.
+    """
+    return _Expander(step, mesh, plan_move).run()

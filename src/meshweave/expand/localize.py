@@ -1,0 +1,132 @@
+"""How ops run on pieces. Most run as they are; those that name shapes or positions are rewritten here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from meshweave.ir import local_ops
+from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+
+if TYPE_CHECKING:
+    from meshweave.expand.expand import Emitter
+
+aten = torch.ops.aten
+Localizer = Callable[["Emitter", fx.Node, list[fx.Node], Any, Any], fx.Node]
+
+
+def as_is(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    """The same op on local operands."""
+    return emit.call(node.target, args, kwargs)
+
+
+def _layout(node: fx.Node) -> Layout:
+    layout = node.meta["layout"]
+    assert isinstance(layout, Layout)
+    return layout
+
+
+def _operand(node: fx.Node, index: int) -> tuple[Spec, Layout]:
+    operand = tensor_inputs(node)[index]
+    return spec_of(operand), _layout(operand)
+
+
+def _shape(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    """view and expand: the local shape of the result. A view of a piece may need a copy, hence reshape."""
+    target = aten.reshape.default if node.target is aten.view.default else node.target
+    return emit.call(target, (args[0], emit.local_shape(spec_of(node).shape, _layout(node))), kwargs)
+
+
+def _full(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    return emit.call(node.target, (emit.local_shape(spec_of(node).shape, _layout(node)), *args[1:]), kwargs)
+
+
+def _arange(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    start, end, step = args
+    layout, shape = _layout(node), spec_of(node).shape
+    if not layout.dims[0].axes:
+        return emit.call(node.target, args, kwargs)
+    offset, size = emit.offset(shape, layout, 0), emit.extent(shape, layout, 0)
+    first = emit.linear(start, (offset, step))
+    return emit.call(node.target, (first, emit.linear(0, (first, 1), (size, step)), step), kwargs)
+
+
+def _uniform(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    layout, shape = _layout(node), spec_of(node).shape
+    offsets = [emit.offset(shape, layout, d) for d in range(len(shape))]
+    return emit.call(node.target, (*args[:3], list(shape), offsets, emit.local_shape(shape, layout)), kwargs)
+
+
+def _offset_of(emit: Emitter, node: fx.Node, operand: int, dim: int) -> Any:
+    """Offset of the local piece of an operand along `dim`, or None where that dim is not cut."""
+    spec, layout = _operand(node, operand)
+    return emit.offset(spec.shape, layout, dim) if layout.dims[dim].axes else None
+
+
+def _embedding(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    offset = _offset_of(emit, node, 0, 0)
+    if offset is None:
+        return emit.call(node.target, args, kwargs)
+    return emit.call(local_ops.embedding, (*values, offset), {})
+
+
+def _embedding_backward(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    layout, shape = _layout(node), spec_of(node).shape
+    if not layout.dims[0].axes:
+        return emit.call(node.target, args, kwargs)
+    rows, offset = emit.extent(shape, layout, 0), emit.offset(shape, layout, 0)
+    padding = args[3] if len(args) > 3 else -1
+    return emit.call(local_ops.embedding_backward, (*values, rows, padding, offset), {})
+
+
+def _along(function: Any) -> Localizer:
+    """gather and index_select: (x, dim, index)."""
+
+    def localize(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+        rank = len(_operand(node, 0)[0].shape)
+        dim = args[1] % max(rank, 1)
+        offset = _offset_of(emit, node, 0, dim) if rank else None
+        if offset is None:
+            return emit.call(node.target, args, kwargs)
+        return emit.call(function, (values[0], dim, values[1], offset), {})
+
+    return localize
+
+
+def _scatter(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    dim = args[1] % max(len(spec_of(node).shape), 1)
+    offset = _offset_of(emit, node, 0, dim) if spec_of(node).shape else None
+    if offset is None:
+        return emit.call(node.target, args, kwargs)
+    added = node.target is aten.scatter_add.default
+    return emit.call(local_ops.scatter, (args[0], dim, args[2], args[3], added, offset), {})
+
+
+def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    """amax and amin of a dim that is cut: a piece may be empty."""
+    spec, layout = _operand(node, 0)
+    dims: Sequence[int] = args[1] if len(args) > 1 and args[1] else range(len(spec.shape))
+    if not any(layout.dims[d].axes for d in dims):
+        return emit.call(node.target, args, kwargs)
+    keepdim = bool(args[2]) if len(args) > 2 else False
+    op = "max" if node.target is aten.amax.default else "min"
+    return emit.call(local_ops.extreme, (values[0], list(dims), keepdim, op), {})
+
+
+LOCALIZERS: dict[str, Localizer] = {
+    "": as_is,
+    "shape": _shape,
+    "full": _full,
+    "arange": _arange,
+    "uniform": _uniform,
+    "embedding": _embedding,
+    "embedding_backward": _embedding_backward,
+    "gather": _along(local_ops.gather),
+    "index_select": _along(local_ops.index_select),
+    "scatter": _scatter,
+    "extreme": _extreme,
+}

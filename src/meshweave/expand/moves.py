@@ -1,0 +1,168 @@
+"""How the steps of a move become collectives and local ops, for even and uneven pieces alike.
+
+Collectives work along dim 0 of equal blocks. Uneven pieces are padded to the largest before, and compacted by the
+table of pieces after; the pad never reaches a consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from meshweave.ir import local_ops
+from meshweave.ir.layout import Layout
+from meshweave.ir.pieces import is_even, largest_chunk
+from meshweave.ir.rank import WAIT, collectives
+
+if TYPE_CHECKING:
+    from meshweave.expand.expand import Emitter
+    from meshweave.movement.steps import Step
+
+aten = torch.ops.aten
+Finish = Callable[[], fx.Node]
+
+
+def _group(layout: Layout, axes: tuple[str, ...]) -> tuple[int, str]:
+    return layout.mesh.flat_size(axes), ",".join(axes)
+
+
+def _block(shape: tuple[int, ...], layout: Layout, dim: int) -> int:
+    """Size of the largest piece along `dim`: what blocks are padded to."""
+    return largest_chunk(shape[dim], layout.parts(dim), layout.dims[dim].unit)
+
+
+def _even(shape: tuple[int, ...], layout: Layout, dim: int) -> bool:
+    return is_even(shape[dim], layout.parts(dim), layout.dims[dim].unit)
+
+
+def _padded(emit: Emitter, x: fx.Node, rank: int, dim: int, held: Any, block: int) -> fx.Node:
+    if isinstance(held, int) and held == block:
+        return x
+    pad: list[Any] = [0] * (2 * (rank - dim))
+    pad[-1] = emit.linear(block, (held, -1))
+    return emit.call(aten.constant_pad_nd.default, (x, pad, 0), {})
+
+
+def _slice(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    dim = step.dim
+    inside = emit.offset(shape, step.source, dim) if step.source.dims[dim].axes else 0
+    start = emit.linear(0, (emit.offset(shape, step.target, dim), 1), (inside, -1))
+    size = emit.extent(shape, step.target, dim)
+    return lambda: emit.call(aten.narrow.default, (x, dim, start, size), {})
+
+
+def _members(emit: Emitter, layout: Layout, shape: tuple[int, ...], dim: int, axis: str) -> list[Any]:
+    """Piece sizes along `dim` of the devices of one group of `axis`, the innermost axis of that dim."""
+    return [emit.extent(shape, layout, dim, at=(j,)) for j in range(layout.mesh.size(axis))]
+
+
+def _all_gather(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    dim, (axis,) = step.dim, step.axes
+    count, group = _group(step.source, step.axes)
+    even = _even(shape, step.source, dim)
+    block = _block(shape, step.source, dim)
+    held = emit.extent(shape, step.source, dim)
+    sent = x if even else _padded(emit, x, len(shape), dim, held, block)
+    started = emit.call(collectives.all_gather_into_tensor.default, (emit.contiguous(sent), count, group), {})
+
+    def finish() -> fx.Node:
+        done = emit.call(WAIT, (started,), {})
+        if even and dim == 0:
+            return done
+        parts = emit.call(aten.chunk.default, (done, count, 0), {})
+        pieces = [emit.item(parts, j) for j in range(count)]
+        if not even:
+            sizes = _members(emit, step.source, shape, dim, axis)
+            pieces = [emit.call(aten.narrow.default, (p, dim, 0, s), {}) for p, s in zip(pieces, sizes, strict=True)]
+        return emit.call(aten.cat.default, (pieces, dim), {})
+
+    return finish
+
+
+def _dealt(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> tuple[fx.Node, bool]:
+    """x cut along `dim` into the pieces of the group, padded to one size and stacked along dim 0."""
+    (axis,) = step.axes
+    even = _even(shape, step.target, dim)
+    count = step.target.mesh.size(axis)
+    if even:
+        if dim == 0:
+            return x, True
+        parts = emit.call(aten.chunk.default, (x, count, dim), {})
+        return emit.call(aten.cat.default, ([emit.item(parts, j) for j in range(count)], 0), {}), True
+    block = _block(shape, step.target, dim)
+    base = emit.offset(shape, step.source, dim) if step.source.dims[dim].axes else 0
+    pieces = []
+    for j in range(count):
+        start = emit.linear(0, (emit.offset(shape, step.target, dim, at=(j,)), 1), (base, -1))
+        size = emit.extent(shape, step.target, dim, at=(j,))
+        piece = emit.call(aten.narrow.default, (x, dim, start, size), {})
+        pieces.append(_padded(emit, piece, len(shape), dim, size, block))
+    return emit.call(aten.cat.default, (pieces, 0), {}), False
+
+
+def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int, even: bool) -> fx.Node:
+    if even:
+        return x
+    return emit.call(aten.narrow.default, (x, dim, 0, emit.extent(shape, step.target, dim)), {})
+
+
+def _reduce_scatter(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    count, group = _group(step.source, step.axes)
+    dealt, even = _dealt(emit, x, step, shape, step.dim)
+    started = emit.call(
+        collectives.reduce_scatter_tensor.default, (emit.contiguous(dealt), step.op, count, group), {}
+    )
+    return lambda: _own(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim, even)
+
+
+def _all_reduce(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    _, group = _group(step.source, step.axes)
+    started = emit.call(collectives.all_reduce.default, (emit.contiguous(x), step.op, group), {})
+    return lambda: emit.call(WAIT, (started,), {})
+
+
+def _all_to_all(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    """From sharded on `dim` to sharded on `to_dim`: deal out along to_dim, exchange, join along dim."""
+    dim, to_dim, (axis,) = step.dim, step.to_dim, step.axes
+    assert to_dim is not None
+    count, group = _group(step.source, step.axes)
+    even = _even(shape, step.source, dim)
+    block = _block(shape, step.source, dim)
+    sent = x if even else _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
+    dealt, even_to = _dealt(emit, sent, step, shape, to_dim)
+    rows = {dim: block, to_dim: _block(shape, step.target, to_dim)}.get(0, emit.extent(shape, step.source, 0))
+    splits = [rows] * count
+    started = emit.call(collectives.all_to_all_single.default, (emit.contiguous(dealt), splits, splits, group), {})
+
+    def finish() -> fx.Node:
+        parts = emit.call(aten.chunk.default, (emit.call(WAIT, (started,), {}), count, 0), {})
+        pieces = [_own(emit, emit.item(parts, j), step, shape, to_dim, even_to) for j in range(count)]
+        sizes = _members(emit, step.source, shape, dim, axis)
+        if not even:
+            pieces = [emit.call(aten.narrow.default, (p, dim, 0, s), {}) for p, s in zip(pieces, sizes, strict=True)]
+        return emit.call(aten.cat.default, (pieces, dim), {})
+
+    return finish
+
+
+def _to_partial(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    index = emit.axis_index(step.source.mesh, step.axes)
+    return lambda: emit.call(local_ops.keep_first, (x, index, step.op), {})
+
+
+def _scale(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    return lambda: emit.call(aten.mul.Tensor, (x, step.factor), {})
+
+
+STEPS: dict[str, Callable[[Emitter, fx.Node, Step, tuple[int, ...]], Finish]] = {
+    "slice": _slice,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "to_partial": _to_partial,
+    "scale": _scale,
+}

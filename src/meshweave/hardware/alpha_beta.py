@@ -1,0 +1,98 @@
+"""The simplest cost model: a start-up time per collective, and a bandwidth per mesh axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.mesh import Mesh
+
+# Bytes that one device receives, from the group size n and its local input of b bytes. Ring and pairwise algorithms,
+# which are optimal in bytes (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A local op receives nothing.
+_RECEIVED: dict[str, Callable[[int, float], float]] = {
+    "slice": lambda n, b: 0,
+    "to_partial": lambda n, b: 0,
+    "scale": lambda n, b: 0,
+    "all_gather": lambda n, b: (n - 1) * b,
+    "reduce_scatter": lambda n, b: (n - 1) * b / n,
+    "all_reduce": lambda n, b: 2 * (n - 1) * b / n,
+    "all_to_all": lambda n, b: (n - 1) * b / n,
+    "permute": lambda n, b: b,
+    "transfer": lambda n, b: b,
+}
+_LOCAL = ("slice", "to_partial", "scale")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class AlphaBeta:
+    """Seconds of a collective = `alpha_s` + bytes received / bandwidth of the slowest axis of its group.
+
+    `bandwidth` is in bytes per second and direction: one number for every axis, or one per axis name (kept as sorted
+    pairs, so that a profile is hashable). Local ops cost nothing, and so does a collective in groups of one device.
+    The defaults are those of the peer measurements: 10 us, and 50 GB/s as between nodes with 400 Gbit/s links.
+
+    Raises MeshweaveError for a negative or NaN figure, a bandwidth of 0, and when asked for an axis without one.
+    """
+
+    alpha_s: float
+    bandwidth: float | tuple[tuple[str, float], ...]
+
+    def __init__(
+        self, alpha_s: float = 10e-6, bandwidth: Mapping[str, float] | Iterable[tuple[str, float]] | float = 50e9
+    ) -> None:
+        table = bandwidth if isinstance(bandwidth, int | float) else tuple(sorted(dict(bandwidth).items()))
+        figures = [("", table)] if isinstance(table, int | float) else [(f" of axis '{a}'", v) for a, v in table]
+        if not (0 <= alpha_s < math.inf):
+            raise _bad_figure("alpha_s", alpha_s, "0 or more seconds")
+        for of_axis, figure in figures:
+            if not figure > 0:
+                raise _bad_figure(f"the bandwidth{of_axis}", figure, "more than 0 bytes per second")
+        object.__setattr__(self, "alpha_s", alpha_s)
+        object.__setattr__(self, "bandwidth", table)
+
+    def bytes_received(self, op: str, group_size: int, local_bytes: float) -> float:
+        """Bytes that one device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
+
+        Raises MeshweaveError for an unknown op and for a size that is negative or NaN.
+        """
+        if op not in _RECEIVED:
+            raise MeshweaveError(
+                f"there is no cost for '{op}'", where="AlphaBeta", got=op, expected=f"one of {', '.join(_RECEIVED)}"
+            )
+        if not local_bytes >= 0:
+            raise _bad_figure("local_bytes", local_bytes, "0 or more bytes")
+        if group_size < 1:
+            raise _bad_figure("group_size", group_size, "1 or more devices")
+        return _RECEIVED[op](group_size, local_bytes) if group_size > 1 or op == "transfer" else 0
+
+    def seconds(self, op: str, mesh: Mesh, axes: Sequence[str], local_bytes: float) -> float:
+        """Duration of `op` over the flattened `axes` of `mesh`. A transfer without axes crosses the slowest link.
+
+        Raises MeshweaveError as `bytes_received` does, and for an axis whose bandwidth is not given.
+        """
+        group_size = mesh.flat_size(axes)
+        received = self.bytes_received(op, group_size, local_bytes)
+        if op in _LOCAL or (group_size == 1 and op != "transfer"):
+            return 0.0
+        return self.alpha_s + received / self._slowest(mesh, axes)
+
+    def _slowest(self, mesh: Mesh, axes: Sequence[str]) -> float:
+        if isinstance(self.bandwidth, int | float):
+            return self.bandwidth
+        table = dict(self.bandwidth)
+        for axis in axes or mesh.axis_names:
+            if axis not in table:
+                raise MeshweaveError(
+                    f"the profile has no bandwidth for axis '{axis}'",
+                    where=f"mesh {mesh}",
+                    got=f"bandwidths of {', '.join(table) or 'no axis'}",
+                    expected=f"one for '{axis}'",
+                    hint=f"add it: AlphaBeta(bandwidth={{..., '{axis}': 50e9}}), or give one number for all axes",
+                )
+        return min((table[axis] for axis in axes), default=min(table.values(), default=math.inf))
+
+
+def _bad_figure(name: str, got: float, expected: str) -> MeshweaveError:
+    return MeshweaveError(f"{name} is not a cost", where="AlphaBeta", got=str(got), expected=expected)

@@ -1,0 +1,167 @@
+"""Access to fx graphs: what every stage knows of a node, and the text form.
+
+Every node of ours carries `meta["spec"]` (what value it makes), `meta["origin"]` (where it comes from) and,
+once placed, `meta["layout"]`. Nothing else is read from `meta` across rooms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+PHASES = ("forward", "loss", "backward", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Global shape and dtype of a tensor value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node comes from: the phase, the module's path and the line of the model's source."""
+
+    phase: str
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.source, f"({self.module})" if self.module else "", f"[{self.phase}]"]))
+
+
+NOWHERE = Origin("forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant."""
+
+    kind: str
+    name: str
+    spec: Spec
+    requires_grad: bool = False
+
+
+@dataclass(slots=True)
+class StepGraph:
+    """One training step as one functional graph of global shapes.
+
+    Placeholder i of `graph` is `inputs[i]`; element i of its output is `outputs[i]` = (kind, name), with kind
+    loss, grad, acc, param, buffer or state. `constants` are tensors that the model's code made while it was traced.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[tuple[str, str], ...]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output_values(self) -> list[fx.Node]:
+        return list(next(iter(reversed(self.graph.nodes))).args[0])
+
+    def text(self, *, layouts: bool = True) -> str:
+        return graph_text(self.graph, layouts=layouts)
+
+
+Specs = Spec | tuple[Spec | None, ...] | None
+
+
+def spec_of(node: fx.Node) -> Spec:
+    """The Spec of a node that makes one tensor."""
+    spec = node.meta["spec"]
+    assert isinstance(spec, Spec), f"{node.name} makes {spec}"
+    return spec
+
+
+def origin_of(node: fx.Node) -> Origin:
+    return node.meta.get("origin", NOWHERE)
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node in the order of its schema, lists flattened: what rules call operand 0, 1, ...
+
+    An operand that stands twice is listed twice.
+    """
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if isinstance(n.meta.get("spec"), Spec) else None)
+    return found
+
+
+def replace_inputs(node: fx.Node, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args and kwargs of `node` with its tensor operands replaced, in the order of `tensor_inputs`."""
+    rest = iter(values)
+    return fx.map_arg(
+        (node.args, node.kwargs), lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n
+    )
+
+
+def op_name(target: Any) -> str:
+    """`aten.mm` for an op overload, with the overload's name unless it is `default`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def graph_text(graph: fx.Graph, *, layouts: bool = True) -> str:
+    """One line per node: name, value, layout where there is one, op and operands. Stable, so that tests can pin it."""
+    return "\n".join(_lines(graph, layouts)) + "\n"
+
+
+def _lines(graph: fx.Graph, layouts: bool) -> Iterator[str]:
+    for node in graph.nodes:
+        if node.op == "output":
+            yield f"return {_arg(node.args[0])}"
+            continue
+        value = node.meta.get("spec")
+        shown = "" if value is None else f": {_specs(value)}"
+        layout = node.meta.get("layout") if layouts else None
+        placed = "" if layout is None else f" {_specs(layout)}"
+        call = "input" if node.op == "placeholder" else _call(node)
+        yield f"{node.name}{shown}{placed} = {call}"
+
+
+def _specs(value: Any) -> str:
+    return "(" + ", ".join(map(str, value)) + ")" if isinstance(value, tuple) else str(value)
+
+
+def _call(node: fx.Node) -> str:
+    args = [_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
+    return f"{op_name(node.target)}({', '.join(args)})"
+
+
+def _arg(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_arg(v) for v in value) + "]"
+    return str(value).removeprefix("torch.")
+
+
+def copy_meta(source: fx.Node, target: fx.Node, **changes: Any) -> fx.Node:
+    """Give `target` what `source` knows of itself, with changes."""
+    target.meta.update({key: source.meta[key] for key in ("spec", "origin") if key in source.meta}, **changes)
+    return target
+
+
+Pass = Callable[[StepGraph], StepGraph]

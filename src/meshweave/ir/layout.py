@@ -1,0 +1,250 @@
+"""Layout: where every element of a value lives on a mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from meshweave.errors import LayoutError
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import Box, largest_chunk, nested_chunk, unit_matters
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+REDUCE_OPS = ("sum", "avg", "max", "min")
+
+
+@dataclass(frozen=True, slots=True)
+class DimSharding:
+    """How one tensor dim is cut: by `axes` in turn, outermost first, in blocks of `unit` elements.
+
+    The unit is 1 for ordinary dims. A dim that a view merged from (heads, head_dim) and that is sharded by
+    heads has unit head_dim, so that 3 heads on 2 devices give pieces of 2 and 1 whole heads. A dim that no axis
+    cuts has unit 1. Raises LayoutError for a unit below 1.
+    """
+
+    axes: tuple[str, ...] = ()
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unit < 1:
+            raise LayoutError(
+                "a dim is cut in blocks of at least one element",
+                where="{" + ",".join(self.axes) + "}",
+                got=f"unit {self.unit}",
+                expected="1 or more",
+            )
+        if not self.axes and self.unit != 1:
+            object.__setattr__(self, "unit", 1)
+
+    def __str__(self) -> str:
+        return "{" + ",".join(self.axes) + "}" + (f"x{self.unit}" if self.axes and self.unit != 1 else "")
+
+
+WHOLE = DimSharding()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Per tensor dim the ordered axes that shard it, and per partial axis its reduce op; replicated elsewhere.
+
+    Invariants, checked when built: every axis is of the mesh and is used once; `partial` is in mesh order.
+    Written `[{dp}, {tp}]`, `[{}, {tp}x16]` (blocks of 16) and `[{}, {}] partial(sum: tp)`.
+    """
+
+    mesh: Mesh
+    dims: tuple[DimSharding, ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        used = [axis for dim in self.dims for axis in dim.axes] + [axis for axis, _ in self.partial]
+        for axis in used:
+            self.mesh.axis_index(axis)
+            if used.count(axis) > 1:
+                raise LayoutError(
+                    f"axis '{axis}' is used twice in one layout",
+                    where=f"mesh {self.mesh}",
+                    got=str(self),
+                    expected="every axis at most once",
+                    hint="an axis shards one dim, or makes the value partial, once",
+                )
+        for axis, op in self.partial:
+            if op not in REDUCE_OPS:
+                raise LayoutError(
+                    f"'{op}' is no reduce op",
+                    where=f"axis '{axis}' of mesh {self.mesh}",
+                    got=f"{op}: {axis}",
+                    expected=f"one of {', '.join(REDUCE_OPS)}",
+                )
+        ordered = tuple(sorted(self.partial, key=lambda p: self.mesh.axis_index(p[0])))
+        if ordered != self.partial:
+            object.__setattr__(self, "partial", ordered)
+
+    @staticmethod
+    def replicated(mesh: Mesh, num_dims: int) -> Layout:
+        """The layout with every element on every device."""
+        return Layout(mesh, (WHOLE,) * num_dims)
+
+    @staticmethod
+    def of(
+        mesh: Mesh, num_dims: int, shards: Mapping[int, Sequence[str]], partial: Mapping[str, str] | None = None
+    ) -> Layout:
+        """The layout that shards dim d over `shards[d]` and is partial over the axes of `partial`.
+
+        Raises LayoutError for a dim outside 0 .. num_dims-1.
+        """
+        for d in shards:
+            if not 0 <= d < num_dims:
+                raise LayoutError(
+                    f"there is no dim {d} to shard",
+                    where=f"a layout on mesh {mesh}",
+                    got=f"dim {d}",
+                    expected=f"0 to {num_dims - 1}" if num_dims else "no sharded dim, for the value has no dims",
+                )
+        dims = tuple(DimSharding(tuple(shards.get(d, ()))) for d in range(num_dims))
+        return Layout(mesh, dims, tuple((partial or {}).items()))
+
+    @staticmethod
+    def parse(text: str, mesh: Mesh) -> Layout:
+        """Read the text form. Raises LayoutError for text that is not a layout, MeshError for an unknown axis."""
+        return _parse(text, mesh)
+
+    def __str__(self) -> str:
+        text = "[" + ", ".join(map(str, self.dims)) + "]"
+        if not self.partial:
+            return text
+        by_op: dict[str, list[str]] = {}
+        for axis, op in self.partial:
+            by_op.setdefault(op, []).append(axis)
+        return f"{text} partial(" + "; ".join(f"{op}: {','.join(axes)}" for op, axes in by_op.items()) + ")"
+
+    def __repr__(self) -> str:
+        return f"Layout({self!s} on {self.mesh!s})"
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.partial)
+
+    @property
+    def sharded_axes(self) -> tuple[str, ...]:
+        return tuple(axis for dim in self.dims for axis in dim.axes)
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """The axes along which every device holds the same, in mesh order."""
+        used = (*self.sharded_axes, *self.partial_axes)
+        return tuple(axis for axis in self.mesh.axis_names if axis not in used)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that `axis` shards, or None."""
+        return next((d for d, dim in enumerate(self.dims) if axis in dim.axes), None)
+
+    def parts(self, dim: int) -> tuple[int, ...]:
+        """Sizes of the axes that shard `dim`, outermost first."""
+        return tuple(self.mesh.size(axis) for axis in self.dims[dim].axes)
+
+    def normalized(self, shape: Sequence[int]) -> Layout:
+        """The same pieces in their plainest form: axes of size 1 dropped, units dropped where they change no piece.
+
+        Two layouts of one shape whose texts differ only in these have the same normal form.
+        Raises LayoutError when the number of dims differs from the shape's.
+        """
+        self.check_rank(shape)
+        dims = []
+        for size, dim in zip(shape, self.dims, strict=True):
+            axes = tuple(axis for axis in dim.axes if self.mesh.size(axis) > 1)
+            parts = [self.mesh.size(axis) for axis in axes]
+            dims.append(DimSharding(axes, dim.unit if unit_matters(size, parts, dim.unit) else 1))
+        partial = tuple(p for p in self.partial if self.mesh.size(p[0]) > 1)
+        if tuple(dims) == self.dims and partial == self.partial:
+            return self
+        return Layout(self.mesh, tuple(dims), partial)
+
+    def check_rank(self, shape: Sequence[int]) -> None:
+        if len(shape) != len(self.dims):
+            raise LayoutError(
+                "the layout and the tensor differ in their number of dims",
+                where=f"a tensor of shape {tuple(shape)}",
+                got=f"{self} with {len(self.dims)} dims",
+                expected=f"{len(shape)} dims",
+            )
+
+    def with_dim(self, dim: int, sharding: DimSharding) -> Layout:
+        return replace(self, dims=(*self.dims[:dim], sharding, *self.dims[dim + 1 :]))
+
+    def box(self, shape: Sequence[int], coords: Mapping[str, int]) -> Box:
+        """The piece of a tensor of `shape` that the device at `coords` holds."""
+        spans = [
+            nested_chunk(size, [(self.mesh.size(a), coords[a]) for a in dim.axes], dim.unit)
+            for size, dim in zip(shape, self.dims, strict=True)
+        ]
+        return Box(tuple(o for o, _ in spans), tuple(s for _, s in spans))
+
+    def pieces(self, shape: Sequence[int]) -> dict[int, Box]:
+        """Device id -> the box it holds. Along replicated and partial axes devices hold the same box."""
+        self.check_rank(shape)
+        return {
+            device: self.box(shape, self.mesh.coordinates(position))
+            for position, device in enumerate(self.mesh.devices)
+        }
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the largest piece, which the device at coordinate 0 of every axis holds."""
+        return tuple(
+            largest_chunk(size, self.parts(d), self.dims[d].unit) if self.dims[d].axes else size
+            for d, size in enumerate(shape)
+        )
+
+    def to_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
+        """The DTensor placements, one per mesh axis. Raises LayoutError where DTensor cannot express the layout."""
+        from meshweave.interop import placements_from_layout
+
+        return placements_from_layout(self, shape)
+
+    @staticmethod
+    def from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims: int) -> Layout:
+        """The layout that DTensor `placements` (one per axis of `mesh`) stand for."""
+        from meshweave.interop import layout_from_placements
+
+        return layout_from_placements(placements, mesh, num_dims)
+
+
+_LAYOUT = re.compile(r"\s*\[(?P<dims>[^\]]*)\]\s*(?:partial\((?P<partial>[^)]*)\))?\s*")
+_DIM = re.compile(r"\s*\{(?P<axes>[^}]*)\}(?:x(?P<unit>[1-9]\d*))?\s*(?:,|$)")
+
+
+def _parse(text: str, mesh: Mesh) -> Layout:
+    match = _LAYOUT.fullmatch(text)
+    if match is None:
+        raise _not_a_layout(text)
+    dims, rest = [], match["dims"].strip()
+    while rest:
+        dim = _DIM.match(rest)
+        if dim is None:
+            raise _not_a_layout(text)
+        dims.append(DimSharding(_names(dim["axes"]), int(dim["unit"] or 1)))
+        rest = rest[dim.end() :]
+    partial = []
+    for part in filter(None, (match["partial"] or "").split(";")):
+        op, colon, axes = part.partition(":")
+        if not colon:
+            raise _not_a_layout(text)
+        partial += [(axis, op.strip()) for axis in _names(axes)]
+    return Layout(mesh, tuple(dims), tuple(partial))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+def _not_a_layout(text: str) -> LayoutError:
+    return LayoutError(
+        "this is not a layout",
+        where="the text of a layout",
+        got=repr(text),
+        expected="something like [{dp}, {tp}] or [{}, {}] partial(sum: tp)",
+        hint="one pair of braces per tensor dim, with the axes that shard it",
+    )

@@ -1,0 +1,94 @@
+"""Local versions of ops whose meaning changes when they run on a piece: indices are global, tables are pieces.
+
+What lies outside the piece counts as 0 (or is not written), so that the sum over the pieces is the whole result.
+All are plain torch functions of tensors and are right on empty pieces too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _inside(index: Tensor, offset: int, size: int) -> tuple[Tensor, Tensor]:
+    """(index into the piece with 0 for what lies outside, whether it lies inside)."""
+    local = index - offset
+    inside = (local >= 0) & (local < size)
+    return torch.where(inside, local, 0), inside
+
+
+def _with_row(x: Tensor, dim: int) -> Tensor:
+    """x with one more line of zeros at the end of `dim`: where what lies outside is read from or written to."""
+    return torch.cat([x, x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])], dim)
+
+
+def _or_last(index: Tensor, offset: int, size: int) -> Tensor:
+    local, inside = _inside(index, offset, size)
+    return torch.where(inside, local, size)
+
+
+def embedding(weight: Tensor, index: Tensor, offset: int) -> Tensor:
+    """Rows of a vocabulary piece [v, h] that begins at `offset`; zeros for indices outside."""
+    local, inside = _inside(index, offset, weight.shape[0])
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*index.shape, weight.shape[1]))
+    return torch.where(inside.unsqueeze(-1), weight[local], 0)
+
+
+def embedding_backward(grad: Tensor, index: Tensor, num_rows: int, padding: int, offset: int) -> Tensor:
+    """Gradient [num_rows, h] of the vocabulary piece that begins at `offset`."""
+    target = _or_last(index, offset, num_rows)
+    target = torch.where(index == padding, num_rows, target)
+    rows = grad.new_zeros((num_rows + 1, grad.shape[-1]))
+    return rows.index_add(0, target.reshape(-1), grad.reshape(-1, grad.shape[-1]))[:num_rows]
+
+
+def gather(x: Tensor, dim: int, index: Tensor, offset: int) -> Tensor:
+    """`torch.gather` from the piece of x that begins at `offset` along `dim`."""
+    return torch.gather(_with_row(x, dim), dim, _or_last(index, offset, x.shape[dim]))
+
+
+def index_select(x: Tensor, dim: int, index: Tensor, offset: int) -> Tensor:
+    """`torch.index_select` from the piece of x that begins at `offset` along `dim`."""
+    return torch.index_select(_with_row(x, dim), dim, _or_last(index, offset, x.shape[dim]))
+
+
+def scatter(x: Tensor, dim: int, index: Tensor, source: Tensor | float, added: bool, offset: int) -> Tensor:
+    """`scatter` (or `scatter_add`) into the piece of x that begins at `offset` along `dim`."""
+    target = _or_last(index, offset, x.shape[dim])
+    wide = _with_row(x, dim)
+    if added:
+        assert isinstance(source, Tensor)
+        written = wide.scatter_add(dim, target, source)
+    else:
+        written = wide.scatter(dim, target, source)  # type: ignore[arg-type]
+    return written.narrow(dim, 0, x.shape[dim])
+
+
+_IDENTITY = {"max": float("-inf"), "min": float("inf"), "sum": 0.0, "avg": 0.0}
+
+
+def identity_value(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The value that changes nothing under `op`: 0 for sums, the least number for max."""
+    if dtype.is_floating_point or op in ("sum", "avg"):
+        return _IDENTITY[op]
+    if dtype == torch.bool:
+        return op == "min"
+    return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
+
+
+def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
+    """amax or amin that gives the identity where the piece is empty."""
+    dims = list(dims) or list(range(x.dim()))
+    if all(x.shape[d] for d in dims):
+        return (torch.amax if op == "max" else torch.amin)(x, dims, keepdim)
+    gone = {d % x.dim() for d in dims}
+    shape = [1 if d in gone else s for d, s in enumerate(x.shape) if d not in gone or keepdim]
+    return x.new_full(shape, identity_value(op, x.dtype))
+
+
+def keep_first(x: Tensor, index: int, op: str) -> Tensor:
+    """A replicated value as one part of a partial: itself on the device of index 0, the identity elsewhere."""
+    return x if index == 0 else torch.full_like(x, identity_value(op, x.dtype))

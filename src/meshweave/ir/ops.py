@@ -1,0 +1,231 @@
+"""The operators of ours that stand in global graphs beside ATen.
+
+`meshweave::pin` marks a value (or its gradient) whose layout a plan asks for, `meshweave::attention` is
+scaled-dot-product attention as one device-neutral op, `meshweave::matmul` a batched matmul that keeps its batch dims apart, and `meshweave::uniform` a random number that is a
+function of (seed, step, call, global index) and therefore the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention", "attention_backward", "matmul", "move", "pin", "uniform"]
+
+
+def move(x: Tensor, target: str) -> Tensor:
+    """The node that stands for every movement of data: the identity on the global value, to layout `target`.
+
+    Only placed graphs hold it; `meta["layout"]` of the node and of its operand are the two layouts.
+    """
+    raise AssertionError("a move is expanded before it runs")
+
+
+@torch.library.custom_op("meshweave::pin", mutates_args=())
+def pin(x: Tensor, constraint: str, grad: bool) -> Tensor:
+    """The identity. `constraint` is read by the placement; `grad` is True on the pin that autograd adds for backward."""
+    return x.clone()
+
+
+@pin.register_fake
+def _(x: Tensor, constraint: str, grad: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _pin_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.constraint = inputs[1]
+
+
+def _pin_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    return pin(grad, ctx.constraint, True), None, None
+
+
+pin.register_autograd(_pin_backward, setup_context=_pin_context)
+
+
+@torch.library.custom_op("meshweave::uniform", mutates_args=())
+def uniform(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
+    """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`.
+
+    Element i of the global tensor gets the top 24 bits of two rounds of the splitmix64 finaliser (Steele, Lea
+    and Flood, OOPSLA 2014) over i and a key made of seed, call and step. `step` is a 0-dim int64 tensor.
+    """
+    index = torch.zeros((), dtype=torch.int64, device=step.device)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        along = torch.arange(offset[dim], offset[dim] + size[dim], device=step.device) * stride
+        index = index + along.view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride *= shape[dim]
+    key = _mix(_mix(_mix(step.to(torch.int64) + _GOLDEN) ^ seed) ^ call)
+    bits = _mix(_mix(index * _GOLDEN + key))
+    return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+@uniform.register_fake
+def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
+    return step.new_empty(size, dtype=torch.float32)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+@torch.library.custom_op("meshweave::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g: out [b, h, s, e], lse [b, h, s].
+
+    `bias` (float, added to the scores; or bool, True where a query may look) broadcasts to [b, h, s, t]. Bound to the
+    device's kernel when run: the flash kernel on CPU where head sizes allow, else `scaled_dot_product_attention`.
+    """
+    k, v = _repeat_groups(q, k), _repeat_groups(q, v)
+    if q.numel() == 0 or not _has_cpu_flash(q, v):
+        out = _plain_attention(q, k, v, bias, is_causal, scale)
+        return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=_float_bias(bias, q), scale=scale
+    )
+    return out.contiguous(), lse.contiguous()
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("meshweave::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; shapes as in `attention`."""
+    if q.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if not _has_cpu_flash(q, v):
+        return _recomputed_backward(grad, q, k, v, bias, is_causal, scale)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad,
+        q,
+        _repeat_groups(q, k),
+        _repeat_groups(q, v),
+        out,
+        lse,
+        0.0,
+        is_causal,
+        attn_mask=_float_bias(bias, q),
+        scale=scale,
+    )
+    return grads[0].contiguous(), _sum_groups(grads[1], k), _sum_groups(grads[2], v)
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+    )
+
+
+def _attention_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, bias, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, bias, *output)
+
+
+def _attention_autograd(ctx, grad: Tensor, _: Tensor | None):  # type: ignore[no-untyped-def]
+    grads = attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+    return (*grads, None, None, None)
+
+
+attention.register_autograd(_attention_autograd, setup_context=_attention_context)
+
+
+@torch.library.custom_op("meshweave::matmul", mutates_args=())
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., m, k] @ b [..., k, n] over equal leading dims, which stay apart so that each can be sharded."""
+    return torch.matmul(a, b)
+
+
+@matmul.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
+def _matmul_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _matmul_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    a, b = ctx.saved_tensors
+    return matmul(grad, b.transpose(-2, -1)), matmul(a.transpose(-2, -1), grad)
+
+
+matmul.register_autograd(_matmul_backward, setup_context=_matmul_context)
+
+
+def _has_cpu_flash(q: Tensor, v: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float16
+
+
+def _repeat_groups(q: Tensor, x: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+    if grad.shape == like.shape:
+        return grad.contiguous()
+    return grad.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _float_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    if bias is None or bias.dtype != torch.bool:
+        return bias
+    return torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
+
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    if q.numel() == 0:
+        return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale).contiguous()
+
+
+def _recomputed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        out = _plain_attention(leaves[0], _repeat_groups(q, leaves[1]), _repeat_groups(q, leaves[2]), bias, is_causal, scale)
+    gq, gk, gv = torch.autograd.grad(out, leaves, grad)
+    return gq, gk, gv

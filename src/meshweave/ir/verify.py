@@ -1,0 +1,138 @@
+"""What must hold of a graph at each stage. Checked after every pass; a violation is a bug of ours, said by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from meshweave.errors import VerifyError
+from meshweave.ir import ops
+from meshweave.ir.graph import Origin, Spec, StepGraph, op_name, origin_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.ir.rank import STARTS, WAIT, RankGraph
+
+Findings = Iterator[tuple[fx.Node, str]]
+
+
+def _has_meta(graph: fx.Graph) -> Findings:
+    for node in graph.nodes:
+        if node.op in ("placeholder", "call_function"):
+            if "spec" not in node.meta:
+                yield node, "has no spec"
+            if not isinstance(node.meta.get("origin"), Origin):
+                yield node, "has no origin"
+
+
+def _is_functional(graph: fx.Graph) -> Findings:
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            yield node, f"is a {node.op}"
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            yield node, "writes to an operand"
+
+
+def _is_placed(graph: fx.Graph) -> Findings:
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        spec, layout = node.meta["spec"], node.meta.get("layout")
+        pairs = zip(spec, layout or (), strict=False) if isinstance(spec, tuple) else [(spec, layout)]
+        for one, placed in pairs:
+            if one is None:
+                continue
+            if not isinstance(placed, Layout):
+                yield node, "has no layout"
+            elif placed.normalized(one.shape) != placed:
+                yield node, f"has a layout that is not in normal form: {placed}"
+
+
+def _operands_fit(graph: fx.Graph) -> Findings:
+    """Operands arrive in the layouts that the assignment asks for; so a partial value only enters a linear op."""
+    for node in graph.nodes:
+        option = node.meta.get("assignment")
+        if option is None:
+            continue
+        for operand, wanted in zip(tensor_inputs(node), option.operands, strict=True):
+            if operand.meta["layout"] != wanted:
+                yield node, f"takes {operand.name} as {operand.meta['layout']} instead of {wanted}"
+
+
+def _moves_move(graph: fx.Graph) -> Findings:
+    for node in graph.nodes:
+        if node.target is ops.move and node.args[0].meta["layout"] == node.meta["layout"]:
+            yield node, "moves nothing"
+
+
+def _no_moves(graph: fx.Graph) -> Findings:
+    for node in graph.nodes:
+        if node.target is ops.move or node.target is ops.pin._opoverload:
+            yield node, "was not expanded"
+
+
+def _waits_match(graph: fx.Graph) -> Findings:
+    """Every collective is waited for exactly once, and nothing but a wait reads one."""
+    for node in graph.nodes:
+        if node.target in STARTS:
+            waits = [u for u in node.users if u.target is WAIT]
+            if len(waits) != 1 or len(node.users) != 1:
+                yield node, f"has {len(waits)} waits and {len(node.users)} users"
+        if node.target is WAIT and node.args[0].target not in STARTS:
+            yield node, "waits for what is no collective"
+
+
+def _groups_exist(graph: fx.Graph, axes: tuple[str, ...]) -> Findings:
+    for node in graph.nodes:
+        if node.target in STARTS:
+            missing = [a for a in str(node.args[-1]).split(",") if a not in axes]
+            if missing:
+                yield node, f"works over unknown axes {missing}"
+
+
+_STEP: tuple[Callable[[fx.Graph], Findings], ...] = (_has_meta, _is_functional)
+_PLACED = (*_STEP, _is_placed, _operands_fit, _moves_move)
+_RANK = (_is_functional, _no_moves, _waits_match)
+
+
+def _check(stage: str, findings: Iterator[tuple[fx.Node, str]]) -> None:
+    for node, problem in findings:
+        name = op_name(node.target) if node.op == "call_function" else node.op
+        raise VerifyError(f"{stage}: {node.name} ({name}) {problem}", where=str(origin_of(node)))
+
+
+def verify_step(step: StepGraph) -> StepGraph:
+    """Raise VerifyError unless `step` is a functional graph with a spec and an origin on every node."""
+    _check_counts("captured graph", step)
+    for rule in _STEP:
+        _check("captured graph", rule(step.graph))
+    return step
+
+
+def verify_placed(step: StepGraph) -> StepGraph:
+    """Raise VerifyError unless every value has a layout in normal form and every op takes what its assignment asks."""
+    _check_counts("placed graph", step)
+    for rule in _PLACED:
+        _check("placed graph", rule(step.graph))
+    return step
+
+
+def verify_rank(rank: RankGraph) -> RankGraph:
+    """Raise VerifyError unless the graph is expanded, every collective has one wait and every group is of the mesh."""
+    rank.graph.lint()
+    for rule in _RANK:
+        _check("rank graph", rule(rank.graph))
+    _check("rank graph", _groups_exist(rank.graph, rank.mesh.axis_names))
+    return rank
+
+
+def _check_counts(stage: str, step: StepGraph) -> None:
+    step.graph.lint()
+    if len(step.placeholders) != len(step.inputs) or len(step.output_values) != len(step.outputs):
+        raise VerifyError(f"{stage}: inputs or outputs do not match their names")
+    for node, item in zip(step.placeholders, step.inputs, strict=True):
+        if node.meta["spec"] != item.spec:
+            raise VerifyError(f"{stage}: input {item.name} has changed", got=str(node.meta["spec"]), expected=str(item.spec))
+    for value in step.output_values:
+        if not isinstance(value.meta.get("spec"), Spec):
+            raise VerifyError(f"{stage}: an output is no tensor", got=str(value))

@@ -1,0 +1,380 @@
+"""plan_move: the cheapest sound sequence of steps from one layout to another."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+
+from meshweave.errors import LayoutError
+from meshweave.hardware.alpha_beta import AlphaBeta
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.pieces import largest_chunk, unit_matters
+from meshweave.movement.steps import REDUCTIONS, Kind, Step, apply
+
+# Ties of cost and length fall to the first kind here: shrink first, grow last.
+_KINDS: tuple[Kind, ...] = ("slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather")
+_WORDS: dict[Kind, str] = {
+    "slice": "slice",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "reduce",
+    "scale": "scale",
+    "all_to_all": "all-to-all",
+    "all_gather": "gather",
+    "to_partial": "replicate",
+}
+# Costs are compared in whole femtoseconds, so that sums taken in another order are still ties.
+_TICKS_PER_SECOND = 10**15
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """The steps of a move and their price, for the largest piece under one profile.
+
+    `source` and `target` are as the caller wrote them; the steps lead from the normal form of one to the normal form
+    of the other. `peak_bytes` is the most that the input and output of one step hold on a device (without steps: the
+    value itself). `numerics` is "exact" when every element keeps its bits, whatever the groups, and "reassociates"
+    when floating sums or an average depend on their order.
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+    seconds: float
+    bytes_received: float
+    peak_bytes: int
+    numerics: Literal["exact", "reassociates"]
+
+    @property
+    def kind(self) -> str:
+        """The kinds of its steps as words, each once, in order and joined by "+"; "none" without steps."""
+        return "+".join(dict.fromkeys(_WORDS[step.kind] for step in self.steps)) or "none"
+
+    def __str__(self) -> str:
+        head = f"{self.source} -> {self.target}: "
+        if not self.steps:
+            return head + "nothing to do"
+        count = f"{len(self.steps)} step" + "s" * (len(self.steps) > 1)
+        costs = f"{_microseconds(self.seconds)}, {_bytes(self.bytes_received)} received, peak {_bytes(self.peak_bytes)}"
+        texts = [str(step) for step in self.steps]
+        layouts = [str(step.target) for step in self.steps]
+        wide, wider = max(map(len, texts)), max(map(len, layouts))
+        lines = [
+            f"  {i}. {text:<{wide}}  -> {layout:<{wider}}  "
+            f"{_microseconds(step.seconds)}, {_bytes(step.bytes_received)} received"
+            for i, (text, layout, step) in enumerate(zip(texts, layouts, self.steps, strict=True), 1)
+        ]
+        return "\n".join([f"{head}{count}, {costs}, {self.numerics}", *lines])
+
+
+def _bytes(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} {unit}"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g} us"
+
+
+_DEFAULT_PROFILE = AlphaBeta()
+
+
+def plan_move(
+    source: Layout,
+    target: Layout,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    profile: AlphaBeta = _DEFAULT_PROFILE,
+) -> MovePlan:
+    """The cheapest plan of single-axis steps (all_reduce and to_partial: sets of axes) that is order-sound.
+
+    A reduction runs only while every axis that is replicated now was replicated in `source`; one all_reduce at most,
+    last among the reductions. Then replicas that should be equal are equal to the bit. Axes that both layouts
+    replicate, and the axes that a dim has in common from the outside in, are left alone. Equal arguments give the
+    same plan, which is cached.
+
+    Raises LayoutError for two meshes, for a number of dims that is not the shape's, for reduce ops that do not
+    commute (sum and max in one value that must be reduced), for an average of integers, and for a target that is
+    partial(avg) where the source is not.
+    """
+    return _plan(source, target, tuple(int(size) for size in shape), dtype, profile)
+
+
+def classify(source: Layout, target: Layout) -> str:
+    """One word for the move, such as "gather" or "reduce-scatter+gather", on a tensor that all axes divide evenly.
+
+    The words: none, slice, gather, reduce, reduce-scatter, all-to-all, scale, replicate (to partial).
+    Raises LayoutError as `plan_move` does.
+    """
+    units = [dim.unit for layout in (source, target) for dim in layout.dims]
+    size = source.mesh.num_devices * prod(units)
+    return plan_move(source, target, (size,) * len(source.dims), torch.float32).kind
+
+
+@lru_cache(maxsize=16384)
+def _plan(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype, profile: AlphaBeta) -> MovePlan:
+    _check_meshes(source, target)
+    start, goal = source.normalized(shape), target.normalized(shape)
+    ops = _Ops.of(start, goal, dtype)
+    space = _Space(start, goal, ops.pending, shape, dtype.itemsize, profile)
+    steps = _steps(space, start, ops, _search(space))
+    sizes = [space.local_bytes(_dims_of(step.source)) + space.local_bytes(_dims_of(step.target)) for step in steps]
+    inexact = dtype.is_floating_point or dtype.is_complex
+    rounds = inexact and any(step.kind == "scale" or step.op == "sum" for step in steps if step.kind != "to_partial")
+    return MovePlan(
+        source=source,
+        target=target,
+        steps=steps,
+        seconds=sum(step.seconds for step in steps),
+        bytes_received=sum(step.bytes_received for step in steps),
+        peak_bytes=max(sizes, default=space.local_bytes(_dims_of(start))),
+        numerics="reassociates" if rounds else "exact",
+    )
+
+
+def _check_meshes(source: Layout, target: Layout) -> None:
+    if source.mesh != target.mesh:
+        raise LayoutError(
+            "a move between two meshes cannot be planned yet",
+            where=f"{source} -> {target}",
+            got=f"mesh {source.mesh} and mesh {target.mesh}",
+            expected="one mesh",
+            hint="moves between meshes arrive with the transfer engine",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ops:
+    """What happens to the partial axes. `pending` are reduced with `op`, `added` become partial with their op, over
+    `averaged` the value is scaled once (they are reduced as sums, or stay partial as sums)."""
+
+    pending: tuple[str, ...]
+    op: str
+    added: tuple[tuple[str, str], ...]
+    averaged: tuple[str, ...]
+
+    @staticmethod
+    def of(source: Layout, target: Layout, dtype: torch.dtype) -> _Ops:
+        before, after = dict(source.partial), dict(target.partial)
+        as_sum = {axis: "sum" if op == "avg" else op for axis, op in before.items()}
+        kept = {axis for axis, op in after.items() if op == before.get(axis) or op == as_sum.get(axis)}
+        averaged = tuple(axis for axis, op in before.items() if op == "avg" and after.get(axis) != "avg")
+        pending = tuple(axis for axis in before if axis not in kept)
+        added = tuple((axis, op) for axis, op in target.partial if axis not in kept)
+        where = f"{source} -> {target}"
+        if any(op == "avg" for _, op in added):
+            raise LayoutError(
+                "a move cannot make a value partial(avg)",
+                where=where,
+                got=str(target),
+                expected="partial(avg) only over axes where the source has it",
+                hint="ask for partial(sum)",
+            )
+        if pending and len(set(as_sum.values())) > 1:
+            raise LayoutError(
+                "a value that is partial with several reduce ops cannot be reduced",
+                where=where,
+                got=str(source),
+                expected="one reduce op, for the result depends on which comes first",
+                hint="reduce the inner one where the value is made",
+            )
+        if averaged and not (dtype.is_floating_point or dtype.is_complex):
+            raise LayoutError(
+                "the average of integers would be truncated",
+                where=where,
+                got=f"{dtype} partial(avg: {','.join(averaged)})",
+                expected="a floating dtype",
+                hint="make the value floating, or partial(sum)",
+            )
+        return _Ops(pending, as_sum[pending[0]] if pending else "", added, averaged)
+
+
+_Dims = tuple[tuple[tuple[str, ...], int], ...]  # per dim its axes and its unit, in normal form
+
+
+class _State(NamedTuple):
+    """A point of the search: how the dims are cut, and the partial axes that are still to be reduced."""
+
+    dims: _Dims
+    pending: tuple[str, ...]
+
+
+class _Edge(NamedTuple):
+    """A step of the search, as plain values that order ties: index in _KINDS, axes, dim, to_dim, unit."""
+
+    rank: int
+    axes: tuple[str, ...]
+    dim: int = -1
+    to_dim: int = -1
+    unit: int = 1
+
+
+def _dims_of(layout: Layout) -> _Dims:
+    return tuple((dim.axes, dim.unit) for dim in layout.dims)
+
+
+class _Space:
+    """The layouts that a plan may pass through, the steps between them and what they cost."""
+
+    def __init__(
+        self,
+        source: Layout,
+        target: Layout,
+        pending: tuple[str, ...],
+        shape: tuple[int, ...],
+        itemsize: int,
+        profile: AlphaBeta,
+    ) -> None:
+        self.mesh, self.shape, self.itemsize, self.profile = source.mesh, shape, itemsize, profile
+        self.sizes = dict(zip(source.mesh.axis_names, source.mesh.shape, strict=True))
+        self._units: dict[tuple[int, tuple[str, ...], int], int] = {}
+        self._extents: dict[tuple[int, tuple[str, ...], int], int] = {}
+        self._ticks: dict[tuple[int, tuple[str, ...], int], int] = {}
+        self.start = _State(_dims_of(source), pending)
+        self.goal = _State(_dims_of(target), ())
+        self.kept = tuple(self._common(d, a, b) for d, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)))
+        self.wanted = [axis for dim, kept in zip(target.dims, self.kept, strict=True) for axis in dim.axes[kept:]]
+        self.not_replicated = {*source.sharded_axes, *pending}
+
+    def _common(self, d: int, a: DimSharding, b: DimSharding) -> int:
+        """How many outermost axes of dim d, cut alike, both layouts have."""
+        count = 0
+        while count < min(len(a.axes), len(b.axes)) and a.axes[count] == b.axes[count]:
+            count += 1
+        while count and self._unit(d, a.axes[:count], a.unit) != self._unit(d, a.axes[:count], b.unit):
+            count -= 1
+        return count
+
+    def _unit(self, d: int, axes: tuple[str, ...], unit: int) -> int:
+        """The unit in normal form: 1 where it changes no piece."""
+        if unit == 1 or not axes:
+            return 1
+        key = (d, axes, unit)
+        if key not in self._units:
+            self._units[key] = unit if unit_matters(self.shape[d], [self.sizes[a] for a in axes], unit) else 1
+        return self._units[key]
+
+    def local_bytes(self, dims: _Dims) -> int:
+        """Bytes of the largest piece."""
+        total = self.itemsize
+        for d, (axes, unit) in enumerate(dims):
+            key = (d, axes, unit)
+            if key not in self._extents:
+                self._extents[key] = largest_chunk(self.shape[d], [self.sizes[a] for a in axes], unit)
+            total *= self._extents[key]
+        return total
+
+    def ticks(self, rank: int, axes: tuple[str, ...], local_bytes: int) -> int:
+        """Duration of a step of the search in femtoseconds."""
+        key = (rank, axes, local_bytes)
+        if key not in self._ticks:
+            self._ticks[key] = round(self.seconds(_KINDS[rank], axes, local_bytes) * _TICKS_PER_SECOND)
+        return self._ticks[key]
+
+    def seconds(self, kind: Kind, axes: tuple[str, ...], local_bytes: int) -> float:
+        return self.profile.seconds(kind, self.mesh, axes, local_bytes)
+
+    def _append(self, dims: _Dims, d: int, axis: str) -> tuple[_Dims, int]:
+        """The dims with `axis` innermost on dim d, and the unit that it is cut in.
+
+        That is the unit of the target if the axes before it are cut alike under it, else the one they have.
+        """
+        axes, unit = dims[d]
+        wish = self.goal.dims[d][1]
+        if self._unit(d, axes, wish) == unit:
+            unit = wish
+        longer = (*axes, axis)
+        return (*dims[:d], (longer, self._unit(d, longer, unit)), *dims[d + 1 :]), unit
+
+    def _pop(self, dims: _Dims, d: int) -> _Dims:
+        axes, unit = dims[d]
+        return (*dims[:d], (axes[:-1], self._unit(d, axes[:-1], unit)), *dims[d + 1 :])
+
+    def edges(self, state: _State) -> Iterator[tuple[_Edge, _State]]:
+        """Every step from `state`, with where it leads."""
+        dims, pending = state
+        used = {axis for axes, _ in dims for axis in axes}.union(pending)
+        every = range(len(dims))
+        for axis in self.wanted:
+            if axis not in used:
+                for d in every:
+                    after, unit = self._append(dims, d, axis)
+                    yield _Edge(0, (axis,), d, unit=unit), _State(after, pending)
+        if pending and self.not_replicated <= used:
+            yield _Edge(2, pending), _State(dims, ())
+            for axis in pending:
+                rest = tuple(a for a in pending if a != axis)
+                for d in every:
+                    after, unit = self._append(dims, d, axis)
+                    yield _Edge(1, (axis,), d, unit=unit), _State(after, rest)
+        for d in every:
+            if len(dims[d][0]) > self.kept[d]:
+                yield from self._moves_off(state, d)
+
+    def _moves_off(self, state: _State, d: int) -> Iterator[tuple[_Edge, _State]]:
+        """The all_gather and the all_to_alls that take the innermost axis from dim d."""
+        axis, popped = state.dims[d][0][-1], self._pop(state.dims, d)
+        yield _Edge(4, (axis,), d), _State(popped, state.pending)
+        for e in range(len(popped)):
+            if e != d:
+                after, unit = self._append(popped, e, axis)
+                yield _Edge(3, (axis,), d, e, unit), _State(after, state.pending)
+
+
+def _search(space: _Space) -> tuple[_Edge, ...]:
+    """Dijkstra over layouts. Of equally cheap paths the one with fewer steps, then the first in order of its edges."""
+    best: dict[_State, tuple[int, int, tuple[_Edge, ...]]] = {space.start: (0, 0, ())}
+    heap = [(0, 0, (), space.start)]
+    while heap:
+        ticks, length, path, state = heapq.heappop(heap)
+        if state == space.goal:
+            return path
+        if best[state] != (ticks, length, path):
+            continue
+        local_bytes = space.local_bytes(state.dims)
+        for edge, after in space.edges(state):
+            found = (ticks + space.ticks(edge.rank, edge.axes, local_bytes), length + 1, (*path, edge))
+            if after not in best or found < best[after]:
+                best[after] = found
+                heapq.heappush(heap, (*found, after))
+    raise AssertionError(f"no path to {space.goal}")
+
+
+def _steps(space: _Space, source: Layout, ops: _Ops, path: tuple[_Edge, ...]) -> tuple[Step, ...]:
+    """The edges as steps from layout to layout, with the scale after the last reduction and to_partial at the end."""
+    drafts = [_draft(edge, source, ops.op) for edge in path]
+    if ops.averaged:
+        at = max((i for i, step in enumerate(drafts, 1) if step.kind in REDUCTIONS), default=0)
+        factor = 1 / space.mesh.flat_size(ops.averaged)
+        drafts.insert(at, Step("scale", ops.averaged, source, source, factor=factor))
+    for op in dict.fromkeys(op for _, op in ops.added):
+        axes = tuple(axis for axis, its_op in ops.added if its_op == op)
+        drafts.append(Step("to_partial", axes, source, source, op=op))
+    steps: list[Step] = []
+    for draft in drafts:
+        before = steps[-1].target if steps else source
+        local_bytes, group_size = space.local_bytes(_dims_of(before)), space.mesh.flat_size(draft.axes)
+        steps.append(
+            replace(
+                draft,
+                source=before,
+                target=apply(before, draft).normalized(space.shape),
+                seconds=space.seconds(draft.kind, draft.axes, local_bytes),
+                bytes_received=space.profile.bytes_received(draft.kind, group_size, local_bytes),
+            )
+        )
+    return tuple(steps)
+
+
+def _draft(edge: _Edge, anywhere: Layout, op: str) -> Step:
+    kind = _KINDS[edge.rank]
+    to_dim = None if edge.to_dim < 0 else edge.to_dim
+    return Step(kind, edge.axes, anywhere, anywhere, edge.dim, to_dim, edge.unit, op if kind in REDUCTIONS else "")

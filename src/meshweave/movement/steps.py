@@ -1,0 +1,117 @@
+"""Step: one collective or local op of a move, and what it does to a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshweave.errors import VerifyError
+from meshweave.ir.layout import DimSharding, Layout
+
+Kind = Literal["slice", "reduce_scatter", "all_reduce", "scale", "all_to_all", "all_gather", "to_partial"]
+REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op in every group of the flattened `axes` of the mesh; `target` has the pieces of `apply(source, step)`.
+
+    slice           keep this device's part of `dim`, cut in blocks of `unit`; `axes` become the innermost of `dim`
+    reduce_scatter  reduce the partial `axes` with `op`, keep this device's part of `dim` as slice does
+    all_reduce      reduce the partial `axes` with `op`
+    all_to_all      gather `dim` over its innermost `axes` while cutting `to_dim` over them, in blocks of `unit`
+    all_gather      gather `dim` over its innermost `axes`
+    to_partial      index 0 of the group keeps the value, the others hold the identity of `op`
+    scale           multiply by `factor`: turns the sum over `axes` into the average. From the first reduction of an
+                    avg axis to this step the value is 1 / `factor` times the global value.
+
+    `dim` is -1, `to_dim` None and `op` empty where the kind has none. `op` is sum, max or min, never avg.
+    `seconds` and `bytes_received` (per device) are those of the largest piece under the profile of the plan.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    source: Layout
+    target: Layout
+    dim: int = -1
+    to_dim: int | None = None
+    unit: int = 1
+    op: str = ""
+    factor: float = 1.0
+    seconds: float = 0.0
+    bytes_received: float = 0.0
+
+    def __str__(self) -> str:
+        axes = ",".join(self.axes)
+        blocks = f" in blocks of {self.unit}" if self.unit != 1 else ""
+        return {
+            "slice": f"slice dim {self.dim} over {axes}{blocks}",
+            "reduce_scatter": f"reduce_scatter({self.op}) over {axes} onto dim {self.dim}{blocks}",
+            "all_reduce": f"all_reduce({self.op}) over {axes}",
+            "all_to_all": f"all_to_all over {axes} from dim {self.dim} onto dim {self.to_dim}{blocks}",
+            "all_gather": f"all_gather dim {self.dim} over {axes}",
+            "to_partial": f"to_partial({self.op}) over {axes}",
+            "scale": f"scale by {self.factor:g} over {axes}",
+        }[self.kind]
+
+
+def apply(layout: Layout, step: Step) -> Layout:
+    """The layout after `step` (its kind, axes, dims, unit and op; its own source and target are not read).
+
+    An appended axis sets the unit of the whole dim, which for a non-empty dim must leave the pieces before it as they
+    are. The result is not normalised. Raises VerifyError where the step does not fit the layout.
+    """
+    return _APPLY[step.kind](layout, step)
+
+
+def _append(layout: Layout, step: Step, dim: int) -> Layout:
+    _need(all(axis in layout.replicated_axes for axis in step.axes), layout, step, "axes that are replicated")
+    _need(0 <= dim < len(layout.dims), layout, step, f"a dim of 0 to {len(layout.dims) - 1}")
+    return layout.with_dim(dim, DimSharding((*layout.dims[dim].axes, *step.axes), step.unit))
+
+
+def _pop(layout: Layout, step: Step) -> Layout:
+    _need(0 <= step.dim < len(layout.dims), layout, step, f"a dim of 0 to {len(layout.dims) - 1}")
+    dim, count = layout.dims[step.dim], len(step.axes)
+    _need(count > 0 and dim.axes[-count:] == step.axes, layout, step, "the innermost axes of the dim")
+    return layout.with_dim(step.dim, DimSharding(dim.axes[:-count], dim.unit))
+
+
+def _all_to_all(layout: Layout, step: Step) -> Layout:
+    to_dim = -1 if step.to_dim is None or step.to_dim == step.dim else step.to_dim
+    return _append(_pop(layout, step), step, to_dim)
+
+
+def _reduce(layout: Layout, step: Step) -> Layout:
+    _need(all(axis in layout.partial_axes for axis in step.axes), layout, step, "axes that are partial")
+    ops = {"sum" if op == "avg" else op for axis, op in layout.partial if axis in step.axes}
+    _need(ops == {step.op}, layout, step, f"the reduce op of the layout ({', '.join(sorted(ops))})")
+    return replace(layout, partial=tuple(p for p in layout.partial if p[0] not in step.axes))
+
+
+def _to_partial(layout: Layout, step: Step) -> Layout:
+    _need(all(axis in layout.replicated_axes for axis in step.axes), layout, step, "axes that are replicated")
+    return replace(layout, partial=(*layout.partial, *((axis, step.op) for axis in step.axes)))
+
+
+def _scale(layout: Layout, step: Step) -> Layout:
+    ops = {op for axis, op in layout.partial if axis in step.axes}
+    _need(ops <= {"avg"}, layout, step, "axes whose average is taken")
+    return replace(layout, partial=tuple((a, "sum" if a in step.axes else op) for a, op in layout.partial))
+
+
+_APPLY: dict[Kind, Callable[[Layout, Step], Layout]] = {
+    "slice": lambda layout, step: _append(layout, step, step.dim),
+    "reduce_scatter": lambda layout, step: _append(_reduce(layout, step), step, step.dim),
+    "all_reduce": _reduce,
+    "all_to_all": _all_to_all,
+    "all_gather": _pop,
+    "to_partial": _to_partial,
+    "scale": _scale,
+}
+
+
+def _need(holds: bool, layout: Layout, step: Step, expected: str) -> None:
+    if not holds:
+        raise VerifyError("the step does not fit the layout", where=str(step), got=str(layout), expected=expected)

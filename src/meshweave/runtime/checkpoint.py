@@ -1,0 +1,354 @@
+"""Checkpoints in the one format, torch.distributed.checkpoint (DCP): tables of pieces, loadable on any other mesh.
+
+A checkpoint is a directory with DCP's `.metadata` (which piece of which tensor lies where), one data file per process
+that wrote, and `meshweave.json` (format version, sizes of the files, and what the caller wants to know again). It is
+written beside its place and renamed when complete. Loading executes nothing that a file says.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import shutil
+import uuid
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from meshweave.errors import CheckpointError, MeshweaveError
+from meshweave.runtime.checkpoint_tables import (
+    FORMAT_VERSION,
+    METADATA,
+    OUR_FILES,
+    TABLE,
+    ShardedTensorView,
+    check_cover,
+    check_model,
+    damaged,
+    read_metadata,
+    read_table,
+)
+
+__all__ = ["Info", "ShardedTensorView", "load", "save"]
+
+Info = Mapping[str, int | str]
+_NOT_WRITTEN = "the checkpoint could not be written; what was at its path is untouched"
+T = TypeVar("T")
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, ShardedTensorView],
+    info: Info,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint of `tensors` at `path`; every process of the group calls this.
+
+    A box that several processes or devices hold is written once. `info` (of the first process) is small facts such as
+    step, seed and fingerprints. The files are written into `<path>.tmp-<id>`, which is renamed when all of them are
+    complete: until then what is at `path` stays, and after an error or Ctrl-C too. All processes must see one file
+    system. Without torch.distributed this process writes alone.
+
+    Raises CheckpointError, on every process, when writing failed on one, when the pieces overlap or leave gaps, and
+    when `path` holds anything but a checkpoint.
+    """
+    target = Path(os.path.realpath(path))
+    first = not _is_distributed() or dist.get_rank(process_group) == 0
+    staged = _together(lambda: _prepare(target) if first else None, process_group)[0]
+    assert staged is not None
+    try:
+        written = _write(staged, tensors, process_group)
+        _together(lambda: _finish(staged, target, written, info) if first else None, process_group)
+    except BaseException:
+        if first:
+            shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def load(
+    path: str | os.PathLike[str],
+    wanted: Mapping[str, ShardedTensorView],
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, int | str]:
+    """Fill `wanted` in place from the checkpoint at `path`, however it was cut when saved, and return its info.
+
+    `wanted` names every tensor of the model on every process; one that holds nothing of a tensor passes a view without
+    pieces. Each process reads the pieces that it needs and checks their checksums. A save that was killed between its
+    two renames leaves the checkpoint that it replaced at `<path>.old-<id>`, and that one is read then.
+
+    Raises CheckpointError, on every process, when there is no checkpoint, when it is damaged, of another model or of
+    an unknown version; then `wanted` is unchanged, except where damage inside a data file was found late.
+    """
+    rank = dist.get_rank(process_group) if _is_distributed() else 0
+    return _together(lambda: _load(Path(os.path.realpath(path)), wanted), process_group)[rank]
+
+
+# Several processes.
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Do `work` on every process and return all results. Where it failed on one process, it fails on all."""
+    if not _is_distributed():
+        return [work()]
+    error: BaseException | None = None
+    outcome: tuple[T | None, str] = (None, "")
+    try:
+        outcome = (work(), "")
+    except BaseException as caught:
+        error, outcome = caught, (None, str(caught) or type(caught).__name__)
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(outcomes):
+        if message:
+            raise CheckpointError(f"process {rank} failed: {message}")
+    return [result for result, _ in outcomes]
+
+
+@contextmanager
+def _errors(what: str, path: Path) -> Iterator[None]:
+    """Turn what the file system and DCP raise into ours.
+
+    DCP raises a BaseException with the failures of all processes. Errors of ours among them, and Ctrl-C, come through.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except OSError as error:
+        raise CheckpointError(what, where=str(path), got=f"{type(error).__name__}: {error}") from error
+    except CheckpointException as failed:
+        causes = {rank: wrapped[0] for rank, wrapped in failed.failures.items()}
+        for cause in causes.values():
+            if isinstance(cause, MeshweaveError) or not isinstance(cause, Exception):
+                raise cause from failed
+        rank, cause = next(iter(causes.items()))
+        raise CheckpointError(
+            what, where=str(path), got=f"{type(cause).__name__} on process {rank}: {cause}"
+        ) from failed
+
+
+# Writing.
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """DCP's planner, which drops a box that another process writes; also checks that nothing is left out."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        view: ShardedTensorView = self.state_dict[index.fqn]
+        return view.__get_tensor_shard__(index)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, table in metadata.state_dict_metadata.items():
+            assert isinstance(table, TensorStorageMetadata)
+            check_cover(name, table.size, (chunk.sizes for chunk in table.chunks))
+        return plans, metadata
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta | None:
+        # DCP would record the path, as a pickled object, and it is not the final path.
+        return None
+
+
+def _leftovers(target: Path, kind: str) -> list[Path]:
+    """What unfinished saves left beside `target`, newest first; `kind` is tmp or old."""
+    pattern = re.compile(re.escape(target.name) + rf"\.{kind}-[0-9a-f]{{8}}")
+    found = [p for p in target.parent.glob("*") if pattern.fullmatch(p.name)] if target.parent.is_dir() else []
+    return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f"{target.name}.{kind}-{uuid.uuid4().hex[:8]}")
+
+
+def _prepare(target: Path) -> Path:
+    if target.exists():
+        strange = [target] if not target.is_dir() else [p for p in target.iterdir() if not OUR_FILES.fullmatch(p.name)]
+        if strange:
+            raise CheckpointError(
+                "the path holds something that is not a checkpoint, and it will not be replaced",
+                where=str(target),
+                got=", ".join(p.name for p in strange[:3]),
+                hint="save to another path, or move these away",
+            )
+    staged = _beside(target, "tmp")
+    with _errors("the checkpoint's directory cannot be made", staged):
+        staged.mkdir(parents=True)
+    return staged
+
+
+def _write(staged: Path, tensors: Mapping[str, ShardedTensorView], group: dist.ProcessGroup | None) -> Metadata:
+    with _errors(_NOT_WRITTEN, staged):
+        return dcp_save(
+            dict(tensors),
+            storage_writer=_Writer(staged),
+            planner=_SavePlanner(),
+            process_group=group,
+            no_dist=not _is_distributed(),
+        )
+
+
+def _finish(staged: Path, target: Path, written: Metadata, info: Info) -> None:
+    files = {stored.relative_path for stored in written.storage_data.values()}
+    absent = sorted(name for name in files if not (staged / name).is_file())
+    if absent:
+        raise CheckpointError(
+            "files of other processes are missing",
+            where=str(staged),
+            got=", ".join(absent[:3]),
+            hint="save to a file system that all processes share",
+        )
+    table = {
+        "format": "meshweave",
+        "version": FORMAT_VERSION,
+        "checksums": torch.serialization.get_crc32_options(),
+        "files": {name: (staged / name).stat().st_size for name in sorted({*files, METADATA})},
+        "info": dict(info),
+    }
+    with _errors(_NOT_WRITTEN, staged):
+        with open(staged / TABLE, "w", encoding="utf-8") as stream:
+            json.dump(table, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(staged)
+        _publish(staged, target)
+
+
+def _publish(staged: Path, target: Path) -> None:
+    replaced = _beside(target, "old")
+    try:
+        if target.exists():
+            target.rename(replaced)
+        staged.rename(target)
+    except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
+    _sync(target.parent)
+    for junk in (*_leftovers(target, "old"), *_leftovers(target, "tmp")):
+        shutil.rmtree(junk, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in `directory` durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Reading.
+
+
+class _Reader(FileSystemReader):
+    """Reads with metadata that has been checked already. Checks each piece's checksums, and keeps the last piece, which
+    several wanted boxes may be cut from one after the other."""
+
+    def __init__(self, path: Path, metadata: Metadata, checksums: bool) -> None:
+        super().__init__(path)
+        self._metadata, self._checksums = metadata, checksums
+        self._last: tuple[_StorageInfo | None, bytes] = (None, b"")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        if self._last[0] is not sinfo:
+            content = super()._slice_file(file, sinfo).read()
+            if self._checksums:
+                self._check(content, sinfo)
+            self._last = (sinfo, content)
+        return BytesIO(self._last[1])
+
+    def _check(self, content: bytes, sinfo: _StorageInfo) -> None:
+        # A piece is a zip archive as torch.save makes it. torch.load does not compare its checksums; zipfile does.
+        with zipfile.ZipFile(BytesIO(content)) as archive:
+            if archive.testzip() is not None:
+                raise damaged(Path(self.path), f"wrong checksum in {sinfo.relative_path}")
+
+
+class _LoadPlanner(LoadPlanner):
+    """DCP's own resharding for views, and nothing that unpickles: DCP's default planner would load bytes freely."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self._views: Mapping[str, ShardedTensorView] = state_dict
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = create_default_local_load_plan(dict(self._views), self._metadata)
+        read: dict[str, int] = {}
+        for item in plan.items:
+            read[item.dest_index.fqn] = read.get(item.dest_index.fqn, 0) + prod(item.lengths)
+        for name, view in self._views.items():
+            needed = sum(box.num_elements for box, _ in view.distinct())
+            check_cover(name, (needed,), ((read.get(name, 0),),))
+        plan.items.sort(key=lambda item: (item.storage_index.fqn, tuple(item.storage_index.offset or ())))
+        return plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        raise AssertionError("tables of pieces have no entries of bytes")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        tensor = self._views[read_item.dest_index.fqn].__get_tensor_shard__(read_item.dest_index).detach()
+        box = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return tensor[tuple(slice(offset, offset + length) for offset, length in box)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: the piece was copied into its place."""
+
+
+def _load(target: Path, wanted: Mapping[str, ShardedTensorView]) -> dict[str, int | str]:
+    path = _find(target)
+    with _errors("the checkpoint cannot be read", path):
+        table = read_table(path)
+        metadata = read_metadata(path, table["files"])
+        check_model(path, metadata, wanted)
+        reader = _Reader(path, metadata, table["checksums"])
+        dcp_load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+    for view in wanted.values():
+        view.repeat()
+    return dict(table["info"])
+
+
+def _find(target: Path) -> Path:
+    found = target if target.exists() else next(iter(_leftovers(target, "old")), None)
+    if found is None:
+        near = difflib.get_close_matches(target.name, [p.name for p in target.parent.glob("*")])
+        raise CheckpointError("there is no checkpoint at this path", where=str(target), expected=" or ".join(near))
+    return found

@@ -1,0 +1,262 @@
+"""Initial parameters and buffers of a model on the meta device, made module by module.
+
+What a module gets depends on the seed and the module's path alone: it is the same on any mesh, in any order, and only
+one module's own tensors are held at a time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A module that owns tensors: its ancestors and itself, outermost first, and the name and key of each tensor."""
+
+    path: str
+    chain: tuple[nn.Module, ...]
+    tensors: tuple[tuple[str, str], ...]
+
+
+def materialize(model: nn.Module, seed: int, wanted: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full CPU tensor) for each parameter and buffer of `model`, or for those named in `wanted`.
+
+    Names are those of `named_parameters` and `named_buffers`; a tied tensor comes once. The model is not changed.
+    A tensor that is not on the meta device is yielded with the value it has (and shares its memory where it is on
+    CPU). The others are initialised as when the model is built on CPU: by `_init_weights` of the Hugging Face model
+    that the module belongs to, or else by the module's `reset_parameters`; then likewise by each enclosing module in
+    turn, since a block may rescale what its children made. Random numbers come from a generator seeded with a hash of
+    `seed` and the module's path; the global generators are left as they were.
+
+    Raises CaptureError for a tensor that nothing initialises, and for a name in `wanted` that the model lacks.
+    """
+    owners = list(_owners(_skeleton(model)))
+    names = {name for owner in owners for name, _ in owner.tensors}
+    asked = names if wanted is None else set(wanted)
+    _check_names(asked, names)
+    real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return _walk(owners, asked, {name: t for name, t in real.items() if not t.is_meta}, seed)
+
+
+def _walk(
+    owners: Sequence[_Owner], asked: set[str], real: dict[str, Tensor], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    for owner in owners:
+        names = [name for name, _ in owner.tensors if name in asked]
+        yield from ((name, real[name].detach().cpu()) for name in names if name in real)
+        if any(name not in real for name in names):
+            made = _make(owner, [name for name, _ in owner.tensors if name not in real], seed)
+            yield from ((name, made.pop(name)) for name in names if name not in real)
+            del made  # or what was not asked for would live on while the next module is made
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the module tree with every tensor on the meta device; other attributes are shared with the model."""
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, Tensor] = {}
+
+    def meta(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = _empty(tensor, "meta")
+        return tensors[id(tensor)]
+
+    def copy(module: nn.Module | None) -> nn.Module | None:
+        if module is None or id(module) in modules:
+            return module and modules[id(module)]
+        twin = modules[id(module)] = _twin(module)
+        twin._parameters = {key: meta(p) for key, p in module._parameters.items()}
+        twin._buffers = {key: meta(b) for key, b in module._buffers.items()}
+        twin._modules = {key: copy(child) for key, child in module._modules.items()}
+        return twin
+
+    root = copy(model)
+    assert root is not None
+    return root
+
+
+def _twin(module: nn.Module) -> Any:
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    return twin
+
+
+def _empty(like: Tensor, device: str) -> Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return nn.Parameter(tensor, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else tensor
+
+
+def _owners(root: nn.Module) -> Iterator[_Owner]:
+    """The modules that own a tensor first, in the order of `named_modules`."""
+    seen: set[int] = set()
+    for path, module in root.named_modules():
+        own = {**module._parameters, **module._buffers}
+        new = [(key, tensor) for key, tensor in own.items() if tensor is not None and id(tensor) not in seen]
+        seen.update(id(tensor) for _, tensor in new)
+        if new:
+            prefix = f"{path}." if path else ""
+            yield _Owner(path, _chain(root, path), tuple((prefix + key, key) for key, _ in new))
+
+
+def _chain(root: nn.Module, path: str) -> tuple[nn.Module, ...]:
+    chain = [root]
+    for key in filter(None, path.split(".")):
+        child = chain[-1]._modules[key]
+        assert child is not None
+        chain.append(child)
+    return tuple(chain)
+
+
+def _make(owner: _Owner, missing: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """The initial tensors named `missing` of one module, which is back on the meta device when this returns."""
+    module = owner.chain[-1]
+    before = dict(module._parameters), dict(module._buffers)
+    keys = {name: key for name, key in owner.tensors if name in missing}
+    try:
+        _fill_with_sentinels(module, keys.values())
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            # Not torch.manual_seed, which would also reseed every accelerator.
+            torch.default_generator.manual_seed(_seed(seed, owner.path))
+            _initialise(owner, keys)
+        return {name: _finished(owner, name, key, before) for name, key in keys.items()}
+    finally:
+        module._parameters, module._buffers = before
+
+
+def _seed(seed: int, path: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest(), "big")
+
+
+def _initialise(owner: _Owner, keys: dict[str, str]) -> None:
+    _run_chain(owner)
+    module = owner.chain[-1]
+    if not any(_untouched(_own(module, key)) for key in keys.values()):
+        return
+    # A Hugging Face model leaves the modules it does not know as their constructor made them.
+    reset = _own_reset(module)
+    if reset is None or _family(owner.chain) is None:
+        return
+    _guarded(owner, reset)
+    _run_chain(owner)
+
+
+def _run_chain(owner: _Owner) -> None:
+    for depth in range(len(owner.chain), 0, -1):
+        chain = owner.chain[:depth]
+        family = _family(chain)
+        initialise = _own_reset(chain[-1]) if family is None else family
+        if initialise is not None:
+            _guarded(owner, initialise)
+
+
+def _guarded(owner: _Owner, initialise: Callable[[], object]) -> None:
+    try:
+        initialise()
+    except Exception as error:
+        raise CaptureError(
+            "a module cannot be initialised alone",
+            where=_where(owner),
+            got=f"{type(error).__name__}: {error}",
+            expected="an initialiser that needs no values of other modules",
+            hint="build this model on CPU instead of the meta device, or load a checkpoint",
+        ) from error
+
+
+def _family(chain: Sequence[nn.Module]) -> Callable[[], object] | None:
+    """`_init_weights` of the innermost Hugging Face model around the last module of `chain`, bound to that module.
+
+    As `PreTrainedModel.initialize_weights` dispatches (transformers 5, modeling_utils.py).
+    """
+    for module in reversed(chain):
+        if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
+            init_weights: Any = module._init_weights
+            return lambda: init_weights(chain[-1])
+    return None
+
+
+def _own_reset(module: nn.Module) -> Callable[[], object] | None:
+    # torch's own MultiheadAttention and Transformer have the private name only.
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def _fill_with_sentinels(module: nn.Module, keys: Iterable[str]) -> None:
+    wanted = set(keys)
+    for table in ("_parameters", "_buffers"):
+        own = dict(getattr(module, table))
+        for key in wanted & own.keys():
+            own[key] = _empty(own[key], "cpu")
+            own[key].detach().fill_(_sentinel(own[key].dtype))
+        setattr(module, table, own)
+
+
+def _sentinel(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max - 17
+
+
+def _untouched(tensor: Tensor) -> bool:
+    """Whether any number, or every integer, is still the sentinel.
+
+    Integers are compared as a whole, and count as touched once they were written in place, as small ones may hold
+    the sentinel rightly.
+    """
+    if tensor.numel() == 0:
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+        return bool((wide != wide).any())
+    return bool((tensor == _sentinel(tensor.dtype)).all()) and tensor._version <= 1
+
+
+def _own(module: nn.Module, key: str) -> Tensor:
+    tensor = module._parameters.get(key, module._buffers.get(key))
+    assert tensor is not None
+    return tensor
+
+
+def _finished(owner: _Owner, name: str, key: str, before: Sequence[dict[str, Any]]) -> Tensor:
+    declared = {**before[0], **before[1]}[key]
+    tensor = _own(owner.chain[-1], key).detach()
+    if tensor.shape != declared.shape or tensor.dtype != declared.dtype:
+        raise CaptureError(
+            f"the initialiser of '{name}' made another tensor than the model declares",
+            where=_where(owner),
+            got=f"{tuple(tensor.shape)} {tensor.dtype}",
+            expected=f"{tuple(declared.shape)} {declared.dtype}",
+        )
+    if _untouched(_own(owner.chain[-1], key)):
+        raise CaptureError(
+            f"nothing initialises '{name}', which lost its value on the meta device",
+            where=_where(owner),
+            expected="a method reset_parameters() that sets every parameter and buffer that the module itself owns",
+            hint=f"define reset_parameters in {type(owner.chain[-1]).__name__}, or build this module on CPU",
+        )
+    return tensor
+
+
+def _where(owner: _Owner) -> str:
+    return f"module '{owner.path}' ({type(owner.chain[-1]).__name__})"
+
+
+def _check_names(asked: set[str], names: set[str]) -> None:
+    unknown = sorted(asked - names)
+    if unknown:
+        raise CaptureError(
+            f"the model has no parameter or buffer '{unknown[0]}'",
+            got=f"{len(unknown)} unknown names, first: {', '.join(unknown[:3])}",
+            expected=", ".join(difflib.get_close_matches(unknown[0], names)),
+            hint="use the names of named_parameters() and named_buffers(); a tied tensor has its first name only",
+        )

@@ -1,0 +1,97 @@
+"""What lasts from step to step: the pieces of parameters, buffers and optimizer state that this process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshweave.errors import StepError
+from meshweave.ir.graph import Input
+from meshweave.ir.layout import Layout
+from meshweave.ir.pieces import Box
+from meshweave.ir.rank import RankGraph
+from meshweave.runtime.checkpoint_tables import ShardedTensorView
+
+Key = tuple[str, str]
+LASTING = ("param", "buffer", "state")
+
+
+@dataclass(slots=True)
+class State:
+    """Pieces by (kind, name), one per held device, and the number of completed steps.
+
+    While an update runs, old pieces are given up one by one as new ones appear; `torn` is set meanwhile. A state
+    that an interrupted update left torn refuses to be used.
+    """
+
+    graph: RankGraph
+    positions: Sequence[int]
+    device: torch.device
+    pieces: dict[Key, list[Tensor]] = field(default_factory=dict)
+    num_steps: int = 0
+    torn: bool = False
+
+    @property
+    def items(self) -> Iterator[tuple[Input, Layout]]:
+        return ((i, a) for i, a in zip(self.graph.inputs, self.graph.layouts, strict=True) if i.kind in LASTING)
+
+    def boxes(self, item: Input, layout: Layout) -> list[Box]:
+        """The box of each held device."""
+        mesh = self.graph.mesh
+        return [layout.box(item.spec.shape, mesh.coordinates(p)) for p in self.positions]
+
+    def fill(self, values: Iterable[tuple[str, Tensor]], state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+        """Cut pieces of full tensors by name (parameters and buffers); optimizer state from `state` or zeros.
+
+        One full tensor is looked at at a time, so that a generator need never hold two.
+        """
+        known = {item.name: (item, layout) for item, layout in self.items if item.kind != "state"}
+        for name, value in values:
+            item, layout = known[name]
+            self.put(item, layout, value)
+        for item, layout in self.items:
+            if item.kind == "state":
+                slot, _, param = item.name.partition("/")
+                held = (state or {}).get(param, {}).get(slot)
+                self.put(item, layout, torch.zeros((), dtype=item.spec.dtype).expand(item.spec.shape) if held is None else held)
+
+    def put(self, item: Input, layout: Layout, value: Tensor) -> None:
+        """Hold the pieces of one full tensor."""
+        self.pieces[item.kind, item.name] = [
+            value[box.slices()].detach().to(self.device, copy=True).contiguous() for box in self.boxes(item, layout)
+        ]
+
+    def check_usable(self) -> None:
+        if self.torn:
+            raise StepError(
+                "the last update was interrupted half-way",
+                got=f"step {self.num_steps + 1} changed some parameters and not others",
+                hint="load the last checkpoint",
+            )
+
+    def views(self) -> dict[str, ShardedTensorView]:
+        """Checkpoint names (`param/...`, `buffer/...`, `state/...`) to the pieces held here, which a load fills."""
+        return {
+            f"{item.kind}/{item.name}": ShardedTensorView(
+                item.spec.shape,
+                item.spec.dtype,
+                tuple(zip(self.boxes(item, layout), self.pieces[item.kind, item.name], strict=True)),
+            )
+            for item, layout in self.items
+        }
+
+    @property
+    def num_bytes(self) -> list[int]:
+        """Bytes held by each device."""
+        return [sum(p[i].nbytes for p in self.pieces.values()) for i in range(len(self.positions))]
+
+
+def assemble(shape: Sequence[int], boxes: Iterable[Box], pieces: Sequence[Tensor]) -> Tensor:
+    """The full tensor of a table of pieces that covers it."""
+    full = pieces[0].new_empty(tuple(shape))
+    for box, piece in zip(boxes, pieces, strict=True):
+        full[box.slices()] = piece
+    return full

@@ -1,0 +1,189 @@
+"""Assignments: which axis does what in one op, enumerated and priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from meshweave.errors import RuleError
+from meshweave.ir.graph import Spec
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding.factors import Dims, Rule
+
+Price = Callable[[Layout, Layout, Spec], float]
+
+# Rates that repeated compute is priced with (H100 SXM data sheet, nvidia.com/h100, 2023: 989 TFLOP/s bf16 dense at
+# about half efficiency; 3.35 TB/s HBM3).
+FLOPS_PER_SECOND = 5e14
+BYTES_PER_SECOND = 3e12
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """An axis cuts a factor, in blocks of `unit`."""
+
+    factor: int
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """An axis over which the operands of way `mode` are partial, with reduce op `op`, and so is every result."""
+
+    mode: int
+    op: str
+
+
+Role = Shard | Pass | None  # None: the axis repeats the work
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What every axis does in one op, with the layouts that this asks of operands and gives to results."""
+
+    roles: tuple[tuple[str, Role], ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+    def role(self, axis: str) -> Role:
+        return dict(self.roles).get(axis)
+
+
+def realize(
+    rule: Rule, mesh: Mesh, roles: Sequence[tuple[str, Role]], operands: Sequence[Spec], results: Sequence[Spec]
+) -> Assignment:
+    """The Assignment of `roles`; axes of one factor cut in the order in which they are listed."""
+    cuts: dict[int, tuple[list[str], int]] = {}
+    passes: list[tuple[str, Pass]] = []
+    for axis, role in roles:
+        if isinstance(role, Shard):
+            cuts.setdefault(role.factor, ([], role.unit))[0].append(axis)
+        elif isinstance(role, Pass):
+            passes.append((axis, role))
+
+    def cut(dims: Dims) -> tuple[DimSharding, ...]:
+        return tuple(_dim_sharding(rule, dims, d, cuts) for d in range(len(dims)))
+
+    def wanted(i: int) -> Layout:
+        partial = tuple((a, p.op) for a, p in passes if i in rule.linear[p.mode].operands)
+        return Layout(mesh, cut(rule.operands[i]), partial).normalized(operands[i].shape)
+
+    def given(i: int) -> Layout:
+        inside = {f for dim in rule.results[i] for f in dim}
+        gone = [(a, rule.reduce_op(f)) for f, (axes, _) in cuts.items() if f not in inside for a in axes]
+        partial = (*gone, *((a, p.op) for a, p in passes))
+        return Layout(mesh, cut(rule.results[i]), tuple(partial)).normalized(results[i].shape)
+
+    return Assignment(
+        tuple(roles), tuple(wanted(i) for i in range(len(operands))), tuple(given(i) for i in range(len(results)))
+    )
+
+
+def _dim_sharding(rule: Rule, dims: Dims, d: int, cuts: dict[int, tuple[list[str], int]]) -> DimSharding:
+    factor = rule.outer(dims, d)
+    if factor is None or factor not in cuts:
+        return DimSharding()
+    axes, unit = cuts[factor]
+    return DimSharding(tuple(axes), unit * rule.inner_size(dims, d, factor))
+
+
+def proposals(rule: Rule, axis: str, held: Sequence[Sequence[Layout]]) -> list[Role]:
+    """What `axis` could do, judged by the layouts in which the operands are held: follow a sharding, pass a partial, or nothing."""
+    found: list[Role] = []
+    for i, layouts in enumerate(held):
+        for layout in layouts:
+            d = layout.dim_of(axis)
+            if d is not None:
+                role = _follow(rule, rule.operands[i], d, layout)
+                found += [role] if role is not None and role not in found else []
+            op = dict(layout.partial).get(axis)
+            modes = [m for m, way in enumerate(rule.linear) if i in way.operands and op in way.ops]
+            found += [p for p in (Pass(m, op) for m in modes if op is not None) if p not in found]
+    return [*found, None]
+
+
+def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
+    factor = rule.outer(dims, d)
+    if factor is None or not rule.is_shardable(factor):
+        return None
+    inner, unit = rule.inner_size(dims, d, factor), layout.dims[d].unit
+    return Shard(factor, unit // inner if unit % inner == 0 else 1)
+
+
+def candidates(
+    rule: Rule, mesh: Mesh, held: Sequence[Sequence[Layout]], operands: Sequence[Spec], results: Sequence[Spec]
+) -> Iterator[Assignment]:
+    """Every combination of what the axes could do. Axes of one factor keep the order in which an operand holds them."""
+    axes = [a for a, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
+    choices = [proposals(rule, axis, held) for axis in axes]
+    order = _held_order(axes, held)
+    for combination in product(*choices):
+        roles = dict(zip(axes, combination, strict=True))
+        if _agree(roles.values()):
+            yield realize(rule, mesh, [(a, roles[a]) for a in order], operands, results)
+
+
+def _agree(roles: Sequence[Role] | object) -> bool:
+    """Axes of one factor must cut in one unit."""
+    units: dict[int, int] = {}
+    shards = [r for r in roles if isinstance(r, Shard)]  # type: ignore[attr-defined]
+    return all(units.setdefault(r.factor, r.unit) == r.unit for r in shards)
+
+
+def _held_order(axes: Sequence[str], held: Sequence[Sequence[Layout]]) -> list[str]:
+    order: list[str] = []
+    for layouts in held:
+        for layout in layouts[:1]:
+            for dim in layout.dims:
+                order += [a for a in dim.axes if a not in order and a in axes]
+    return order + [a for a in axes if a not in order]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One operand as it is held: its spec, the layouts there are of it, and how much dearer than others it is to move."""
+
+    spec: Spec
+    layouts: tuple[Layout, ...]
+    weight: float = 1.0
+
+
+def cheapest(rule: Rule, mesh: Mesh, held: Sequence[Held], results: Sequence[Spec], price: Price) -> Assignment:
+    """The assignment that costs least: moves of operands, resolving partial results, and work that is repeated.
+
+    Ties go to fewer partial results, then to the first found, so that the choice is the same everywhere.
+    Raises RuleError when an operand is partial in a way that no move can resolve.
+    """
+    best: tuple[float, int] | None = None
+    chosen: Assignment | None = None
+    specs = [h.spec for h in held]
+    for option in candidates(rule, mesh, [h.layouts for h in held], specs, results):
+        cost = sum(_fetch(h, layout, price) for h, layout in zip(held, option.operands, strict=True))
+        cost += sum(price(r, _resolved(r), s) for r, s in zip(option.results, results, strict=True) if r.partial)
+        cost += _repeated_seconds(rule, option, mesh, results)
+        rank = (cost, sum(len(r.partial) for r in option.results))
+        if best is None or (rank[0] < best[0] * (1 - 1e-9) or (rank[0] <= best[0] * (1 + 1e-9) and rank[1] < best[1])):
+            best, chosen = rank, option
+    if chosen is None:
+        raise RuleError("no axis assignment fits", got=str([str(h.layouts[0]) for h in held]))
+    return chosen
+
+
+def _fetch(held: Held, wanted: Layout, price: Price) -> float:
+    if wanted in held.layouts:
+        return 0.0
+    return held.weight * min(price(layout, wanted, held.spec) for layout in held.layouts)
+
+
+def _resolved(layout: Layout) -> Layout:
+    return Layout(layout.mesh, layout.dims)
+
+
+def _repeated_seconds(rule: Rule, option: Assignment, mesh: Mesh, results: Sequence[Spec]) -> float:
+    """Time of the op on one device beyond what it would be if every axis did its share."""
+    used = prod(mesh.size(axis) for axis, role in option.roles if role is not None)
+    whole = 2.0 * prod(rule.sizes) / FLOPS_PER_SECOND + sum(s.num_bytes for s in results) / BYTES_PER_SECOND
+    return whole * (1.0 / used - 1.0 / mesh.num_devices)

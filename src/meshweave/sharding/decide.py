@@ -1,0 +1,115 @@
+"""From a resolved plan to the layouts of every input of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from torch import fx
+
+from meshweave.ir.graph import Input, Spec, StepGraph, origin_of, spec_of, tensor_inputs
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import is_even
+from meshweave.sharding.factors import Rule
+from meshweave.sharding.place import Placement
+from meshweave.sharding.plans import Resolved, batch_size
+from meshweave.sharding.registry import TABLE, row_for
+
+Units = Mapping[str, tuple[int, ...]]
+
+
+def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units) -> Placement:
+    """The layouts that the plan asks for.
+
+    A parameter is used in its tensor-parallel layout and stored with the state axes added; gradients and optimizer
+    state are stored like it. Batch tensors are sharded on dim 0 where they have the batch's size.
+    """
+    stored: dict[tuple[str, str], Layout] = {}
+    used: dict[str, Layout] = {}
+    for item in (i for i in step.inputs if i.kind == "param"):
+        layout = _used_layout(resolved, item, mesh, units.get(item.name, ()))
+        used[item.name] = layout.normalized(item.spec.shape)
+        stored["param", item.name] = _with_state_axes(layout, resolved.state_axes, item.spec).normalized(item.spec.shape)
+    size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
+    axes = tuple(a for a in mesh.axis_names if a in resolved.batch_axes)
+    for item in step.inputs:
+        rank = len(item.spec.shape)
+        if item.kind == "state":
+            stored["state", item.name] = stored["param", item.name.partition("/")[2]]
+        elif item.kind == "acc":
+            stored["acc", item.name] = stored["param", item.name]
+        elif item.kind == "batch" and rank and item.spec.shape[0] == size:
+            stored["batch", item.name] = Layout.of(mesh, rank, {0: axes}).normalized(item.spec.shape)
+    return Placement(mesh, stored, used)
+
+
+def _used_layout(resolved: Resolved, item: Input, mesh: Mesh, units: Sequence[int]) -> Layout:
+    dims = [DimSharding()] * len(item.spec.shape)
+    for axis, dim in resolved.shards.get(item.name, {}).items():
+        if dim >= 0:
+            dims[dim] = DimSharding((*dims[dim].axes, axis), units[dim] if dim < len(units) else 1)
+    return Layout(mesh, tuple(dims))
+
+
+def _with_state_axes(layout: Layout, axes: Sequence[str], spec: Spec) -> Layout:
+    """Add each state axis to the first dim that it divides evenly, dim 0 preferred; else to the dim of most elements."""
+    for axis in (a for a in axes if a not in layout.sharded_axes):
+        if not spec.shape or layout.mesh.size(axis) == 1:
+            continue
+        pieces = layout.local_shape(spec.shape)
+        even = [d for d in range(len(pieces)) if is_even(spec.shape[d], (*layout.parts(d), layout.mesh.size(axis)), layout.dims[d].unit)]
+        dim = even[0] if even else max(range(len(pieces)), key=lambda d: pieces[d] // layout.dims[d].unit)
+        layout = layout.with_dim(dim, DimSharding((*layout.dims[dim].axes, axis), layout.dims[dim].unit))
+    return layout
+
+
+def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
+    """Per parameter dim the blocks in which it is best cut, so that views of what it makes stay whole heads.
+
+    The output dim of a query projection that is viewed as (heads, head_dim) gets unit head_dim. Found by carrying
+    units through rules, forwards and backwards, until nothing changes; a unit never exceeds its dim.
+    """
+    forward = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase in ("forward", "loss")]
+    ruled = [(n, row_for(n).rule(n)) for n in forward if n.target in TABLE and isinstance(n.meta["spec"], Spec)]
+    units: dict[fx.Node, list[int]] = {n: [1] * len(spec_of(n).shape) for n in step.graph.nodes if isinstance(n.meta.get("spec"), Spec)}
+    for _ in range(8):
+        changed = False
+        for node, rule in [*ruled, *reversed(ruled)]:
+            changed |= _carry(rule, [*tensor_inputs(node), node], units)
+        if not changed:
+            break
+    names = {n: i for n, i in zip(step.placeholders, step.inputs, strict=True) if i.kind == "param"}
+    return {item.name: tuple(units[node]) for node, item in names.items()}
+
+
+def _carry(rule: Rule, values: Sequence[fx.Node], units: dict[fx.Node, list[int]]) -> bool:
+    """Make every dim that a factor is outermost in agree on the factor's unit: the largest that is asked for."""
+    asked: dict[int, int] = {}
+    places = []
+    for node, dims in zip(values, (*rule.operands, *rule.results), strict=True):
+        for d in range(len(dims)):
+            factor = rule.outer(dims, d)
+            if factor is None:
+                continue
+            inner = rule.inner_size(dims, d, factor)
+            places.append((node, d, factor, inner))
+            if units[node][d] % inner == 0:
+                asked[factor] = max(asked.get(factor, 1), units[node][d] // inner)
+    changed = False
+    for node, d, factor, inner in places:
+        unit = asked.get(factor, 1) * inner
+        if unit > units[node][d] and unit < spec_of(node).shape[d]:
+            units[node][d] = unit
+            changed = True
+    return changed
+
+
+def stored_bytes(placement: Placement, inputs: Sequence[Input]) -> int:
+    """Bytes of parameters and optimizer state that the fullest device stores."""
+    total = 0
+    for item in inputs:
+        if item.kind in ("param", "state"):
+            layout = placement.stored[item.kind, item.name]
+            total += prod(layout.local_shape(item.spec.shape)) * item.spec.dtype.itemsize
+    return total

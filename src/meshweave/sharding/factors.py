@@ -1,0 +1,172 @@
+"""Factors: what a sharding rule says about one op.
+
+An op is described like an einsum. Each factor is an independent loop over the global tensors; the rule says which
+factors each dim of each operand and result is made of. To shard a factor over an axis shards every dim that it is the
+outermost part of; a result that a sharded factor is absent from becomes partial. A factor may be marked whole: the op
+cannot run on a part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from meshweave.errors import RuleError
+from meshweave.ir.graph import Spec
+
+Dim = tuple[int, ...]  # factor ids, outermost first; () is a dim of size 1 that is broadcast
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A way in which partial values pass through an op: the operands that are partial together; the others replicated.
+
+    `ops` are the reduce ops that pass. Sums pass linear ops; pure data movement passes them all.
+    """
+
+    operands: frozenset[int]
+    ops: frozenset[str] = frozenset({"sum"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Sharding rule of one op on given shapes. Factor f has `sizes[f]` elements."""
+
+    sizes: tuple[int, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    whole: frozenset[int] = frozenset()
+    linear: tuple[Linear, ...] = ()
+    reduce: tuple[tuple[int, str], ...] = ()  # factor -> reduce op of results that lack it; sum where unnamed
+
+    def reduce_op(self, factor: int) -> str:
+        return dict(self.reduce).get(factor, "sum")
+
+    def outer(self, dims: Dims, dim: int) -> int | None:
+        """The factor that sharding `dim` would shard: the outermost one of more than one element, unless whole."""
+        factor = next((f for f in dims[dim] if self.sizes[f] > 1), None)
+        return None if factor in self.whole else factor
+
+    def inner_size(self, dims: Dims, dim: int, factor: int) -> int:
+        """Number of elements of `dim` in one step of its `factor`: the unit in which the dim is then cut."""
+        return prod(self.sizes[f] for f in dims[dim][dims[dim].index(factor) + 1 :])
+
+    def is_shardable(self, factor: int) -> bool:
+        """Whether the factor can be sharded: not whole, and outermost wherever it stands."""
+        if factor in self.whole or self.sizes[factor] < 2:
+            return False
+        return all(
+            self.outer(dims, d) == factor
+            for dims in (*self.operands, *self.results)
+            for d in range(len(dims))
+            if factor in dims[d]
+        )
+
+
+class RuleBuilder:
+    """Collects factors while a rule function looks at shapes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.fixed: set[int] = set()
+
+    def factor(self, size: int, *, whole: bool = False) -> int:
+        self.sizes.append(size)
+        if whole:
+            self.fixed.add(len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+    def dims(self, shape: Sequence[int], *, whole: Iterable[int] = ()) -> list[Dim]:
+        """A new factor for every dim."""
+        return [(self.factor(size, whole=d in set(whole)),) for d, size in enumerate(shape)]
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[Dim]],
+        results: Sequence[Sequence[Dim]],
+        linear: Sequence[Linear] = (),
+        reduce: Mapping[int, str] | None = None,
+    ) -> Rule:
+        return Rule(
+            tuple(self.sizes),
+            tuple(tuple(d) for d in operands),
+            tuple(tuple(d) for d in results),
+            frozenset(self.fixed),
+            tuple(linear),
+            tuple((reduce or {}).items()),
+        )
+
+
+def sums(*groups: Iterable[int]) -> tuple[Linear, ...]:
+    """One way per group of operands for partial sums to pass."""
+    return tuple(Linear(frozenset(g)) for g in groups)
+
+
+ANY_REDUCTION = frozenset({"sum", "avg", "max", "min"})
+
+
+def moved(operands: Iterable[int]) -> tuple[Linear, ...]:
+    """All partial values pass when these operands are partial together: the op only moves elements."""
+    return (Linear(frozenset(operands), ANY_REDUCTION),)
+
+
+_TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
+
+
+def parse_factors(text: str) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], tuple[tuple[tuple[str, ...], ...], ...]]:
+    """Read `"m k, k n -> m n"`. A merged dim is `(h d)`, a dim of size 1 is `1`, a whole factor ends in `!`.
+
+    Raises RuleError for text without an arrow.
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError("this is not a factor rule", got=text, expected="something like 'm k, k n -> m n'")
+
+    def side(part: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        return tuple(
+            tuple(
+                () if name == "1" else tuple((group or name).split())
+                for group, name in (m.groups() for m in _TOKEN.finditer(value))
+            )
+            for value in part.split(",")
+        )
+
+    return side(left), side(right)
+
+
+def rule_from_text(text: str, operands: Sequence[Spec], results: Sequence[Spec], linear: Sequence[Linear] = ()) -> Rule:
+    """The Rule that a factor text means for operands and results of these shapes.
+
+    Sizes come from dims of one factor; at most one factor of a merged dim may be known from nowhere else.
+    Raises RuleError where ranks or sizes contradict each other.
+    """
+    left, right = parse_factors(text)
+    values = [*zip(left, operands, strict=False), *zip(right, results, strict=False)]
+    if len(left) != len(operands) or len(right) != len(results):
+        raise RuleError("the rule and the op differ in their number of tensors", got=text, expected=f"{len(operands)} -> {len(results)}")
+    sizes: dict[str, int] = {}
+    for dims, spec in values:
+        if len(dims) != len(spec.shape):
+            raise RuleError("the rule and a tensor differ in their number of dims", got=text, expected=str(spec))
+        for names, size in zip(dims, spec.shape, strict=True):
+            if len(names) == 1 and sizes.setdefault(names[0], size) != size:
+                raise RuleError(f"factor {names[0]} has two sizes", got=f"{sizes[names[0]]} and {size}", where=text)
+    for dims, spec in values:
+        for names, size in zip(dims, spec.shape, strict=True):
+            unknown = [n for n in names if n not in sizes]
+            if len(unknown) > 1:
+                raise RuleError(f"the sizes of {unknown} cannot be told", where=text)
+            if unknown:
+                sizes[unknown[0]] = size // prod(sizes[n] for n in names if n != unknown[0])
+    order = list(sizes)
+    build = RuleBuilder()
+    for name in order:
+        build.factor(sizes[name], whole=name.endswith("!"))
+
+    def ids(dims: tuple[tuple[str, ...], ...]) -> list[Dim]:
+        return [tuple(order.index(n) for n in names) for names in dims]
+
+    return build.rule([ids(d) for d in left], [ids(d) for d in right], linear)

@@ -1,0 +1,314 @@
+"""Placement: every value gets a layout, and a move stands wherever producer and consumer disagree."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import RuleError
+from meshweave.ir import ops
+from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
+from meshweave.sharding.assign import Assignment, Held, Price, cheapest
+from meshweave.sharding.registry import result_specs, row_for
+from meshweave.sharding.rules_shape import FACTORIES
+
+aten = torch.ops.aten
+
+# Moving a parameter away from the layout that the plan uses it in is priced this many times over: a plan is followed
+# where following it is possible at all.
+USED_LAYOUT_WEIGHT = 100.0
+
+# Ops through which a parameter is still that parameter: they are done again in each phase that needs them, so that a
+# gathered parameter does not live from forward to backward.
+_CASTS = {aten._to_copy.default}
+_VIEWS = {aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The layouts that a plan decides: of every input as it is stored, and of parameters as they are used."""
+
+    mesh: Mesh
+    stored: Mapping[tuple[str, str], Layout]
+    used: Mapping[str, Layout]
+
+    def output(self, kind: str, name: str, spec: Spec) -> Layout:
+        """Layout of a step's output: new values are stored like old ones, gradients like their parameters."""
+        stored = self.stored.get(("param" if kind in ("grad", "acc") else kind, name))
+        return stored if stored is not None else Layout.replicated(self.mesh, len(spec.shape))
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One layout in which a value exists, and since which phase."""
+
+    node: fx.Node
+    layout: Layout
+    phase: str
+
+
+@dataclass(slots=True)
+class _Placer:
+    step: StepGraph
+    placement: Placement
+    price: Price
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, list[_Copy]] = field(default_factory=dict)
+    tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout | None, ...]]] = field(default_factory=dict)
+    items: dict[fx.Node, Input] = field(default_factory=dict)
+    decided: dict[Any, Assignment] = field(default_factory=dict)
+    due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved as soon as they are made
+    stored: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
+    used: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
+
+    def run(self) -> StepGraph:
+        nodes = list(self.step.graph.nodes)
+        self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
+        outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
+        for (kind, name), value in outputs:
+            if kind in ("grad", "loss", "buffer"):
+                wanted = self.placement.output(kind, name, spec_of(value))
+                self.due.setdefault(value, []).append((wanted, _output_phase(kind, value)))
+        for node in nodes:
+            if node.op == "placeholder":
+                self._input(node)
+            elif node.op == "call_function":
+                self._node(node)
+        results = [
+            self.fetch(value, self.placement.output(kind, name, spec_of(value)), _output_phase(kind, value))
+            for (kind, name), value in outputs
+        ]
+        self.graph.output(results)
+        return replace(self.step, graph=self.graph)
+
+    def _input(self, node: fx.Node) -> None:
+        item = self.items[node]
+        layout = self.placement.stored.get((item.kind, item.name)) or Layout.replicated(
+            self.placement.mesh, len(item.spec.shape)
+        )
+        new = copy_meta(node, self.graph.placeholder(node.name), layout=layout.normalized(item.spec.shape))
+        self.copies[node] = [_Copy(new, new.meta["layout"], _side(new))]
+
+    def _node(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self.tuples:
+            self._item(node)
+        elif node.target is ops.pin._opoverload:
+            self._pin(node)
+        elif node.target in FACTORIES or self._is_parameter_form(node):
+            return  # made where it is wanted, in the layout that is wanted
+        else:
+            self._op(node)
+        for layout, phase in self.due.get(node, ()):
+            self.fetch(node, layout, phase)
+
+    # what a parameter, its casts and its views are
+
+    def _is_parameter_form(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return self.items[node].kind == "param"
+        inputs = tensor_inputs(node) if node.target in _CASTS or node.target in _VIEWS else []
+        return len(inputs) == 1 and origin_of(node).phase != "update" and self._is_parameter_form(inputs[0])
+
+    def _is_stored_form(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" or node.target in _CASTS and self._is_stored_form(tensor_inputs(node)[0])
+
+    def _parameter(self, node: fx.Node) -> str:
+        while node.op != "placeholder":
+            node = tensor_inputs(node)[0]
+        return self.items[node].name
+
+    def _stored_form(self, node: fx.Node, phase: str) -> _Copy:
+        """The parameter, cast where the graph casts it, in the layout it is stored in."""
+        if node.op == "placeholder":
+            return self.copies[node][0]
+        key = (node, phase)
+        if key not in self.stored:
+            source = self._stored_form(tensor_inputs(node)[0], phase)
+            new = self._emit(node, [source.node], phase)
+            new.meta["layout"] = source.layout
+            self.stored[key] = _Copy(new, source.layout, phase)
+        return self.stored[key]
+
+    def _used_form(self, node: fx.Node, phase: str) -> _Copy:
+        """The parameter as `phase` uses it: gathered, then viewed."""
+        key = (node, phase)
+        if key in self.used:
+            return self.used[key]
+        if self._is_stored_form(node):
+            held = self._stored_form(node, phase)
+            target = self.placement.used.get(self._parameter(node), held.layout).normalized(spec_of(node).shape)
+            made = self._move(held, target, node, phase) if target != held.layout else held
+        else:
+            source = self._used_form(tensor_inputs(node)[0], phase)
+            spec = spec_of(source.node)
+            option = self._choose(node, [Held(spec, (source.layout,))])
+            made = source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
+            new = self._emit(node, [made.node], phase)
+            new.meta["layout"] = option.results[0]
+            new.meta["assignment"] = option
+            made = _Copy(new, option.results[0], phase)
+        self.used[key] = made
+        return made
+
+    # values and their copies
+
+    def held(self, node: fx.Node, phase: str) -> list[_Copy]:
+        """The copies of a value that a consumer in `phase` may use, the original first."""
+        if self._is_parameter_form(node) and phase != "update":
+            first = self._used_form(node, phase)
+            return [first, *(c for c in self.copies.get(node, ())[1:] if c.phase == phase)]
+        original, *others = self.copies[node]
+        spec = spec_of(node)
+        return [original, *(c for c in others if c.phase == phase or _is_no_larger(c.layout, original.layout, spec))]
+
+    def fetch(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
+        """The value in the layout `wanted`: a copy there is, or a new move from the cheapest copy."""
+        wanted = wanted.normalized(spec_of(node).shape)
+        if node.target in FACTORIES:
+            return self._made(node, wanted, phase).node
+        held = self.held(node, phase)
+        for copy in held:
+            if copy.layout == wanted:
+                return copy.node
+        source = min(held, key=lambda c: self.price(c.layout, wanted, spec_of(node)))
+        made = self._move(source, wanted, node, phase)
+        self.copies.setdefault(node, [source]).append(made)
+        return made.node
+
+    def _made(self, node: fx.Node, wanted: Layout, phase: str) -> _Copy:
+        """A factory's value, made in the layout that is wanted: nothing moves."""
+        plain = Layout(wanted.mesh, wanted.dims)
+        known = next((c for c in self.copies.get(node, ()) if c.layout == plain and c.phase == phase), None)
+        if known is None:
+            new = self._emit(node, [self.fetch(n, Layout.replicated(wanted.mesh, 0), phase) for n in tensor_inputs(node)], phase)
+            new.meta["layout"] = plain
+            known = _Copy(new, plain, phase)
+            self.copies.setdefault(node, []).append(known)
+        return known if plain == wanted else self._move(known, wanted, node, phase)
+
+    def _move(self, source: _Copy, target: Layout, value: fx.Node, phase: str) -> _Copy:
+        new = self.graph.call_function(ops.move, (source.node, str(target)))
+        origin = replace(origin_of(value), phase=phase)
+        new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
+        return _Copy(new, target, _side(new))
+
+    # ops
+
+    def _emit(self, node: fx.Node, values: list[fx.Node], phase: str) -> fx.Node:
+        rest = iter(values)
+        swap = lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n  # noqa: E731
+        args, kwargs = fx.map_arg((node.args, node.kwargs), swap)
+        new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))
+        if origin_of(new).phase != phase:
+            new.meta["origin"] = replace(origin_of(new), phase=phase)
+        return new
+
+    def _choose(self, node: fx.Node, held: list[Held]) -> Assignment:
+        """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
+        fixed = fx.map_arg((node.args, node.kwargs), lambda n: None)
+        key = (node.target, str(fixed), tuple(held), node.meta["spec"])
+        if key not in self.decided:
+            rule = row_for(node).rule(node)
+            self.decided[key] = cheapest(rule, self.placement.mesh, held, result_specs(node), self.price)
+        return self.decided[key]
+
+    def _op(self, node: fx.Node) -> None:
+        phase = _phase(node)
+        operands = tensor_inputs(node)
+        held = [self._held(n, phase) for n in operands]
+        try:
+            option = self._choose(node, held)
+        except RuleError as error:
+            raise RuleError(error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}") from error
+        values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
+        new = self._emit(node, values, origin_of(node).phase)
+        new.meta["assignment"] = option
+        if isinstance(node.meta["spec"], tuple):
+            rest = iter(option.results)
+            layouts = tuple(next(rest) if s is not None else None for s in node.meta["spec"])
+            new.meta["layout"] = layouts
+            self.tuples[node] = (new, layouts)
+            return
+        new.meta["layout"] = option.results[0]
+        self.copies[node] = [_Copy(new, option.results[0], _side(new))]
+
+    def _held(self, node: fx.Node, phase: str) -> Held:
+        spec = spec_of(node)
+        if node.target in FACTORIES:
+            return Held(spec, (Layout.replicated(self.placement.mesh, len(spec.shape)),), 0.0)
+        layouts = tuple(dict.fromkeys(c.layout for c in self.held(node, phase)))
+        weight = USED_LAYOUT_WEIGHT if self._is_parameter_form(node) and phase != "update" else 1.0
+        return Held(spec, layouts, weight)
+
+    def _item(self, node: fx.Node) -> None:
+        source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
+        layout = layouts[node.args[1]]  # type: ignore[index]
+        assert layout is not None
+        new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])), layout=layout)
+        self.copies[node] = [_Copy(new, layout, _side(new))]
+
+    def _pin(self, node: fx.Node) -> None:
+        """A pin is its operand in the pinned layout."""
+        value, constraint, is_grad = node.args
+        phase = _phase(node)
+        spec = spec_of(node)
+        held = [self._made(value, Layout.replicated(self.placement.mesh, len(spec.shape)), phase)] if value.target in FACTORIES else self.held(value, phase)  # type: ignore[union-attr, arg-type]
+        target = apply_constraint(str(constraint), held[0].layout, bool(is_grad)).normalized(spec.shape)
+        made = self.fetch(value, target, phase)  # type: ignore[arg-type]
+        self.copies[node] = [_Copy(made, target, _side(made))]
+
+
+def apply_constraint(constraint: str, layout: Layout, is_grad: bool) -> Layout:
+    """The layout after a pin's text: `tp=1` shards dim 1 over tp, `tp=r` replicates over it; other axes stay.
+
+    For a gradient an axis that is to be replicated may stay partial: the sum is due where the gradient is used.
+    """
+    for part in filter(None, constraint.split(";")):
+        axis, _, where = part.partition("=")
+        if is_grad and where == "r" and axis in layout.partial_axes:
+            continue
+        dims = [DimSharding(tuple(a for a in dim.axes if a != axis), dim.unit) for dim in layout.dims]
+        if where != "r":
+            d = int(where) % len(dims)
+            dims[d] = DimSharding((*dims[d].axes, axis), dims[d].unit if dims[d].axes else 1)
+        layout = Layout(layout.mesh, tuple(dims), tuple(p for p in layout.partial if p[0] != axis))
+    return layout
+
+
+def _phase(node: fx.Node) -> str:
+    """Forward and loss share copies; backward and update do not."""
+    phase = origin_of(node).phase
+    return "forward" if phase == "loss" else phase
+
+
+_side = _phase
+
+
+def _output_phase(kind: str, value: fx.Node) -> str:
+    return _phase(value) if kind in ("loss", "buffer") else ("backward" if kind in ("grad", "acc") else "update")
+
+
+def _is_no_larger(copy: Layout, original: Layout, spec: Spec) -> bool:
+    def elements(layout: Layout) -> int:
+        return torch.Size(layout.local_shape(spec.shape)).numel()
+
+    return elements(copy) <= elements(original)
+
+
+def place(
+    step: StepGraph, placement: Placement, price: Price, decided: dict[Any, Assignment] | None = None
+) -> StepGraph:
+    """The placed graph: every node has a layout (`meta["layout"]`), every op an assignment, every disagreement a move.
+
+    `price(source, target, spec)` is the time in seconds of a move. `decided` may be handed from one placement of the
+    same step to the next, which then reuses what was decided for equal ops. Raises RuleError for an op without a rule.
+    """
+    return _Placer(step, placement, price, decided={} if decided is None else decided).run()

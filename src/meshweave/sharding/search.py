@@ -1,0 +1,84 @@
+"""The column or row choice per weight that moves the fewest bytes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from meshweave.ir import ops
+from meshweave.ir.graph import StepGraph, spec_of
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding.assign import Price
+from meshweave.sharding.decide import Units, decide
+from meshweave.sharding.place import place
+from meshweave.sharding.plans import Resolved, apply_style, style_dims
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Modules of the same place in repeated layers: they are decided together."""
+
+    modules: tuple[str, ...]
+    num_elements: int
+
+
+def twins(model: nn.Module, found: Resolved, axis: str) -> list[Twins]:
+    """Groups of modules with a column and a row way whose parameters the plan leaves open, largest first."""
+    canonical = {id(p): n for n, p in model.named_parameters()}
+    groups: dict[str, list[tuple[str, int]]] = {}
+    for name, module in model.named_modules():
+        params = list(module.named_parameters(recurse=False))
+        decided = any(axis in found.shards.get(canonical[id(p)], {}) for _, p in params)
+        if style_dims(module) is not None and not decided and all(canonical[id(p)].startswith(name) for _, p in params):
+            key = re.sub(r"\b\d+\b", "*", name) + f"/{tuple(p.shape for _, p in params)}"
+            groups.setdefault(key, []).append((name, sum(p.numel() for _, p in params)))
+    made = [Twins(tuple(n for n, _ in g), sum(s for _, s in g)) for g in groups.values()]
+    return sorted(made, key=lambda t: -t.num_elements)
+
+
+def choose_tp(
+    model: nn.Module, step: StepGraph, found: Resolved, axis: str, mesh: Mesh, units: Units, price: Price
+) -> Resolved:
+    """`found` with a style for every open weight over `axis`.
+
+    Coordinate descent from all-colwise over groups of twins, each candidate judged by the bytes of the moves of the
+    whole placed step (forward and backward), until a round changes nothing (two rounds at most).
+    """
+    groups = twins(model, found, axis)
+    styles = {t: "colwise" for t in groups}
+    decided: dict[Any, Any] = {}
+
+    def cost(styles: dict[Twins, str]) -> float:
+        return _bytes_moved(step, _styled(model, found, styles, axis), mesh, units, price, decided)
+
+    best = cost(styles)
+    for _ in range(2):
+        before = best
+        for group in groups:
+            other = {**styles, group: "rowwise" if styles[group] == "colwise" else "colwise"}
+            value = cost(other)
+            if value < best:
+                best, styles = value, other
+        if best == before:
+            break
+    return _styled(model, found, styles, axis)
+
+
+def _styled(model: nn.Module, found: Resolved, styles: dict[Twins, str], axis: str) -> Resolved:
+    copy = replace(found, shards={n: dict(v) for n, v in found.shards.items()}, pins=list(found.pins))
+    for group, style in styles.items():
+        for name in group.modules:
+            apply_style(copy, model, name, style, axis, "the automatic choice")
+    return copy
+
+
+def _bytes_moved(
+    step: StepGraph, found: Resolved, mesh: Mesh, units: Units, price: Price, decided: dict[Any, Any]
+) -> float:
+    placed = place(step, decide(found, step, mesh, units), price, decided)
+    moves = [n for n in placed.graph.nodes if n.target is ops.move]
+    return sum(price(n.args[0].meta["layout"], n.meta["layout"], spec_of(n)) for n in moves)
+
