@@ -133,8 +133,8 @@ def _plan(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.d
         source=source,
         target=target,
         steps=steps,
-        seconds=sum(step.seconds for step in steps),
-        bytes_received=sum(step.bytes_received for step in steps),
+        seconds=sum((step.seconds for step in steps), 0.0),
+        bytes_received=sum((step.bytes_received for step in steps), 0.0),
         peak_bytes=max(sizes, default=space.local_bytes(_dims_of(start))),
         numerics="reassociates" if rounds else "exact",
     )
@@ -242,6 +242,7 @@ class _Space:
         self.goal = _State(_dims_of(target), ())
         self.kept = tuple(self._common(d, a, b) for d, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)))
         self.wanted = [axis for dim, kept in zip(target.dims, self.kept, strict=True) for axis in dim.axes[kept:]]
+        self.startup = round(profile.alpha_s * _TICKS_PER_SECOND)
         self.not_replicated = {*source.sharded_axes, *pending}
 
     def _common(self, d: int, a: DimSharding, b: DimSharding) -> int:
@@ -278,6 +279,16 @@ class _Space:
         if key not in self._ticks:
             self._ticks[key] = round(self.seconds(_KINDS[rank], axes, local_bytes) * _TICKS_PER_SECOND)
         return self._ticks[key]
+
+    def at_least(self, state: _State) -> int:
+        """A lower bound of the ticks from `state` to the goal: the start-up time of one collective per axis that is
+        not where the target has it, for only slices are free and each other step takes one such axis away."""
+        misplaced = 1 if state.pending else 0
+        for (axes, _), (wanted, _) in zip(state.dims, self.goal.dims, strict=True):
+            if axes != wanted[: len(axes)]:
+                same = next(i for i, axis in enumerate(axes) if wanted[i : i + 1] != (axis,))
+                misplaced += len(axes) - same
+        return misplaced * self.startup
 
     def seconds(self, kind: Kind, axes: tuple[str, ...], local_bytes: int) -> float:
         return self.profile.seconds(kind, self.mesh, axes, local_bytes)
@@ -330,21 +341,25 @@ class _Space:
 
 
 def _search(space: _Space) -> tuple[_Edge, ...]:
-    """Dijkstra over layouts. Of equally cheap paths the one with fewer steps, then the first in order of its edges."""
+    """A* over layouts. Of equally cheap paths the one with fewer steps, then the first in order of its edges."""
     best: dict[_State, tuple[int, int, tuple[_Edge, ...]]] = {space.start: (0, 0, ())}
-    heap = [(0, 0, (), space.start)]
+    heap: list[tuple[int, int, tuple[_Edge, ...], _State]] = [(0, 0, (), space.start)]
     while heap:
-        ticks, length, path, state = heapq.heappop(heap)
+        _, length, path, state = heapq.heappop(heap)
         if state == space.goal:
             return path
-        if best[state] != (ticks, length, path):
+        ticks, *rest = best[state]
+        if rest != [length, path]:
             continue
         local_bytes = space.local_bytes(state.dims)
         for edge, after in space.edges(state):
-            found = (ticks + space.ticks(edge.rank, edge.axes, local_bytes), length + 1, (*path, edge))
-            if after not in best or found < best[after]:
-                best[after] = found
-                heapq.heappush(heap, (*found, after))
+            total = ticks + space.ticks(edge.rank, edge.axes, local_bytes)
+            known = best.get(after)
+            if known is None or total <= known[0]:
+                found = (total, length + 1, (*path, edge))
+                if known is None or found < known:
+                    best[after] = found
+                    heapq.heappush(heap, (total + space.at_least(after), *found[1:], after))
     raise AssertionError(f"no path to {space.goal}")
 
 

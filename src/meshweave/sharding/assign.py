@@ -37,6 +37,8 @@ class Pass:
     op: str
 
 
+_TICKS = 10**15  # costs are compared in femtoseconds, so that sums taken in another order are still ties
+
 Role = Shard | Pass | None  # None: the axis repeats the work
 
 
@@ -114,16 +116,32 @@ def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
 
 
 def candidates(
-    rule: Rule, mesh: Mesh, held: Sequence[Sequence[Layout]], operands: Sequence[Spec], results: Sequence[Spec]
+    rule: Rule,
+    mesh: Mesh,
+    held: Sequence[Sequence[Layout]],
+    operands: Sequence[Spec],
+    results: Sequence[Spec],
+    wanted: Sequence[Layout] = (),
 ) -> Iterator[Assignment]:
-    """Every combination of what the axes could do. Axes of one factor keep the order in which an operand holds them."""
+    """Every combination of what the axes could do. Axes of one factor keep the order in which an operand holds them.
+
+    `wanted` are layouts that the first result is due in: they propose shardings too.
+    """
     axes = [a for a, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
-    choices = [proposals(rule, axis, held) for axis in axes]
+    choices = [_with_wanted(rule, axis, proposals(rule, axis, held), wanted) for axis in axes]
     order = _held_order(axes, held)
     for combination in product(*choices):
         roles = dict(zip(axes, combination, strict=True))
         if _agree(roles.values()):
             yield realize(rule, mesh, [(a, roles[a]) for a in order], operands, results)
+
+
+def _with_wanted(rule: Rule, axis: str, found: list[Role], wanted: Sequence[Layout]) -> list[Role]:
+    for layout in wanted:
+        d = layout.dim_of(axis)
+        role = None if d is None else _follow(rule, rule.results[0], d, layout)
+        found = found if role in found else [role, *found]
+    return found
 
 
 def _agree(roles: Sequence[Role] | object) -> bool:
@@ -144,28 +162,39 @@ def _held_order(axes: Sequence[str], held: Sequence[Sequence[Layout]]) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One operand as it is held: its spec, the layouts there are of it, and how much dearer than others it is to move."""
+    """One operand as it is held: its spec, the layouts there are of it, how much dearer than others it is to move, and
+    how many ops use it (they share what resolving a partial value costs)."""
 
     spec: Spec
     layouts: tuple[Layout, ...]
     weight: float = 1.0
+    num_users: int = 1
 
 
-def cheapest(rule: Rule, mesh: Mesh, held: Sequence[Held], results: Sequence[Spec], price: Price) -> Assignment:
+def cheapest(
+    rule: Rule, mesh: Mesh, held: Sequence[Held], results: Sequence[Spec], price: Price, wanted: Sequence[Layout] = ()
+) -> Assignment:
     """The assignment that costs least: moves of operands, resolving partial results, and work that is repeated.
 
-    Ties go to fewer partial results, then to the first found, so that the choice is the same everywhere.
+    Where the first result is due in the layouts `wanted`, moving it there counts instead of resolving it.
+
+    Ties go to fewer moves (a partial value of one user flows on, and may meet another), then to fewer partial results,
+    then to the first found, so that the choice is the same everywhere.
     Raises RuleError when an operand is partial in a way that no move can resolve.
     """
-    best: tuple[float, int] | None = None
+    best: tuple[int, int, int] | None = None
     chosen: Assignment | None = None
     specs = [h.spec for h in held]
-    for option in candidates(rule, mesh, [h.layouts for h in held], specs, results):
+    for option in candidates(rule, mesh, [h.layouts for h in held], specs, results, wanted):
         cost = sum(_fetch(h, layout, price) for h, layout in zip(held, option.operands, strict=True))
-        cost += sum(price(r, _resolved(r), s) for r, s in zip(option.results, results, strict=True) if r.partial)
+        if wanted:
+            cost += sum(price(option.results[0], layout, results[0]) for layout in wanted)
+        else:
+            cost += sum(price(r, _resolved(r), s) for r, s in zip(option.results, results, strict=True) if r.partial)
         cost += _repeated_seconds(rule, option, mesh, results)
-        rank = (cost, sum(len(r.partial) for r in option.results))
-        if best is None or (rank[0] < best[0] * (1 - 1e-9) or (rank[0] <= best[0] * (1 + 1e-9) and rank[1] < best[1])):
+        moved = sum(layout not in h.layouts for h, layout in zip(held, option.operands, strict=True))
+        rank = (round(cost * _TICKS), moved, sum(len(r.partial) for r in option.results))
+        if best is None or rank < best:
             best, chosen = rank, option
     if chosen is None:
         raise RuleError("no axis assignment fits", got=str([str(h.layouts[0]) for h in held]))
@@ -175,7 +204,12 @@ def cheapest(rule: Rule, mesh: Mesh, held: Sequence[Held], results: Sequence[Spe
 def _fetch(held: Held, wanted: Layout, price: Price) -> float:
     if wanted in held.layouts:
         return 0.0
-    return held.weight * min(price(layout, wanted, held.spec) for layout in held.layouts)
+    return held.weight * min(_share(held, layout, wanted) * price(layout, wanted, held.spec) for layout in held.layouts)
+
+
+def _share(held: Held, layout: Layout, wanted: Layout) -> float:
+    """One consumer's part of a move: a partial value that several use is resolved once for all of them."""
+    return 1.0 / max(held.num_users, 1) if layout.partial and not wanted.partial else 1.0
 
 
 def _resolved(layout: Layout) -> Layout:
@@ -184,6 +218,6 @@ def _resolved(layout: Layout) -> Layout:
 
 def _repeated_seconds(rule: Rule, option: Assignment, mesh: Mesh, results: Sequence[Spec]) -> float:
     """Time of the op on one device beyond what it would be if every axis did its share."""
-    used = prod(mesh.size(axis) for axis, role in option.roles if role is not None)
+    used = prod(mesh.size(axis) for axis, role in option.roles if isinstance(role, Shard))
     whole = 2.0 * prod(rule.sizes) / FLOPS_PER_SECOND + sum(s.num_bytes for s in results) / BYTES_PER_SECOND
     return whole * (1.0 / used - 1.0 / mesh.num_devices)

@@ -214,10 +214,11 @@ class _Placer:
     def _choose(self, node: fx.Node, held: list[Held]) -> Assignment:
         """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
         fixed = fx.map_arg((node.args, node.kwargs), lambda n: None)
-        key = (node.target, str(fixed), tuple(held), node.meta["spec"])
+        wanted = tuple(layout for layout, _ in self.due.get(node, ()))
+        key = (node.target, str(fixed), tuple(held), node.meta["spec"], wanted)
         if key not in self.decided:
             rule = row_for(node).rule(node)
-            self.decided[key] = cheapest(rule, self.placement.mesh, held, result_specs(node), self.price)
+            self.decided[key] = cheapest(rule, self.placement.mesh, held, result_specs(node), self.price, wanted)
         return self.decided[key]
 
     def _op(self, node: fx.Node) -> None:
@@ -246,7 +247,7 @@ class _Placer:
             return Held(spec, (Layout.replicated(self.placement.mesh, len(spec.shape)),), 0.0)
         layouts = tuple(dict.fromkeys(c.layout for c in self.held(node, phase)))
         weight = USED_LAYOUT_WEIGHT if self._is_parameter_form(node) and phase != "update" else 1.0
-        return Held(spec, layouts, weight)
+        return Held(spec, layouts, weight, len(node.users))
 
     def _item(self, node: fx.Node) -> None:
         source, layouts = self.tuples[node.args[0]]  # type: ignore[index]

@@ -1,0 +1,445 @@
+"""plan_move: goldens of the text, every pair of layouts, the cheapest cost, and what it refuses."""
+
+import heapq
+import itertools
+import random
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshweave.errors import LayoutError, MeshweaveError, VerifyError
+from meshweave.hardware import AlphaBeta
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.movement.plan import MovePlan, classify, plan_move
+from meshweave.movement.replay import replay
+from meshweave.movement.steps import Step, apply
+
+DP_TP = Mesh("dp=2,tp=2")
+THREE = Mesh("pp=2,dp=2,tp=2")
+FAST_TP = AlphaBeta(bandwidth={"pp": 50e9, "dp": 50e9, "tp": 400e9})
+
+
+def plan(
+    source: str,
+    target: str,
+    shape: tuple[int, ...] = (8, 8),
+    mesh: Mesh = DP_TP,
+    dtype: torch.dtype = torch.float32,
+    profile: AlphaBeta = FAST_TP,
+) -> MovePlan:
+    made = plan_move(Layout.parse(source, mesh), Layout.parse(target, mesh), shape, dtype, profile)
+    replay(made, shape)
+    return made
+
+
+GOLDENS = [
+    (
+        ("[{tp}, {}]", "[{tp}, {}]"),
+        """
+[{tp}, {}] -> [{tp}, {}]: nothing to do
+""",
+    ),
+    (
+        ("[{}, {}] partial(sum: tp)", "[{}, {}]"),
+        """
+[{}, {}] partial(sum: tp) -> [{}, {}]: 1 step, 10 us, 256 B received, peak 512 B, reassociates
+  1. all_reduce(sum) over tp  -> [{}, {}]  10 us, 256 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(sum: dp,tp)", "[{}, {}]"),
+        """
+[{}, {}] partial(sum: dp,tp) -> [{}, {}]: 1 step, 10.01 us, 384 B received, peak 512 B, reassociates
+  1. all_reduce(sum) over dp,tp  -> [{}, {}]  10.01 us, 384 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(sum: tp)", "[{tp}, {}]"),
+        """
+[{}, {}] partial(sum: tp) -> [{tp}, {}]: 1 step, 10 us, 128 B received, peak 384 B, reassociates
+  1. reduce_scatter(sum) over tp onto dim 0  -> [{tp}, {}]  10 us, 128 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(sum: dp,tp)", "[{}, {tp}]", (4096, 4096)),
+        """
+[{}, {}] partial(sum: dp,tp) -> [{}, {tp}]: 2 steps, 775 us, 64 MiB received, peak 96 MiB, reassociates
+  1. reduce_scatter(sum) over tp onto dim 1  -> [{}, {tp}] partial(sum: dp)  93.89 us, 32 MiB received
+  2. all_reduce(sum) over dp                 -> [{}, {tp}]                   681.1 us, 32 MiB received
+""",
+    ),
+    (
+        ("[{tp}, {}]", "[{}, {tp}]"),
+        """
+[{tp}, {}] -> [{}, {tp}]: 1 step, 10 us, 64 B received, peak 256 B, exact
+  1. all_to_all over tp from dim 0 onto dim 1  -> [{}, {tp}]  10 us, 64 B received
+""",
+    ),
+    (
+        ("[{}, {}]", "[{}, {tp}]"),
+        """
+[{}, {}] -> [{}, {tp}]: 1 step, 0 us, 0 B received, peak 384 B, exact
+  1. slice dim 1 over tp  -> [{}, {tp}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{}, {tp}]", "[{}, {}]"),
+        """
+[{}, {tp}] -> [{}, {}]: 1 step, 10 us, 128 B received, peak 384 B, exact
+  1. all_gather dim 1 over tp  -> [{}, {}]  10 us, 128 B received
+""",
+    ),
+    (
+        ("[{dp}, {}]", "[{dp}, {}] partial(max: tp)"),
+        """
+[{dp}, {}] -> [{dp}, {}] partial(max: tp): 1 step, 0 us, 0 B received, peak 256 B, exact
+  1. to_partial(max) over tp  -> [{dp}, {}] partial(max: tp)  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{dp,tp}, {}]", "[{tp,dp}, {}]"),
+        """
+[{dp,tp}, {}] -> [{tp,dp}, {}]: 4 steps, 20 us, 192 B received, peak 384 B, exact
+  1. all_gather dim 0 over tp  -> [{dp}, {}]     10 us, 64 B received
+  2. all_gather dim 0 over dp  -> [{}, {}]       10 us, 128 B received
+  3. slice dim 0 over tp       -> [{tp}, {}]     0 us, 0 B received
+  4. slice dim 0 over dp       -> [{tp,dp}, {}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{dp,tp}, {}]", "[{tp,dp}, {}]", (4096, 4096)),
+        """
+[{dp,tp}, {}] -> [{tp,dp}, {}]: 4 steps, 428.5 us, 40 MiB received, peak 64 MiB, exact
+  1. all_to_all over tp from dim 0 onto dim 1  -> [{dp}, {tp}]   30.97 us, 8 MiB received
+  2. all_gather dim 0 over dp                  -> [{}, {tp}]     345.5 us, 16 MiB received
+  3. all_to_all over tp from dim 1 onto dim 0  -> [{tp}, {}]     51.94 us, 16 MiB received
+  4. slice dim 0 over dp                       -> [{tp,dp}, {}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{dp}, {}]", "[{}, {dp,tp}]"),
+        """
+[{dp}, {}] -> [{}, {dp,tp}]: 2 steps, 10 us, 64 B received, peak 256 B, exact
+  1. all_to_all over dp from dim 0 onto dim 1  -> [{}, {dp}]     10 us, 64 B received
+  2. slice dim 1 over tp                       -> [{}, {dp,tp}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{}, {tp}]", "[{}, {tp}x3]", (8, 9)),
+        """
+[{}, {tp}] -> [{}, {tp}x3]: 2 steps, 10 us, 160 B received, peak 480 B, exact
+  1. all_gather dim 1 over tp            -> [{}, {}]      10 us, 160 B received
+  2. slice dim 1 over tp in blocks of 3  -> [{}, {tp}x3]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{}, {tp}]", "[{}, {tp}x4]"),
+        """
+[{}, {tp}] -> [{}, {tp}x4]: nothing to do
+""",
+    ),
+    (
+        ("[{dp}, {}]", "[{dp,tp}x4, {}]", (8, 1)),
+        """
+[{dp}, {}] -> [{dp,tp}x4, {}]: 1 step, 0 us, 0 B received, peak 32 B, exact
+  1. slice dim 0 over tp in blocks of 4  -> [{dp,tp}x4, {}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{tp}x3, {}]", "[{}, {tp}x2]", (9, 6)),
+        """
+[{tp}x3, {}] -> [{}, {tp}x2]: 1 step, 10 us, 72 B received, peak 288 B, exact
+  1. all_to_all over tp from dim 0 onto dim 1 in blocks of 2  -> [{}, {tp}x2]  10 us, 72 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(avg: tp)", "[{tp}, {}]"),
+        """
+[{}, {}] partial(avg: tp) -> [{tp}, {}]: 2 steps, 10 us, 128 B received, peak 384 B, reassociates
+  1. reduce_scatter(sum) over tp onto dim 0  -> [{tp}, {}]  10 us, 128 B received
+  2. scale by 0.5 over tp                    -> [{tp}, {}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(avg: dp; sum: tp)", "[{}, {}]"),
+        """
+[{}, {}] partial(avg: dp; sum: tp) -> [{}, {}]: 2 steps, 10.01 us, 384 B received, peak 512 B, reassociates
+  1. all_reduce(sum) over dp,tp  -> [{}, {}]  10.01 us, 384 B received
+  2. scale by 0.5 over dp        -> [{}, {}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(avg: dp)", "[{}, {}] partial(sum: dp)"),
+        """
+[{}, {}] partial(avg: dp) -> [{}, {}] partial(sum: dp): 1 step, 0 us, 0 B received, peak 512 B, reassociates
+  1. scale by 0.5 over dp  -> [{}, {}] partial(sum: dp)  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(avg: dp; sum: tp)", "[{}, {tp}] partial(avg: dp)"),
+        """
+[{}, {}] partial(avg: dp; sum: tp) -> [{}, {tp}] partial(avg: dp): 1 step, 10 us, 128 B received, peak 384 B, reassociates
+  1. reduce_scatter(sum) over tp onto dim 1  -> [{}, {tp}] partial(avg: dp)  10 us, 128 B received
+""",
+    ),
+    (
+        ("[{tp}, {}] partial(sum: dp)", "[{}, {}]"),
+        """
+[{tp}, {}] partial(sum: dp) -> [{}, {}]: 2 steps, 20 us, 256 B received, peak 384 B, reassociates
+  1. all_reduce(sum) over dp   -> [{tp}, {}]  10 us, 128 B received
+  2. all_gather dim 0 over tp  -> [{}, {}]    10 us, 128 B received
+""",
+    ),
+    (
+        ("[{}, {}] partial(max: tp)", "[{}, {}] partial(sum: tp)"),
+        """
+[{}, {}] partial(max: tp) -> [{}, {}] partial(sum: tp): 2 steps, 10 us, 256 B received, peak 512 B, exact
+  1. all_reduce(max) over tp  -> [{}, {}]                   10 us, 256 B received
+  2. to_partial(sum) over tp  -> [{}, {}] partial(sum: tp)  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{pp}, {}] partial(sum: dp,tp)", "[{}, {pp}]", (4096, 4096), THREE),
+        """
+[{pp}, {}] partial(sum: dp,tp) -> [{}, {pp}]: 4 steps, 795 us, 64 MiB received, peak 64 MiB, reassociates
+  1. reduce_scatter(sum) over tp onto dim 0    -> [{pp,tp}, {}] partial(sum: dp)  51.94 us, 16 MiB received
+  2. all_reduce(sum) over dp                   -> [{pp,tp}, {}]                   345.5 us, 16 MiB received
+  3. all_gather dim 0 over tp                  -> [{pp}, {}]                      51.94 us, 16 MiB received
+  4. all_to_all over pp from dim 0 onto dim 1  -> [{}, {pp}]                      345.5 us, 16 MiB received
+""",
+    ),
+    (
+        ("[{pp,dp,tp}, {}]", "[{pp}, {dp,tp}]", (4096, 4096), THREE),
+        """
+[{pp,dp,tp}, {}] -> [{pp}, {dp,tp}]: 3 steps, 208.7 us, 16 MiB received, peak 32 MiB, exact
+  1. all_gather dim 0 over tp                  -> [{pp,dp}, {}]    30.97 us, 8 MiB received
+  2. all_to_all over dp from dim 0 onto dim 1  -> [{pp}, {dp}]     177.8 us, 8 MiB received
+  3. slice dim 1 over tp                       -> [{pp}, {dp,tp}]  0 us, 0 B received
+""",
+    ),
+    (
+        ("[{dp}, {tp}] partial(sum: pp)", "[{pp,dp}, {}]", (4096, 4096), THREE),
+        """
+[{dp}, {tp}] partial(sum: pp) -> [{pp,dp}, {}]: 4 steps, 480.4 us, 28 MiB received, peak 32 MiB, reassociates
+  1. all_to_all over dp from dim 0 onto dim 1  -> [{}, {tp,dp}] partial(sum: pp)  177.8 us, 8 MiB received
+  2. reduce_scatter(sum) over pp onto dim 0    -> [{pp}, {tp,dp}]                 177.8 us, 8 MiB received
+  3. all_to_all over dp from dim 1 onto dim 0  -> [{pp,dp}, {tp}]                 93.89 us, 4 MiB received
+  4. all_gather dim 1 over tp                  -> [{pp,dp}, {}]                   30.97 us, 8 MiB received
+""",
+    ),
+    (
+        ("[{pp}, {dp}, {tp}]", "[{tp}, {dp}, {pp}]", (64, 64, 64), THREE),
+        """
+[{pp}, {dp}, {tp}] -> [{tp}, {dp}, {pp}]: 3 steps, 22.95 us, 256 KiB received, peak 512 KiB, exact
+  1. all_gather dim 0 over pp                  -> [{}, {dp}, {tp}]    12.62 us, 128 KiB received
+  2. all_to_all over tp from dim 2 onto dim 0  -> [{tp}, {dp}, {}]    10.33 us, 128 KiB received
+  3. slice dim 2 over pp                       -> [{tp}, {dp}, {pp}]  0 us, 0 B received
+""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("move", "text"), GOLDENS)
+def test_text(move: tuple[Any, ...], text: str) -> None:
+    assert f"\n{plan(*move)}\n" == text
+
+
+def all_layouts(mesh: Mesh, num_dims: int) -> list[Layout]:
+    """Every layout over sum: each axis shards a dim at some depth, is partial or replicated."""
+    made = []
+    for uses in itertools.product([*range(num_dims), "sum", "replicated"], repeat=len(mesh.axis_names)):
+        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(num_dims)]
+        partial = {a: "sum" for a, use in zip(mesh.axis_names, uses, strict=True) if use == "sum"}
+        for order in itertools.product(*map(itertools.permutations, axes)):
+            made.append(Layout.of(mesh, num_dims, dict(enumerate(order)), partial))
+    return made
+
+
+@pytest.mark.parametrize(("spec", "shape"), [("a=2,b=2", (8, 8)), ("a=2,b=3", (7, 2)), ("a=2,b=2", (5,))])
+def test_every_pair_plans_and_replays(spec: str, shape: tuple[int, ...]) -> None:
+    layouts = all_layouts(Mesh(spec), len(shape))
+    for source, target in itertools.product(layouts, layouts):
+        made = plan_move(source, target, shape, torch.float32)
+        replay(made, shape)
+        assert bool(made.steps) == (source != target)
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """Two layouts that a move may join, on 2 or 3 axes with devices in any order, and a shape that they may not fit."""
+    sizes = draw(st.sampled_from([(2, 2), (2, 3), (2, 2, 2), (3, 1, 2)]))
+    names = "abc"[: len(sizes)]
+    mesh = Mesh(dict(zip(names, sizes, strict=True)), devices=draw(st.permutations(range(prod(sizes)))))
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 6, 8, 13]), max_size=3)))
+    op = draw(st.sampled_from(["sum", "max", "min"]))
+    source = draw(_layouts(mesh, len(shape), {a: [op, "avg"] if op == "sum" else [op] for a in names}))
+    averaged = {axis for axis, its_op in source.partial if its_op == "avg"}
+    target = draw(_layouts(mesh, len(shape), {a: ["sum", "max", "avg"] if a in averaged else ["sum"] for a in names}))
+    return source, target, shape
+
+
+@st.composite
+def _layouts(draw: st.DrawFn, mesh: Mesh, num_dims: int, ops: dict[str, list[str]]) -> Layout:
+    axes: list[list[str]] = [[] for _ in range(num_dims)]
+    partial = {}
+    for axis in draw(st.permutations(mesh.axis_names)):
+        use = draw(st.sampled_from([*range(num_dims), *range(num_dims), "replicated", *ops[axis]]))
+        if isinstance(use, int):
+            axes[use].append(axis)
+        elif use != "replicated":
+            partial[axis] = use
+    dims = tuple(DimSharding(tuple(a), draw(st.sampled_from([1, 1, 2, 3]))) for a in axes)
+    return Layout(mesh, dims, tuple(partial.items()))
+
+
+@given(moves())
+@settings(max_examples=300, deadline=None)
+def test_random_pairs_plan_and_replay(move: tuple[Layout, Layout, tuple[int, ...]]) -> None:
+    source, target, shape = move
+    made = plan_move(source, target, shape, torch.float32)
+    replay(made, shape)
+    assert made.seconds == sum(step.seconds for step in made.steps)
+    assert made.bytes_received == sum(step.bytes_received for step in made.steps)
+    start, goal = source.normalized(shape), target.normalized(shape)
+    ends = [start, *(step.target for step in made.steps)]
+    assert ends[-1] == goal
+    assert [step.source for step in made.steps] == ends[:-1]
+    held = [4 * prod(layout.local_shape(shape)) for layout in ends]
+    assert made.peak_bytes == max(map(sum, itertools.pairwise(held)), default=held[0])
+
+
+def cheapest(source: Layout, target: Layout, shape: tuple[int, ...], profile: AlphaBeta) -> float:
+    """Seconds of the best sound plan for float32: Dijkstra over layouts as they are, without pruning or bound."""
+    mesh, every = source.mesh, range(len(shape))
+    best, heap, count = {source: 0.0}, [(0.0, 0, source)], itertools.count(1)
+    while heap:
+        seconds, _, layout = heapq.heappop(heap)
+        if layout == target:
+            return seconds
+        steps = [
+            *(Step("slice", (a,), layout, layout, d) for a in target.sharded_axes for d in every),
+            *(Step("all_gather", dim.axes[-1:], layout, layout, d) for d, dim in enumerate(layout.dims)),
+            *(Step("all_to_all", layout.dims[d].axes[-1:], layout, layout, d, e) for d in every for e in every),
+        ]
+        if set(layout.replicated_axes) <= set(source.replicated_axes):
+            steps += [Step("reduce_scatter", (a,), layout, layout, d, op="sum") for a in mesh.axis_names for d in every]
+            pending = tuple(a for a in layout.partial_axes if a not in target.partial_axes)
+            steps += [Step("all_reduce", pending, layout, layout, op="sum")]
+        for step in steps:
+            try:
+                after = apply(layout, step)
+            except VerifyError:
+                continue
+            total = seconds + profile.seconds(step.kind, mesh, step.axes, 4 * prod(layout.local_shape(shape)))
+            if total < best.get(after, float("inf")):
+                best[after] = total
+                heapq.heappush(heap, (total, next(count), after))
+    raise AssertionError("no path")
+
+
+@pytest.mark.parametrize("bandwidth", [50e9, {"a": 50e9, "b": 400e9, "c": 400e9}])
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [("a=2,b=3", (7, 9)), ("a=2,b=4", (16384, 16384)), ("a=2,b=2,c=4", (4096, 4096)), ("a=2,b=2,c=2", (64, 64, 64))],
+)
+def test_nothing_is_cheaper(spec: str, shape: tuple[int, ...], bandwidth: float | dict[str, float]) -> None:
+    profile = AlphaBeta(bandwidth=bandwidth)
+    layouts = all_layouts(Mesh(spec), len(shape))
+    pairs = [(s, t) for s, t in itertools.product(layouts, layouts) if set(t.partial) <= set(s.partial)]
+    for source, target in random.Random(0).sample(pairs, 40):
+        made = plan_move(source, target, shape, torch.float32, profile)
+        assert made.seconds == pytest.approx(cheapest(source, target, shape, profile), rel=1e-9), str(made)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "word"),
+    [
+        ("[{tp}, {}]", "[{tp}, {}]", "none"),
+        ("[{}, {}]", "[{tp}, {dp}]", "slice"),
+        ("[{tp}, {}]", "[{}, {}]", "gather"),
+        ("[{tp}, {}]", "[{}, {tp}]", "all-to-all"),
+        ("[{}, {}] partial(sum: tp)", "[{}, {}]", "reduce"),
+        ("[{}, {}] partial(sum: tp)", "[{tp}, {}]", "reduce-scatter"),
+        ("[{}, {}]", "[{}, {}] partial(sum: tp)", "replicate"),
+        ("[{}, {}] partial(avg: tp)", "[{}, {}]", "reduce+scale"),
+        ("[{tp}, {}] partial(sum: dp)", "[{}, {}]", "reduce+gather"),
+    ],
+)
+def test_classify(source: str, target: str, word: str) -> None:
+    assert classify(Layout.parse(source, DP_TP), Layout.parse(target, DP_TP)) == word
+
+
+def test_numerics_follow_the_dtype_and_the_op() -> None:
+    total, most = "[{}, {}] partial(sum: tp)", "[{}, {}] partial(max: tp)"
+    assert plan(total, "[{}, {}]").numerics == "reassociates"
+    assert plan(total, "[{}, {}]", dtype=torch.int64).numerics == "exact"
+    assert plan(most, "[{}, {}]").numerics == "exact"
+    assert plan("[{}, {}]", total).numerics == "exact"
+
+
+def test_the_largest_piece_is_priced() -> None:
+    made = plan("[{tp}, {}]", "[{}, {}]", shape=(5, 3))
+    assert made.bytes_received == 3 * 3 * 4
+    assert made.peak_bytes == (3 * 3 + 5 * 3) * 4
+    assert plan("[{tp}, {}]", "[{}, {}]", shape=(5, 3), dtype=torch.bfloat16).bytes_received == 3 * 3 * 2
+
+
+def test_axes_of_size_one_cost_nothing() -> None:
+    made = plan("[{a}, {}] partial(avg: b)", "[{}, {b}]", mesh=Mesh("a=1,b=1"), dtype=torch.int32)
+    assert made.steps == ()
+    assert made.peak_bytes == 8 * 8 * 4
+
+
+def test_a_tensor_without_dims() -> None:
+    made = plan("[] partial(sum: dp,tp)", "[]", shape=())
+    assert [step.kind for step in made.steps] == ["all_reduce"]
+
+
+def test_plans_are_cached_by_value() -> None:
+    assert plan("[{tp}, {}]", "[{}, {}]") is plan("[{tp}, {}]", "[{}, {}]")
+    assert plan("[{tp}, {}]", "[{}, {}]") is not plan("[{tp}, {}]", "[{}, {}]", profile=AlphaBeta())
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "dtype", "message"),
+    [
+        ("[{}]", "[{}, {}]", torch.float32, "differ in their number of dims"),
+        ("[{}, {}]", "[{}, {}] partial(avg: tp)", torch.float32, "cannot make a value partial"),
+        ("[{}, {}] partial(sum: tp)", "[{}, {}] partial(avg: tp)", torch.float32, "cannot make a value partial"),
+        ("[{}, {}] partial(avg: dp)", "[{}, {}] partial(avg: tp)", torch.float32, "cannot make a value partial"),
+        ("[{}, {}] partial(sum: dp; max: tp)", "[{}, {}]", torch.float32, "partial with several reduce ops"),
+        ("[{}, {}] partial(avg: dp; max: tp)", "[{tp}, {}] partial(avg: dp)", torch.float32, "several reduce ops"),
+        ("[{}, {}] partial(avg: tp)", "[{}, {}]", torch.int64, "average of integers would be truncated"),
+        ("[{}, {}] partial(avg: tp)", "[{}, {}] partial(sum: tp)", torch.bool, "average of integers"),
+    ],
+)
+def test_impossible_moves_are_refused(source: str, target: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        plan(source, target, dtype=dtype)
+
+
+def test_several_ops_that_stay_may_be_moved_around() -> None:
+    both = "partial(sum: pp; max: dp)"
+    made = plan(f"[{{tp}}, {{}}] {both}", f"[{{}}, {{tp}}] {both}", mesh=THREE)
+    assert [step.kind for step in made.steps] == ["all_to_all"]
+
+
+def test_integers_keep_an_average_that_stays() -> None:
+    made = plan("[{dp}, {}] partial(avg: tp)", "[{}, {}] partial(avg: tp)", dtype=torch.int64)
+    assert [step.kind for step in made.steps] == ["all_gather"]
+
+
+def test_two_meshes_are_refused() -> None:
+    other = Mesh("dp=2,tp=2", devices=[3, 2, 1, 0])
+    with pytest.raises(LayoutError, match="moves between meshes arrive with the transfer engine"):
+        plan_move(Layout.replicated(DP_TP, 1), Layout.replicated(other, 1), (8,), torch.float32)
+
+
+def test_an_axis_without_bandwidth_is_named() -> None:
+    with pytest.raises(MeshweaveError, match="no bandwidth for axis 'tp'"):
+        plan("[{tp}, {}]", "[{}, {}]", profile=AlphaBeta(bandwidth={"dp": 1e9}))

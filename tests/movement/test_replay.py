@@ -1,0 +1,160 @@
+"""replay: it passes what the planner makes, and fails whatever is changed in it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshweave.errors import VerifyError
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.movement.replay import replay
+from meshweave.movement.steps import Step, apply
+
+MESH = Mesh("a=2,b=2,c=2")
+SHAPE = (9, 6)
+MOVES = [
+    ("[{a,b}, {}]", "[{b,a}, {}]"),
+    ("[{a}, {b}] partial(sum: c)", "[{b}, {}]"),
+    ("[{}, {}] partial(sum: a,b)", "[{b,c}, {}]"),
+    ("[{}, {c}] partial(avg: a; sum: b)", "[{c}, {a}] partial(max: b)"),
+    ("[{a}x4, {}] partial(avg: b)", "[{c}, {a}x2] partial(avg: b)"),
+    ("[{a,b,c}, {}]", "[{a}, {b,c}]"),
+]
+
+
+def planned(source: str, target: str, shape: tuple[int, ...] = SHAPE) -> MovePlan:
+    return plan_move(Layout.parse(source, MESH), Layout.parse(target, MESH), shape, torch.float32)
+
+
+def by_hand(source: str, target: str, *steps: Step) -> MovePlan:
+    """A plan of the given steps, which state the layouts that they really have."""
+    made, layout, chained = planned(source, target), Layout.parse(source, MESH), []
+    for step in steps:
+        chained.append(replace(step, source=layout, target=apply(layout, step).normalized(SHAPE)))
+        layout = chained[-1].target
+    return replace(made, steps=tuple(chained))
+
+
+ANY = Layout.replicated(MESH, 2)
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_no_step_can_be_dropped_repeated_or_swapped(source: str, target: str) -> None:
+    made = planned(source, target)
+    replay(made, SHAPE)
+    steps = made.steps
+    assert len(steps) > 1
+    wrong = [
+        *(steps[:i] + steps[i + 1 :] for i in range(len(steps))),
+        *(steps[:i] + (steps[i],) + steps[i:] for i in range(len(steps))),
+        *(steps[:i] + (steps[i + 1], steps[i]) + steps[i + 2 :] for i in range(len(steps) - 1)),
+    ]
+    for mutant in wrong:
+        with pytest.raises(VerifyError):
+            replay(replace(made, steps=mutant), SHAPE)
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_no_field_of_a_step_can_change(source: str, target: str) -> None:
+    made = planned(source, target)
+    for i, step in enumerate(made.steps):
+        changes = [
+            {"axes": step.axes[::-1] if len(step.axes) > 1 and step.kind == "slice" else ("c",) + step.axes[1:]}
+            if step.axes[0] != "c"
+            else {"axes": ("a",)},
+            {"dim": 1 - step.dim} if step.dim >= 0 else {},
+            {"to_dim": step.dim} if step.to_dim is not None else {},
+            {"op": "min"} if step.op else {},
+            {"factor": 0.25} if step.kind == "scale" else {},
+            {"source": ANY if step.source != ANY else step.target},
+        ]
+        for change in filter(None, changes):
+            mutant = replace(step, **change)
+            with pytest.raises(VerifyError):
+                replay(replace(made, steps=made.steps[:i] + (mutant,) + made.steps[i + 1 :]), SHAPE)
+
+
+def test_values_are_followed_without_the_layouts() -> None:
+    """Steps that state fitting layouts and still lead to other elements."""
+    twisted = planned("[{a,b}, {}]", "[{b,a}, {}]")
+    with pytest.raises(
+        VerifyError, match=r"do not lead to the pieces of the target\n  where: device 2(.|\n)*got: elem"
+    ):
+        replay(replace(twisted, steps=()), SHAPE)
+
+
+def test_a_wrong_unit_shows() -> None:
+    step = Step("slice", ("a",), ANY, ANY, 0, unit=2)
+    with pytest.raises(VerifyError, match="do not lead to the pieces of the target"):
+        replay(by_hand("[{}, {}]", "[{a}x4, {}]", step), SHAPE)
+    replay(by_hand("[{}, {}]", "[{a}x4, {}]", replace(step, unit=4)), SHAPE)
+
+
+def test_a_missing_contribution_shows() -> None:
+    made = planned("[{}, {}] partial(sum: a,b)", "[{}, {}] partial(sum: b)")
+    with pytest.raises(VerifyError, match="a contribution is missing"):
+        replay(replace(made, target=ANY), SHAPE)
+
+
+def test_a_contribution_that_counts_twice_shows() -> None:
+    (step,) = planned("[{}, {}] partial(sum: a)", "[{}, {}]").steps
+    made = planned("[{}, {}]", "[{}, {}]")
+    with pytest.raises(VerifyError, match=r"cannot run on what the devices hold(.|\n)*a contribution is counted twice"):
+        replay(replace(made, steps=(step,)), SHAPE)
+    partial = Layout.parse("[{}, {}] partial(sum: a)", MESH)
+    with pytest.raises(VerifyError, match=r"do not keep the value(.|\n)*a contribution is counted twice"):
+        replay(replace(made, target=partial), SHAPE)
+
+
+def test_devices_that_reduce_must_hold_the_same_elements() -> None:
+    (step,) = planned("[{}, {}] partial(sum: a)", "[{}, {}]").steps
+    made = planned("[{a}, {}]", "[{a}, {}]", (8, 6))
+    with pytest.raises(VerifyError, match="the devices that reduce hold different elements"):
+        replay(replace(made, steps=(step,)), (8, 6))
+
+
+def test_a_reduction_after_a_gather_is_not_order_sound() -> None:
+    gather = Step("all_gather", ("a",), ANY, ANY, 0)
+    reduce = Step("all_reduce", ("b",), ANY, ANY, op="sum")
+    with pytest.raises(VerifyError, match=r"replicas would add in different orders(.|\n)*got: a replicated before it"):
+        replay(by_hand("[{a}, {}] partial(sum: b)", "[{}, {}]", gather, reduce), SHAPE)
+    replay(by_hand("[{a}, {}] partial(sum: b)", "[{}, {}]", reduce, gather), SHAPE)
+
+
+def test_an_all_reduce_before_a_slice_and_another_is_not_order_sound() -> None:
+    steps = [
+        Step("all_reduce", ("a",), ANY, ANY, op="sum"),
+        Step("slice", ("a",), ANY, ANY, 0),
+        Step("all_reduce", ("b",), ANY, ANY, op="sum"),
+    ]
+    with pytest.raises(VerifyError, match="an all_reduce is not the last reduction"):
+        replay(by_hand("[{}, {}] partial(sum: a,b)", "[{a}, {}]", *steps), SHAPE)
+
+
+def test_a_wrong_scale_shows() -> None:
+    made = planned("[{}, {}] partial(avg: a,b)", "[{}, {}]")
+    reduce, scale = made.steps
+    with pytest.raises(VerifyError, match=r"the average is scaled wrongly(.|\n)*got: 0.5\n  expected: 0.25"):
+        replay(replace(made, steps=(reduce, replace(scale, factor=0.5))), SHAPE)
+
+
+def test_a_reduction_with_another_op_shows() -> None:
+    made = planned("[{}, {}] partial(max: a)", "[{}, {}]")
+    with pytest.raises(VerifyError, match=r"does not fit the layout(.|\n)*the reduce op of the layout \(max\)"):
+        replay(replace(made, steps=(replace(made.steps[0], op="sum"),)), SHAPE)
+
+
+def test_a_partial_kept_with_another_op_shows() -> None:
+    made = planned("[{}, {}] partial(max: a)", "[{}, {}] partial(max: a)")
+    with pytest.raises(VerifyError, match="the steps end elsewhere"):
+        replay(replace(made, target=Layout.parse("[{}, {}] partial(min: a)", MESH)), SHAPE)
+
+
+def test_apply_does_not_read_the_layouts_of_the_step() -> None:
+    step = Step("all_to_all", ("a",), ANY, ANY, 0, 1, 3)
+    assert str(apply(Layout.parse("[{b,a}x2, {c}]", MESH), step)) == "[{b}x2, {c,a}x3]"
+    for bad in (replace(step, to_dim=0), replace(step, to_dim=None), replace(step, axes=("b",)), replace(step, dim=5)):
+        with pytest.raises(VerifyError, match="the step does not fit the layout"):
+            apply(Layout.parse("[{b,a}x2, {c}]", MESH), bad)
