@@ -49,6 +49,8 @@ def test_groups_of_one_device_do_not_communicate() -> None:
 
 def test_a_transfer_without_axes_crosses_the_slowest_link() -> None:
     assert PROFILE.seconds("transfer", MESH, (), 1000) == 1e-5 + 1000 / 1e9
+    with pytest.raises(MeshweaveError, match="a mesh without axes has no link"):
+        PROFILE.seconds("transfer", Mesh(), (), 1000)
 
 
 def test_one_number_serves_every_axis() -> None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.ir import local_ops
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
-from meshweave.ir.layout import Layout
+from meshweave.ir.layout import DimSharding, Layout
 
 if TYPE_CHECKING:
     from meshweave.expand.expand import Emitter
@@ -117,6 +117,40 @@ def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwa
     return emit.call(local_ops.extreme, (values[0], list(dims), keepdim, op), {})
 
 
+def _guarded(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    """Kernels that refuse empty tensors: where a piece may be empty, the result is zeros without calling them."""
+    pieces = [emit.extent(n.meta["spec"].shape, _layout(n), d) for n in tensor_inputs(node) for d in range(len(_layout(n).dims))]
+    if not any(isinstance(size, fx.Node) for size in pieces):
+        return emit.call(node.target, args, kwargs)
+    specs, layouts = node.meta["spec"], node.meta["layout"]
+    if isinstance(specs, Spec):
+        return emit.call(local_ops.or_zeros, (node.target, emit.local_shape(specs.shape, layouts), specs.dtype, *args), kwargs)
+    shapes = [None if s is None else emit.local_shape(s.shape, a) for s, a in zip(specs, layouts, strict=True)]
+    dtypes = [None if s is None else s.dtype for s in specs]
+    return emit.call(local_ops.or_zeros_each, (node.target, shapes, dtypes, *args), kwargs)
+
+
+def _resized_backward(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    """Backward of a resize: argument 2 is the shape of the result."""
+    shape = emit.local_shape(spec_of(node).shape, _layout(node))
+    return _guarded(emit, node, values, (*args[:2], shape, *args[3:]), kwargs)
+
+
+def _grouped(operand: int, position: int) -> Localizer:
+    """Convolutions: argument `position` is the number of groups, which the channels of `operand` are cut by."""
+
+    def localize(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+        groups = args[position]
+        spec, layout = _operand(node, operand)
+        channels = layout.dims[1]
+        if groups > 1 and channels.axes:
+            cut = DimSharding(channels.axes, max(channels.unit // (spec.shape[1] // groups), 1))
+            groups = emit.extent((groups,), Layout(layout.mesh, (cut,)), 0)
+        return _guarded(emit, node, values, (*args[:position], groups, *args[position + 1 :]), kwargs)
+
+    return localize
+
+
 LOCALIZERS: dict[str, Localizer] = {
     "": as_is,
     "shape": _shape,
@@ -129,4 +163,8 @@ LOCALIZERS: dict[str, Localizer] = {
     "index_select": _along(local_ops.index_select),
     "scatter": _scatter,
     "extreme": _extreme,
+    "planes": _guarded,
+    "resized_backward": _resized_backward,
+    "convolution": _grouped(0, 8),
+    "convolution_backward": _grouped(1, 9),
 }

@@ -68,7 +68,7 @@ class AlphaBeta:
         return _RECEIVED[op](group_size, local_bytes) if group_size > 1 or op == "transfer" else 0
 
     def seconds(self, op: str, mesh: Mesh, axes: Sequence[str], local_bytes: float) -> float:
-        """Duration of `op` over the flattened `axes` of `mesh`. A transfer without axes crosses the slowest link.
+        """Duration of `op` over the flattened `axes` of `mesh`. A transfer without axes crosses the slowest.
 
         Raises MeshweaveError as `bytes_received` does, and for an axis whose bandwidth is not given.
         """
@@ -81,8 +81,12 @@ class AlphaBeta:
     def _slowest(self, mesh: Mesh, axes: Sequence[str]) -> float:
         if isinstance(self.bandwidth, int | float):
             return self.bandwidth
-        table = dict(self.bandwidth)
-        for axis in axes or mesh.axis_names:
+        table, crossed = dict(self.bandwidth), axes or mesh.axis_names
+        if not crossed:
+            raise MeshweaveError(
+                "a mesh without axes has no link", where="AlphaBeta", expected="one number as bandwidth"
+            )
+        for axis in crossed:
             if axis not in table:
                 raise MeshweaveError(
                     f"the profile has no bandwidth for axis '{axis}'",
@@ -91,7 +95,7 @@ class AlphaBeta:
                     expected=f"one for '{axis}'",
                     hint=f"add it: AlphaBeta(bandwidth={{..., '{axis}': 50e9}}), or give one number for all axes",
                 )
-        return min((table[axis] for axis in axes), default=min(table.values(), default=math.inf))
+        return min(table[axis] for axis in crossed)
 
 
 def _bad_figure(name: str, got: float, expected: str) -> MeshweaveError:

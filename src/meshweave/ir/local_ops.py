@@ -6,6 +6,9 @@ All are plain torch functions of tensors and are right on empty pieces too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -92,3 +95,18 @@ def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
 def keep_first(x: Tensor, index: int, op: str) -> Tensor:
     """A replicated value as one part of a partial: itself on the device of index 0, the identity elsewhere."""
     return x if index == 0 else torch.full_like(x, identity_value(op, x.dtype))
+
+
+def or_zeros(function: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any) -> Tensor:
+    """function(*args), or zeros where a tensor among `args` is empty: an empty result, or a sum over nothing."""
+    empty = any(isinstance(a, Tensor) and a.numel() == 0 for a in args)
+    return torch.zeros(shape, dtype=dtype) if empty else function(*args)
+
+
+def or_zeros_each(
+    function: Any, shapes: Sequence[Sequence[int] | None], dtypes: Sequence[torch.dtype | None], *args: Any
+) -> tuple[Tensor | None, ...]:
+    """`or_zeros` for an op of several results, some absent."""
+    if any(isinstance(a, Tensor) and a.numel() == 0 for a in args):
+        return tuple(None if s is None else torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
+    return function(*args)

@@ -168,11 +168,15 @@ def _wrong_value(group: Sequence[int], source: Layout, target: Layout, got: str)
 def _check_scale(steps: Sequence[Step], source: Layout, target: Layout) -> None:
     kept = [axis for axis, op in target.partial if op == "avg"]
     averaged = [axis for axis, op in source.partial if op == "avg" and axis not in kept]
-    got = prod(step.factor for step in steps if step.kind == "scale")
-    expected = 1 / source.mesh.flat_size(averaged)
-    if not isclose(got, expected):
+    scales = [step for step in steps if step.kind == "scale"]
+    factor, expected = prod(step.factor for step in scales), 1 / source.mesh.flat_size(averaged)
+    axes = [axis for step in scales for axis in step.axes]
+    if sorted(axes) != sorted(averaged) or not isclose(factor, expected):
         raise VerifyError(
-            "the average is scaled wrongly", where=f"{source} -> {target}", got=f"{got:g}", expected=f"{expected:g}"
+            "the average is scaled wrongly",
+            where=f"{source} -> {target}",
+            got=f"{factor:g} over {', '.join(axes) or 'no axis'}",
+            expected=f"{expected:g} over {', '.join(averaged) or 'no axis'}",
         )
 
 

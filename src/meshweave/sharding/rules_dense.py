@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 
 from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
-from meshweave.sharding.factors import Linear, Rule, RuleBuilder, sums
+from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
 from meshweave.sharding.registry import add, pointwise, result_specs
 
 aten = torch.ops.aten
@@ -63,45 +64,51 @@ add(aten.mv.default, "m k, k -> m", linear=sums({0}, {1}))
 add(aten.dot.default, "k, k ->", linear=sums({0}, {1}))
 
 
-def _dims(build: RuleBuilder, shape: tuple[int, ...], known: dict[int, int]) -> list[tuple[int, ...]]:
-    """Dim d is factor `known[d]` where known, else a whole factor of its own."""
-    return [(known[d],) if d in known else (build.factor(size, whole=True),) for d, size in enumerate(shape)]
+def _dims(build: RuleBuilder, shape: tuple[int, ...], known: Mapping[int, Dim]) -> list[Dim]:
+    """Dim d is made of the factors `known[d]` where known, else a whole factor of its own."""
+    return [known[d] if d in known else (build.factor(size, whole=True),) for d, size in enumerate(shape)]
+
+
+def _channels(
+    build: RuleBuilder, x: Spec, w: Spec, transposed: bool, groups: int, whole_input: bool
+) -> tuple[Dim, Dim, dict[int, Dim]]:
+    """Factors of the input channels, of the output channels and of the weight's dims: channels are (group, member)."""
+    wide = w.shape[1] * groups if transposed else w.shape[0]
+    group = build.factor(groups)
+    before = (group, build.factor(x.shape[1] // groups, whole=whole_input))
+    after = (group, build.factor(wide // groups))
+    return before, after, {0: before, 1: after[1:]} if transposed else {0: after, 1: before[1:]}
 
 
 def _convolution(node: fx.Node) -> Rule:
+    """Free over batch, groups and channels; a sharded input channel gives partial sums, unless a bias is added."""
     x, w, bias = (n.meta["spec"] if isinstance(n, fx.Node) else None for n in node.args[:3])
-    transposed, groups = node.args[6], node.args[8]
-    simple = groups == 1 and not transposed
+    transposed, groups = bool(node.args[6]), int(node.args[8])  # type: ignore[call-overload]
     build = RuleBuilder()
-    batch = build.factor(x.shape[0])
-    cin = build.factor(x.shape[1], whole=not simple or bias is not None)
-    cout = build.factor(w.shape[1 if transposed else 0], whole=not simple)
-    weight = {0: cout, 1: cin} if simple else {}
-    operands = [_dims(build, x.shape, {0: batch, 1: cin}), _dims(build, w.shape, weight)]
-    if bias is not None:
-        operands.append(_dims(build, bias.shape, {0: cout} if simple else {}))
+    batch = (build.factor(x.shape[0]),)
+    before, after, weight = _channels(build, x, w, transposed, groups, bias is not None)
+    operands = [_dims(build, x.shape, {0: batch, 1: before}), _dims(build, w.shape, weight)]
+    operands += [] if bias is None else [[after]]
     (out,) = result_specs(node)
-    result = _dims(build, out.shape, {0: batch, 1: cout} if simple else {0: batch})
+    result = _dims(build, out.shape, {0: batch, 1: after})
     return build.rule(operands, [result], () if bias is not None else sums({0}, {1}))
 
 
 def _convolution_backward(node: fx.Node) -> Rule:
     """One gradient per op (see capture/normalize): of the input, or of the weight."""
     grad, x, w = (n.meta["spec"] for n in node.args[:3])  # type: ignore[union-attr]
-    transposed, groups, mask = node.args[7], node.args[9], node.args[10]
-    simple = groups == 1 and not transposed
+    transposed, groups, mask = bool(node.args[7]), int(node.args[9]), node.args[10]  # type: ignore[call-overload]
     build = RuleBuilder()
-    batch = build.factor(x.shape[0])
-    cin, cout = build.factor(x.shape[1], whole=not simple), build.factor(grad.shape[1], whole=not simple)
-    weight = {0: cout, 1: cin} if simple else {}
+    batch = (build.factor(x.shape[0]),)
+    before, after, weight = _channels(build, x, w, transposed, groups, False)
     operands = [
-        _dims(build, grad.shape, {0: batch, 1: cout}),
-        _dims(build, x.shape, {0: batch, 1: cin}),
+        _dims(build, grad.shape, {0: batch, 1: after}),
+        _dims(build, x.shape, {0: batch, 1: before}),
         _dims(build, w.shape, weight),
     ]
     (result,) = result_specs(node)
     to_input = bool(mask[0])  # type: ignore[index]
-    dims = _dims(build, result.shape, {0: batch, 1: cin} if to_input else weight)
+    dims = _dims(build, result.shape, {0: batch, 1: before} if to_input else weight)
     return build.rule(operands, [dims], sums({0}, {2}) if to_input else sums({0}, {1}))
 
 
@@ -114,8 +121,8 @@ def _matmul(node: fx.Node) -> Rule:
 
 
 add(ours.matmul.default, _matmul)
-add(aten.convolution.default, _convolution)
-add(aten.convolution_backward.default, _convolution_backward)
+add(aten.convolution.default, _convolution, localize="convolution")
+add(aten.convolution_backward.default, _convolution_backward, localize="convolution_backward")
 
 
 def _planes(node: fx.Node) -> Rule:
@@ -123,7 +130,7 @@ def _planes(node: fx.Node) -> Rule:
     build = RuleBuilder()
     tensors = tensor_inputs(node)
     leading = len(spec_of(tensors[0]).shape) - 2
-    known = {d: build.factor(spec_of(tensors[0]).shape[d]) for d in range(leading)}
+    known = {d: (build.factor(spec_of(tensors[0]).shape[d]),) for d in range(leading)}
     operands = [_dims(build, spec_of(t).shape, known) for t in tensors]
     results = [_dims(build, s.shape, known) for s in result_specs(node)]
     return build.rule(operands, results)
@@ -140,10 +147,14 @@ add(
         aten.upsample_bilinear2d.vec,
         aten.upsample_nearest2d.default,
         aten.upsample_bilinear2d.default,
-        aten.upsample_nearest2d_backward.default,
-        aten.upsample_bilinear2d_backward.default,
     ],
     _planes,
+    localize="planes",
+)
+add(
+    [aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default],
+    _planes,
+    localize="resized_backward",
 )
 
 
@@ -152,7 +163,7 @@ def _layer_norm(node: fx.Node) -> Rule:
     x, *rest = [spec_of(n) for n in tensor_inputs(node)]
     batch = len(x.shape) - len(node.args[1])  # type: ignore[arg-type]
     build = RuleBuilder()
-    known = {d: build.factor(x.shape[d]) for d in range(batch)}
+    known = {d: (build.factor(x.shape[d]),) for d in range(batch)}
     operands = [_dims(build, x.shape, known), *(_dims(build, s.shape, {}) for s in rest)]
     results = [_dims(build, s.shape, known) for s in result_specs(node)]
     return build.rule(operands, results)
@@ -163,7 +174,7 @@ def _layer_norm_backward(node: fx.Node) -> Rule:
     grad, x, mean, rstd, *rest = [spec_of(n) for n in tensor_inputs(node)]
     batch = len(x.shape) - len(node.args[2])  # type: ignore[arg-type]
     build = RuleBuilder()
-    known = {d: build.factor(x.shape[d]) for d in range(batch)}
+    known = {d: (build.factor(x.shape[d]),) for d in range(batch)}
     operands = [_dims(build, s.shape, known) for s in (grad, x, mean, rstd)]
     operands += [_dims(build, s.shape, {}) for s in rest]
     results = [_dims(build, s.shape, known if s.shape == x.shape and batch else {}) for s in result_specs(node)]
@@ -178,7 +189,7 @@ def _along_dim(node: fx.Node, dim: int, linear: tuple[Linear, ...] = ()) -> Rule
     """Every line along `dim` by itself; operands and results have the same shape up to that dim's size."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     build = RuleBuilder()
-    known = {d: build.factor(size) for d, size in enumerate(shape) if d != dim % len(shape)}
+    known = {d: (build.factor(size),) for d, size in enumerate(shape) if d != dim % max(len(shape), 1)}
     operands = [_dims(build, spec_of(t).shape, known) for t in tensor_inputs(node)]
     return build.rule(operands, [_dims(build, s.shape, known) for s in result_specs(node)], linear)
 

@@ -186,7 +186,7 @@ def _whole_reduction(node: fx.Node) -> Rule:
     shape = spec_of(tensor_inputs(node)[0]).shape
     listed: Any = node.args[1] if len(node.args) > 1 else None
     dims = [listed] if isinstance(listed, int) else listed
-    gone = set(range(len(shape))) if dims is None else {d % len(shape) for d in dims}
+    gone = set(range(len(shape))) if dims is None or not shape else {d % len(shape) for d in dims}
     build = RuleBuilder()
     operand = build.dims(shape, whole=gone)
     kept = [dim for d, dim in enumerate(operand) if d not in gone]
@@ -233,7 +233,7 @@ def _embedding_backward(node: fx.Node) -> Rule:
     grad, index = (spec_of(n) for n in tensor_inputs(node))
     by_frequency = len(node.args) > 4 and bool(node.args[4])
     build = RuleBuilder()
-    v, h = build.factor(spec_of(node).shape[0]), build.factor(grad.shape[-1])
+    v, h = build.factor(spec_of(node).shape[0], whole=by_frequency), build.factor(grad.shape[-1])
     at = build.dims(index.shape, whole=range(len(index.shape)) if by_frequency else ())
     return build.rule([[*at, (h,)], at], [[(v,), (h,)]], sums({0}))
 
@@ -273,16 +273,18 @@ def _gather(node: fx.Node) -> Rule:
 
 def _scatter(node: fx.Node) -> Rule:
     """x with values written at index along dim. The index's own dim is whole: x itself must count once."""
-    tensors = [spec_of(n).shape for n in tensor_inputs(node)]
-    dim = node.args[1] % max(len(tensors[0]), 1)  # type: ignore[operator]
+    x, index, *sources = [spec_of(n).shape for n in tensor_inputs(node)]
     build = RuleBuilder()
-    left, right = _beside(build, tensors[0], tensors[1], dim)
+    if not x:
+        return build.rule([build.dims(s, whole=range(len(s))) for s in (x, index, *sources)], [[]])
+    dim = node.args[1] % len(x)  # type: ignore[operator]
+    left, right = _beside(build, x, index, dim)
     build.fixed.add(right[dim][0])
-    same_source = all(len(s) == len(right) for s in tensors[2:])
     operands = [left, right]
-    for shape in tensors[2:]:
-        fits = same_source and all(a == b for a, b in zip(shape, tensors[1], strict=True))
-        operands.append(right if fits else build.dims(shape, whole=range(len(shape))))
+    for source in sources:
+        fits = [a == b for a, b in zip(source, index, strict=True)]
+        build.fixed.update(right[d][0] for d, same in enumerate(fits) if not same)
+        operands.append([right[d] if same else (build.factor(source[d], whole=True),) for d, same in enumerate(fits)])
     added = node.target is aten.scatter_add.default
     return build.rule(operands, [left], sums({0, 2}) if added else ())
 

@@ -1,0 +1,382 @@
+"""What MODEL means on the command line: a factory in a file, or a small Hugging Face model with random weights.
+
+Nothing is ever downloaded: a configuration is made from its class, and the model from the configuration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+from urllib.parse import parse_qsl
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshweave.errors import MeshweaveError
+
+Loss = Callable[[Any, Any], Tensor]
+
+_TEXT_BYTES = 1 << 20  # of the standard library's sources: enough for a thousand different batches
+_HASH = 2654435761  # Knuth's multiplicative hash, The Art of Computer Programming 6.4: 2**32 over the golden ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model to train with its data. `make_batch(i)` is batch i, the same at every call; `batch` is batch 0.
+
+    `tokens_per_batch` counts tokens for a model that takes `input_ids`, else samples; `unit` says which.
+    """
+
+    name: str
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    make_batch: Callable[[int], Any]
+    tokens_per_batch: int
+    unit: str
+
+
+def load_source(
+    text: str,
+    *,
+    batch: int | None = None,
+    seq: int = 64,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Source:
+    """Read MODEL: `file.py:factory`, or `hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64`.
+
+    `batch` is the global batch size. `dtype` float64 makes parameters and data float64, other dtypes leave them
+    float32. A factory takes those of batch, seq and seed that it has parameters for. On device "meta" the model
+    allocates nothing. Raises MeshweaveError for what is missing or unknown, with near misses.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if text.startswith("hf:"):
+            source = _hugging_face(text, batch or 2, seq, seed, device)
+        else:
+            source = _from_file(text, batch, seq, seed, device)
+    return _as_double(source) if dtype is torch.float64 else source
+
+
+def _as_double(source: Source) -> Source:
+    make = source.make_batch
+    double = lambda i: _map_tensors(lambda t: t.double() if t.is_floating_point() else t, make(i))  # noqa: E731
+    return Source(
+        source.name, source.model.double(), source.loss, double(0), double, source.tokens_per_batch, source.unit
+    )
+
+
+def _map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _count(batch: Any) -> tuple[int, str]:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if isinstance(ids, Tensor):
+        return ids.numel(), "tokens"
+    return next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 1), "samples"
+
+
+def near_miss(got: str, names: Iterable[str]) -> str:
+    """The names that resemble `got` the most, best first and joined by commas; the first few where none does."""
+    known = list(names)
+    found = difflib.get_close_matches(got, known, 3, 0.5) or known[:5]
+    return ", ".join(found)
+
+
+# files
+
+
+def _from_file(text: str, batch: int | None, seq: int, seed: int, device: str) -> Source:
+    path, colon, name = text.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise MeshweaveError(
+            "MODEL is neither a file nor a Hugging Face type",
+            got=text,
+            expected="file.py:factory or hf:MODEL_TYPE",
+            hint="for example examples/mlp.py:factory or hf:llama?num_hidden_layers=2",
+        )
+    module = _import(Path(path))
+    factory = _function(module, name, path)
+    wanted = {"batch": batch, "seq": seq, "seed": seed}
+    taken = inspect.signature(factory).parameters
+    arguments = {key: value for key, value in wanted.items() if key in taken and value is not None}
+    if batch is not None and "batch" not in taken:
+        raise MeshweaveError(
+            "the factory chooses its own batch size",
+            where=text,
+            got=f"a batch of {batch}",
+            hint=f"give it a parameter: def {name}(batch: int = {batch}), or leave --local-batch and --batch out",
+        )
+    with torch.device(device):
+        made = _guarded(lambda: factory(**arguments), path, f"{name}() failed")
+    return _read(made, text)
+
+
+def _read(made: Any, text: str) -> Source:
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
+        kinds = ", ".join(type(m).__name__ for m in made) if isinstance(made, tuple) else type(made).__name__
+        raise MeshweaveError(
+            "the factory returned something else than a model, a batch and a loss",
+            where=text,
+            got=kinds,
+            expected="(nn.Module, batch, loss), with batch a dict or tuple of tensors or a function of the index, and "
+            "loss(outputs, batch) -> scalar",
+        )
+    model, data, loss = made
+    make = data if callable(data) else lambda index: data
+    count, unit = _count(make(0))
+    return Source(text, model, loss, make(0), make, count, unit)
+
+
+def _import(path: Path) -> ModuleType:
+    if not path.is_file():
+        near = near_miss(path.name, sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else [])
+        raise MeshweaveError("no such file", got=str(path), expected=near and f"in {path.parent}: {near}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look a module up by its name
+    folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+        _guarded(lambda: spec.loader.exec_module(module), str(path), "the file cannot be imported")  # type: ignore[union-attr]
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+    factory = getattr(module, name, None)
+    if callable(factory):
+        return factory  # type: ignore[no-any-return]
+    own = [n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    raise MeshweaveError(
+        f"the file has no function '{name}'",
+        where=path,
+        got=name,
+        expected=near_miss(name, own) or "a function that returns (model, batch, loss)",
+    )
+
+
+def _guarded(call: Callable[[], Any], path: str, what: str) -> Any:
+    try:
+        return call()
+    except MeshweaveError:
+        raise
+    except Exception as error:
+        _raise_at_line(error, path, what)
+
+
+def _raise_at_line(error: Exception, path: str, what: str) -> NoReturn:
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(Path(path).name)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    raise MeshweaveError(
+        what, where=f"{path}:{line}" if line else path, got=f"{type(error).__name__}: {error}"
+    ) from error
+
+
+# Hugging Face
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A family of models: the auto class that makes it, and its batches, from (index, batch, seq, config, seed)."""
+
+    auto_class: str
+    mapping: str
+    make_batch: Callable[[int, int, int, Any, int], dict[str, Tensor]]
+
+
+def _causal_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
+    ids = text_windows(index, batch, seq, seed) % config.vocab_size
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _masked_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
+    """Every label is given; 15 in 100 inputs (Devlin et al., NAACL 2019) are hidden behind the last token id."""
+    ids = text_windows(index, batch, seq, seed) % config.vocab_size
+    position = torch.arange(ids.numel()).view_as(ids) + index * ids.numel()
+    hidden = (position * _HASH % 2**32) < 0.15 * 2**32
+    return {"input_ids": torch.where(hidden, config.vocab_size - 1, ids), "labels": ids}
+
+
+def _image_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
+    size = config.image_size if hasattr(config, "image_size") else _SMALL_IMAGE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    pixels = torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,), generator=generator)}
+
+
+# The first whose mapping in transformers knows the type. Bert-like types have a causal head too, hence the order.
+_TASKS = (
+    _Task("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_batch),
+    _Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", _masked_batch),
+    _Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _causal_batch),
+)
+_SMALL_IMAGE = 32
+
+
+def text_windows(index: int, batch: int, seq: int, seed: int = 0) -> Tensor:
+    """int64 [batch, seq]: bytes of the standard library's sources, at places that differ by index, row and seed."""
+    data = _text()
+    rows = torch.arange(batch) + index * batch + seed * _HASH
+    starts = rows * _HASH % (len(data) - seq)
+    return data[starts[:, None] + torch.arange(seq)].long()
+
+
+@cache
+def _text() -> Tensor:
+    folder = Path(inspect.getfile(inspect)).parent
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:_TEXT_BYTES]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _hugging_face(text: str, batch: int, seq: int, seed: int, device: str) -> Source:
+    model_type, _, query = text.removeprefix("hf:").partition("?")
+    task = _task_of(model_type)
+    config = _config(model_type, _parse(query, text), seq, text)
+    with torch.device(device):
+        model = _build(task, config, text)
+
+    def make(index: int) -> dict[str, Tensor]:
+        return task.make_batch(index, batch, seq, config, seed)
+
+    count, unit = _count(make(0))
+    return Source(text, model.train(), lambda out, _: out.loss, make(0), make, count, unit)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MeshweaveError(
+            "hf: models need transformers", got=str(error), hint="pip install 'meshweave[hf]'"
+        ) from error
+    return transformers
+
+
+def _task_of(model_type: str) -> _Task:
+    _transformers()
+    from transformers.models.auto import modeling_auto
+
+    tables = {task.mapping: dict(getattr(modeling_auto, task.mapping)) for task in _TASKS}
+    task = next((task for task in _TASKS if model_type in tables[task.mapping]), None)
+    if task is None:
+        known = sorted(set().union(*tables.values()))
+        raise MeshweaveError(
+            f"no language or image classification model of type '{model_type}'",
+            where=f"hf:{model_type}",
+            got=model_type,
+            expected=near_miss(model_type, known),
+            hint="types are those of transformers' AutoConfig, for example llama, gpt2, qwen2, bert, vit",
+        )
+    return task
+
+
+def _parse(query: str, text: str) -> dict[str, Any]:
+    try:
+        pairs = parse_qsl(query, strict_parsing=True) if query else []
+    except ValueError as error:
+        raise MeshweaveError(
+            "the part behind ? is no query", where=text, got=query, expected="field=value&field=value"
+        ) from error
+    return {key: _value(value) for key, value in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text
+
+
+def _config(model_type: str, given: Mapping[str, Any], seq: int, text: str) -> Any:
+    auto_config = _transformers().AutoConfig
+    plain = auto_config.for_model(model_type)
+    fields, aliases = set(plain.to_dict()) | {"num_labels"}, dict(type(plain).attribute_map)
+    _check_simple(plain, model_type, text)
+    for name in given:
+        if name not in fields and name not in aliases:
+            raise MeshweaveError(
+                f"{type(plain).__name__} has no field '{name}'",
+                where=text,
+                got=name,
+                expected=near_miss(name, sorted(fields | aliases.keys())),
+            )
+    chosen = {aliases.get(name, name): value for name, value in given.items()}
+    for name, value in _small(chosen, aliases, seq).items():
+        field = aliases.get(name, name)
+        if field in fields:
+            chosen.setdefault(field, value)
+    vocabulary = chosen.get(aliases.get("vocab_size", "vocab_size"), 0)
+    for field in (f for f in fields if f.endswith("_token_id")):
+        held = chosen.get(field, getattr(plain, field, None))
+        if isinstance(held, int) and held >= vocabulary > 0:
+            chosen[field] = vocabulary - 1
+    try:
+        return auto_config.for_model(model_type, **chosen)
+    except Exception as error:
+        raise MeshweaveError(
+            f"{type(plain).__name__} refuses these values", where=text, got=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_simple(config: Any, model_type: str, text: str) -> None:
+    """A configuration made of others (vision and text) has no sizes of its own that could be set here."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    types = [part.model_type for part in parts if getattr(part, "model_type", "") not in ("", model_type)]
+    if types:
+        raise MeshweaveError(
+            f"'{model_type}' is made of several models", where=text, expected=f"one of its parts: {', '.join(types)}"
+        )
+
+
+def _small(given: Mapping[str, Any], aliases: Mapping[str, str], seq: int) -> dict[str, Any]:
+    """Sizes that train in seconds on a laptop, by the names that Hugging Face configurations share."""
+
+    def held(name: str, default: int) -> int:
+        value = given.get(aliases.get(name, name), default)
+        return value if isinstance(value, int) and value > 0 else default
+
+    hidden, heads = held("hidden_size", 64), held("num_attention_heads", 4)
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": max(1, hidden // heads),
+        "intermediate_size": 2 * hidden,
+        "vocab_size": 257,
+        "max_position_embeddings": max(seq, 128) + 2,  # roberta counts positions from 2
+        "image_size": _SMALL_IMAGE,
+        "patch_size": 8,
+        "num_labels": 10,
+        "use_cache": False,
+    }
+
+
+def _build(task: _Task, config: Any, text: str) -> nn.Module:
+    try:
+        return getattr(_transformers(), task.auto_class).from_config(config)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise MeshweaveError(
+            "the model cannot be built from this configuration",
+            where=text,
+            got=f"{type(error).__name__}: {error}",
+            hint="sizes must fit together: hidden_size a multiple of num_attention_heads, and so on",
+        ) from error
