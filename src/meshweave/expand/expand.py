@@ -18,7 +18,7 @@ from meshweave.ir.graph import NOWHERE, Origin, Spec, StepGraph, origin_of, spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
-from meshweave.ir.rank import RankGraph, axis_index, linear, piece_offset, piece_size
+from meshweave.ir.rank import RankGraph, axis_index, linear, member_pieces, piece_offset, piece_size
 from meshweave.movement.plan import MovePlan
 from meshweave.sharding.registry import row_for
 
@@ -46,21 +46,26 @@ class Emitter:
     def contiguous(self, x: fx.Node) -> fx.Node:
         return self.call(aten.contiguous.default, (x,), {})
 
-    def extent(self, shape: tuple[int, ...], layout: Layout, dim: int, at: tuple[int, ...] = ()) -> Number:
+    def extent(self, shape: tuple[int, ...], layout: Layout, dim: int) -> Number:
         """Local size of `dim`: a number where all pieces are equal, else symbolic."""
         sharding, parts = layout.dims[dim], layout.parts(dim)
         if not sharding.axes:
             return shape[dim]
         if is_even(shape[dim], parts, sharding.unit):
             return shape[dim] // torch.Size(parts).numel()
-        return self._symbol(piece_size, (shape[dim], sharding.axes, parts, sharding.unit, at))
+        return self._symbol(piece_size, (shape[dim], sharding.axes, parts, sharding.unit))
 
-    def offset(self, shape: tuple[int, ...], layout: Layout, dim: int, at: tuple[int, ...] = ()) -> Number:
+    def members(self, shape: tuple[int, ...], layout: Layout, dim: int) -> fx.Node:
+        """Table of the pieces of `dim` in the group of its innermost axis."""
+        sharding = layout.dims[dim]
+        return self._symbol(member_pieces, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit))
+
+    def offset(self, shape: tuple[int, ...], layout: Layout, dim: int) -> Number:
         """Global offset of the local piece along `dim`."""
         sharding = layout.dims[dim]
         if not sharding.axes:
             return 0
-        return self._symbol(piece_offset, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit, at))
+        return self._symbol(piece_offset, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit))
 
     def axis_index(self, mesh: Mesh, axes: tuple[str, ...]) -> Number:
         return self._symbol(axis_index, (axes, tuple(mesh.size(a) for a in axes)))
@@ -71,7 +76,7 @@ class Emitter:
             return base + sum(a * b for a, b in terms)
         return self._symbol(linear, (base, *terms))
 
-    def _symbol(self, function: Callable[..., int], args: tuple[Any, ...]) -> fx.Node:
+    def _symbol(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         key = (function, args)
         if key not in self.symbols:
             self.symbols[key] = self.call(function, args, {})

@@ -163,7 +163,7 @@ LOCALIZERS: dict[str, Localizer] = {
     "index_select": _along(local_ops.index_select),
     "scatter": _scatter,
     "extreme": _extreme,
-    "planes": _guarded,
+    "guarded": _guarded,
     "resized_backward": _resized_backward,
     "convolution": _grouped(0, 8),
     "convolution_backward": _grouped(1, 9),

@@ -54,68 +54,49 @@ def _slice(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Fin
     return lambda: emit.call(aten.narrow.default, (x, dim, start, size), {})
 
 
-def _members(emit: Emitter, layout: Layout, shape: tuple[int, ...], dim: int, axis: str) -> list[Any]:
-    """Piece sizes along `dim` of the devices of one group of `axis`, the innermost axis of that dim."""
-    return [emit.extent(shape, layout, dim, at=(j,)) for j in range(layout.mesh.size(axis))]
+def _table(emit: Emitter, layout: Layout, shape: tuple[int, ...], dim: int) -> Any:
+    """Offsets and sizes along `dim` in the group of the innermost axis of that dim; None where all are equal."""
+    return None if _even(shape, layout, dim) else emit.members(shape, layout, dim)
 
 
 def _all_gather(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    dim, (axis,) = step.dim, step.axes
+    dim = step.dim
     count, group = _group(step.source, step.axes)
-    even = _even(shape, step.source, dim)
     block = _block(shape, step.source, dim)
-    held = emit.extent(shape, step.source, dim)
-    sent = x if even else _padded(emit, x, len(shape), dim, held, block)
+    sent = _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
     started = emit.call(collectives.all_gather_into_tensor.default, (emit.contiguous(sent), count, group), {})
+    table = _table(emit, step.source, shape, dim)
 
     def finish() -> fx.Node:
         done = emit.call(WAIT, (started,), {})
-        if even and dim == 0:
+        if table is None and dim == 0:
             return done
-        parts = emit.call(aten.chunk.default, (done, count, 0), {})
-        pieces = [emit.item(parts, j) for j in range(count)]
-        if not even:
-            sizes = _members(emit, step.source, shape, dim, axis)
-            pieces = [emit.call(aten.narrow.default, (p, dim, 0, s), {}) for p, s in zip(pieces, sizes, strict=True)]
-        return emit.call(aten.cat.default, (pieces, dim), {})
+        return emit.call(local_ops.join_blocks, (done, count, dim, table), {})
 
     return finish
 
 
-def _dealt(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> tuple[fx.Node, bool]:
+def _dealt(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> fx.Node:
     """x cut along `dim` into the pieces of the group, padded to one size and stacked along dim 0."""
-    (axis,) = step.axes
-    even = _even(shape, step.target, dim)
-    count = step.target.mesh.size(axis)
-    if even:
-        if dim == 0:
-            return x, True
-        parts = emit.call(aten.chunk.default, (x, count, dim), {})
-        return emit.call(aten.cat.default, ([emit.item(parts, j) for j in range(count)], 0), {}), True
-    block = _block(shape, step.target, dim)
-    base = emit.offset(shape, step.source, dim) if step.source.dims[dim].axes else 0
-    pieces = []
-    for j in range(count):
-        start = emit.linear(0, (emit.offset(shape, step.target, dim, at=(j,)), 1), (base, -1))
-        size = emit.extent(shape, step.target, dim, at=(j,))
-        piece = emit.call(aten.narrow.default, (x, dim, start, size), {})
-        pieces.append(_padded(emit, piece, len(shape), dim, size, block))
-    return emit.call(aten.cat.default, (pieces, 0), {}), False
+    table = _table(emit, step.target, shape, dim)
+    if table is None and dim == 0:
+        return x
+    count = step.target.mesh.flat_size(step.axes)
+    return emit.call(local_ops.deal_blocks, (x, count, dim, table, _block(shape, step.target, dim)), {})
 
 
-def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int, even: bool) -> fx.Node:
-    if even:
+def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> fx.Node:
+    """The received block without its padding."""
+    if _even(shape, step.target, dim):
         return x
     return emit.call(aten.narrow.default, (x, dim, 0, emit.extent(shape, step.target, dim)), {})
 
 
 def _reduce_scatter(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     count, group = _group(step.source, step.axes)
-    dealt, even = _dealt(emit, x, step, shape, step.dim)
-    started = emit.call(
-        collectives.reduce_scatter_tensor.default, (emit.contiguous(dealt), step.op, count, group), {}
-    )
-    return lambda: _own(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim, even)
+    dealt = _dealt(emit, x, step, shape, step.dim)
+    started = emit.call(collectives.reduce_scatter_tensor.default, (emit.contiguous(dealt), step.op, count, group), {})
+    return lambda: _own(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim)
 
 
 def _all_reduce(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
@@ -126,24 +107,22 @@ def _all_reduce(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
 
 def _all_to_all(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     """From sharded on `dim` to sharded on `to_dim`: deal out along to_dim, exchange, join along dim."""
-    dim, to_dim, (axis,) = step.dim, step.to_dim, step.axes
+    dim, to_dim = step.dim, step.to_dim
     assert to_dim is not None
     count, group = _group(step.source, step.axes)
-    even = _even(shape, step.source, dim)
     block = _block(shape, step.source, dim)
-    sent = x if even else _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
-    dealt, even_to = _dealt(emit, sent, step, shape, to_dim)
+    sent = _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
+    dealt = _dealt(emit, sent, step, shape, to_dim)
     rows = {dim: block, to_dim: _block(shape, step.target, to_dim)}.get(0, emit.extent(shape, step.source, 0))
-    splits = [rows] * count
-    started = emit.call(collectives.all_to_all_single.default, (emit.contiguous(dealt), splits, splits, group), {})
+    started = emit.call(
+        collectives.all_to_all_single.default, (emit.contiguous(dealt), [rows] * count, [rows] * count, group), {}
+    )
+    table = _table(emit, step.source, shape, dim)
 
     def finish() -> fx.Node:
-        parts = emit.call(aten.chunk.default, (emit.call(WAIT, (started,), {}), count, 0), {})
-        pieces = [_own(emit, emit.item(parts, j), step, shape, to_dim, even_to) for j in range(count)]
-        sizes = _members(emit, step.source, shape, dim, axis)
-        if not even:
-            pieces = [emit.call(aten.narrow.default, (p, dim, 0, s), {}) for p, s in zip(pieces, sizes, strict=True)]
-        return emit.call(aten.cat.default, (pieces, dim), {})
+        done = emit.call(WAIT, (started,), {})
+        whole = emit.call(local_ops.join_blocks, (done, count, dim, table), {})
+        return _own(emit, whole, step, shape, to_dim)
 
     return finish
 

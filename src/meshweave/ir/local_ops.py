@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,35 @@ def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
     gone = {d % x.dim() for d in dims}
     shape = [1 if d in gone else s for d, s in enumerate(x.shape) if d not in gone or keepdim]
     return x.new_full(shape, identity_value(op, x.dtype))
+
+
+def join_blocks(blocks: Tensor, count: int, dim: int, table: Sequence[tuple[int, int]] | None) -> Tensor:
+    """`count` equal blocks stacked along dim 0, put side by side along `dim`.
+
+    `table` gives the (offset, size) of the pieces that the blocks were padded from; None: there is no padding.
+    """
+    apart = blocks.unflatten(0, (count, -1) if blocks.shape[0] else (count, 0))
+    if table is None:
+        return apart.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat([block.narrow(dim, 0, size) for block, (_, size) in zip(apart, table, strict=True)], dim)
+
+
+def deal_blocks(x: Tensor, count: int, dim: int, table: Sequence[tuple[int, int]] | None, block: int) -> Tensor:
+    """x cut along `dim` into `count` pieces, each padded with zeros to `block`, stacked along dim 0.
+
+    `table` gives the (offset, size) of the pieces in the global dim, from which x begins at the first; None: all equal.
+    """
+    if table is None:
+        return x.unflatten(dim, (count, block)).movedim(dim, 0).flatten(0, 1)
+    start = table[0][0]
+    padded = [_pad_to(x.narrow(dim, at - start, size), dim, block) for at, size in table]
+    return torch.cat(padded, 0)
+
+
+def _pad_to(x: Tensor, dim: int, size: int) -> Tensor:
+    pad = [0] * (2 * (x.dim() - dim))
+    pad[-1] = size - x.shape[dim]
+    return x if not pad[-1] else torch.nn.functional.pad(x, pad)
 
 
 def keep_first(x: Tensor, index: int, op: str) -> Tensor:

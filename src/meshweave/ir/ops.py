@@ -158,11 +158,14 @@ def _(
 
 
 def _attention_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.set_materialize_grads(False)  # lse has no gradient, and zeros of its size would be made for nothing
     q, k, v, bias, ctx.is_causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, bias, *output)
 
 
-def _attention_autograd(ctx, grad: Tensor, _: Tensor | None):  # type: ignore[no-untyped-def]
+def _attention_autograd(ctx, grad: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
+    if grad is None:
+        return (None,) * 6
     grads = attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
     return (*grads, None, None, None)
 

@@ -33,18 +33,22 @@ STARTS = frozenset(
 WAIT = collectives.wait_tensor.default
 
 
-def piece_size(
-    coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int, at: Sequence[int] = ()
-) -> int:
-    """Size of this device's piece of a dim of `size` cut by `axes`; `at` puts other indices for the last axes."""
-    return nested_chunk(size, list(zip(parts, _indices(coords, axes, at), strict=True)), unit)[1]
+def piece_size(coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int) -> int:
+    """Size of this device's piece of a dim of `size` cut by `axes`."""
+    return nested_chunk(size, [(n, coords[axis]) for axis, n in zip(axes, parts, strict=True)], unit)[1]
 
 
-def piece_offset(
-    coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int, at: Sequence[int] = ()
-) -> int:
-    """Offset of this device's piece in a dim of `size` cut by `axes`; `at` puts other indices for the last axes."""
-    return nested_chunk(size, list(zip(parts, _indices(coords, axes, at), strict=True)), unit)[0]
+def piece_offset(coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int) -> int:
+    """Offset of this device's piece in a dim of `size` cut by `axes`."""
+    return nested_chunk(size, [(n, coords[axis]) for axis, n in zip(axes, parts, strict=True)], unit)[0]
+
+
+def member_pieces(
+    coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int
+) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of the pieces of a dim of `size` cut by `axes`, for every device of this one's group of the last."""
+    outer = [(n, coords[axis]) for axis, n in zip(axes[:-1], parts[:-1], strict=True)]
+    return tuple(nested_chunk(size, [*outer, (parts[-1], j)], unit) for j in range(parts[-1]))
 
 
 def axis_index(coords: Coordinates, axes: Sequence[str], parts: Sequence[int]) -> int:
@@ -60,12 +64,7 @@ def linear(coords: Coordinates, base: int, *terms: tuple[int, int]) -> int:
     return base + sum(a * b for a, b in terms)
 
 
-def _indices(coords: Coordinates, axes: Sequence[str], at: Sequence[int]) -> list[int]:
-    own = [coords[axis] for axis in axes]
-    return [*own[: len(own) - len(at)], *at]
-
-
-SYMBOLS: frozenset[Callable[..., int]] = frozenset({piece_size, piece_offset, axis_index, linear})
+SYMBOLS: frozenset[Callable[..., Any]] = frozenset({piece_size, piece_offset, member_pieces, axis_index, linear})
 
 
 @dataclass(slots=True)
@@ -92,9 +91,9 @@ class RankGraph:
         return self.layouts[index]
 
 
-def bind_symbols(graph: fx.Graph, coords: Coordinates) -> dict[fx.Node, int]:
-    """The value of every symbolic integer on the device at `coords`."""
-    values: dict[fx.Node, int] = {}
+def bind_symbols(graph: fx.Graph, coords: Coordinates) -> dict[fx.Node, Any]:
+    """The value of every symbol (an integer, or a table of pieces) on the device at `coords`."""
+    values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target in SYMBOLS:
             args: Any = fx.map_arg(node.args, lambda n: values[n])
