@@ -1,6 +1,6 @@
 """meshweave: a communication compiler and runtime for distributed PyTorch training."""
 
-from meshweave.compile import Program, Step, compile
+from meshweave.compile import Program, TrainStep, compile
 from meshweave.errors import (
     CaptureError,
     CheckpointError,
@@ -38,7 +38,7 @@ __all__ = [
     "PlanError",
     "Program",
     "RuleError",
-    "Step",
+    "TrainStep",
     "StepError",
     "VerifyError",
     "compile",

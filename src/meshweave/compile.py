@@ -113,7 +113,7 @@ def build_program(
     return Program(captured, placed, rank, placement, options)
 
 
-class Step:
+class TrainStep:
     """A compiled training step: call it with a batch, get the loss.
 
     `program` holds the graphs, `metrics` the numbers of the last step (loss, grad_norm).
@@ -216,7 +216,7 @@ def compile(  # noqa: A001
     check_finite: bool = True,
     device: torch.device | str | None = None,
     progress: Callable[[str], None] = lambda stage: None,
-) -> Step:
+) -> TrainStep:
     """A training step of `model` on `mesh`.
 
     model: any nn.Module, also on the meta device (its parameters are then made piece by piece from `seed`).
@@ -247,7 +247,7 @@ def compile(  # noqa: A001
     )
     progress("start")
     settings = Settings(accumulate, seed, keep_gradients or optimizer is None, check_finite)
-    return Step(program, model, optimizer, world, settings)
+    return TrainStep(program, model, optimizer, world, settings)
 
 
 def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:

@@ -98,9 +98,9 @@ def sample(target: Any, *args: Any, exact: bool = True, **kwargs: Any) -> Sample
     return Sample(target, args, kwargs, exact)
 
 
-def made(target: Any, build: Made, *, exact: bool = False) -> Sample:
+def made(target: Any, build: Made, *, exact: bool = False, **kwargs: Any) -> Sample:
     """A sample whose arguments depend on each other."""
-    return Sample(target, build, {}, exact)
+    return Sample(target, build, kwargs, exact)
 
 
 @dataclass(slots=True)
@@ -144,7 +144,8 @@ def build_case(item: Sample, seed: int = 0) -> Case:
     whole = item.target(*real_args, **real_kwargs)
     parts = list(whole) if isinstance(whole, (tuple, list)) else [whole]
     specs = tuple(None if v is None else Spec(tuple(v.shape), v.dtype) for v in parts)
-    node.meta.update(spec=specs[0] if isinstance(whole, Tensor) else specs, origin=Origin("forward", source="model.py:7"))
+    node.meta["spec"] = specs[0] if isinstance(whole, Tensor) else specs
+    node.meta["origin"] = Origin("forward", source="model.py:7")
     items: list[fx.Node | None] = [node]
     if not isinstance(whole, Tensor):
         items = [None if s is None else graph.call_function(operator.getitem, (node, i)) for i, s in enumerate(specs)]
@@ -212,7 +213,7 @@ def run_sharded(case: Case, option: Assignment, seed: int = 1) -> list[list[Tens
     _place(case, option)
     mesh = option.results[0].mesh
     rank = expand(case.step, mesh, _no_move)
-    compiled = compile_tasks(rank)
+    compiled = compile_tasks(rank, torch.device("cpu"))
     executor = Executor(compiled, range(mesh.num_devices), LocalCommunicator(mesh), torch.device("cpu"))
     env = executor.environment()
     generator = torch.Generator().manual_seed(seed)

@@ -1,11 +1,10 @@
-"""Samples of the rows for arithmetic, matmuls, convolutions, norms, softmax and attention."""
+"""Samples of the rows for arithmetic, matmuls, norms, softmax, scans and attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-
 from tests.sharding.conformance import B, F, I, P, R, made, sample
 
 aten = torch.ops.aten
@@ -43,7 +42,38 @@ ARITHMETIC = [
     sample(aten.mish_backward.default, F(5, 4), R(5, 4), exact=False),
     sample(aten.log_sigmoid_backward.default, F(5, 4), R(5, 4), P(5, 4), exact=False),
     sample(aten.logit_backward.default, F(5, 4), P(5, 4), exact=False),
+    sample(aten.hardshrink_backward.default, F(5, 4), R(5, 4), 0.5),
+    sample(aten.softshrink_backward.default, F(5, 4), R(5, 4), 0.5),
+    sample(aten.hardswish.default, R(5, 4)),
+    sample(aten.where.ScalarSelf, B(5, 4), 3.0, F(5, 4)),
+    sample(aten.where.ScalarOther, B(5, 1), F(5, 4), 0.0),
+    sample(aten.where.Scalar, B(5, 3), 1.0, 0.0),
+    sample(aten.fill.Scalar, F(5, 4), 2.0),
+    sample(aten.floor_divide.default, I(5, 4, high=20), 3),
+    sample(aten._prelu_kernel.default, F(2, 5, 4), F(5, 1)),
+    sample(aten._prelu_kernel_backward.default, F(2, 5, 4), F(2, 5, 4), F(5, 1)),
+    sample(aten.log_sigmoid_forward.default, R(5, 4), exact=False),
+    sample(aten.frexp.Tensor, R(5, 4)),
+    sample(aten._conj.default, F(5, 4, dtype=torch.complex64)),
+    sample(aten.polar.default, P(5, 4), R(5, 1), exact=False),
+    sample(aten.complex.default, F(5, 4), F(4)),
 ]
+
+
+def _cdist_backward(generator: torch.Generator) -> tuple[Any, ...]:
+    x, y = R(3, 5, 4).make(generator), R(3, 2, 4).make(generator)
+    return F(3, 5, 2).make(generator), x, y, 2.0, torch.cdist(x, y)
+
+
+TABLES = [
+    made(aten.bucketize.Tensor, lambda g: (R(5, 4).make(g), torch.linspace(-1, 1, 5)), exact=True),
+    made(aten.searchsorted.Tensor, lambda g: (torch.linspace(-1, 1, 5), R(5, 4).make(g)), exact=True),
+    made(aten.searchsorted.Tensor, lambda g: (R(5, 6).make(g).sort()[0], R(5, 4).make(g)), exact=True),
+    sample(aten.isin.Tensor_Tensor, I(5, 4, high=9), I(3, high=9)),
+    sample(aten._cdist_forward.default, R(3, 5, 4), R(3, 2, 4), 2.0, None, exact=False),
+    made(aten._cdist_backward.default, _cdist_backward),
+]
+
 
 PRODUCTS = [
     sample(aten.mm.default, F(5, 6), F(6, 3)),
@@ -54,51 +84,6 @@ PRODUCTS = [
     sample(aten.dot.default, F(5), F(5)),
     sample(ours.matmul.default, F(2, 3, 5, 4), F(2, 3, 4, 5)),
     sample(ours.matmul.default, F(5, 4, 3), F(5, 3, 2)),
-]
-
-_PLAIN: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-_STRIDED: tuple[Any, ...] = ([2], [1], [1], False, [0], 1)
-_TRANSPOSED: tuple[Any, ...] = ([2, 2], [1, 1], [1, 1], True, [1, 1], 1)
-_GROUPED: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], False, [0, 0], 2)
-_VOLUME: tuple[Any, ...] = ([1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1)
-_TO_INPUT, _TO_WEIGHT = [True, False, False], [False, True, False]
-
-CONVOLUTIONS = [
-    sample(aten.convolution.default, F(2, 3, 6, 5), F(5, 3, 3, 3), None, *_PLAIN),
-    sample(aten.convolution.default, F(3, 2, 4, 4), F(5, 2, 3, 3), F(5), *_PLAIN),
-    sample(aten.convolution.default, F(3, 2, 8), F(4, 2, 3), F(4), *_STRIDED),
-    sample(aten.convolution.default, F(2, 3, 4, 4), F(3, 5, 3, 3), F(5), *_TRANSPOSED),
-    sample(aten.convolution.default, F(2, 3, 4, 4), F(3, 5, 3, 3), None, *_TRANSPOSED),
-    sample(aten.convolution.default, F(3, 4, 4, 4), F(6, 2, 3, 3), F(6), *_GROUPED),
-    sample(aten.convolution.default, F(3, 2, 4, 4, 4), F(3, 2, 3, 3, 3), None, *_VOLUME),
-    *(
-        sample(aten.convolution_backward.default, grad, x, w, None, *options, mask)
-        for grad, x, w, options in [
-            (F(2, 5, 6, 5), F(2, 3, 6, 5), F(5, 3, 3, 3), _PLAIN),
-            (F(3, 4, 4), F(3, 2, 8), F(4, 2, 3), _STRIDED),
-            (F(2, 5, 8, 8), F(2, 3, 4, 4), F(3, 5, 3, 3), _TRANSPOSED),
-            (F(3, 6, 4, 4), F(3, 4, 4, 4), F(6, 2, 3, 3), _GROUPED),
-            (F(3, 3, 4, 4, 4), F(3, 2, 4, 4, 4), F(3, 2, 3, 3, 3), _VOLUME),
-        ]
-        for mask in (_TO_INPUT, _TO_WEIGHT)
-    ),
-]
-
-PLANES = [
-    sample(aten.max_pool2d_with_indices.default, R(3, 5, 4, 4), [2, 2], [2, 2]),
-    sample(
-        aten.max_pool2d_with_indices_backward.default,
-        F(3, 5, 2, 2), F(3, 5, 4, 4), [2, 2], [2, 2], [0, 0], [1, 1], False, I(3, 5, 2, 2, high=16),
-    ),
-    sample(aten.avg_pool2d.default, F(3, 5, 4, 4), [2, 2], [2, 2]),
-    sample(aten.avg_pool2d_backward.default, F(3, 5, 2, 2), F(3, 5, 4, 4), [2, 2], [2, 2], [0, 0], False, True, None),
-    sample(aten._adaptive_avg_pool2d_backward.default, F(3, 5, 2, 2), F(3, 5, 4, 4)),
-    sample(aten.upsample_nearest2d.vec, F(3, 2, 2, 3), None, [2.0, 2.0]),
-    sample(aten.upsample_bilinear2d.vec, F(3, 2, 2, 3), [4, 6], False, None, exact=False),
-    sample(aten.upsample_nearest2d.default, F(3, 2, 2, 3), [4, 6]),
-    sample(aten.upsample_bilinear2d.default, F(3, 2, 2, 3), [4, 6], False, exact=False),
-    sample(aten.upsample_nearest2d_backward.default, F(3, 2, 4, 6), [4, 6], [3, 2, 2, 3]),
-    sample(aten.upsample_bilinear2d_backward.default, F(3, 2, 4, 6), [4, 6], [3, 2, 2, 3], False, exact=False),
 ]
 
 
@@ -128,6 +113,10 @@ SCANS = [
     sample(aten.cumsum.default, F(5, 4), 1),
     sample(aten.cumsum.default, F(5, 4), -2),
     sample(aten.cumsum.default, F(), 0),
+    sample(aten.logcumsumexp.default, R(5, 4), 1, exact=False),
+    sample(aten._fft_c2c.default, F(5, 4, 4, dtype=torch.complex64), [1, 2], 0, True, exact=False),
+    sample(aten._fft_r2c.default, F(5, 3, 4), [2], 0, True, exact=False),
+    sample(aten._fft_c2r.default, F(5, 3, 3, dtype=torch.complex64), [2], 0, 4, exact=False),
     sample(aten.cumprod.default, F(5, 4), -1),
     sample(aten.cummax.default, R(5, 4), 0),
     sample(aten.sort.default, R(5, 4)),
@@ -158,7 +147,8 @@ ATTENTION = [
     made(ours.attention_backward.default, _attention_backward(3, 3)),
     made(ours.attention_backward.default, _attention_backward(6, 3)),
     made(ours.attention_backward.default, _attention_backward(4, 2, bias=(2, 4, 5, 5))),
-    made(ours.attention_backward.default, _attention_backward(4, 2, value_size=6, bias=(1, 4, 5, 5))),
 ]
 
-DENSE = [*ARITHMETIC, *PRODUCTS, *CONVOLUTIONS, *PLANES, *NORMS, *SCANS, *ATTENTION]
+UNEQUAL_HEADS = made(ours.attention_backward.default, _attention_backward(4, 2, value_size=6, bias=(1, 4, 5, 5)))
+
+DENSE = [*ARITHMETIC, *TABLES, *PRODUCTS, *NORMS, *SCANS, *ATTENTION]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from tests.sharding.conformance import B, F, I, R, made, sample
 
 aten = torch.ops.aten
@@ -39,6 +38,20 @@ STRETCHES = [
     sample(aten.cat.default, [F(5, 2), F(5, 3)], 1),
     sample(aten.cat.default, [F(2, 5), F(3, 5), F(1, 5)]),
     sample(aten.cat.default, [F(3, 5), F(3, 5)], -1),
+    sample(aten.unfold.default, F(5, 6, 3), 1, 3, 2),
+    sample(aten.unfold.default, F(5, 6), -1, 2, 1),
+    sample(aten.diagonal.default, F(5, 4)),
+    sample(aten.diagonal.default, F(5, 4, 3), 1, -2, -1),
+    sample(aten.diagonal.default, F(5, 4, 3), 0, 0, 2),
+    sample(aten.diagonal_copy.default, F(4, 5)),
+    sample(aten.diagonal_scatter.default, F(5, 4), F(4)),
+    sample(aten.diagonal_scatter.default, F(5, 4, 3), F(5, 2), 1, -2, -1),
+    sample(aten.view_as_complex.default, F(5, 3, 2)),
+    sample(aten.view_as_real.default, F(5, 3, dtype=torch.complex64)),
+    sample(aten.view.dtype, F(5, 3), torch.int32),
+    sample(aten.view.dtype, F(5, 4), torch.float64),
+    sample(aten.masked_scatter.default, F(5, 3), B(5, 3), F(15)),
+    sample(aten.histc.default, R(12), 4, -2, 2),
     sample(aten.constant_pad_nd.default, F(5, 3), [1, 2], 0),
     sample(aten.constant_pad_nd.default, F(5, 3), [0, 0, 1, 2], 7.0),
     sample(aten.constant_pad_nd.default, F(5, 3), [1, -1]),
@@ -82,10 +95,18 @@ REDUCTIONS = [
     sample(aten.prod.default, F(5, 3)),
     sample(aten.prod.dim_int, F(5, 3), 1),
     sample(aten.median.dim, R(5, 3), 0),
+    sample(aten.median.default, R(5, 3)),
+    sample(aten.mode.default, I(5, 4)),
+    sample(aten.mode.default, I(5, 4), 0, True),
+    sample(aten.kthvalue.default, R(5, 4), 2),
+    sample(aten.kthvalue.default, R(5, 4), 2, 0, True),
+    sample(aten.count_nonzero.default, I(5, 4, high=2)),
+    sample(aten.count_nonzero.default, I(5, 4, high=2), 1),
+    sample(aten.count_nonzero.dim_IntList, I(5, 4, high=2), [0]),
 ]
 
 
-def _scatter_indices(*shape: int, high: int) -> torch.Tensor:
+def _apart(*shape: int, high: int) -> torch.Tensor:
     """Different indices along dim 1, so that a scatter writes every place at most once."""
     return torch.stack([torch.arange(shape[1]) * 7 % high] * shape[0])
 
@@ -105,11 +126,15 @@ INDEXING = [
     sample(aten.index_select.default, F(5, 4), -1, I(5, high=4)),
     sample(aten.scatter.value, F(5, 6), 1, I(5, 1, high=6), 7.0),
     sample(aten.scatter.value, F(5, 6), 1, I(3, 1, high=6), 7.0),
-    made(aten.scatter.src, lambda g: (F(5, 6).make(g), 1, _scatter_indices(5, 3, high=6), F(5, 3).make(g)), exact=True),
-    made(aten.scatter.src, lambda g: (F(5, 6).make(g), 1, _scatter_indices(5, 3, high=6), F(7, 4).make(g)), exact=True),
+    made(aten.scatter.src, lambda g: (F(5, 6).make(g), 1, _apart(5, 3, high=6), F(5, 3).make(g)), exact=True),
+    made(aten.scatter.src, lambda g: (F(5, 6).make(g), 1, _apart(5, 3, high=6), F(7, 4).make(g)), exact=True),
     sample(aten.scatter_add.default, F(5, 6), 1, I(5, 4, high=6), F(5, 4)),
     sample(aten.scatter_add.default, F(5, 6), 0, I(3, 6, high=5), F(3, 6)),
     sample(aten.scatter_add.default, F(5, 6), 1, I(5, 4, high=6), F(6, 4)),
+    sample(aten.scatter_add.default, F(), 0, I(high=1), F()),
+    sample(aten.scatter.value_reduce, F(5, 6), 0, I(3, 6, high=5), 2.0, reduce="multiply"),
+    sample(aten.scatter_reduce.two, F(5, 6), 1, I(5, 4, high=6), F(5, 4), "amax"),
+    sample(aten.scatter_reduce.two, F(5, 6), 1, I(3, 4, high=6), F(4, 4), "mean", include_self=False, exact=False),
     sample(aten.index.Tensor, F(5, 4, 3), [I(6, high=5)]),
     sample(aten.index.Tensor, F(5, 4, 3), [None, I(2, 3, high=4)]),
     sample(aten.index.Tensor, F(5, 4, 3), [I(3, 1, high=5), I(2, high=4)]),

@@ -152,6 +152,9 @@ _FROM_TORCH = [
     aten.frobenius_norm,
     aten.index_add,
     aten.grid_sampler_2d,
+    aten.select_scatter,
+    aten.eye,
+    aten.linspace,
 ]
 
 _OWN: dict[Any, Callable[..., Any]] = {

@@ -18,6 +18,14 @@ from torch.overrides import TorchFunctionMode
 from meshweave.ir import ops
 
 
+def _autocast(*values: Any) -> tuple[Any, ...]:
+    """Values as autocast would hand them to a matmul: our ops are not on its list."""
+    if not torch.is_autocast_enabled("cpu"):
+        return values
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values)
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -29,6 +37,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     one_op = query.dim() == 4 and dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
     if one_op:
         return ops.attention(query, key, value, attn_mask, is_causal, scale)[0]
@@ -55,6 +64,7 @@ def _matmul(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Matmul over two or more batch dims as one op: torch would merge them, and only the outermost could be sharded."""
     if args or kwargs or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 4:
         return torch.matmul(a, b, *args, **kwargs)
+    a, b = _autocast(a, b)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return ops.matmul(a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:]))
 

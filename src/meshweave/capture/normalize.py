@@ -179,6 +179,14 @@ def _slice(
     return r.emit(aten.slice.Tensor, args, {}, spec)
 
 
+def _cat(r: _Rewriter, spec: Spec, values: Sequence[fx.Node], dim: int = 0) -> fx.Node:
+    """cat of what is not empty: the caches of Hugging Face models begin with an empty tensor."""
+    held = [v for v in values if spec_of(v).num_elements]
+    if len(held) == 1 and spec_of(held[0]) == spec:
+        return held[0]
+    return r.emit(aten.cat.default, (held or list(values), dim), {}, spec)
+
+
 def _full(value: float) -> Callable[..., fx.Node]:
     def rewrite(r: _Rewriter, spec: Spec, *_: Any, **__: Any) -> fx.Node:
         return r.emit(aten.full.default, (list(spec.shape), value), {"dtype": spec.dtype}, spec)
@@ -291,6 +299,7 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
     aten.zeros.default: _full(0),
     aten.ones.default: _full(1),
     aten.zeros_like.default: _full(0),

@@ -46,7 +46,7 @@ def _full(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs
 
 
 def _arange(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    start, end, step = args
+    start, _, step = args
     layout, shape = _layout(node), spec_of(node).shape
     if not layout.dims[0].axes:
         return emit.call(node.target, args, kwargs)
@@ -119,12 +119,13 @@ def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwa
 
 def _guarded(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
     """Kernels that refuse empty tensors: where a piece may be empty, the result is zeros without calling them."""
-    pieces = [emit.extent(n.meta["spec"].shape, _layout(n), d) for n in tensor_inputs(node) for d in range(len(_layout(n).dims))]
-    if not any(isinstance(size, fx.Node) for size in pieces):
+    sizes = [size for n in tensor_inputs(node) for size in emit.local_shape(spec_of(n).shape, _layout(n))]
+    if not any(isinstance(size, fx.Node) for size in sizes):
         return emit.call(node.target, args, kwargs)
     specs, layouts = node.meta["spec"], node.meta["layout"]
     if isinstance(specs, Spec):
-        return emit.call(local_ops.or_zeros, (node.target, emit.local_shape(specs.shape, layouts), specs.dtype, *args), kwargs)
+        shape = emit.local_shape(specs.shape, layouts)
+        return emit.call(local_ops.or_zeros, (node.target, shape, specs.dtype, *args), kwargs)
     shapes = [None if s is None else emit.local_shape(s.shape, a) for s, a in zip(specs, layouts, strict=True)]
     dtypes = [None if s is None else s.dtype for s in specs]
     return emit.call(local_ops.or_zeros_each, (node.target, shapes, dtypes, *args), kwargs)

@@ -9,14 +9,23 @@ Source: torch/distributed/tensor/_dtensor_spec.py, `_convert_shard_order_to_Stri
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 # In torch 2.11 and later _StridedShard need not be a Shard; where it is one, it must be asked for first.
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
 from meshweave.errors import LayoutError
+from meshweave.interop.device_mesh import device_mesh_from_mesh
 from meshweave.ir.layout import REDUCE_OPS, DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import chunk, is_even, nested_chunk
@@ -84,6 +93,37 @@ def layout_from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims
                 hint="redistribute the DTensor to another placement first",
             )
     return Layout(mesh, tuple(DimSharding(tuple(axes)) for axes in order), tuple(partial))
+
+
+def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """This rank's `piece` of a tensor of `shape` as a DTensor, which shares its memory. Nothing is sent.
+
+    The first call for a mesh makes the process groups of its DeviceMesh, so all ranks make it together. Raises
+    LayoutError where DTensor cannot express the layout or the piece has another shape than the layout says, and
+    MeshError when torch.distributed is not initialised or this rank is not of the mesh.
+    """
+    placements = placements_from_layout(layout, shape)
+    device_mesh = _device_mesh(layout.mesh, piece.device.type, _current_job())
+    box = layout.pieces(shape).get(dist.get_rank())
+    if box is None or tuple(piece.shape) != box.size:
+        raise LayoutError(
+            "this is not the piece of this rank",
+            where=f"rank {dist.get_rank()}, layout {layout} of shape {tuple(shape)}",
+            got=f"shape {tuple(piece.shape)}",
+            expected="no piece: the mesh lacks this rank" if box is None else f"shape {box.size}",
+        )
+    stride = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
+    return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _current_job() -> weakref.ref[dist.ProcessGroup] | None:
+    return weakref.ref(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
+
+
+@lru_cache(maxsize=8)
+def _device_mesh(mesh: Mesh, device_type: str, job: weakref.ref[dist.ProcessGroup] | None) -> DeviceMesh:
+    """One DeviceMesh per mesh and job, for each makes process groups."""
+    return device_mesh_from_mesh(mesh, device_type)
 
 
 def _split_factor(mesh: Mesh, axes: Sequence[str], axis: str) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -68,7 +66,7 @@ def scatter(x: Tensor, dim: int, index: Tensor, source: Tensor | float, added: b
         assert isinstance(source, Tensor)
         written = wide.scatter_add(dim, target, source)
     else:
-        written = wide.scatter(dim, target, source)  # type: ignore[arg-type]
+        written = wide.scatter(dim, target, source)
     return written.narrow(dim, 0, x.shape[dim])
 
 

@@ -7,10 +7,27 @@ function of (seed, step, call, global index) and therefore the same on every mes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 __all__ = ["attention", "attention_backward", "matmul", "move", "pin", "uniform"]
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {}  # op -> the function that runs it, for runtimes that need no dispatch
+
+
+def _op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Define `meshweave::name`, and enter its function into KERNELS."""
+
+    def define(kernel: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(f"meshweave::{name}", kernel, mutates_args=())
+        KERNELS[getattr(torch.ops.meshweave, name).default] = kernel
+        return made
+
+    return define
 
 
 def move(x: Tensor, target: str) -> Tensor:
@@ -21,7 +38,7 @@ def move(x: Tensor, target: str) -> Tensor:
     raise AssertionError("a move is expanded before it runs")
 
 
-@torch.library.custom_op("meshweave::pin", mutates_args=())
+@_op("pin")
 def pin(x: Tensor, constraint: str, grad: bool) -> Tensor:
     """The identity. `constraint` is read by the placement; `grad` is True on the pin that autograd adds for backward."""
     return x.clone()
@@ -43,7 +60,7 @@ def _pin_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 pin.register_autograd(_pin_backward, setup_context=_pin_context)
 
 
-@torch.library.custom_op("meshweave::uniform", mutates_args=())
+@_op("uniform")
 def uniform(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
     """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`.
 
@@ -84,7 +101,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-@torch.library.custom_op("meshweave::attention", mutates_args=())
+@_op("attention")
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g: out [b, h, s, e], lse [b, h, s].
 
@@ -106,7 +123,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, sca
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("meshweave::attention_backward", mutates_args=())
+@_op("attention_backward")
 def attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -173,7 +190,7 @@ def _attention_autograd(ctx, grad: Tensor | None, _: Tensor | None):  # type: ig
 attention.register_autograd(_attention_autograd, setup_context=_attention_context)
 
 
-@torch.library.custom_op("meshweave::matmul", mutates_args=())
+@_op("matmul")
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [..., m, k] @ b [..., k, n] over equal leading dims, which stay apart so that each can be sharded."""
     return torch.matmul(a, b)

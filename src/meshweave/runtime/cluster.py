@@ -1,1 +1,231 @@
-class ClusterWorld: ...
+"""One rank of a torch.distributed job: groups, collectives and failures that reach everybody."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
+from meshweave.errors import LayoutError, MeshError, StepError
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph, collectives
+from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
+from meshweave.runtime.watch import LINGER, Watch
+
+
+class ClusterWorld:
+    """One rank of an initialised torch.distributed job; device ids of the mesh are global ranks.
+
+    Every rank makes its worlds in the same order. Raises MeshError, on every rank, unless the mesh names each rank of
+    the job once.
+    """
+
+    is_distributed = True
+
+    def __init__(self, mesh: Mesh, device: torch.device | str | None = None) -> None:
+        _check_ranks(mesh)
+        self.mesh, self.rank = mesh, dist.get_rank()
+        self.positions = (mesh.devices.index(self.rank),)
+        self.device = _device(device)
+        self.communicator = ClusterCommunicator(mesh, self.rank, self.device.type == "cuda")
+        store = distributed_c10d._get_default_store()
+        count = store.add(f"meshweave/worlds/{self.rank}", 1)
+        communicator = self.communicator
+        self._watch = Watch(
+            PrefixStore(f"meshweave/world/{count}", store),
+            self.rank,
+            mesh.num_devices,
+            lambda: _abort(communicator),
+        )
+        communicator.check = self._watch.check
+        self._depth = self._num_guards = 0
+        finalize(self, self._watch.close).atexit = False
+
+    def prepare(self, graph: RankGraph) -> None:
+        """Make the process groups that `graph` uses. All ranks call it together, before the first step."""
+        with self.guard():
+            self.communicator.prepare(graph)
+
+    def close(self) -> None:
+        """Stop watching the other ranks. The world is not used afterwards."""
+        self._watch.close(LINGER)
+
+    def assemble(self, shape: Sequence[int], layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
+        """The full tensor, bit for bit, on every process: pieces are gathered over the axes that shard the value.
+
+        Replicas are not sent. Raises LayoutError for a partial value, which has no full tensor before it is reduced.
+        """
+        if any(self.mesh.size(axis) > 1 for axis in layout.partial_axes):
+            raise LayoutError("a partial value cannot be put together", got=str(layout), hint="reduce it first")
+        (piece,) = pieces
+        axes = tuple(a for a in self.mesh.axis_names if a in layout.sharded_axes and self.mesh.size(a) > 1)
+        if not axes:
+            return piece.detach().clone()
+        members = next(g for g in self.mesh.groups(axes) if self.rank in g)
+        boxes = [layout.box(shape, self.mesh.coordinates(self.mesh.devices.index(r))) for r in members]
+        largest = max(box.num_elements for box in boxes)
+        block = piece.new_zeros(largest)
+        block[: piece.numel()] = piece.detach().reshape(-1)
+        with self.guard():
+            started = self.communicator.start(collectives.all_gather_into_tensor.default, axes, [block], [len(members)])
+            (gathered,) = self.communicator.wait(started)
+            full = piece.new_empty(tuple(shape))
+            for box, part in zip(boxes, gathered.split(largest) if largest else [block] * len(boxes), strict=True):
+                full[box.slices()] = part[: box.num_elements].view(box.size)
+            return full
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """A context in which a failure of one rank is an error on every rank, within seconds.
+
+        The rank that failed raises its own error, the others StepError with the first one. When all ranks fail at the
+        same point (a loss that is not finite), each raises its own and the world stays usable; otherwise it is not.
+        """
+        if self._depth:
+            yield
+            return
+        if self._watch.has_failed:
+            raise _unusable(self._watch.error())
+        self._num_guards += 1
+        self._depth += 1
+        try:
+            yield
+            self._watch.check()
+        except BaseException as error:
+            if not self._recovers(error):
+                self._spread(error)
+                if not self._watch.is_own():
+                    raise self._watch.error() from error
+            raise
+        finally:
+            self._depth -= 1
+
+    def _recovers(self, error: BaseException) -> bool:
+        """Whether all ranks failed at one point, with as many collectives behind them."""
+        if self._watch.has_failed or _is_lost(error) or not isinstance(error, Exception):
+            return False
+        point = f"{self._num_guards}/{self.communicator.num_started}/{self.communicator.num_waited}"
+        if not self._watch.agree(point):
+            return False
+        try:
+            self.communicator.drain()
+        except StepError:
+            return False
+        return True
+
+    def _spread(self, error: BaseException) -> None:
+        """See to it that the first failure is known everywhere."""
+        if _is_lost(error):
+            self._watch.declare_silent()
+        if not self._watch.has_failed:
+            self._watch.declare(f"rank {self.rank} failed", f"{type(error).__name__}: {error}".rstrip(": "), self.rank)
+        self._watch.settle()
+
+
+def _abort(communicator: ClusterCommunicator) -> None:
+    """Release a rank that waits for a GPU. On Gloo abort() releases nobody (torch 2.13), and `check` does it."""
+    if not communicator.is_native:
+        return
+    for group in (*communicator.process_groups, distributed_c10d._get_default_group()):
+        group.abort()
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether `error` comes of a broken connection: our own collectives say so, those of others name their library."""
+    while error is not None:
+        if isinstance(error, ConnectionLost | dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _unusable(first: StepError) -> StepError:
+    return StepError(
+        "this world has failed and cannot be used again",
+        where=first.where,
+        got=f"{first.what}: {first.got}",
+        hint="start the job again, from its last checkpoint",
+    )
+
+
+def _check_ranks(mesh: Mesh) -> None:
+    size = dist.get_world_size()
+    where = f"mesh {mesh} in a job of {size} processes"
+    if mesh.num_devices > size:
+        raise MeshError(
+            "the mesh is larger than the world",
+            where=where,
+            got=f"{mesh.num_devices} devices",
+            expected=f"{size}",
+            hint=f"start {mesh.num_devices} processes (torchrun --nproc-per-node), or use a smaller mesh",
+        )
+    strange = [d for d in mesh.devices if d >= size]
+    if strange:
+        raise MeshError(
+            "the mesh names ranks that the world does not have",
+            where=where,
+            got=", ".join(map(str, strange)),
+            expected=f"ranks 0 to {size - 1}",
+        )
+    left_out = sorted(set(range(size)) - set(mesh.devices))
+    if left_out:
+        raise MeshError(
+            "the mesh leaves out ranks of the world, which then cannot take part",
+            where=where,
+            got=f"no device for rank {', '.join(map(str, left_out))}",
+            expected=f"a mesh of {size} devices",
+            hint=f"start {mesh.num_devices} processes, or use a larger mesh",
+        )
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    has_nccl = "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available()
+    chosen = torch.device(device) if device is not None else torch.device("cuda" if has_nccl else "cpu")
+    if chosen.type not in ("cpu", "cuda"):
+        raise MeshError(f"a step cannot run on the {chosen.type} device", hint="leave device out, or name cpu or cuda")
+    if chosen.type == "cuda":
+        if chosen.index is None:
+            chosen = torch.device("cuda", _local_rank())
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank() % max(1, torch.cuda.device_count())))
+
+
+def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[int, int]:
+    """Join the job that torchrun's environment describes: NCCL where there is CUDA, else Gloo. Rank and world size.
+
+    Raises MeshError without such an environment.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise MeshError(
+            "this process is not part of a job",
+            got=f"no {', '.join(missing)} in the environment",
+            hint="start it with torchrun --nproc-per-node=N",
+        )
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if "nccl" in chosen:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(chosen, timeout=timeout)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def shutdown(world: ClusterWorld | None = None) -> None:
+    """Leave the job. Safe to call at any time, after a failure too, and without a job."""
+    failed = world is not None and world._watch.has_failed
+    if world is not None:
+        world.close()
+    if dist.is_initialized() and not (failed and world is not None and world.device.type == "cuda"):
+        dist.destroy_process_group()

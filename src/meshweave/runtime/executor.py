@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols
 
 Values = list[Any]  # one value per held device
@@ -71,7 +72,13 @@ class Compiled:
     nodes: tuple[fx.Node, ...]
 
 
-def compile_tasks(graph: RankGraph, keep: Callable[[str, str], bool] = lambda kind, name: True) -> Compiled:
+# Made from nothing, so told where; everything else runs where its operands are.
+_FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
+
+
+def compile_tasks(
+    graph: RankGraph, device: torch.device, keep: Callable[[str, str], bool] = lambda kind, name: True
+) -> Compiled:
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     slot = {n: i for i, n in enumerate(graph.graph.nodes)}
     results = list(next(iter(reversed(graph.graph.nodes))).args[0])
@@ -93,9 +100,11 @@ def compile_tasks(graph: RankGraph, keep: Callable[[str, str], bool] = lambda ki
     def task(node: fx.Node) -> Task:
         swap = lambda n: Slot(slot[n])  # noqa: E731
         args, kwargs = fx.map_arg((node.args, node.kwargs), swap)
+        if node.target in _FACTORIES and device.type != "cpu":
+            kwargs = {**kwargs, "device": device}
         unused = [] if node in last or node in kept else [slot[node]]
         is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
-        return Task(node, node.target, tuple(args), dict(kwargs), slot[node], (*frees.get(node, ()), *unused), is_flat)  # type: ignore[arg-type]
+        return Task(node, KERNELS.get(node.target, node.target), tuple(args), dict(kwargs), slot[node], (*frees.get(node, ()), *unused), is_flat)  # type: ignore[arg-type]
 
     parts = tuple(tuple(task(n) for n in part if n.target not in SYMBOLS) for part in (nodes[:split], nodes[split:]))
     inputs = tuple(slot[n] for n in graph.graph.nodes if n.op == "placeholder")
@@ -133,7 +142,7 @@ class Executor:
 
     def run(self, env: list[Values | None], part: int, after: Callable[[Task], None] | None = None) -> None:
         """Run one part over `env`. `after(task)` is called when a task's result is in place."""
-        with torch.no_grad(), torch.device(self.device):
+        with torch.no_grad():
             for task in self.compiled.tasks[part]:
                 env[task.out] = self._result(task, env)
                 if self.meter is not None:
@@ -166,7 +175,7 @@ class Executor:
         except Exception as error:
             device = self.compiled.graph.mesh.devices[self.positions[rank]]
             raise StepError(
-                f"{op_name(task.function)} failed on device {device}",
+                f"{op_name(task.node.target)} failed on device {device}",
                 where=str(origin_of(task.node)),
                 got=f"{type(error).__name__}: {error}",
             ) from error
@@ -181,7 +190,7 @@ class Executor:
             raise
         except Exception as error:
             raise StepError(
-                f"{op_name(task.function)} over {group} failed", where=str(origin_of(task.node)), got=str(error)
+                f"{op_name(task.node.target)} over {group} failed", where=str(origin_of(task.node)), got=str(error)
             ) from error
 
 

@@ -46,7 +46,7 @@ class Session:
     def __init__(self, graph: RankGraph, world: World, settings: Settings, meter: Meter | None = None) -> None:
         self.graph, self.world, self.settings = graph, world, settings
         kept = {"loss", "norm", "buffer", "param", "state"} | ({"grad"} if self._needs_gradients() else set())
-        compiled = compile_tasks(graph, lambda kind, name: kind in kept)
+        compiled = compile_tasks(graph, world.device, lambda kind, name: kind in kept)
         self.executor = Executor(compiled, world.positions, world.communicator, world.device, meter)
         self.state = State(graph, world.positions, world.device)
         self.metrics: dict[str, float] = {}

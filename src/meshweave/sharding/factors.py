@@ -83,6 +83,10 @@ class RuleBuilder:
         """A new factor for every dim."""
         return [(self.factor(size, whole=d in set(whole)),) for d, size in enumerate(shape)]
 
+    def dims_from(self, shape: Sequence[int], known: Mapping[int, Dim]) -> list[Dim]:
+        """Dim d is made of the factors `known[d]` where known, else a whole factor of its own."""
+        return [known[d] if d in known else (self.factor(size, whole=True),) for d, size in enumerate(shape)]
+
     def rule(
         self,
         operands: Sequence[Sequence[Dim]],
@@ -113,60 +117,81 @@ def moved(operands: Iterable[int]) -> tuple[Linear, ...]:
     return (Linear(frozenset(operands), ANY_REDUCTION),)
 
 
-_TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
+_TOKEN = re.compile(r"\(([^()]*)\)|([^\s()]+)|([()])")
+Names = tuple[str, ...]  # of the factors of one dim
+Text = tuple[tuple[Names, ...], ...]  # per tensor, per dim
 
 
-def parse_factors(text: str) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], tuple[tuple[tuple[str, ...], ...], ...]]:
+def parse_factors(text: str) -> tuple[Text, Text]:
     """Read `"m k, k n -> m n"`. A merged dim is `(h d)`, a dim of size 1 is `1`, a whole factor ends in `!`.
 
-    Raises RuleError for text without an arrow.
+    A side without anything is one tensor without dims. Raises RuleError for text that is not of this form.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError("this is not a factor rule", got=text, expected="something like 'm k, k n -> m n'")
+    return _side(left, text), _side(right, text)
 
-    def side(part: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        return tuple(
-            tuple(
-                () if name == "1" else tuple((group or name).split())
-                for group, name in (m.groups() for m in _TOKEN.finditer(value))
-            )
-            for value in part.split(",")
-        )
 
-    return side(left), side(right)
+def _side(part: str, text: str) -> Text:
+    return tuple(tuple(_dim(m, text) for m in _TOKEN.finditer(value)) for value in part.split(","))
+
+
+def _dim(token: re.Match[str], text: str) -> Names:
+    group, name, stray = token.groups()
+    if stray:
+        raise RuleError("a parenthesis has no partner", got=text, expected="a merged dim written (h d)")
+    return () if name == "1" else tuple((group or name or "").split())
 
 
 def rule_from_text(text: str, operands: Sequence[Spec], results: Sequence[Spec], linear: Sequence[Linear] = ()) -> Rule:
     """The Rule that a factor text means for operands and results of these shapes.
 
-    Sizes come from dims of one factor; at most one factor of a merged dim may be known from nowhere else.
-    Raises RuleError where ranks or sizes contradict each other.
+    Sizes come from dims of one factor; at most one factor of a merged dim may be known from nowhere else. A factor
+    that has its `!` anywhere is whole everywhere. Raises RuleError where ranks or sizes contradict each other.
     """
     left, right = parse_factors(text)
-    values = [*zip(left, operands, strict=False), *zip(right, results, strict=False)]
+    left = () if left == ((),) and not operands else left
     if len(left) != len(operands) or len(right) != len(results):
-        raise RuleError("the rule and the op differ in their number of tensors", got=text, expected=f"{len(operands)} -> {len(results)}")
+        raise RuleError(
+            "the rule and the op differ in their number of tensors",
+            where=text,
+            got=f"{len(left)} -> {len(right)}",
+            expected=f"{len(operands)} -> {len(results)}",
+        )
+    whole = {n.rstrip("!") for dims in (*left, *right) for names in dims for n in names if n.endswith("!")}
+    bare = [tuple(tuple(n.rstrip("!") for n in names) for names in dims) for dims in (*left, *right)]
+    sizes = _sizes(text, list(zip(bare, (*operands, *results), strict=True)))
+    order = list(sizes)
+    build = RuleBuilder()
+    for name in order:
+        build.factor(sizes[name], whole=name in whole)
+    values = [[tuple(order.index(n) for n in names) for names in dims] for dims in bare]
+    return build.rule(values[: len(left)], values[len(left) :], linear)
+
+
+def _sizes(text: str, values: Sequence[tuple[tuple[Names, ...], Spec]]) -> dict[str, int]:
+    """Size of every factor, in order of appearance."""
     sizes: dict[str, int] = {}
     for dims, spec in values:
         if len(dims) != len(spec.shape):
-            raise RuleError("the rule and a tensor differ in their number of dims", got=text, expected=str(spec))
+            raise RuleError("the rule and a tensor differ in their number of dims", where=text, got=str(spec))
+        every = [n for names in dims for n in names]
+        if len(set(every)) < len(every):
+            raise RuleError("a factor stands twice in one tensor", where=text, got=" ".join(every))
         for names, size in zip(dims, spec.shape, strict=True):
+            if not names and size != 1:
+                raise RuleError("the rule has a 1 where the dim is not of size 1", where=text, got=str(spec))
             if len(names) == 1 and sizes.setdefault(names[0], size) != size:
                 raise RuleError(f"factor {names[0]} has two sizes", got=f"{sizes[names[0]]} and {size}", where=text)
     for dims, spec in values:
         for names, size in zip(dims, spec.shape, strict=True):
             unknown = [n for n in names if n not in sizes]
             if len(unknown) > 1:
-                raise RuleError(f"the sizes of {unknown} cannot be told", where=text)
-            if unknown:
-                sizes[unknown[0]] = size // prod(sizes[n] for n in names if n != unknown[0])
-    order = list(sizes)
-    build = RuleBuilder()
-    for name in order:
-        build.factor(sizes[name], whole=name.endswith("!"))
-
-    def ids(dims: tuple[tuple[str, ...], ...]) -> list[Dim]:
-        return [tuple(order.index(n) for n in names) for names in dims]
-
-    return build.rule([ids(d) for d in left], [ids(d) for d in right], linear)
+                raise RuleError(f"the sizes of {', '.join(unknown)} cannot be told", where=text, got=str(spec))
+            known = prod(sizes[n] for n in names if n in sizes)
+            if unknown and known and size % known == 0:
+                sizes[unknown[0]] = size // known
+            elif unknown or known != size:
+                raise RuleError(f"({' '.join(names)}) does not divide the dim", where=text, got=str(spec))
+    return sizes

@@ -70,18 +70,19 @@ class _Placer:
     used: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
 
     def run(self) -> StepGraph:
-        nodes = list(self.step.graph.nodes)
         self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
         outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
         for (kind, name), value in outputs:
             if kind in ("grad", "loss", "buffer"):
                 wanted = self.placement.output(kind, name, spec_of(value))
                 self.due.setdefault(value, []).append((wanted, _output_phase(kind, value)))
-        for node in nodes:
-            if node.op == "placeholder":
-                self._input(node)
-            elif node.op == "call_function":
+        for node in self.items:
+            self._input(node)
+        for node in self.step.graph.nodes:
+            if node.op == "call_function":
                 self._node(node)
+            for layout, phase in self.due.get(node, ()):
+                self.fetch(node, layout, phase)
         results = [
             self.fetch(value, self.placement.output(kind, name, spec_of(value)), _output_phase(kind, value))
             for (kind, name), value in outputs
@@ -100,14 +101,10 @@ class _Placer:
     def _node(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node.args[0] in self.tuples:
             self._item(node)
-        elif node.target is ops.pin._opoverload:
+        elif node.target is torch.ops.meshweave.pin.default:
             self._pin(node)
-        elif node.target in FACTORIES or self._is_parameter_form(node):
-            return  # made where it is wanted, in the layout that is wanted
-        else:
-            self._op(node)
-        for layout, phase in self.due.get(node, ()):
-            self.fetch(node, layout, phase)
+        elif node.target not in FACTORIES and not self._is_parameter_form(node):
+            self._op(node)  # those are made where they are wanted, in the layout that is wanted
 
     # what a parameter, its casts and its views are
 
@@ -228,6 +225,8 @@ class _Placer:
         try:
             option = self._choose(node, held)
         except RuleError as error:
+            if error.where:
+                raise
             raise RuleError(error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}") from error
         values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
         new = self._emit(node, values, origin_of(node).phase)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from meshweave.errors import RuleError
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
-from meshweave.sharding.factors import Linear, Rule, RuleBuilder, rule_from_text
+from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, rule_from_text
 
 RuleFunction = Callable[[fx.Node], Rule]
 
@@ -53,6 +53,11 @@ def _text_rule(text: str, linear: tuple[Linear, ...]) -> RuleFunction:
     return rule
 
 
+def argument(node: fx.Node, position: int, default: Any = None) -> Any:
+    """Positional argument of an op; `default` where it is left out."""
+    return node.args[position] if len(node.args) > position else default
+
+
 def result_specs(node: fx.Node) -> list[Spec]:
     """Specs of the tensors that a node makes; absent ones of a tuple are left out."""
     spec = node.meta["spec"]
@@ -67,15 +72,16 @@ def row_for(node: fx.Node) -> Row:
     if row is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return POINTWISE
     if row is None:
-        shapes = ", ".join(_letters(s, i) for i, s in enumerate(n.meta["spec"] for n in tensor_inputs(node)))
-        results = ", ".join(" ".join(f"z{d}" for d in range(len(s.shape))) for s in result_specs(node))
+        operands = _whole_text([n.meta["spec"] for n in tensor_inputs(node)], "abcdefgh")
+        results = _whole_text(result_specs(node), "zyxwvuts")
         raise RuleError(
             f"no sharding rule for {op_name(node.target)}",
             where=str(origin_of(node)),
             got=f"{node.name}({', '.join(str(n.meta['spec']) for n in tensor_inputs(node))})",
             expected="a row in the rule table",
-            hint=f'register one: meshweave.register_rule(torch.ops.{node.target}, "{shapes} -> {results}") with equal '
-            "letters for loops that operands and results share, and ! after what cannot be sharded",
+            hint="register one, which runs the op unsharded as it stands: "
+            f'meshweave.register_rule(torch.ops.{node.target}, "{operands} -> {results}") '
+            "and give equal letters, without !, to loops that operands and results share and that can be cut",
         )
     return row
 
@@ -85,16 +91,19 @@ def pointwise(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
     (result,) = result_specs(node)
     build = RuleBuilder()
     dims = build.dims(result.shape)
-    operands = []
-    for value in tensor_inputs(node):
-        shape = value.meta["spec"].shape
-        last = dims[len(dims) - len(shape) :]
-        operands.append([() if size == 1 else dim for size, dim in zip(shape, last, strict=True)])
-    return build.rule(operands, [dims], linear)
+    return build.rule([broadcast(n.meta["spec"].shape, dims) for n in tensor_inputs(node)], [dims], linear)
+
+
+def broadcast(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
+    """Dims of an operand of `shape` that broadcasts to `dims` from the right."""
+    last = dims[len(dims) - len(shape) :]
+    return [() if size == 1 else dim for size, dim in zip(shape, last, strict=True)]
 
 
 POINTWISE = Row(pointwise)
 
 
-def _letters(spec: Spec, operand: int) -> str:
-    return " ".join(f"{'abcdefgh'[operand % 8]}{d}" for d in range(len(spec.shape)))
+def _whole_text(specs: Sequence[Spec], letters: str) -> str:
+    """One side of a factor text in which every dim is a whole factor of its own."""
+    names = [letters[i % len(letters)] * (1 + i // len(letters)) for i in range(len(specs))]
+    return ", ".join(" ".join(f"{n}{d}!" for d in range(len(s.shape))) for n, s in zip(names, specs, strict=True))

@@ -1,17 +1,18 @@
-"""Rows for arithmetic, matmuls, convolutions, norms, softmax and attention."""
+"""Rows for arithmetic, matmuls, norms, softmax, scans and attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 
 from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.sharding import rules_vision  # noqa: F401  (fills the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add, pointwise, result_specs
+from meshweave.sharding.registry import add, argument, broadcast, pointwise, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -54,62 +55,65 @@ add(
         aten.mish_backward.default,
         aten.log_sigmoid_backward.default,
         aten.logit_backward.default,
+        aten.hardshrink_backward.default,
+        aten._conj.default,
+        aten.softshrink_backward.default,
     ],
     _FIRST,
 )
+# Pointwise ops that torch 2.13 does not tag as such.
+add(
+    [
+        aten.hardswish.default,
+        aten.where.ScalarSelf,
+        aten.where.ScalarOther,
+        aten.where.Scalar,
+        aten.fill.Scalar,
+        aten.floor_divide.default,
+        aten._prelu_kernel.default,
+        aten.polar.default,
+        aten.complex.default,
+    ],
+    pointwise,
+)
+
+
+def _each(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
+    """Several results, each of the shape that the operands broadcast to."""
+    build = RuleBuilder()
+    results = result_specs(node)
+    dims = build.dims(results[0].shape)
+    operands = [broadcast(spec_of(n).shape, dims) for n in tensor_inputs(node)]
+    return build.rule(operands, [dims] * len(results), linear)
+
+
+def _beside_table(node: fx.Node, table: int) -> Rule:
+    """Pointwise but for one operand, a table that every element is looked up in: whole."""
+    build = RuleBuilder()
+    dims = build.dims(spec_of(node).shape)
+    shapes = [spec_of(n).shape for n in tensor_inputs(node)]
+    operands = [build.dims(s, whole=range(len(s))) if i == table else broadcast(s, dims) for i, s in enumerate(shapes)]
+    return build.rule(operands, [dims])
+
+
+def _searchsorted(node: fx.Node) -> Rule:
+    """A table of one dim is whole; one of more dims belongs to the lines of the values, whose last dim is free."""
+    table, values = (spec_of(n).shape for n in tensor_inputs(node))
+    if len(table) == 1:
+        return _beside_table(node, 0)
+    build = RuleBuilder()
+    dims = build.dims(values)
+    return build.rule([[*dims[:-1], (build.factor(table[-1], whole=True),)], dims], [dims])
+
+
+add([aten.log_sigmoid_forward.default, aten._prelu_kernel_backward.default, aten.frexp.Tensor], _each)
+add([aten.bucketize.Tensor, aten.isin.Tensor_Tensor], partial(_beside_table, table=1))
+add(aten.searchsorted.Tensor, _searchsorted)
 
 add(aten.mm.default, "m k, k n -> m n", linear=sums({0}, {1}))
 add(aten.bmm.default, "b m k, b k n -> b m n", linear=sums({0}, {1}))
 add(aten.mv.default, "m k, k -> m", linear=sums({0}, {1}))
 add(aten.dot.default, "k, k ->", linear=sums({0}, {1}))
-
-
-def _dims(build: RuleBuilder, shape: tuple[int, ...], known: Mapping[int, Dim]) -> list[Dim]:
-    """Dim d is made of the factors `known[d]` where known, else a whole factor of its own."""
-    return [known[d] if d in known else (build.factor(size, whole=True),) for d, size in enumerate(shape)]
-
-
-def _channels(
-    build: RuleBuilder, x: Spec, w: Spec, transposed: bool, groups: int, whole_input: bool
-) -> tuple[Dim, Dim, dict[int, Dim]]:
-    """Factors of the input channels, of the output channels and of the weight's dims: channels are (group, member)."""
-    wide = w.shape[1] * groups if transposed else w.shape[0]
-    group = build.factor(groups)
-    before = (group, build.factor(x.shape[1] // groups, whole=whole_input))
-    after = (group, build.factor(wide // groups))
-    return before, after, {0: before, 1: after[1:]} if transposed else {0: after, 1: before[1:]}
-
-
-def _convolution(node: fx.Node) -> Rule:
-    """Free over batch, groups and channels; a sharded input channel gives partial sums, unless a bias is added."""
-    x, w, bias = (n.meta["spec"] if isinstance(n, fx.Node) else None for n in node.args[:3])
-    transposed, groups = bool(node.args[6]), int(node.args[8])  # type: ignore[call-overload]
-    build = RuleBuilder()
-    batch = (build.factor(x.shape[0]),)
-    before, after, weight = _channels(build, x, w, transposed, groups, bias is not None)
-    operands = [_dims(build, x.shape, {0: batch, 1: before}), _dims(build, w.shape, weight)]
-    operands += [] if bias is None else [[after]]
-    (out,) = result_specs(node)
-    result = _dims(build, out.shape, {0: batch, 1: after})
-    return build.rule(operands, [result], () if bias is not None else sums({0}, {1}))
-
-
-def _convolution_backward(node: fx.Node) -> Rule:
-    """One gradient per op (see capture/normalize): of the input, or of the weight."""
-    grad, x, w = (n.meta["spec"] for n in node.args[:3])  # type: ignore[union-attr]
-    transposed, groups, mask = bool(node.args[7]), int(node.args[9]), node.args[10]  # type: ignore[call-overload]
-    build = RuleBuilder()
-    batch = (build.factor(x.shape[0]),)
-    before, after, weight = _channels(build, x, w, transposed, groups, False)
-    operands = [
-        _dims(build, grad.shape, {0: batch, 1: after}),
-        _dims(build, x.shape, {0: batch, 1: before}),
-        _dims(build, w.shape, weight),
-    ]
-    (result,) = result_specs(node)
-    to_input = bool(mask[0])  # type: ignore[index]
-    dims = _dims(build, result.shape, {0: batch, 1: before} if to_input else weight)
-    return build.rule(operands, [dims], sums({0}, {2}) if to_input else sums({0}, {1}))
 
 
 def _matmul(node: fx.Node) -> Rule:
@@ -121,63 +125,28 @@ def _matmul(node: fx.Node) -> Rule:
 
 
 add(ours.matmul.default, _matmul)
-add(aten.convolution.default, _convolution, localize="convolution")
-add(aten.convolution_backward.default, _convolution_backward, localize="convolution_backward")
-
-
-def _planes(node: fx.Node) -> Rule:
-    """Pooling and resizing: every [n, c] plane by itself."""
-    build = RuleBuilder()
-    tensors = tensor_inputs(node)
-    leading = len(spec_of(tensors[0]).shape) - 2
-    known = {d: (build.factor(spec_of(tensors[0]).shape[d]),) for d in range(leading)}
-    operands = [_dims(build, spec_of(t).shape, known) for t in tensors]
-    results = [_dims(build, s.shape, known) for s in result_specs(node)]
-    return build.rule(operands, results)
-
-
-add(
-    [
-        aten.max_pool2d_with_indices.default,
-        aten.max_pool2d_with_indices_backward.default,
-        aten.avg_pool2d.default,
-        aten.avg_pool2d_backward.default,
-        aten._adaptive_avg_pool2d_backward.default,
-        aten.upsample_nearest2d.vec,
-        aten.upsample_bilinear2d.vec,
-        aten.upsample_nearest2d.default,
-        aten.upsample_bilinear2d.default,
-    ],
-    _planes,
-    localize="planes",
-)
-add(
-    [aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default],
-    _planes,
-    localize="resized_backward",
-)
 
 
 def _layer_norm(node: fx.Node) -> Rule:
     """Batch dims are free, normalised dims whole. Operands: x, then weight and bias where present."""
     x, *rest = [spec_of(n) for n in tensor_inputs(node)]
-    batch = len(x.shape) - len(node.args[1])  # type: ignore[arg-type]
+    batch = len(x.shape) - len(argument(node, 1))
     build = RuleBuilder()
     known = {d: (build.factor(x.shape[d]),) for d in range(batch)}
-    operands = [_dims(build, x.shape, known), *(_dims(build, s.shape, {}) for s in rest)]
-    results = [_dims(build, s.shape, known) for s in result_specs(node)]
+    operands = [build.dims_from(x.shape, known), *(build.dims_from(s.shape, {}) for s in rest)]
+    results = [build.dims_from(s.shape, known) for s in result_specs(node)]
     return build.rule(operands, results)
 
 
 def _layer_norm_backward(node: fx.Node) -> Rule:
     """Operands grad, x, mean, rstd, weight, bias; gradients of weight and bias are sums over the batch dims."""
     grad, x, mean, rstd, *rest = [spec_of(n) for n in tensor_inputs(node)]
-    batch = len(x.shape) - len(node.args[2])  # type: ignore[arg-type]
+    batch = len(x.shape) - len(argument(node, 2))
     build = RuleBuilder()
     known = {d: (build.factor(x.shape[d]),) for d in range(batch)}
-    operands = [_dims(build, s.shape, known) for s in (grad, x, mean, rstd)]
-    operands += [_dims(build, s.shape, {}) for s in rest]
-    results = [_dims(build, s.shape, known if s.shape == x.shape and batch else {}) for s in result_specs(node)]
+    operands = [build.dims_from(s.shape, known) for s in (grad, x, mean, rstd)]
+    operands += [build.dims_from(s.shape, {}) for s in rest]
+    results = [build.dims_from(s.shape, known if s.shape == x.shape and batch else {}) for s in result_specs(node)]
     return build.rule(operands, results, sums({0}))
 
 
@@ -190,35 +159,67 @@ def _along_dim(node: fx.Node, dim: int, linear: tuple[Linear, ...] = ()) -> Rule
     shape = spec_of(tensor_inputs(node)[0]).shape
     build = RuleBuilder()
     known = {d: (build.factor(size),) for d, size in enumerate(shape) if d != dim % max(len(shape), 1)}
-    operands = [_dims(build, spec_of(t).shape, known) for t in tensor_inputs(node)]
-    return build.rule(operands, [_dims(build, s.shape, known) for s in result_specs(node)], linear)
+    operands = [build.dims_from(spec_of(t).shape, known) for t in tensor_inputs(node)]
+    return build.rule(operands, [build.dims_from(s.shape, known) for s in result_specs(node)], linear)
 
 
 def _softmax(node: fx.Node) -> Rule:
-    return _along_dim(node, node.args[1])  # type: ignore[arg-type]
+    return _along_dim(node, argument(node, 1))
 
 
 def _softmax_backward(node: fx.Node) -> Rule:
-    return _along_dim(node, node.args[2], sums({0}))  # type: ignore[arg-type]
+    return _along_dim(node, argument(node, 2), sums({0}))
 
 
 def _scan(node: fx.Node) -> Rule:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
-    return _along_dim(node, dim)  # type: ignore[arg-type]
+    dim: Any = node.kwargs.get("dim", -1)  # of sort.stable; argument 1 elsewhere
+    return _along_dim(node, argument(node, 1, dim))
 
 
 def _linear_scan(node: fx.Node) -> Rule:
-    return _along_dim(node, node.args[1], sums({0}))  # type: ignore[arg-type]
+    return _along_dim(node, argument(node, 1), sums({0}))
 
 
 def _top(node: fx.Node) -> Rule:
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
-    return _along_dim(node, dim)  # type: ignore[arg-type]
+    return _along_dim(node, argument(node, 2, -1))
 
 
 add(aten._softmax.default, _softmax)
 add(aten._softmax_backward_data.default, _softmax_backward)
-add([aten.cumprod.default, aten.sort.default, aten.sort.stable, aten.cummax.default], _scan)
+
+
+def _distances(node: fx.Node) -> Rule:
+    """Distances of rows: x [..., p, d], y [..., r, d] -> [..., p, r]."""
+    x, y = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    *batch, p = build.dims(x[:-1])
+    r, size = (build.factor(y[-2]),), (build.factor(x[-1], whole=True),)
+    return build.rule([[*batch, p, size], [*batch, r, size]], [[*batch, p, r]])
+
+
+def _distances_backward(node: fx.Node) -> Rule:
+    """Operands grad, x, y, distances; the gradient of x is a sum over the rows of y."""
+    grad, x, _, _ = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    *batch, p, r = build.dims(grad)
+    size = (build.factor(x[-1], whole=True),)
+    pairs, left, right = [*batch, p, r], [*batch, p, size], [*batch, r, size]
+    return build.rule([pairs, left, right, pairs], [left], sums({0}))
+
+
+def _spectrum(node: fx.Node) -> Rule:
+    """Fourier transforms along the listed dims, which are whole."""
+    shape = spec_of(tensor_inputs(node)[0]).shape
+    listed = {d % len(shape) for d in argument(node, 1)}
+    build = RuleBuilder()
+    known = {d: (build.factor(size),) for d, size in enumerate(shape) if d not in listed}
+    return build.rule([build.dims_from(shape, known)], [build.dims_from(spec_of(node).shape, known)], sums({0}))
+
+
+add(aten._cdist_forward.default, _distances)
+add(aten._cdist_backward.default, _distances_backward)
+add([aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default], _spectrum, localize="guarded")
+add([aten.logcumsumexp.default, aten.cumprod.default, aten.sort.default, aten.sort.stable, aten.cummax.default], _scan)
 add(aten.cumsum.default, _linear_scan)
 add(aten.topk.default, _top)
 
@@ -245,21 +246,22 @@ def _attention(node: fx.Node) -> Rule:
     build = RuleBuilder()
     batch, head, key_head = _heads(build, q, k)
     s, t, d, e = (build.factor(n, whole=True) for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
-    operands = [[(batch,), head, (s,), (d,)], [(batch,), (key_head,), (t,), (d,)], [(batch,), (key_head,), (t,), (e,)]]
-    operands += [_scores(b, batch, head, build) for b in bias]
-    return build.rule(operands, [[(batch,), head, (s,), (e,)], [(batch,), head, (s,)]])
+    key, value = [(batch,), (key_head,), (t,), (d,)], [(batch,), (key_head,), (t,), (e,)]
+    scores = [_scores(b, batch, head, build) for b in bias]
+    results: list[list[Dim]] = [[(batch,), head, (s,), (e,)], [(batch,), head, (s,)]]
+    return build.rule([[(batch,), head, (s,), (d,)], key, value, *scores], results)
 
 
 def _attention_backward(node: fx.Node) -> Rule:
     """Operands grad, q, k, v, (bias), out, lse."""
-    grad, q, k, v, *bias, out, lse = [spec_of(n) for n in tensor_inputs(node)]
+    _, q, k, v, *bias, _, _ = [spec_of(n) for n in tensor_inputs(node)]
     build = RuleBuilder()
     batch, head, key_head = _heads(build, q, k)
     s, t, d, e = (build.factor(n, whole=True) for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
-    query, key, value = [(batch,), head, (s,), (d,)], [(batch,), (key_head,), (t,), (d,)], [(batch,), (key_head,), (t,), (e,)]
-    result = [(batch,), head, (s,), (e,)]
-    operands = [result, query, key, value, *(_scores(b, batch, head, build) for b in bias), result, [(batch,), head, (s,)]]
-    return build.rule(operands, [query, key, value])
+    query, result, lse = [(batch,), head, (s,), (d,)], [(batch,), head, (s,), (e,)], [(batch,), head, (s,)]
+    key, value = [(batch,), (key_head,), (t,), (d,)], [(batch,), (key_head,), (t,), (e,)]
+    scores: list[list[Dim]] = [_scores(b, batch, head, build) for b in bias]
+    return build.rule([result, query, key, value, *scores, result, lse], [query, key, value])
 
 
 add(ours.attention.default, _attention)

@@ -1,8 +1,9 @@
-"""Rows for ops that move or make elements: views, slices, indexing, reductions, factories."""
+"""Rows for views, slices, reductions and factories."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.errors import RuleError
+from meshweave.ir.graph import op_name, origin_of, spec_of, tensor_inputs
+from meshweave.sharding import rules_index  # noqa: F401  (fills the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, moved, sums
-from meshweave.sharding.registry import add, result_specs
+from meshweave.sharding.registry import add, argument, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -64,7 +67,7 @@ def _view(node: fx.Node) -> Rule:
 def _permute(node: fx.Node) -> Rule:
     build = RuleBuilder()
     dims = build.dims(spec_of(tensor_inputs(node)[0]).shape)
-    return build.rule([dims], [[dims[d] for d in node.args[1]]], moved({0}))  # type: ignore[union-attr]
+    return build.rule([dims], [[dims[d] for d in argument(node, 1)]], moved({0}))
 
 
 def _expand(node: fx.Node) -> Rule:
@@ -84,13 +87,9 @@ def _some_whole(node: fx.Node, whole: set[int], linear: tuple[Linear, ...]) -> R
     """Same rank everywhere; the dims in `whole` differ or mix and are whole, the others are shared."""
     build = RuleBuilder()
     first = spec_of(tensor_inputs(node)[0]).shape
-    known = {d: build.factor(size) for d, size in enumerate(first) if d not in whole}
-
-    def dims(shape: Sequence[int]) -> list[Dim]:
-        return [(known[d],) if d in known else (build.factor(size, whole=True),) for d, size in enumerate(shape)]
-
-    operands = [dims(spec_of(t).shape) for t in tensor_inputs(node)]
-    return build.rule(operands, [dims(s.shape) for s in result_specs(node)], linear)
+    known = {d: (build.factor(size),) for d, size in enumerate(first) if d not in whole}
+    operands = [build.dims_from(spec_of(t).shape, known) for t in tensor_inputs(node)]
+    return build.rule(operands, [build.dims_from(s.shape, known) for s in result_specs(node)], linear)
 
 
 def _rank(node: fx.Node) -> int:
@@ -98,34 +97,32 @@ def _rank(node: fx.Node) -> int:
 
 
 def _slice(node: fx.Node) -> Rule:
-    return _some_whole(node, {node.args[1] % _rank(node)}, moved({0}))  # type: ignore[operator]
+    return _some_whole(node, {argument(node, 1) % _rank(node)}, moved({0}))
 
 
 def _slice_scatter(node: fx.Node) -> Rule:
-    dim = node.args[2] if len(node.args) > 2 else 0
-    return _some_whole(node, {dim % _rank(node)}, moved({0, 1}))  # type: ignore[operator]
+    return _some_whole(node, {argument(node, 2, 0) % _rank(node)}, moved({0, 1}))
 
 
 def _cat(node: fx.Node) -> Rule:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    return _some_whole(node, {dim % _rank(node)}, moved(range(len(tensor_inputs(node)))))  # type: ignore[operator]
+    return _some_whole(node, {argument(node, 1, 0) % _rank(node)}, moved(range(len(tensor_inputs(node)))))
 
 
 def _pad(node: fx.Node) -> Rule:
-    pad: Sequence[int] = node.args[1]  # type: ignore[assignment]
+    pad: Sequence[int] = argument(node, 1)
     rank = _rank(node)
     padded = {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount}
-    zero = len(node.args) < 3 or node.args[2] == 0
+    zero = argument(node, 2, 0) == 0
     return _some_whole(node, padded, sums({0}) if zero else ())
 
 
 def _listed_dims(node: fx.Node) -> Rule:
-    dims: Sequence[int] = node.args[1]  # type: ignore[assignment]
+    dims: Sequence[int] = argument(node, 1)
     return _some_whole(node, {d % _rank(node) for d in dims}, moved({0}))
 
 
 def _roll(node: fx.Node) -> Rule:
-    dims: Sequence[int] = node.args[2] if len(node.args) > 2 else ()  # type: ignore[assignment]
+    dims: Sequence[int] = argument(node, 2, ())
     rank = _rank(node)
     return _some_whole(node, {d % rank for d in dims} if dims else set(range(rank)), moved({0}))
 
@@ -136,9 +133,7 @@ def _repeat(node: fx.Node) -> Rule:
     lead = len(after) - len(before)
     kept = {d: build.factor(s) for d, s in enumerate(before) if after[d + lead] == s}
     old = [(kept[d],) if d in kept else (build.factor(s, whole=True),) for d, s in enumerate(before)]
-    new = [
-        (kept[d - lead],) if d - lead in kept else (build.factor(s, whole=True),) for d, s in enumerate(after)
-    ]
+    new = [(kept[d - lead],) if d - lead in kept else (build.factor(s, whole=True),) for d, s in enumerate(after)]
     return build.rule([old], [new], moved({0}))
 
 
@@ -147,6 +142,64 @@ def _last_two(node: fx.Node) -> Rule:
     return _some_whole(node, {rank - 1, rank - 2}, sums({0}))
 
 
+def _unfold(node: fx.Node) -> Rule:
+    """Windows along one dim: that dim becomes the windows, and a new last dim what stands in each; both whole."""
+    return _some_whole(node, {argument(node, 1) % _rank(node)}, moved({0}))
+
+
+def _refused(node: fx.Node) -> Rule:
+    raise RuleError(
+        f"{op_name(node.target)} reads memory by its strides, which a value has only where it runs",
+        where=str(origin_of(node)),
+        got=f"{node.name}({', '.join(str(spec_of(n)) for n in tensor_inputs(node))})",
+        expected="an op that is a function of the values",
+        hint="write it with view, permute, slice or unfold",
+    )
+
+
+def _diagonal(node: fx.Node) -> Rule:
+    """Two dims are gone, their diagonal is the last dim of the result, whole."""
+    shape = spec_of(tensor_inputs(node)[0]).shape
+    gone = {argument(node, 2, 0) % len(shape), argument(node, 3, 1) % len(shape)}
+    build = RuleBuilder()
+    dims = build.dims(shape, whole=gone)
+    kept = [dim for d, dim in enumerate(dims) if d not in gone]
+    return build.rule([dims], [[*kept, (build.factor(spec_of(node).shape[-1], whole=True),)]], moved({0}))
+
+
+def _diagonal_scatter(node: fx.Node) -> Rule:
+    """x with its diagonal (whole, the last dim of operand 1) replaced."""
+    shape, source = (spec_of(n).shape for n in tensor_inputs(node))
+    gone = {argument(node, 3, 0) % len(shape), argument(node, 4, 1) % len(shape)}
+    build = RuleBuilder()
+    dims = build.dims(shape, whole=gone)
+    kept = [dim for d, dim in enumerate(dims) if d not in gone]
+    return build.rule([dims, [*kept, (build.factor(source[-1], whole=True),)]], [dims], moved({0, 1}))
+
+
+def _last_whole(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
+    """All dims but the last are shared; the last, which one side may lack, is whole."""
+    build = RuleBuilder()
+    before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
+    known = {d: (build.factor(size),) for d, size in enumerate(before[: max(len(before), len(after)) - 1])}
+    return build.rule([build.dims_from(before, known)], [build.dims_from(after, known)], linear)
+
+
+def _whole(node: fx.Node) -> Rule:
+    """Ops that look at everything at once: never sharded."""
+    build = RuleBuilder()
+
+    operands = [build.dims_from(spec_of(n).shape, {}) for n in tensor_inputs(node)]
+    return build.rule(operands, [build.dims_from(s.shape, {}) for s in result_specs(node)])
+
+
+add(aten.unfold.default, _unfold)
+add([aten.diagonal.default, aten.diagonal_copy.default], _diagonal)
+add(aten.diagonal_scatter.default, _diagonal_scatter)
+add(aten.as_strided.default, _refused)
+add([aten.view_as_real.default, aten.view_as_complex.default], partial(_last_whole, linear=sums({0})))
+add(aten.view.dtype, _last_whole)
+add([aten.masked_scatter.default, aten.histc.default], _whole)
 add(aten.slice.Tensor, _slice)
 add(aten.slice_scatter.default, _slice_scatter)
 add(aten.cat.default, _cat)
@@ -160,13 +213,14 @@ add([aten.tril.default, aten.triu.default], _last_two)
 def _reduction(node: fx.Node, op: str, linear: tuple[Linear, ...]) -> Rule:
     """Dims reduced away are factors that the result lacks."""
     shape = spec_of(tensor_inputs(node)[0]).shape
-    listed: Any = node.args[1] if len(node.args) > 1 else ()
-    gone = {d % len(shape) for d in ([listed] if isinstance(listed, int) else listed or range(len(shape)))} if shape else set()
-    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    listed: Any = argument(node, 1, ())
+    dims = [listed] if isinstance(listed, int) else listed or range(len(shape))
+    gone = {d % len(shape) for d in dims} if shape else set()
+    keepdim = bool(argument(node, 2, False))
     build = RuleBuilder()
-    dims = build.dims(shape)
-    result = [() if d in gone else dim for d, dim in enumerate(dims) if d not in gone or keepdim]
-    return build.rule([dims], [result], linear, {dims[d][0]: op for d in gone})
+    operand = build.dims(shape)
+    result = [() if d in gone else dim for d, dim in enumerate(operand) if d not in gone or keepdim]
+    return build.rule([operand], [result], linear, {operand[d][0]: op for d in gone})
 
 
 def _sum(node: fx.Node) -> Rule:
@@ -181,10 +235,13 @@ def _amin(node: fx.Node) -> Rule:
     return _reduction(node, "min", (Linear(frozenset({0}), frozenset({"min"})),))
 
 
-def _whole_reduction(node: fx.Node) -> Rule:
-    """Reductions that no collective can finish: the dim is whole. Results with or without the dim."""
+def _whole_reduction(node: fx.Node, at: int = 1, default: int | None = None) -> Rule:
+    """Reductions that no collective can finish: the dims (argument `at`, all for None) are whole.
+
+    Results are with or without them.
+    """
     shape = spec_of(tensor_inputs(node)[0]).shape
-    listed: Any = node.args[1] if len(node.args) > 1 else None
+    listed: Any = argument(node, at, default)
     dims = [listed] if isinstance(listed, int) else listed
     gone = set(range(len(shape))) if dims is None or not shape else {d % len(shape) for d in dims}
     build = RuleBuilder()
@@ -196,6 +253,7 @@ def _whole_reduction(node: fx.Node) -> Rule:
 
 
 add(aten.sum.dim_IntList, _sum)
+add([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], partial(_reduction, op="sum", linear=()))
 add(aten.amax.default, _amax, localize="extreme")
 add(aten.amin.default, _amin, localize="extreme")
 add(
@@ -214,141 +272,13 @@ add(
         aten.min.default,
         aten.prod.default,
         aten.prod.dim_int,
+        aten.median.default,
         aten.median.dim,
     ],
     _whole_reduction,
 )
-
-
-def _embedding(node: fx.Node) -> Rule:
-    """weight [v, h], index [...]: a sharded vocabulary gives partial sums (rows held elsewhere count as 0)."""
-    weight, index = (spec_of(n) for n in tensor_inputs(node))
-    build = RuleBuilder()
-    v, h = build.factor(weight.shape[0]), build.factor(weight.shape[1])
-    at = build.dims(index.shape)
-    return build.rule([[(v,), (h,)], at], [[*at, (h,)]], sums({0}))
-
-
-def _embedding_backward(node: fx.Node) -> Rule:
-    grad, index = (spec_of(n) for n in tensor_inputs(node))
-    by_frequency = len(node.args) > 4 and bool(node.args[4])
-    build = RuleBuilder()
-    v, h = build.factor(spec_of(node).shape[0], whole=by_frequency), build.factor(grad.shape[-1])
-    at = build.dims(index.shape, whole=range(len(index.shape)) if by_frequency else ())
-    return build.rule([[*at, (h,)], at], [[(v,), (h,)]], sums({0}))
-
-
-add(aten.embedding.default, _embedding, localize="embedding")
-add(aten.embedding_dense_backward.default, _embedding_backward, localize="embedding_backward")
-
-
-def _beside(build: RuleBuilder, x: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim]]:
-    """Dims of a tensor and of the index into it along `dim`: other dims are shared where they agree, else whole."""
-    left: list[Dim] = []
-    right: list[Dim] = []
-    for d, (a, b) in enumerate(zip(x, index, strict=True)):
-        if d == dim:
-            left.append((build.factor(a),))
-            right.append((build.factor(b, whole=False),))
-        elif a == b:
-            left.append((build.factor(a),))
-            right.append(left[-1])
-        else:
-            left.append((build.factor(a, whole=True),))
-            right.append((build.factor(b, whole=True),))
-    return left, right
-
-
-def _gather(node: fx.Node) -> Rule:
-    """out = x at index along dim: a sharded dim gives partial sums (elements held elsewhere count as 0)."""
-    x, index = (spec_of(n).shape for n in tensor_inputs(node))
-    if not x or not index:
-        build = RuleBuilder()
-        every = [build.dims(s, whole=range(len(s))) for s in (x, index, spec_of(node).shape)]
-        return build.rule(every[:2], every[2:])
-    build = RuleBuilder()
-    left, right = _beside(build, x, index, node.args[1] % len(x))  # type: ignore[operator]
-    return build.rule([left, right], [right], sums({0}))
-
-
-def _scatter(node: fx.Node) -> Rule:
-    """x with values written at index along dim. The index's own dim is whole: x itself must count once."""
-    x, index, *sources = [spec_of(n).shape for n in tensor_inputs(node)]
-    build = RuleBuilder()
-    if not x:
-        return build.rule([build.dims(s, whole=range(len(s))) for s in (x, index, *sources)], [[]])
-    dim = node.args[1] % len(x)  # type: ignore[operator]
-    left, right = _beside(build, x, index, dim)
-    build.fixed.add(right[dim][0])
-    operands = [left, right]
-    for source in sources:
-        fits = [a == b for a, b in zip(source, index, strict=True)]
-        build.fixed.update(right[d][0] for d, same in enumerate(fits) if not same)
-        operands.append([right[d] if same else (build.factor(source[d], whole=True),) for d, same in enumerate(fits)])
-    added = node.target is aten.scatter_add.default
-    return build.rule(operands, [left], sums({0, 2}) if added else ())
-
-
-def _index_select(node: fx.Node) -> Rule:
-    x, index = (spec_of(n).shape for n in tensor_inputs(node))
-    build = RuleBuilder()
-    dims = build.dims(x)
-    at = build.factor(index[0] if index else 1)
-    dim = node.args[1] % len(x)  # type: ignore[operator]
-    result = [(at,) if d == dim else f for d, f in enumerate(dims)]
-    return build.rule([dims, [(at,)] if index else []], [result], sums({0}))
-
-
-add(aten.gather.default, _gather, localize="gather")
-add([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], _scatter, localize="scatter")
-add(aten.index_select.default, _index_select, localize="index_select")
-
-
-def _index_parts(indices: Sequence[Any], rank: int) -> tuple[list[int], int, bool]:
-    """Indexed dims, rank of the broadcast index, and whether its dims go to the front of the result."""
-    at = [d for d, i in enumerate(indices) if i is not None]
-    width = max(len(spec_of(indices[d]).shape) for d in at)
-    together = at == list(range(at[0], at[-1] + 1))
-    return at, width, not together
-
-
-def _index_dims(
-    build: RuleBuilder, x: Sequence[int], indices: Sequence[Any]
-) -> tuple[list[Dim], list[list[Dim]], list[Dim]]:
-    """Dims of x, of each index and of x[indices]: indexed dims whole, the others and the index's own free."""
-    at, width, to_front = _index_parts(indices, len(x))
-    shapes = [spec_of(indices[d]).shape for d in at]
-    wide = torch.broadcast_shapes(*shapes)
-    own: list[Dim] = build.dims(wide)
-    dims = build.dims(x, whole=at)
-    each = [[() if s == 1 else own[width - len(shape) + i] for i, s in enumerate(shape)] for shape in shapes]
-    rest = [(d, dims[d]) for d in range(len(x)) if d not in at]
-    first = 0 if to_front else at[0]
-    result = [f for d, f in rest if d < first] + own + [f for d, f in rest if d >= first]
-    return dims, each, result
-
-
-def _index(node: fx.Node) -> Rule:
-    build = RuleBuilder()
-    dims, each, result = _index_dims(build, spec_of(node.args[0]).shape, node.args[1])  # type: ignore[arg-type]
-    return build.rule([dims, *each], [result], moved({0}))
-
-
-def _index_put(node: fx.Node) -> Rule:
-    """Only dims beside the indexed ones are free: what several positions write to one place must meet there."""
-    x, indices, values = node.args[:3]
-    build = RuleBuilder()
-    dims, each, result = _index_dims(build, spec_of(x).shape, indices)  # type: ignore[arg-type]
-    for index in each:
-        build.fixed.update(f for dim in index for f in dim)
-    shape = spec_of(values).shape  # type: ignore[arg-type]
-    last = result[len(result) - len(shape) :]
-    source = [() if s == 1 else f for s, f in zip(shape, last, strict=True)]
-    return build.rule([dims, *each, source], [dims])
-
-
-add([aten.index.Tensor, aten._unsafe_index.Tensor], _index)
-add([aten.index_put.default, aten._unsafe_index_put.default], _index_put)
+add(aten.mode.default, partial(_whole_reduction, default=-1))
+add(aten.kthvalue.default, partial(_whole_reduction, at=2, default=-1))
 
 
 def _factory(node: fx.Node) -> Rule:

@@ -1,0 +1,66 @@
+"""`meshweave check` over every model and mesh that must hold, as a user would run it; a Markdown table of the worst errors.
+
+    python benchmarks/check_matrix.py [-o benchmarks/results/check_matrix.md] [--quick]
+
+Uneven everywhere: vocabulary 257, 3 heads (on tp=2 and tp=4), batch 5 (on dp=2 and dp=4). One process per check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SIZES = "num_hidden_layers=2&hidden_size=48&intermediate_size=96&num_attention_heads=3"
+MODELS = {
+    "llama": f"hf:llama?{SIZES}&num_key_value_heads=3&vocab_size=257",
+    "gpt2": "hf:gpt2?n_layer=2&n_embd=48&n_head=3&vocab_size=257",
+    "bert": f"hf:bert?{SIZES}&vocab_size=257",
+    "vit": f"hf:vit?{SIZES}",
+    "qwen2": f"hf:qwen2?{SIZES}&num_key_value_heads=3&vocab_size=257",
+    "mlp": f"{ROOT}/examples/mlp.py:factory",
+    "cnn": f"{ROOT}/examples/cnn.py:factory",
+}
+MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2,tp=2")
+
+
+def check(model: str, mesh: str) -> dict[str, object]:
+    command = [sys.executable, "-m", "meshweave", "check", model, "--mesh", mesh, "--json"]
+    if model.startswith("hf:"):
+        command += ["--batch", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = done.stdout.strip().splitlines()
+    found = json.loads(lines[-1]) if lines else {}
+    return {"exit": done.returncode, "error": done.stderr.strip()[-300:] if done.returncode else "", **found}
+
+
+def worst(found: dict[str, object], kind: str) -> str:
+    rows = [r for r in found.get("by_kind", []) if r["run"] == "mesh" and r["kind"].startswith(kind)]  # type: ignore[attr-defined, union-attr]
+    return f"{max(r['error'] for r in rows):.1e}" if rows else "-"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two meshes only")
+    options = parser.parse_args()
+    rows = ["| model | mesh | result | loss | gradients | parameters | state |", "|---|---|---|---|---|---|---|"]
+    failures = 0
+    for name, model in MODELS.items():
+        for mesh in MESHES[1:4:2] if options.quick else MESHES:
+            found = check(model, mesh)
+            failures += found["exit"] != 0
+            verdict = "equal" if found["exit"] == 0 else f"FAILED {found['error']}"
+            cells = [worst(found, k) for k in ("loss", "gradient", "parameter", "state")]
+            rows.append(f"| {name} | {mesh} | {verdict} | {' | '.join(cells)} |")
+            print(rows[-1], flush=True)
+    if options.output:
+        options.output.write_text("\n".join(rows) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

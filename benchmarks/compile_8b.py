@@ -1,0 +1,80 @@
+"""Compile time, memory and size of the compiled step of an 8B Llama, for 64 and for 16,384 ranks.
+
+    python benchmarks/compile_8b.py                 # both, each in a process of its own
+    python benchmarks/compile_8b.py fsdp=8,tp=8     # one mesh
+
+Reads CPU seconds beside wall seconds, since machines are shared. The model is on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+MESHES = ("fsdp=8,tp=8", "fsdp=2048,tp=8")
+
+
+def measure(mesh_text: str, layers: int = 32) -> dict[str, object]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import meshweave as mw
+    from meshweave.capture.optimizers import read_optimizer
+    from meshweave.capture.step import CaptureOptions
+    from meshweave.compile import build_program
+
+    config = AutoConfig.for_model(
+        "llama",
+        num_hidden_layers=layers,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    mesh = mw.Mesh(mesh_text)
+    ids = torch.empty(2 * mesh.size("fsdp"), 8192, dtype=torch.long, device="meta")
+    optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
+    options = CaptureOptions(autocast=torch.bfloat16, clip_grad_norm=1.0)
+    wall, cpu = time.perf_counter(), time.process_time()
+    program = build_program(
+        model,
+        lambda out, batch: out.loss,
+        {"input_ids": ids, "labels": ids},
+        optimizer,
+        mesh,
+        None,
+        mw.AlphaBeta(),
+        options,
+    )
+    return {
+        "mesh": mesh_text,
+        "ranks": mesh.num_devices,
+        "layers": layers,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "wall_s": round(time.perf_counter() - wall, 1),
+        "cpu_s": round(time.process_time() - cpu, 1),
+        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "captured_nodes": len(program.captured.graph.nodes),
+        "placed_nodes": len(program.placed.graph.nodes),
+        "rank_graph_nodes": len(program.rank.graph.nodes),
+    }
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(sys.argv[1])))
+        return
+    for mesh in MESHES:
+        done = subprocess.run([sys.executable, __file__, mesh], check=True, capture_output=True, text=True)
+        print(done.stdout.strip().splitlines()[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

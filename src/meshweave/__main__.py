@@ -1,0 +1,6 @@
+"""`python -m meshweave` is the command `meshweave`."""
+
+from meshweave.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Tables for the terminal: the moves of a plan, and what a check found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from meshweave.check.numerics import NumericsReport, TensorError
+from meshweave.report.moves import MoveRow
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedRow:
+    """Moves that differ in the number of their layer alone. `name` is the module or parameter, `*` for the number."""
+
+    row: MoveRow
+    name: str
+    count: int
+
+    @property
+    def bytes_received(self) -> int:
+        return self.row.bytes_received * self.count
+
+
+def fold(rows: Iterable[MoveRow], *, twins: bool = True) -> list[FoldedRow]:
+    """Rows in the order of their first appearance; with `twins`, those of repeated layers as one."""
+    counts: dict[Any, int] = {}
+    first: dict[Any, MoveRow] = {}
+    for i, row in enumerate(rows):
+        key = _twin_key(row) if twins else i
+        first.setdefault(key, row)
+        counts[key] = counts.get(key, 0) + 1
+    return [FoldedRow(row, _stars(row.module) if twins else row.module, counts[key]) for key, row in first.items()]
+
+
+def _stars(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _twin_key(row: MoveRow) -> tuple[Any, ...]:
+    return (
+        row.phase, row.kind, row.source, row.target, row.value, row.steps, row.bytes_received, row.line,
+        _stars(row.module),
+    )  # fmt: skip
+
+
+def moves_table(rows: Sequence[MoveRow], *, show_all: bool = False) -> Table:
+    """One line per move: bytes are those that one device receives. Twins share a line unless `show_all`."""
+    table = _table("phase", "kind", "from", "to", "value", ">bytes", ">times", "of", "line")
+    phase = ""
+    for item in fold(rows, twins=not show_all):
+        row = item.row
+        if phase and row.phase != phase:
+            table.add_section()
+        shown = (row.phase if row.phase != phase else "", row.kind, row.source, row.target, row.value)
+        table.add_row(*shown, bytes_text(row.bytes_received), str(item.count), item.name or row.name, _short(row.line))
+        phase = row.phase
+    return table
+
+
+def _short(line: str) -> str:
+    """`models/llama/modeling_llama.py:306 in forward` as `modeling_llama.py:306`."""
+    return line.partition(" in ")[0].rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """All moves of one kind in one phase."""
+
+    phase: str
+    kind: str
+    count: int
+    bytes_received: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def totals(rows: Iterable[MoveRow]) -> list[Total]:
+    """One total per phase and kind, in the order of their first appearance."""
+    found: dict[tuple[str, str], Total] = {}
+    for row in rows:
+        held = found.get((row.phase, row.kind), Total(row.phase, row.kind, 0, 0))
+        total = Total(held.phase, held.kind, held.count + 1, held.bytes_received + row.bytes_received)
+        found[row.phase, row.kind] = total
+    return list(found.values())
+
+
+def totals_table(rows: Sequence[MoveRow]) -> Table:
+    """Number and bytes of the moves, per kind and phase and in all."""
+    table = _table("phase", "kind", ">moves", ">bytes per device")
+    for total in totals(rows):
+        table.add_row(total.phase, total.kind, str(total.count), bytes_text(total.bytes_received))
+    table.add_section()
+    table.add_row("all", "", str(len(rows)), bytes_text(sum(row.bytes_received for row in rows)))
+    return table
+
+
+def numerics_table(report: NumericsReport) -> Table:
+    """Per run and kind of tensor the worst of them, with its bound."""
+    table = _table("run", "against", "kind", ">tensors", ">worst error", ">bound", "worst tensor", "")
+    groups: dict[tuple[str, str, str], list[TensorError]] = {}
+    for error in report.errors:
+        groups.setdefault((error.run, error.reference, error.kind), []).append(error)
+    last = ""
+    for (run, reference, kind), errors in sorted(groups.items(), key=lambda item: (item[0][0] != "mesh", item[0][2])):
+        if last and run != last:
+            table.add_section()
+        names = (run, reference) if run != last else ("", "")
+        worst, last = errors[0], run
+        table.add_row(*names, kind, str(len(errors)), _error(worst), f"{worst.bound:.0e}", worst.name, _mark(worst))
+    return table
+
+
+def _error(error: TensorError) -> str:
+    return error.problem or f"{error.error:.2e}"
+
+
+def _mark(error: TensorError) -> str:
+    if not error.ok:
+        return "[bold red]FAIL[/]"
+    return "[green]ok[/]" if error.rounding is None else f"ok: its rounding is {error.rounding:.1e}"
+
+
+def failures_table(failed: Sequence[TensorError]) -> Table:
+    """The tensors that differ, worst first, with the element that differs the most."""
+    table = _table("tensor", "kind", "run", ">error", "at", ">got", ">expected")
+    for e in failed:
+        at = str(list(e.index)) if e.index else ""
+        table.add_row(e.name, e.kind, f"{e.run} against {e.reference}", _error(e), at, f"{e.got:.9g}", f"{e.expected:.9g}")
+    return table
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Bytes with a unit: 512 B, 16.0 KiB, 2.3 GiB."""
+    value, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _table(*columns: str) -> Table:
+    """A plain table; a column that begins with > is aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    return table

@@ -1,0 +1,258 @@
+"""Collectives of one rank over process groups of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshweave.errors import StepError
+from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import STARTS, RankGraph, collectives
+from meshweave.runtime.executor import Values
+from meshweave.runtime.local import reduce_in_order
+from meshweave.runtime.watch import await_work
+
+# A peer that is alive and silent for so long is taken for stuck. Dead ones are noticed sooner (see watch.py).
+# torch's own default for Gloo is 30 minutes.
+TIMEOUT = timedelta(minutes=5)
+# Up to here one round that gathers every operand beats two rounds (exchange, then gather): on Gloo, 4 processes on 2
+# shared cores, torch 2.13, 2026-10, `all_reduce` of float32, least of 4 runs: 64 B 4.4 ms in one round (native 6.0),
+# 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
+ONE_ROUND_BYTES = 1 << 20
+_REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The process group of one axis list that this rank is in.
+
+    torch sorts the ranks of a process group. `order[i]` is the rank in the process group of member i of the flattened
+    axes; blocks are permuted where the two orders differ.
+    """
+
+    process_group: dist.ProcessGroup | None
+    order: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.order)
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.order == tuple(range(self.size))
+
+    def to_ranks(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Blocks in the order of the flattened axes, put in the order of the process group."""
+        return [blocks[self.order.index(rank)] for rank in range(self.size)]
+
+    def from_ranks(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Blocks in the order of the process group, put in the order of the flattened axes."""
+        return [blocks[rank] for rank in self.order]
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A started collective. `held` are buffers that must live until it is done; `finish` makes the value of them."""
+
+    work: dist.Work
+    held: tuple[Tensor, ...]
+    finish: Callable[[], Tensor | Pending]
+    value: Tensor | None = None
+
+
+class ConnectionLost(StepError):
+    """A collective that broke off. Why is known to the rank that failed first."""
+
+
+@dataclass(slots=True)
+class ClusterCommunicator:
+    """Collectives of one rank over process groups.
+
+    On CPU (Gloo) only bytes are moved, and reductions are local, in the order of the group: so every dtype works and
+    the bits are those of the virtual devices of one process. On CUDA (NCCL) reductions are the library's.
+    """
+
+    mesh: Mesh
+    rank: int
+    is_native: bool
+    check: Callable[[], None] = lambda: None
+    timeout: timedelta = TIMEOUT
+    num_started: int = 0
+    num_waited: int = 0
+    open: set[Pending] = field(default_factory=set)
+    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def prepare(self, graph: RankGraph) -> None:
+        """Make the process groups of every collective in `graph`. All ranks of the world call it together."""
+        used = {str(n.args[-1]) for n in graph.graph.nodes if n.op == "call_function" and n.target in STARTS}
+        for axes in sorted(used):
+            self.group(tuple(axes.split(",")))
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """The group of `axes`; made when first asked for, then by all ranks of the world together."""
+        if axes not in self._groups:
+            self._groups[axes] = self._make(axes)
+        return self._groups[axes]
+
+    @property
+    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(self._made.values())
+
+    def _make(self, axes: tuple[str, ...]) -> Group:
+        groups = self.mesh.groups(axes)
+        members = next(g for g in groups if self.rank in g)
+        ranks = tuple(sorted(members))
+        order = tuple(ranks.index(r) for r in members)
+        if len(members) == 1:
+            return Group(None, order)
+        if ranks not in self._made:
+            # Every rank calls new_group for every group, in one order: torch names groups by counting the calls.
+            for group in sorted(sorted(g) for g in groups):
+                made = dist.new_group(group, timeout=self.timeout, group_desc=",".join(axes))
+                if self.rank in group:
+                    self._made[ranks] = made
+        return Group(self._made[ranks], order)
+
+    def start(self, op: Any, axes: tuple[str, ...], operands: Sequence[Tensor], args: Sequence[Any]) -> Values:
+        """Begin a collective. Its value is a `Pending` until waited for, or the operand in a group of one."""
+        (operand,) = operands
+        group = self.group(axes)
+        self.num_started += 1
+        if group.process_group is None:
+            return [operand]
+        self.check()
+        begin = (_NATIVE if self.is_native else _MOVED)[op]
+        return [self._begun(lambda: begin(group, operand.contiguous(), args))]
+
+    def wait(self, values: Values) -> Values:
+        """The finished values. Raises StepError, within seconds, when a peer has failed."""
+        return [self._finished(v) if isinstance(v, Pending) else v for v in values]
+
+    def drain(self) -> None:
+        """Wait for everything that was started."""
+        self.wait(list(self.open))
+
+    def _begun(self, begin: Callable[[], Pending]) -> Pending:
+        try:
+            pending = begin()
+        except RuntimeError as error:
+            raise ConnectionLost("a collective could not start", got=str(error)) from error
+        self.open.add(pending)
+        return pending
+
+    def _finished(self, pending: Pending) -> Tensor:
+        if pending.value is None:
+            self._await(pending.work)
+            self.num_waited += 1
+            self.open.discard(pending)
+            made = pending.finish()
+            pending.value = self._finished(self._begun(lambda: made)) if isinstance(made, Pending) else made
+            pending.held = ()
+        return pending.value
+
+    def _await(self, work: dist.Work) -> None:
+        try:
+            if self.is_native:
+                work.wait()  # orders the streams and returns
+            else:
+                await_work(work, self.check)
+        except RuntimeError as error:
+            raise ConnectionLost("a collective broke off", got=str(error)) from error
+
+
+# What a collective becomes. Blocks are along dim 0, in the order of the flattened axes.
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _gather(group: Group, x: Tensor, finish: Callable[[Tensor], Tensor]) -> Pending:
+    """All-gather; `finish` gets the operands of all members, stacked."""
+    out = x.new_empty((group.size, *x.shape))
+    work = all_gather_single(_bytes(out), _bytes(x), group=group.process_group, async_op=True)
+    return Pending(
+        work, (x, out), lambda: finish(out if group.is_sorted else torch.stack(group.from_ranks(out.unbind(0))))
+    )
+
+
+def _exchange(
+    group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int], finish: Callable[[list[Tensor]], Any]
+) -> Pending:
+    """All-to-all of rows of `x`: `sent[i]` rows to member i, `received[i]` rows from it. `finish` gets what came."""
+    send = x if group.is_sorted else torch.cat(group.to_ranks(x.split(list(sent))))
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    row = prod(x.shape[1:]) * x.itemsize
+    came, went = ([splits[group.order.index(r)] for r in range(group.size)] for splits in (received, sent))
+    work = dist.all_to_all_single(
+        _bytes(out), _bytes(send), [n * row for n in came], [n * row for n in went], group.process_group, async_op=True
+    )
+    return Pending(work, (send, out), lambda: finish(group.from_ranks(out.split(came))))
+
+
+def _all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    return _gather(group, x, lambda stacked: stacked.flatten(0, 1))
+
+
+def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    received, sent = args
+    return _exchange(group, x, received, sent, torch.cat)
+
+
+def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    """An exchange, then a local reduction: as many bytes as a ring, in one round."""
+    rows = [x.shape[0] // group.size] * group.size
+    return _exchange(group, x, rows, rows, lambda parts: reduce_in_order(parts, args[0]))
+
+
+def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    """Small operands, and those of two, are gathered and reduced by all; others are exchanged, reduced and gathered."""
+    if group.size == 2 or x.nbytes * group.size <= ONE_ROUND_BYTES:
+        return _gather(group, x, lambda stacked: reduce_in_order(stacked.unbind(0), args[0]))
+    block = -(-x.numel() // group.size)
+    flat = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel()))
+
+    def gather(parts: list[Tensor]) -> Pending:
+        return _gather(group, reduce_in_order(parts, args[0]), lambda out: out.view(-1)[: x.numel()].view(x.shape))
+
+    return _exchange(group, flat, [block] * group.size, [block] * group.size, gather)
+
+
+def _native_all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    out = _countable(x).clone()
+    work = dist.all_reduce(out, _REDUCE[args[0]], group.process_group, async_op=True)
+    return Pending(work, (out,), lambda: out.view(x.dtype))
+
+
+def _native_reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    dealt = _countable(x if group.is_sorted else torch.cat(group.to_ranks(x.chunk(group.size))))
+    out = dealt.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    work = reduce_scatter_single(out, dealt, _REDUCE[args[0]], group.process_group, async_op=True)
+    return Pending(work, (dealt, out), lambda: out.view(x.dtype))
+
+
+def _countable(x: Tensor) -> Tensor:
+    """Booleans as 0 and 1: their maximum is `or`, their minimum `and`."""
+    return x.view(torch.uint8) if x.dtype is torch.bool else x
+
+
+_MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
+    collectives.all_gather_into_tensor.default: _all_gather,
+    collectives.all_to_all_single.default: _all_to_all,
+    collectives.all_reduce.default: _all_reduce,
+    collectives.reduce_scatter_tensor.default: _reduce_scatter,
+}
+_NATIVE = {
+    **_MOVED,
+    collectives.all_reduce.default: _native_all_reduce,
+    collectives.reduce_scatter_tensor.default: _native_reduce_scatter,
+}

@@ -1,0 +1,214 @@
+"""Failure detection: the first failure on one process becomes known to every other within seconds.
+
+Each process has one daemon thread with its own connection to the job's store. It looks for a declared failure, and
+raises a heartbeat that its neighbour in the ring of ranks looks at. So the store serves a constant number of requests
+per process, and of any set of dead processes one has a living neighbour.
+
+A step fails on all ranks alike (a loss that is not finite) or on one. The failing rank waits briefly for the others to
+fail at the same point; if they do, nothing is broken and the job goes on. If not, it declares its failure.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from meshweave.errors import StepError
+
+# Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after SUSPECT + POLL where a
+# connection broke with it, and after STALE + BEAT where nothing but its heartbeat tells (NCCL).
+POLL = 0.25
+BEAT = 1.0
+LOCKSTEP = 2.0  # how long a failing rank waits for the others to fail at the same point
+SUSPECT = 3.5  # silence that means death once a connection has broken
+STALE = 10.0  # silence that means death by itself: a process may hold the interpreter lock for seconds
+LINGER = 5.0  # how long rank 0, which often hosts the store, waits at its end for the others
+_CLOSED = b"closed"
+_MAX_TEXT = 4000
+
+
+class Watch:
+    """The view that one process has of the health of all. `on_failure` is called once, on any thread.
+
+    `store` must be a name space of its own. Every process makes its watches in the same order.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int, on_failure: Callable[[], None]) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        # A connection of its own: one that the main thread is blocked in would block the watch.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._on_failure = on_failure
+        self._failure: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._store.set(f"beat/{rank}", b"0")
+        self._thread = threading.Thread(target=self._run, name="meshweave-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close, LINGER)
+
+    # what happened
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def error(self) -> StepError:
+        """The first failure, as the other ranks report it."""
+        assert self._failure is not None
+        return StepError(
+            self._failure["what"],
+            where=f"seen by rank {self.rank}",
+            got=self._failure["got"],
+            hint="the job cannot go on: start it again, from its last checkpoint",
+        )
+
+    def check(self) -> None:
+        """Raises StepError when some process has failed."""
+        if self._failure is not None:
+            raise self.error()
+
+    def is_own(self) -> bool:
+        """Whether the failure is this rank's own."""
+        return self._failure is not None and self._failure["rank"] == self.rank
+
+    def declare(self, what: str, got: str, rank: int) -> None:
+        """Make a failure of `rank` known, unless another is known already: the first one counts."""
+        text = json.dumps({"what": what, "got": got[:_MAX_TEXT], "rank": rank})
+        try:
+            first = self._store.compare_set("first", "", text)
+        except RuntimeError:  # the store is gone as well, and this process is on its own
+            first = text.encode()
+        self._fail(json.loads(first))
+
+    def agree(self, point: str) -> bool:
+        """Whether every rank comes to this `point` within LOCKSTEP seconds and none declares a failure."""
+        end = time.monotonic() + LOCKSTEP
+        try:
+            self._store.add(f"at/{point}", 1)
+            while not self.has_failed and time.monotonic() < end:
+                if self._store.add(f"at/{point}", 0) >= self.num_ranks:
+                    return True
+                time.sleep(0.02)
+        except RuntimeError:
+            self._lost_store()
+        return False
+
+    def declare_silent(self) -> None:
+        """After a broken connection: name the rank that left or fell silent, unless a failure is declared meanwhile."""
+        try:
+            seen = self._beats()
+            if _CLOSED in seen:
+                self._declare_gone(seen.index(_CLOSED))
+            self._until(lambda: self.has_failed, SUSPECT)
+            now = seen if self.has_failed else self._beats()
+        except RuntimeError:
+            self._lost_store()
+            return
+        silent = [r for r in range(self.num_ranks) if r != self.rank and seen[r] == now[r]]
+        if not self.has_failed and silent:
+            self._declare_gone(silent[0])
+
+    def settle(self) -> None:
+        """Called with the failure known. Rank 0 waits until the others know it, for the store may end with it."""
+        if self.rank == 0:
+            with suppress(RuntimeError):
+                self._until(lambda: self._store.add("seen", 0) >= self.num_ranks, LOCKSTEP)
+
+    def close(self, linger: float = 0.0) -> None:
+        """Stop watching. Rank 0 waits up to `linger` seconds for the others to stop, while nothing has failed."""
+        if self._stop.is_set():
+            return
+        atexit.unregister(self.close)
+        with suppress(RuntimeError):  # the store ended before us
+            self._store.set(f"beat/{self.rank}", _CLOSED)
+            self._store.add("closed", 1)
+            if self.rank == 0:
+                self._until(lambda: self.has_failed or self._store.add("closed", 0) >= self.num_ranks, linger)
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2 * POLL)
+
+    # the thread
+
+    def _run(self) -> None:
+        neighbour = (self.rank + 1) % self.num_ranks
+        beat, heard, heard_at, beat_at = 0, b"", time.monotonic(), 0.0
+        try:
+            while not self._stop.wait(POLL) and not self.has_failed:
+                if self._store.check(["first"]):
+                    self._fail(json.loads(self._store.get("first")))
+                    return
+                now = time.monotonic()
+                if now - beat_at < BEAT:
+                    continue
+                # Where our own beat was late this process was stopped, and perhaps the neighbour with it.
+                was_stopped, beat, beat_at = now - beat_at > 3 * BEAT, beat + 1, now
+                self._store.set(f"beat/{self.rank}", str(beat))
+                said = self._beat_of(neighbour)
+                if said != heard or said == _CLOSED or was_stopped:
+                    heard, heard_at = said, now
+                if now - heard_at > STALE:
+                    self._declare_gone(neighbour)
+        except RuntimeError:
+            if not self._stop.is_set():
+                self._lost_store()
+
+    def _beat_of(self, rank: int) -> bytes:
+        key = f"beat/{rank}"
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def _beats(self) -> list[bytes]:
+        return [self._beat_of(rank) for rank in range(self.num_ranks)]
+
+    def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not done():
+            time.sleep(0.05)
+
+    def _declare_gone(self, rank: int) -> None:
+        self.declare(
+            f"rank {rank} is gone", f"its process has ended or does not answer, as rank {self.rank} found", rank
+        )
+
+    def _lost_store(self) -> None:
+        self._fail(
+            {
+                "what": "rank 0 is gone",
+                "got": "the job's store does not answer: the process that hosts it, rank 0 or torchrun, has ended",
+                "rank": 0,
+            }
+        )
+
+    def _fail(self, failure: dict[str, Any]) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+        with suppress(RuntimeError):
+            self._store.add("seen", 1)
+        self._on_failure()
+
+
+def await_work(work: dist.Work, check: Callable[[], None]) -> None:
+    """Wait for a Gloo work, calling `check` (which may raise) every POLL seconds.
+
+    Costs nothing while the work runs, for `wait` with a timeout sleeps on the work's own condition variable.
+    """
+    while True:
+        try:
+            work.wait(timedelta(seconds=POLL))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # returns, or raises what went wrong
+                return
+        check()

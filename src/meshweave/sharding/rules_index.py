@@ -1,0 +1,154 @@
+"""Rows for embeddings, gathers, scatters and indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.sharding.factors import Dim, Rule, RuleBuilder, moved, sums
+from meshweave.sharding.registry import add, argument
+
+aten = torch.ops.aten
+
+
+def _embedding(node: fx.Node) -> Rule:
+    """weight [v, h], index [...]: a sharded vocabulary gives partial sums (rows held elsewhere count as 0)."""
+    weight, index = (spec_of(n) for n in tensor_inputs(node))
+    build = RuleBuilder()
+    v, h = build.factor(weight.shape[0]), build.factor(weight.shape[1])
+    at = build.dims(index.shape)
+    return build.rule([[(v,), (h,)], at], [[*at, (h,)]], sums({0}))
+
+
+def _embedding_backward(node: fx.Node) -> Rule:
+    grad, index = (spec_of(n) for n in tensor_inputs(node))
+    by_frequency = bool(argument(node, 4, False))
+    build = RuleBuilder()
+    v, h = build.factor(spec_of(node).shape[0], whole=by_frequency), build.factor(grad.shape[-1])
+    at = build.dims(index.shape, whole=range(len(index.shape)) if by_frequency else ())
+    return build.rule([[*at, (h,)], at], [[(v,), (h,)]], sums({0}))
+
+
+add(aten.embedding.default, _embedding, localize="embedding")
+add(aten.embedding_dense_backward.default, _embedding_backward, localize="embedding_backward")
+
+
+def _beside(build: RuleBuilder, x: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim]]:
+    """Dims of a tensor and of the index into it along `dim`: other dims are shared where they agree, else whole."""
+    left: list[Dim] = []
+    right: list[Dim] = []
+    for d, (a, b) in enumerate(zip(x, index, strict=True)):
+        if d == dim:
+            left.append((build.factor(a),))
+            right.append((build.factor(b, whole=False),))
+        elif a == b:
+            left.append((build.factor(a),))
+            right.append(left[-1])
+        else:
+            left.append((build.factor(a, whole=True),))
+            right.append((build.factor(b, whole=True),))
+    return left, right
+
+
+def _gather(node: fx.Node) -> Rule:
+    """out = x at index along dim: a sharded dim gives partial sums (elements held elsewhere count as 0)."""
+    x, index = (spec_of(n).shape for n in tensor_inputs(node))
+    if not x or not index:
+        build = RuleBuilder()
+        every = [build.dims(s, whole=range(len(s))) for s in (x, index, spec_of(node).shape)]
+        return build.rule(every[:2], every[2:])
+    build = RuleBuilder()
+    left, right = _beside(build, x, index, argument(node, 1) % len(x))
+    return build.rule([left, right], [right], sums({0}))
+
+
+def _scatter(node: fx.Node, whole: bool = False) -> Rule:
+    """x with values written at index along dim. The index's own dim is whole: x itself must count once.
+
+    `whole`: so is the dim of x.
+    """
+    x, index, *sources = [spec_of(n).shape for n in tensor_inputs(node)]
+    build = RuleBuilder()
+    if not x:
+        return build.rule([build.dims(s, whole=range(len(s))) for s in (x, index, *sources)], [[]])
+    dim = argument(node, 1) % len(x)
+    left, right = _beside(build, x, index, dim)
+    build.fixed.update([right[dim][0], *(left[dim] if whole else ())])
+    operands = [left, right]
+    for source in sources:
+        fits = [a == b for a, b in zip(source, index, strict=True)]
+        build.fixed.update(right[d][0] for d, same in enumerate(fits) if not same)
+        operands.append([right[d] if same else (build.factor(source[d], whole=True),) for d, same in enumerate(fits)])
+    added = node.target is aten.scatter_add.default
+    return build.rule(operands, [left], sums({0, 2}) if added else ())
+
+
+def _index_select(node: fx.Node) -> Rule:
+    x, index = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    dims = build.dims(x)
+    at = build.factor(index[0] if index else 1)
+    dim = argument(node, 1) % len(x)
+    result = [(at,) if d == dim else f for d, f in enumerate(dims)]
+    return build.rule([dims, [(at,)] if index else []], [result], sums({0}))
+
+
+add(aten.gather.default, _gather, localize="gather")
+add([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], _scatter, localize="scatter")
+add(
+    [aten.scatter.value_reduce, aten.scatter_reduce.two],
+    partial(_scatter, whole=True),
+)
+add(aten.index_select.default, _index_select, localize="index_select")
+
+
+def _index_parts(indices: Sequence[Any], rank: int) -> tuple[list[int], int, bool]:
+    """Indexed dims, rank of the broadcast index, and whether its dims go to the front of the result."""
+    at = [d for d, i in enumerate(indices) if i is not None]
+    width = max(len(spec_of(indices[d]).shape) for d in at)
+    together = at == list(range(at[0], at[-1] + 1))
+    return at, width, not together
+
+
+def _index_dims(
+    build: RuleBuilder, x: Sequence[int], indices: Sequence[Any]
+) -> tuple[list[Dim], list[list[Dim]], list[Dim]]:
+    """Dims of x, of each index and of x[indices]: indexed dims whole, the others and the index's own free."""
+    at, width, to_front = _index_parts(indices, len(x))
+    shapes = [spec_of(indices[d]).shape for d in at]
+    wide = torch.broadcast_shapes(*shapes)
+    own: list[Dim] = build.dims(wide)
+    dims = build.dims(x, whole=at)
+    each = [[() if s == 1 else own[width - len(shape) + i] for i, s in enumerate(shape)] for shape in shapes]
+    rest = [(d, dims[d]) for d in range(len(x)) if d not in at]
+    first = 0 if to_front else at[0]
+    result = [f for d, f in rest if d < first] + own + [f for d, f in rest if d >= first]
+    return dims, each, result
+
+
+def _index(node: fx.Node) -> Rule:
+    build = RuleBuilder()
+    dims, each, result = _index_dims(build, spec_of(argument(node, 0)).shape, argument(node, 1))
+    return build.rule([dims, *each], [result], moved({0}))
+
+
+def _index_put(node: fx.Node) -> Rule:
+    """Only dims beside the indexed ones are free: what several positions write to one place must meet there."""
+    x, indices, values = (argument(node, i) for i in range(3))
+    build = RuleBuilder()
+    dims, each, result = _index_dims(build, spec_of(x).shape, indices)
+    for index in each:
+        build.fixed.update(f for dim in index for f in dim)
+    shape = spec_of(values).shape
+    last = result[len(result) - len(shape) :]
+    source = [() if s == 1 else f for s, f in zip(shape, last, strict=True)]
+    return build.rule([dims, *each, source], [dims])
+
+
+add([aten.index.Tensor, aten._unsafe_index.Tensor], _index)
+add([aten.index_put.default, aten._unsafe_index_put.default], _index_put)

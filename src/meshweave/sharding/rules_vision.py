@@ -1,0 +1,205 @@
+"""Rows for convolutions, pooling, resizing, padding and sampling of images."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import fx
+
+from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
+from meshweave.sharding.registry import add, argument, result_specs
+
+aten = torch.ops.aten
+
+
+def _channels(
+    build: RuleBuilder, x: Spec, w: Spec, transposed: bool, groups: int, whole_input: bool
+) -> tuple[Dim, Dim, dict[int, Dim]]:
+    """Factors of the input channels, of the output channels and of the weight's dims: channels are (group, member)."""
+    wide = w.shape[1] * groups if transposed else w.shape[0]
+    group = build.factor(groups)
+    before = (group, build.factor(x.shape[1] // groups, whole=whole_input))
+    after = (group, build.factor(wide // groups))
+    return before, after, {0: before, 1: after[1:]} if transposed else {0: after, 1: before[1:]}
+
+
+def _convolution(node: fx.Node) -> Rule:
+    """Free over batch, groups and channels; a sharded input channel gives partial sums, unless a bias is added."""
+    x, w, *bias = [spec_of(n) for n in tensor_inputs(node)]
+    transposed, groups = argument(node, 6), argument(node, 8)
+    build = RuleBuilder()
+    batch = (build.factor(x.shape[0]),)
+    before, after, weight = _channels(build, x, w, transposed, groups, bool(bias))
+    operands = [build.dims_from(x.shape, {0: batch, 1: before}), build.dims_from(w.shape, weight)]
+    operands += [[after] for _ in bias]
+    (out,) = result_specs(node)
+    result = build.dims_from(out.shape, {0: batch, 1: after})
+    return build.rule(operands, [result], () if bias else sums({0}, {1}))
+
+
+def _convolution_backward(node: fx.Node) -> Rule:
+    """One gradient per op (see capture/normalize): of the input, or of the weight."""
+    grad, x, w = (spec_of(n) for n in tensor_inputs(node))
+    transposed, groups, mask = argument(node, 7), argument(node, 9), argument(node, 10)
+    build = RuleBuilder()
+    batch = (build.factor(x.shape[0]),)
+    before, after, weight = _channels(build, x, w, transposed, groups, False)
+    operands = [
+        build.dims_from(grad.shape, {0: batch, 1: after}),
+        build.dims_from(x.shape, {0: batch, 1: before}),
+        build.dims_from(w.shape, weight),
+    ]
+    (result,) = result_specs(node)
+    to_input = bool(mask[0])
+    dims = build.dims_from(result.shape, {0: batch, 1: before} if to_input else weight)
+    return build.rule(operands, [dims], sums({0}, {2}) if to_input else sums({0}, {1}))
+
+
+add(aten.convolution.default, _convolution, localize="convolution")
+add(aten.convolution_backward.default, _convolution_backward, localize="convolution_backward")
+
+
+def _planes(node: fx.Node, spatial: int, linear: tuple[Linear, ...] = ()) -> Rule:
+    """Every plane (the last `spatial` dims) by itself: planes may be dealt out, a plane is whole."""
+    build = RuleBuilder()
+    tensors = [spec_of(n).shape for n in tensor_inputs(node)]
+    known = {d: (build.factor(size),) for d, size in enumerate(tensors[0][: len(tensors[0]) - spatial])}
+    results = [build.dims_from(s.shape, known) for s in result_specs(node)]
+    return build.rule([build.dims_from(s, known) for s in tensors], results, linear)
+
+
+_OF_ONE = sums({0})  # linear in operand 0: the values, or the gradient
+
+add(
+    [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default],
+    partial(_planes, spatial=2),
+    localize="guarded",
+)
+add(
+    [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default],
+    partial(_planes, spatial=3),
+    localize="guarded",
+)
+add(
+    [
+        aten.reflection_pad1d.default,
+        aten.reflection_pad1d_backward.default,
+        aten.replication_pad1d.default,
+        aten.replication_pad1d_backward.default,
+        aten.upsample_nearest1d.default,
+        aten._upsample_nearest_exact1d.default,
+        aten.upsample_linear1d.default,
+    ],
+    partial(_planes, spatial=1, linear=_OF_ONE),
+    localize="guarded",
+)
+add(
+    [
+        aten.max_pool2d_with_indices_backward.default,
+        aten.adaptive_max_pool2d_backward.default,
+        aten.avg_pool2d.default,
+        aten.avg_pool2d_backward.default,
+        aten._adaptive_avg_pool2d.default,
+        aten._adaptive_avg_pool2d_backward.default,
+        aten.reflection_pad2d.default,
+        aten.reflection_pad2d_backward.default,
+        aten.replication_pad2d.default,
+        aten.replication_pad2d_backward.default,
+        aten.upsample_nearest2d.vec,
+        aten.upsample_bilinear2d.vec,
+        aten.upsample_nearest2d.default,
+        aten._upsample_nearest_exact2d.default,
+        aten.upsample_bilinear2d.default,
+        aten.upsample_bicubic2d.default,
+        aten._upsample_bilinear2d_aa.default,
+        aten._upsample_bicubic2d_aa.default,
+    ],
+    partial(_planes, spatial=2, linear=_OF_ONE),
+    localize="guarded",
+)
+add(
+    [
+        aten.max_pool3d_with_indices_backward.default,
+        aten.adaptive_max_pool3d_backward.default,
+        aten.avg_pool3d.default,
+        aten.avg_pool3d_backward.default,
+        aten._adaptive_avg_pool3d.default,
+        aten._adaptive_avg_pool3d_backward.default,
+        aten.reflection_pad3d.default,
+        aten.reflection_pad3d_backward.default,
+        aten.replication_pad3d.default,
+        aten.replication_pad3d_backward.default,
+        aten.upsample_nearest3d.default,
+        aten._upsample_nearest_exact3d.default,
+        aten.upsample_trilinear3d.default,
+    ],
+    partial(_planes, spatial=3, linear=_OF_ONE),
+    localize="guarded",
+)
+for _spatial, _targets in {
+    1: [
+        aten.upsample_nearest1d_backward.default,
+        aten._upsample_nearest_exact1d_backward.default,
+        aten.upsample_linear1d_backward.default,
+    ],
+    2: [
+        aten.upsample_nearest2d_backward.default,
+        aten._upsample_nearest_exact2d_backward.default,
+        aten.upsample_bilinear2d_backward.default,
+        aten.upsample_bicubic2d_backward.default,
+        aten._upsample_bilinear2d_aa_backward.default,
+        aten._upsample_bicubic2d_aa_backward.default,
+    ],
+    3: [
+        aten.upsample_nearest3d_backward.default,
+        aten._upsample_nearest_exact3d_backward.default,
+        aten.upsample_trilinear3d_backward.default,
+    ],
+}.items():
+    add(_targets, partial(_planes, spatial=_spatial, linear=_OF_ONE), localize="resized_backward")
+
+
+def _windows(node: fx.Node, to_windows: bool) -> Rule:
+    """im2col [n, c, h, w] -> [n, c x window, places], and col2im back: free over batch and channels."""
+    image = spec_of(tensor_inputs(node)[0] if to_windows else node).shape
+    columns = spec_of(node if to_windows else tensor_inputs(node)[0]).shape
+    build = RuleBuilder()
+    batch = build.dims(image[:-3])
+    channel = build.factor(image[-3])
+    window = build.factor(columns[-2] // max(image[-3], 1))
+    plane = [*batch, (channel,), *build.dims(image[-2:], whole=(0, 1))]
+    column = [*batch, (channel, window), (build.factor(columns[-1], whole=True),)]
+    return build.rule([plane if to_windows else column], [column if to_windows else plane], _OF_ONE)
+
+
+add(aten.im2col.default, partial(_windows, to_windows=True), localize="guarded")
+add(aten.col2im.default, partial(_windows, to_windows=False), localize="guarded")
+
+
+def _samples(build: RuleBuilder, image: Spec, grid: Spec) -> tuple[list[Dim], list[Dim], list[Dim]]:
+    """Dims of an image [n, c, ...], of the places where it is sampled [n, ..., k] and of the samples [n, c, ...]."""
+    batch, channel = (build.factor(image.shape[0]),), (build.factor(image.shape[1]),)
+    at = build.dims(grid.shape[1:-1])
+    plane = build.dims(image.shape[2:], whole=range(len(image.shape)))
+    return [batch, channel, *plane], [batch, *at, (build.factor(grid.shape[-1], whole=True),)], [batch, channel, *at]
+
+
+def _grid_sampler(node: fx.Node) -> Rule:
+    build = RuleBuilder()
+    image, grid, sampled = _samples(build, *(spec_of(n) for n in tensor_inputs(node)))
+    return build.rule([image, grid], [sampled], _OF_ONE)
+
+
+def _grid_sampler_backward(node: fx.Node) -> Rule:
+    """The image's gradient is a sum over the places, the grid's one over the channels."""
+    _, x, places = (spec_of(n) for n in tensor_inputs(node))
+    build = RuleBuilder()
+    image, grid, sampled = _samples(build, x, places)
+    made = [dims for spec, dims in zip(node.meta["spec"], (image, grid), strict=True) if spec is not None]
+    return build.rule([sampled, image, grid], made, _OF_ONE)
+
+
+add([aten.grid_sampler_2d.default, aten.grid_sampler_3d.default], _grid_sampler)
+add([aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default], _grid_sampler_backward)

@@ -1,0 +1,463 @@
+"""Real processes on Gloo, against virtual devices in one process. A function `job_*` is what each process runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.errors import CheckpointError, LayoutError, StepError
+from meshweave.interop import dtensor_from_piece
+from meshweave.ir.rank import collectives
+from meshweave.runtime.cluster import ClusterWorld, init_from_env, shutdown
+from meshweave.runtime.local import LocalCommunicator
+from meshweave.runtime.process_groups import ONE_ROUND_BYTES
+from meshweave.runtime.world import boxes_of
+
+MESH = mw.Mesh("a=2,b=2")
+AXES = [("a",), ("b",), ("a", "b"), ("b", "a")]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+OPS = ["sum", "max", "min"]
+SECONDS_TO_END = 15.0
+
+pytestmark = pytest.mark.multiprocess
+
+
+# The processes: forked from a server that has imported everything once.
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["meshweave", __name__])
+
+
+@dataclass
+class Job:
+    """Processes of one job, each with a pipe on which it sends what it has to say, its outcome last."""
+
+    processes: list[Any]
+    pipes: list[Connection]
+
+    def await_ready(self) -> None:
+        for pipe in self.pipes:
+            assert pipe.poll(30)
+            assert pipe.recv() == "ready"
+
+    def finish(self, timeout: float) -> list[dict[str, Any]]:
+        """What each process sent last: its result or {"error", "text"}; of one that was killed, its signal."""
+        end = time.monotonic() + timeout
+        outcomes = []
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join(max(0.1, end - time.monotonic()))
+            assert process.exitcode is not None, f"still running after {timeout} s: {outcomes}"
+            outcomes.append(pipe.recv() if process.exitcode >= 0 else {"signal": -process.exitcode})
+        return outcomes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def go(name: str, num_ranks: int, *args: str) -> Job:
+        port, job = free_port(), Job([], [])
+        jobs.append(job)
+        for rank in range(num_ranks):
+            ours, theirs = CONTEXT.Pipe()
+            job.processes.append(CONTEXT.Process(target=main, args=(theirs, rank, num_ranks, port, name, args)))
+            job.pipes.append(ours)
+            job.processes[-1].start()
+            theirs.close()
+        return job
+
+    yield go
+    for job in jobs:
+        for process in job.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def main(pipe: Connection, rank: int, num_ranks: int, port: int, name: str, args: tuple[str, ...]) -> None:
+    """Run a job as torchrun would start it, and send its outcome."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    os.environ.update({k: str(v) for k, v in variables.items()}, MASTER_ADDR="127.0.0.1")
+    try:
+        assert init_from_env("gloo") == (rank, num_ranks)
+        outcome = JOBS[name](pipe, *args) or {}
+    except BaseException as error:
+        outcome = {"error": type(error).__name__, "text": str(error)}
+    pipe.send(outcome)
+    shutdown()
+
+
+# Values.
+
+
+def integers(rank: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Small integers, exact in every dtype, with other values on every rank."""
+    values = torch.arange(rows * width).reshape(rows, width) * 7 + rank * 5
+    return (values % 11).to(dtype) if dtype is not torch.bool else (values % 3 == rank % 2)
+
+
+def cases(size: int, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any], int, int]]:
+    """Name, op, arguments, rows and width of every collective over groups of `size`."""
+    for width in (3, 0):
+        yield "all_gather", collectives.all_gather_into_tensor.default, [size], 2, width
+        yield "all_to_all", collectives.all_to_all_single.default, [[2] * size, [2] * size], 2 * size, width
+        for op in OPS:
+            yield f"all_reduce {op}", collectives.all_reduce.default, [op], 5, width
+            yield f"reduce_scatter {op}", collectives.reduce_scatter_tensor.default, [op, size], 2 * size, width
+    assert ONE_ROUND_BYTES < 200_001 * 2 * 4
+    yield "large all_reduce", collectives.all_reduce.default, ["sum"], 200_001, 1
+
+
+def job_collectives(pipe: Connection) -> dict[str, Any]:
+    """Number of cases, each of which gave what virtual devices give: values, shape and dtype."""
+    world, local, count = ClusterWorld(MESH), LocalCommunicator(MESH), 0
+    (position,) = world.positions
+    for axes in AXES:
+        size = MESH.flat_size(axes)
+        for dtype in DTYPES:
+            for name, op, args, rows, width in cases(size, dtype):
+                operands = [integers(r, rows, width, dtype) for r in range(4)]
+                before = operands[position].clone()
+                expected = local.wait(local.start(op, axes, operands, args))[position]
+                with world.guard():
+                    (got,) = world.communicator.wait(world.communicator.start(op, axes, [operands[position]], args))
+                label = f"{name} {dtype} over {axes}, {rows}x{width}"
+                assert (got.dtype, got.shape) == (expected.dtype, expected.shape), label
+                assert torch.equal(got, expected), f"{label}\n{got}\n{expected}"
+                assert torch.equal(operands[position], before), f"{label} changed its operand"
+                count += 1
+    return {"cases": count, "open": len(world.communicator.open)}
+
+
+def job_order(pipe: Connection) -> dict[str, Any]:
+    """Sums whose bits depend on their order; scalars; splits that differ; several collectives in flight."""
+    world, local = ClusterWorld(MESH), LocalCommunicator(MESH)
+    (position,), comm = world.positions, world.communicator
+    torch.manual_seed(0)
+    for rows in (8, 100001):
+        operands = [torch.randn(rows) * 10.0**r for r in range(4)]
+        for axes in AXES:
+            op = collectives.all_reduce.default
+            expected = local.start(op, axes, operands, ["sum"])[position]
+            assert torch.equal(comm.wait(comm.start(op, axes, [operands[position]], ["sum"]))[0], expected)
+    scalars = [torch.tensor(float(r)) for r in range(4)]
+    for axes in AXES:
+        started = comm.start(collectives.all_reduce.default, axes, [scalars[position]], ["max"])
+        assert torch.equal(
+            comm.wait(started)[0], local.start(collectives.all_reduce.default, axes, scalars, ["max"])[position]
+        )
+    gathers = [comm.start(collectives.all_gather_into_tensor.default, axes, [operands[position]], []) for axes in AXES]
+    for axes, started in reversed(list(zip(AXES, gathers, strict=True))):
+        expected = local.start(collectives.all_gather_into_tensor.default, axes, operands, [])[position]
+        assert torch.equal(comm.wait(started)[0], expected)
+        assert comm.wait(started)[0] is comm.wait(started)[0]
+    order = world.communicator.group(("b", "a")).order
+    members = next(g for g in MESH.groups(("b", "a")) if position in g)
+    assert order == members == (0, 2, 1, 3)
+    index = members.index(position)
+    rows_from = [i + 1 for i in range(4)]  # member i sends i + 1 rows to everybody
+    sent = torch.full((4 * (index + 1), 2), float(index)) + torch.arange(4).repeat_interleave(index + 1)[:, None] * 10
+    started = comm.start(collectives.all_to_all_single.default, ("b", "a"), [sent], [rows_from, [index + 1] * 4])
+    expected = torch.cat([torch.full((i + 1, 2), i + 10.0 * index) for i in range(4)])
+    assert torch.equal(comm.wait(started)[0], expected)
+    return {"order": list(order)}
+
+
+def job_assemble(pipe: Connection) -> dict[str, Any]:
+    """Full tensors of pieces, bit for bit, and DTensors of the same pieces."""
+    world, count = ClusterWorld(MESH), 0
+    torch.manual_seed(0)
+    nan = torch.tensor([0x7FC01234, -0x80000000], dtype=torch.int32).view(torch.float32)  # a NaN with payload; -0.0
+    samples = [
+        torch.randn(7, 5),
+        torch.randn(7, 5).bfloat16(),
+        torch.arange(35).reshape(7, 5) << 40,
+        torch.randn(7, 5) > 0,
+        nan.repeat(18)[:35].reshape(7, 5),
+        torch.zeros(1, 5),
+        torch.zeros(0, 5),
+    ]
+    for full in samples:
+        for text in ("[{a}, {b}]", "[{b,a}, {}]", "[{a,b}, {}]", "[{}, {b}]", "[{}, {}]", "[{}, {a}x2]"):
+            layout = mw.Layout.parse(text, MESH)
+            (box,) = boxes_of(layout, full.shape, world.positions)
+            piece = full[box.slices()].clone()
+            got = world.assemble(full.shape, layout, [piece])
+            assert got.shape == full.shape
+            assert got.dtype == full.dtype
+            assert torch.equal(got.contiguous().view(torch.uint8), full.contiguous().view(torch.uint8)), text
+            count += 1
+            if text in ("[{b,a}, {}]", "[{}, {a}x2]"):
+                continue
+            held = dtensor_from_piece(piece, layout, full.shape)
+            assert held.shape == full.shape
+            assert held.to_local().data_ptr() == piece.data_ptr()
+            if full.dtype is torch.float32 and full.numel() and not full.isnan().any():
+                assert torch.equal(held.full_tensor(), full), text
+    with pytest.raises(LayoutError, match="partial"):
+        world.assemble((4,), mw.Layout.parse("[{}] partial(sum: a)", MESH), [torch.zeros(4)])
+    with pytest.raises(LayoutError, match="blocks of 2"):
+        dtensor_from_piece(torch.zeros(7, 4), mw.Layout.parse("[{}, {a}x2]", MESH), (7, 5))
+    with pytest.raises(LayoutError, match="not the piece"):
+        dtensor_from_piece(torch.zeros(3), mw.Layout.parse("[{a}]", MESH), (4,))
+    shutdown(world)
+    return {"cases": count}
+
+
+def test_collectives_give_what_virtual_devices_give(start: Callable[..., Job]) -> None:
+    outcomes = start("collectives", 4).finish(60)
+    assert outcomes == [{"cases": len(AXES) * len(DTYPES) * 17, "open": 0}] * 4
+
+
+def test_the_order_of_the_axes_is_the_order_of_the_group(start: Callable[..., Job]) -> None:
+    assert start("order", 4).finish(60) == [{"order": [0, 2, 1, 3]}] * 4
+
+
+def test_assemble_is_exact_and_pieces_are_dtensors(start: Callable[..., Job]) -> None:
+    assert start("assemble", 4).finish(60) == [{"cases": 42}] * 4
+
+
+# A step.
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def job_train(pipe: Connection, path: str) -> dict[str, Any]:
+    return train(path)
+
+
+def train(path: str) -> dict[str, Any]:
+    made = model()
+    batch = {"input": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}
+    step = mw.compile(
+        made,
+        loss=lambda out, batch: (out**2).mean(),
+        example=batch,
+        optimizer=torch.optim.AdamW(made.parameters(), lr=1e-2),
+        mesh="dp=2,tp=2",
+        plan=mw.Plan.fsdp("dp") + mw.Plan.tp("tp", {"0": "colwise", "2": "rowwise"}),
+    )
+    losses = [step(batch) for _ in range(3)]
+    step.save(path)
+    losses.append(step(batch))
+    step.load(path)
+    assert step(batch) == losses[-1]
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        step.load(path + "/nowhere")
+    parameters = {name: value.flatten().tolist() for name, value in step.parameters().items()}
+    sharded = step.parameters(sharded=True) if dist.is_initialized() else {}
+    if dist.is_initialized():
+        shutdown(step.session.world)
+    return {"losses": losses, "parameters": parameters, "sharded": sorted(sharded)}
+
+
+def test_four_processes_train_as_one_process_does(start: Callable[..., Job], tmp_path: Path) -> None:
+    outcomes = start("train", 4, str(tmp_path / "cluster")).finish(60)
+    expected = train(str(tmp_path / "local"))
+    for outcome in outcomes:
+        assert "error" not in outcome, outcome["text"]
+        assert outcome["losses"] == expected["losses"]
+        assert outcome["parameters"] == expected["parameters"]
+        assert outcome["sharded"] == sorted(expected["parameters"])
+
+
+# Failures.
+
+
+def step_of(world: ClusterWorld, axes: tuple[str, ...] = ("a",)) -> None:
+    comm = world.communicator
+    (total,) = comm.wait(comm.start(collectives.all_reduce.default, axes, [torch.ones(4)], ["sum"]))
+    assert total.tolist() == [float(world.mesh.flat_size(axes))] * 4
+
+
+def job_raise(pipe: Connection, at: str) -> dict[str, Any]:
+    """Rank `at` raises between two collectives of the third step."""
+    world = ClusterWorld(mw.Mesh(a=dist.get_world_size()))
+    for index in range(1, 6):
+        try:
+            with world.guard():
+                step_of(world)
+                if index == 3 and dist.get_rank() == int(at):
+                    raise ValueError("the disk is on fire")
+                step_of(world)
+        except (ValueError, StepError) as error:
+            with pytest.raises(StepError, match="cannot be used again") as again, world.guard():
+                pytest.fail("a failed world was entered")
+            return {"error": type(error).__name__, "text": str(error), "step": index, "again": str(again.value)}
+    return {}
+
+
+def fail_in_step(world: ClusterWorld) -> None:
+    with world.guard():
+        step_of(world)
+        time.sleep(0.3 * dist.get_rank())
+        raise ValueError(f"loss on {dist.get_rank()}")
+
+
+def job_all_raise(pipe: Connection) -> dict[str, Any]:
+    """Every rank raises at one point; then the world goes on."""
+    world = ClusterWorld(mw.Mesh(a=2))
+    with world.guard():
+        step_of(world)
+    with pytest.raises(ValueError, match=f"loss on {dist.get_rank()}"):
+        fail_in_step(world)
+    with world.guard(), world.guard():
+        step_of(world)
+    shutdown(world)
+    return {"fine": True}
+
+
+def job_forever(pipe: Connection) -> dict[str, Any]:
+    world = ClusterWorld(mw.Mesh(a=dist.get_world_size()))
+    with world.guard():
+        step_of(world)
+    pipe.send("ready")
+    while True:
+        with world.guard():
+            step_of(world)
+            time.sleep(0.01)
+
+
+def job_early(pipe: Connection, late: str) -> dict[str, Any]:
+    """Rank 0, which hosts the store, is done while the other still works alone."""
+    world = ClusterWorld(mw.Mesh(a=2))
+    with world.guard():
+        step_of(world)
+        time.sleep(float(late) * dist.get_rank())
+    shutdown(world)
+    return {"fine": True}
+
+
+def job_leave(pipe: Connection) -> dict[str, Any]:
+    """Rank 1 leaves between two steps."""
+    world = ClusterWorld(mw.Mesh(a=2))
+    with world.guard():
+        step_of(world)
+    if dist.get_rank() == 1:
+        shutdown(world)
+        return {}
+    with world.guard():
+        step_of(world)
+    return {}
+
+
+def job_mesh(pipe: Connection, spec: str, devices: str) -> dict[str, Any]:
+    ClusterWorld(mw.Mesh(spec, devices=[int(d) for d in devices.split(",")]))
+    return {}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_raises_is_named_on_every_rank(start: Callable[..., Job], at: int) -> None:
+    outcomes = start("raise", 2, str(at)).finish(SECONDS_TO_END + 10)
+    failed, other = outcomes[at], outcomes[1 - at]
+    assert (failed["error"], failed["text"], failed["step"]) == ("ValueError", "the disk is on fire", 3)
+    assert (other["error"], other["step"]) == ("StepError", 3)
+    assert f"rank {at} failed" in other["text"]
+    assert "ValueError: the disk is on fire" in other["text"]
+    assert "the disk is on fire" in failed["again"]
+    assert "the disk is on fire" in other["again"]
+
+
+def test_four_ranks_end_when_one_raises(start: Callable[..., Job]) -> None:
+    outcomes = start("raise", 4, "2").finish(SECONDS_TO_END + 10)
+    assert [o["error"] for o in outcomes] == ["StepError", "StepError", "ValueError", "StepError"]
+    assert all("the disk is on fire" in o["text"] for o in outcomes)
+
+
+def test_a_failure_of_all_ranks_at_one_point_leaves_the_world_usable(start: Callable[..., Job]) -> None:
+    assert start("all_raise", 2).finish(30) == [{"fine": True}] * 2
+
+
+def test_a_rank_that_is_done_early_is_no_failure(start: Callable[..., Job]) -> None:
+    assert start("early", 2, "2.5").finish(30) == [{"fine": True}] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_process_is_named_on_every_rank(start: Callable[..., Job], victim: int) -> None:
+    job = start("forever", 4)
+    job.await_ready()
+    os.kill(job.processes[victim].pid, signal.SIGKILL)
+    outcomes = job.finish(SECONDS_TO_END)
+    assert outcomes[victim] == {"signal": signal.SIGKILL}
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert outcomes[rank]["error"] == "StepError"
+        assert f"rank {victim} is gone" in outcomes[rank]["text"]
+
+
+def test_ctrl_c_on_one_rank_ends_all(start: Callable[..., Job]) -> None:
+    job = start("forever", 2)
+    job.await_ready()
+    time.sleep(0.3)  # so that it is in a step
+    os.kill(job.processes[1].pid, signal.SIGINT)
+    outcomes = job.finish(SECONDS_TO_END)
+    assert outcomes[1]["error"] == "KeyboardInterrupt"
+    assert outcomes[0]["error"] == "StepError"
+    assert "rank 1 failed" in outcomes[0]["text"]
+    assert "KeyboardInterrupt" in outcomes[0]["text"]
+
+
+def test_a_rank_that_leaves_between_steps_is_named(start: Callable[..., Job]) -> None:
+    stayed, left = start("leave", 2).finish(SECONDS_TO_END)
+    assert left == {}
+    assert stayed["error"] == "StepError"
+    assert "rank 1 is gone" in stayed["text"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "what"),
+    [
+        ("a=4", "0,1,2,3", "the mesh is larger than the world"),
+        ("a=2", "0,5", "names ranks that the world does not have"),
+        ("a=1", "0", "leaves out ranks of the world"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_world(start: Callable[..., Job], spec: str, devices: str, what: str) -> None:
+    for outcome in start("mesh", 2, spec, devices).finish(30):
+        assert outcome["error"] == "MeshError"
+        assert what in outcome["text"]
+        assert "2 processes" in outcome["text"]
+
+
+def test_init_from_env_outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(mw.MeshError, match="not part of a job"):
+        init_from_env()
+    shutdown()
+
+
+JOBS = {name.removeprefix("job_"): value for name, value in globals().items() if name.startswith("job_")}

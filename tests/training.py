@@ -1,0 +1,87 @@
+"""A step trained twice, by eager torch and by meshweave, for tests that compare the two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.capture.step import call_model
+
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def mse(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return ((out - batch["y"]) ** 2).mean()
+
+
+def batches(num: int, shape: Sequence[int], target: Sequence[int], seed: int = 0) -> list[dict[str, Tensor]]:
+    """`num` batches of x and y, each its own values."""
+    made = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(*shape, generator=made), "y": torch.randn(*target, generator=made)} for _ in range(num)]
+
+
+def train_eagerly(
+    model: nn.Module,
+    data: Sequence[Any],
+    loss: Callable[[Any, Any], Tensor] = mse,
+    make: MakeOptimizer = sgd,
+    after_backward: Callable[[nn.Module], Any] = lambda model: None,
+) -> tuple[nn.Module, list[float]]:
+    """A trained copy of the model, and the losses."""
+    model = copy.deepcopy(model)
+    optimizer = make(model.parameters())
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        value = loss(call_model(model, batch), batch)
+        value.backward()
+        after_backward(model)
+        optimizer.step()
+        losses.append(value.item())
+    return model, losses
+
+
+def train(
+    model: nn.Module,
+    data: Sequence[Any],
+    mesh: str = "",
+    loss: Callable[[Any, Any], Tensor] = mse,
+    make: MakeOptimizer = sgd,
+    **options: Any,
+) -> tuple[mw.Step, list[float]]:
+    """The compiled step after it has trained on `data`, and the losses."""
+    step = mw.compile(model, loss=loss, example=data[0], optimizer=make(model.parameters()), mesh=mesh, **options)
+    return step, [step(batch) for batch in data]
+
+
+def assert_trained_alike(step: mw.Step, losses: list[float], eager: nn.Module, expected: list[float]) -> None:
+    """Losses, every parameter and every buffer to float32 rounding."""
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})
+    assert_tensors(step.buffers(), dict(eager.named_buffers()))
+
+
+def assert_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Same names, and each tensor within `tolerance` of the largest magnitude of the expected one."""
+    assert set(found) == set(expected)
+    for name, want in expected.items():
+        scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-3)
+        torch.testing.assert_close(found[name], want, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_equals_eager(model: nn.Module, data: Sequence[Any], mesh: str = "", **options: Any) -> mw.Step:
+    """Train both ways; losses, parameters and buffers agree. Returns the compiled step."""
+    known = {k: options[k] for k in ("loss", "make") if k in options}
+    eager, expected = train_eagerly(model, data, **known)
+    step, losses = train(model, data, mesh, **options)
+    assert_trained_alike(step, losses, eager, expected)
+    return step
