@@ -62,7 +62,6 @@ def test_two_axes(index: int) -> None:
         check(case, option)
 
 
-@pytest.mark.xfail(reason="ir/ops.py: _recomputed_backward needs autograd below its own op's autograd key")
 def test_attention_backward_of_unequal_head_sizes() -> None:
     _check_all(build_case(UNEQUAL_HEADS))
 

@@ -51,6 +51,10 @@ def _var_mean(
     return var, (wide if keepdim else wide.reshape(var.shape))
 
 
+def _std(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
+    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
 def _var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
     return _var(x, dim, correction=int(unbiased), keepdim=keepdim)
 
@@ -162,6 +166,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.mean.default: _mean,
     aten.sum.default: _sum,
     aten.var.correction: _var,
+    aten.std.correction: _std,
     aten.var.dim: _var_dim,
     aten.var_mean.correction: _var_mean,
     aten.addmm.default: _addmm,

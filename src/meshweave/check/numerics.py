@@ -26,8 +26,8 @@ from meshweave.ir.mesh import Mesh
 CHECK_LR = 3e-5
 CHECK_STEPS = 3
 
-# Two float32 runs that add in other orders err independently; the largest errors of two tensors of a few dozen
-# elements differ by 2.3 at most in hf:bert and hf:vit on 5 meshes (measured 2026, CPU).
+# Two float32 runs that add in other orders err independently, and their largest errors differ by chance: by 2.5 at most
+# in hf:bert, hf:vit and a convolutional network on 5 meshes (measured 2026, CPU).
 _ROUNDING = 4.0
 
 MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -81,7 +81,7 @@ class TensorError:
 
     `error` is the largest absolute difference over the reference's largest magnitude (absolute, where that is 0), at
     `index`. `problem` is set where they cannot be compared. `rounding` is set where the error is beyond `bound` but
-    the reference itself errs as much: its own error against a float64 run, on the same scale.
+    one device itself errs as much: its own error against a float64 run, on the same scale.
     """
 
     run: str
@@ -184,12 +184,13 @@ def check_numerics(
     _same_start(single, eager)
 
     @cache
-    def exact() -> _Record | None:
+    def rounding() -> _Rounding | None:
         progress("float64")
-        return _exact(make_model, batches, recipe, steps)
+        exact = _exact(make_model, batches, recipe, steps)
+        return None if exact is None else _Rounding(exact, (single, eager))
 
     pairs = [("mesh", on_mesh, "one device", single), ("one device", single, "eager", eager)]
-    errors = [e for run, a, ref, b in pairs for e in _compare(run, a, ref, b, bounds, exact)]
+    errors = [e for run, a, ref, b in pairs for e in _compare(run, a, ref, b, bounds, rounding)]
     losses = {"mesh": on_mesh.losses, "one device": single.losses, "eager": eager.losses}
     ordered = sorted(_worst_of_all_ranks(errors), key=lambda e: e.badness, reverse=True)
     return NumericsReport(str(mesh), steps, bounds, losses, tuple(ordered))
@@ -299,7 +300,7 @@ def _same_start(one: _Record, other: _Record) -> None:
 
 
 def _compare(
-    run: str, found: _Record, reference: str, expected: _Record, bounds: Bounds, exact: Callable[[], _Record | None]
+    run: str, found: _Record, reference: str, expected: _Record, bounds: Bounds, rounding: Callable[[], _Rounding | None]
 ) -> Iterator[TensorError]:
     for i, (got, want) in enumerate(zip(found.losses, expected.losses, strict=True)):
         yield TensorError(run, reference, "loss", f"step {i + 1}", abs(got - want) / abs(want or 1.0), bounds.loss, (), got, want)
@@ -312,7 +313,7 @@ def _compare(
                 yield replace(base, problem=f"missing in the run on {run if got is None else reference}")
             continue
         error = _difference(base, got, want)
-        yield error if error.ok or error.problem else _excused(error, got, want, exact())
+        yield error if error.ok or error.problem else _excused(error, got, want, rounding())
 
 
 def _difference(base: TensorError, got: Tensor, want: Tensor) -> TensorError:
@@ -336,12 +337,30 @@ def _scale(reference: Tensor) -> float:
     return float(finite.max()) or 1.0
 
 
-def _excused(error: TensorError, got: Tensor, want: Tensor, exact: _Record | None) -> TensorError:
-    true = None if exact is None else exact.tensors.get((error.kind, error.name))
-    if true is None or true.shape != got.shape:
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """How far runs on one device are from a float64 run."""
+
+    exact: _Record
+    runs: tuple[_Record, ...]
+
+    def of(self, key: tuple[str, str], value: Tensor) -> float | None:
+        """Largest absolute error of a tensor, or None for one that the float64 run lacks."""
+        true = self.exact.tensors.get(key)
+        if true is None or true.shape != value.shape:
+            return None
+        return float((value.double() - true.double()).abs().max())
+
+
+def _excused(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding | None) -> TensorError:
+    key = error.kind, error.name
+    own = None if rounding is None else rounding.of(key, got)
+    if rounding is None or own is None:
         return error
-    of_run, of_reference = (float((t.double() - true.double()).abs().max()) for t in (got, want))
-    return replace(error, rounding=of_reference / _scale(want)) if of_run <= _ROUNDING * of_reference else error
+    usual = max(rounding.of(key, run.tensors[key]) or 0.0 for run in rounding.runs if key in run.tensors)
+    is_square = error.kind == "state" and "_sq" in error.name.partition("/")[0]  # exp_avg_sq, max_exp_avg_sq
+    allowed = usual * (_ROUNDING**2 if is_square else _ROUNDING)
+    return replace(error, rounding=usual / _scale(want)) if own <= allowed else error
 
 
 def _worst_of_all_ranks(errors: list[TensorError]) -> list[TensorError]:

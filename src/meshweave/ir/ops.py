@@ -244,8 +244,32 @@ def _plain_attention(
 def _recomputed_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward by running the device's forward kernel again; by formula where autograd is off (inside a dispatched op)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        out = _plain_attention(leaves[0], _repeat_groups(q, leaves[1]), _repeat_groups(q, leaves[2]), bias, is_causal, scale)
+        wide = [leaves[0], _repeat_groups(q, leaves[1]), _repeat_groups(q, leaves[2])]
+        out = _plain_attention(wide[0], wide[1], wide[2], bias, is_causal, scale)
+    if not out.requires_grad:
+        return _spelled_backward(grad, q, k, v, bias, is_causal, scale)
     gq, gk, gv = torch.autograd.grad(out, leaves, grad)
     return gq, gk, gv
+
+
+def _spelled_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of softmax(q k^T scale + bias) v, in float32 at least; holds all scores at once."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    g, a, b, c = (x.to(wide) for x in (grad, q, _repeat_groups(q, k), _repeat_groups(q, v)))
+    scores = a @ b.transpose(-2, -1) * scale
+    mask = _float_bias(bias, a)
+    scores = scores if mask is None else scores + mask
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    weights = torch.softmax(scores, -1)
+    inner = g @ c.transpose(-2, -1)
+    d_scores = weights * (inner - (inner * weights).sum(-1, keepdim=True)) * scale
+    d_k = _sum_groups(d_scores.transpose(-2, -1) @ a, k)
+    d_v = _sum_groups(weights.transpose(-2, -1) @ g, v)
+    return (d_scores @ b).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
