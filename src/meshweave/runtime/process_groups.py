@@ -24,7 +24,7 @@ from meshweave.runtime.watch import await_work
 # torch's own default for Gloo is 30 minutes.
 TIMEOUT = timedelta(minutes=5)
 # Up to here one round that gathers every operand beats two rounds (exchange, then gather): on Gloo, 4 processes on 2
-# shared cores, torch 2.13, 2026-10, `all_reduce` of float32, least of 4 runs: 64 B 4.4 ms in one round (native 6.0),
+# shared cores, torch 2.13, 2026-11, `all_reduce` of float32, least of 4 runs: 64 B 4.4 ms in one round (native 6.0),
 # 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -71,26 +71,34 @@ def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
     units through rules, forwards and backwards, until nothing changes; a unit never exceeds its dim.
     """
     forward = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase in ("forward", "loss")]
-    ruled = [(n, row_for(n).rule(n)) for n in forward if n.target in TABLE and isinstance(n.meta["spec"], Spec)]
+    ruled = [(row_for(n).rule(n), [*tensor_inputs(n), *_results(n)]) for n in forward if n.target in TABLE]
     units: dict[fx.Node, list[int]] = {n: [1] * len(spec_of(n).shape) for n in step.graph.nodes if isinstance(n.meta.get("spec"), Spec)}
     for _ in range(8):
         changed = False
-        for node, rule in [*ruled, *reversed(ruled)]:
-            changed |= _carry(rule, [*tensor_inputs(node), node], units)
+        for rule, values in [*ruled, *reversed(ruled)]:
+            changed |= _carry(rule, values, units)
         if not changed:
             break
     names = {n: i for n, i in zip(step.placeholders, step.inputs, strict=True) if i.kind == "param"}
     return {item.name: tuple(units[node]) for node, item in names.items()}
 
 
-def _carry(rule: Rule, values: Sequence[fx.Node], units: dict[fx.Node, list[int]]) -> bool:
+def _results(node: fx.Node) -> list[fx.Node | None]:
+    """The values that a node makes, None where nobody takes one."""
+    if isinstance(node.meta["spec"], Spec):
+        return [node]
+    taken = {user.args[1]: user for user in node.users}
+    return [taken.get(i) for i, spec in enumerate(node.meta["spec"]) if spec is not None]
+
+
+def _carry(rule: Rule, values: Sequence[fx.Node | None], units: dict[fx.Node, list[int]]) -> bool:
     """Make every dim that a factor is outermost in agree on the factor's unit: the largest that is asked for."""
     asked: dict[int, int] = {}
     places = []
     for node, dims in zip(values, (*rule.operands, *rule.results), strict=True):
         for d in range(len(dims)):
             factor = rule.outer(dims, d)
-            if factor is None:
+            if factor is None or node is None:
                 continue
             inner = rule.inner_size(dims, d, factor)
             places.append((node, d, factor, inner))

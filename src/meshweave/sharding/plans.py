@@ -214,10 +214,10 @@ def _hf_tp(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     modules = dict(model.named_modules())
     hits = 0
     for glob, style in styles.items():
-        if style not in _HF_STYLES:
-            raise PlanError(f"tp style '{style}' is not supported", where=glob, expected=", ".join(_HF_STYLES))
         for name in _matching(glob, modules):
             hits += 1
+            if style not in _HF_STYLES:
+                raise PlanError(f"tp style '{style}' is not supported", where=name, expected=", ".join(_HF_STYLES))
             apply_style(found, model, name, _HF_STYLES[style], entry.axis, glob)
     if not hits:
         raise PlanError("the model's tp plan names none of its modules", got=", ".join(styles))
@@ -228,13 +228,24 @@ def _auto_tp(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> Non
 
 
 def _sequence(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    """Pins the output of the token embedding and of every layer of the model's longest list of layers."""
+    """Pins what enters the first and leaves every layer of the model's longest list of layers, and the layers' norms:
+    the gradient of a norm's output is then scattered to where the norm runs, as its output was gathered from there."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise PlanError("sequence parallel needs a list of layers", where=type(model).__name__, got="no nn.ModuleList")
     name, layers = max(lists, key=lambda item: len(item[1]))
     found.pins += [(f"{name}.0", "in", f"{entry.axis}=1")]
-    found.pins += [(f"{name}.{i}", "out", f"{entry.axis}=1") for i in range(len(layers))]
+    outputs = [*(f"{name}.{i}" for i in range(len(layers))), *_norms(model, name)]
+    found.pins += [(output, "out", f"{entry.axis}=1") for output in outputs]
+
+
+def _norms(model: nn.Module, layers: str) -> list[str]:
+    """The norms over the model's width in a list of layers and beside it: modules whose parameters are all vectors."""
+    around = layers.rpartition(".")[0]
+    inside = {n: m for n, m in model.named_modules() if n.startswith(f"{layers}.") or n.rpartition(".")[0] == around}
+    params = {n: list(m.parameters()) for n, m in inside.items() if not list(m.children())}
+    sizes = {n: ps[0].numel() for n, ps in params.items() if ps and all(p.dim() == 1 for p in ps)}
+    return [n for n, size in sizes.items() if size == max(sizes.values())]
 
 
 def _idle(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
