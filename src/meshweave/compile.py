@@ -138,7 +138,8 @@ class TrainStep:
 
         Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite.
         """
-        return self.session.run(self._micros(batch), current_lrs(self.optimizer) if self.optimizer else [])
+        with self.session.world.guard():
+            return self.session.run(self._micros(batch), current_lrs(self.optimizer) if self.optimizer else [])
 
     def _micros(self, batch: Any) -> list[Mapping[str, Tensor]]:
         held = Batch.of(batch)

@@ -45,6 +45,7 @@ class Session:
 
     def __init__(self, graph: RankGraph, world: World, settings: Settings, meter: Meter | None = None) -> None:
         self.graph, self.world, self.settings = graph, world, settings
+        world.prepare(graph)
         kept = {"loss", "norm", "buffer", "param", "state"} | ({"grad"} if self._needs_gradients() else set())
         compiled = compile_tasks(graph, world.device, lambda kind, name: kind in kept)
         self.executor = Executor(compiled, world.positions, world.communicator, world.device, meter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from meshweave.errors import MeshError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
+from meshweave.ir.rank import RankGraph
 from meshweave.runtime.executor import Communicator
 from meshweave.runtime.local import LocalCommunicator
 
@@ -28,11 +29,15 @@ class World(Protocol):
     @property
     def is_distributed(self) -> bool: ...
 
+    def prepare(self, graph: RankGraph) -> None:
+        """Make what the graph's collectives need; every process calls it, with every graph, before the first step."""
+        ...
+
     def assemble(self, shape: Sequence[int], layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         """The full tensor, on every process, of the pieces that all processes hold."""
         ...
 
-    def guard(self) -> contextmanager[None]:  # type: ignore[valid-type]
+    def guard(self) -> AbstractContextManager[None]:
         """A context in which a failure here reaches every other process."""
         ...
 
@@ -53,6 +58,9 @@ class LocalWorld:
         if self.device.type == "meta":
             raise MeshError("a step cannot run on the meta device", hint="leave device out, or name cpu or cuda")
         self.communicator = LocalCommunicator(mesh)
+
+    def prepare(self, graph: RankGraph) -> None:
+        pass
 
     def assemble(self, shape: Sequence[int], layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         full = pieces[0].new_empty(tuple(shape))
