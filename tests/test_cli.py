@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -257,52 +258,84 @@ def test_the_batch_is_per_data_parallel_device():
 # as a process
 
 
-def command(*arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return [sys.executable, "-W", "error", "-m", "meshweave", *map(str, arguments)], environment
+def command(*arguments, torchrun=0):
+    launcher = ["torch.distributed.run", f"--nproc-per-node={torchrun}", "--standalone", "-m"] if torchrun else []
+    line = [sys.executable, *([] if torchrun else ["-W", "error"]), "-m", *launcher, "meshweave", *map(str, arguments)]
+    return line, {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def started(*arguments, torchrun=0):
+    """A process that Ctrl-C reaches, even where a shell had it ignored for the tests; ended when the block ends."""
+    line, environment = command(*arguments, torchrun=torchrun)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        try:
+            yield process
+        finally:
+            process.terminate()  # torchrun passes it on
+
+
+def finished(*arguments, torchrun=0):
+    with started(*arguments, torchrun=torchrun) as process:
+        out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def await_line(process, text):
+    lines = []
+    while text not in (line := process.stderr.readline()):
+        lines.append(line)
+        assert process.poll() is None, "".join(lines)
 
 
 def test_the_process_exits_with_the_code(models):
-    line, environment = command("run", f"{models}:good", "--mesh", "dp=2", "--steps", 2, "--json")
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["ok"] is True
+    code, out, err = finished("run", f"{models}:good", "--mesh", "dp=2", "--steps", 2, "--json")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["ok"] is True
 
 
-def test_ctrl_c_saves_the_last_completed_step(models, tmp_path):
-    place = tmp_path / "ckpt"
-    line, environment = command("run", f"{models}:slow", "--mesh", "dp=2", "--steps", 100000, "--checkpoint", place, "--json")
-    process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    while "step 1/" not in process.stderr.readline():
-        assert process.poll() is None
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+def interrupt(models, place, torchrun=0):
+    arguments = ("run", f"{models}:slow", "--mesh", "dp=2", "--steps", 100000, "--checkpoint", place, "--json")
+    with started(*arguments, torchrun=torchrun) as process:
+        await_line(process, "step 1/")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert json.loads(out.splitlines()[-1])["ok"] is False
-    assert "saved step" in err
-    assert "Traceback" not in err
     saved = int(err.split("saved step ")[1].split()[0])
     rest = answer(call("run", f"{models}:good", "--mesh", "dp=2", "--steps", saved + 2, "--checkpoint", place, "--json"))
     assert rest["first_step"] == saved
     assert len(rest["losses"]) == 2
+    return process.returncode, err
+
+
+def test_ctrl_c_saves_the_last_completed_step(models, tmp_path):
+    code, err = interrupt(models, tmp_path / "ckpt")
+    assert code == 130, err
+    assert "Traceback" not in err
+
+
+@pytest.mark.multiprocess
+def test_ctrl_c_under_torchrun_saves_on_all_ranks_after_the_same_step(models, tmp_path):
+    code, _ = interrupt(models, tmp_path / "ckpt", torchrun=2)
+    assert code != 0
 
 
 @pytest.mark.multiprocess
 def test_torchrun_checks_on_real_processes():
-    line, environment = command("check", TINY, "--mesh", "dp=2", "--seq", 16, "--steps", 1, "--json")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", *line[3:]]
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["ok"] is True
-    assert len(done.stdout.splitlines()) == 1, "only the first rank speaks"
+    code, out, err = finished("check", TINY, "--mesh", "dp=2", "--seq", 16, "--steps", 1, "--json", torchrun=2)
+    assert code == 0, err
+    assert len(out.splitlines()) == 1, "only the first rank speaks"
+    assert json.loads(out)["ok"] is True
 
 
 @pytest.mark.multiprocess
 def test_torchrun_fails_when_the_input_is_bad(models):
-    line, environment = command("run", f"{models}:good", "--mesh", "dp=3", "--steps", 1)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", *line[3:]]
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode != 0
-    assert "error:" in done.stderr
+    code, _, err = finished("run", f"{models}:good", "--mesh", "dp=3", "--steps", 1, torchrun=2)
+    assert code != 0
+    assert "error:" in err

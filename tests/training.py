@@ -57,13 +57,13 @@ def train(
     loss: Callable[[Any, Any], Tensor] = mse,
     make: MakeOptimizer = sgd,
     **options: Any,
-) -> tuple[mw.Step, list[float]]:
+) -> tuple[mw.TrainStep, list[float]]:
     """The compiled step after it has trained on `data`, and the losses."""
     step = mw.compile(model, loss=loss, example=data[0], optimizer=make(model.parameters()), mesh=mesh, **options)
     return step, [step(batch) for batch in data]
 
 
-def assert_trained_alike(step: mw.Step, losses: list[float], eager: nn.Module, expected: list[float]) -> None:
+def assert_trained_alike(step: mw.TrainStep, losses: list[float], eager: nn.Module, expected: list[float]) -> None:
     """Losses, every parameter and every buffer to float32 rounding."""
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
     assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})
@@ -78,7 +78,7 @@ def assert_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], tolera
         torch.testing.assert_close(found[name], want, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def assert_equals_eager(model: nn.Module, data: Sequence[Any], mesh: str = "", **options: Any) -> mw.Step:
+def assert_equals_eager(model: nn.Module, data: Sequence[Any], mesh: str = "", **options: Any) -> mw.TrainStep:
     """Train both ways; losses, parameters and buffers agree. Returns the compiled step."""
     known = {k: options[k] for k in ("loss", "make") if k in options}
     eager, expected = train_eagerly(model, data, **known)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, Origin, Spec, StepGraph, origin_of, spec_of
+from meshweave.ir.graph import Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ class _Rewriter:
         return kind[0] == "buffer" and value.op == "placeholder"
 
     def _call(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+        args, kwargs = map_nodes(node, lambda n: self.env[n])
         if node.target is operator.getitem:
             return self._item(args[0], args[1], node)
         if node.target in _IDENTITIES:

@@ -175,7 +175,7 @@ def _describe(
 
 
 def _fake_inputs(inputs: Sequence[Input], model: nn.Module, example: Any, mode: FakeTensorMode) -> list[Tensor]:
-    real = {("param", n): p for n, p in model.named_parameters()}
+    real: dict[tuple[str, str], Tensor] = {("param", n): p for n, p in model.named_parameters()}
     real |= {("buffer", n): b for n, b in model.named_buffers()}
     real |= {("batch", n): t for n, t in zip(Batch.of(example).names, Batch.of(example).tensors, strict=True)}
     made = []

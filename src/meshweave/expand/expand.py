@@ -14,7 +14,7 @@ from meshweave.errors import LayoutError
 from meshweave.expand.localize import LOCALIZERS
 from meshweave.expand.moves import STEPS, Finish
 from meshweave.ir import ops
-from meshweave.ir.graph import NOWHERE, Origin, Spec, StepGraph, origin_of, spec_of
+from meshweave.ir.graph import NOWHERE, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
@@ -161,7 +161,7 @@ class _Expander:
                 operands.append(local)
             return local
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), swap)
+        args, kwargs = map_nodes(node, swap)
         if node.target is operator.getitem:
             local = self.emit.call(node.target, args, kwargs)
         else:

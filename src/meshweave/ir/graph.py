@@ -113,9 +113,13 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 def replace_inputs(node: fx.Node, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """args and kwargs of `node` with its tensor operands replaced, in the order of `tensor_inputs`."""
     rest = iter(values)
-    return fx.map_arg(
-        (node.args, node.kwargs), lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n
-    )
+    return map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
+
+
+def map_nodes(node: fx.Node, function: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args and kwargs of `node` with every node in them, however deep, replaced by what `function` makes of it."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), function)
+    return args, kwargs  # type: ignore[return-value]
 
 
 def op_name(target: Any) -> str:

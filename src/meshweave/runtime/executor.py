@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.errors import MeshweaveError, StepError
-from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols
 
@@ -98,13 +98,13 @@ def compile_tasks(
             frees.setdefault(node, []).append(slot[used])
 
     def task(node: fx.Node) -> Task:
-        swap = lambda n: Slot(slot[n])  # noqa: E731
-        args, kwargs = fx.map_arg((node.args, node.kwargs), swap)
+        args, kwargs = map_nodes(node, lambda n: Slot(slot[n]))
         if node.target in _FACTORIES and device.type != "cpu":
             kwargs = {**kwargs, "device": device}
         unused = [] if node in last or node in kept else [slot[node]]
         is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
-        return Task(node, KERNELS.get(node.target, node.target), tuple(args), dict(kwargs), slot[node], (*frees.get(node, ()), *unused), is_flat)  # type: ignore[arg-type]
+        function: Any = KERNELS.get(node.target, node.target)
+        return Task(node, function, args, kwargs, slot[node], (*frees.get(node, ()), *unused), is_flat)
 
     parts = tuple(tuple(task(n) for n in part if n.target not in SYMBOLS) for part in (nodes[:split], nodes[split:]))
     inputs = tuple(slot[n] for n in graph.graph.nodes if n.op == "placeholder")

@@ -21,10 +21,17 @@ from meshweave.runtime.local import LocalCommunicator
 class World(Protocol):
     """One process's part of a mesh. `positions` are the row-major positions of the devices that it holds."""
 
-    mesh: Mesh
-    positions: tuple[int, ...]
-    device: torch.device
-    communicator: Communicator
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def positions(self) -> tuple[int, ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def communicator(self) -> Communicator: ...
 
     @property
     def is_distributed(self) -> bool: ...

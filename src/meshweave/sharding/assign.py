@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -144,10 +144,10 @@ def _with_wanted(rule: Rule, axis: str, found: list[Role], wanted: Sequence[Layo
     return found
 
 
-def _agree(roles: Sequence[Role] | object) -> bool:
+def _agree(roles: Iterable[Role]) -> bool:
     """Axes of one factor must cut in one unit."""
     units: dict[int, int] = {}
-    shards = [r for r in roles if isinstance(r, Shard)]  # type: ignore[attr-defined]
+    shards = [r for r in roles if isinstance(r, Shard)]
     return all(units.setdefault(r.factor, r.unit) == r.unit for r in shards)
 
 

@@ -12,7 +12,18 @@ from torch import fx
 
 from meshweave.errors import RuleError
 from meshweave.ir import ops
-from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import (
+    Input,
+    Spec,
+    StepGraph,
+    copy_meta,
+    map_nodes,
+    op_name,
+    origin_of,
+    replace_inputs,
+    spec_of,
+    tensor_inputs,
+)
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
@@ -68,6 +79,7 @@ class _Placer:
     due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved as soon as they are made
     stored: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
     used: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
+    line: str = ""  # source of the op being placed: where an input is moved, it is moved for this line
 
     def run(self) -> StepGraph:
         self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
@@ -193,24 +205,22 @@ class _Placer:
 
     def _move(self, source: _Copy, target: Layout, value: fx.Node, phase: str) -> _Copy:
         new = self.graph.call_function(ops.move, (source.node, str(target)))
-        origin = replace(origin_of(value), phase=phase)
+        origin = replace(origin_of(value), phase=phase, source=origin_of(value).source or self.line)
         new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
         return _Copy(new, target, _side(new))
 
     # ops
 
     def _emit(self, node: fx.Node, values: list[fx.Node], phase: str) -> fx.Node:
-        rest = iter(values)
-        swap = lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n  # noqa: E731
-        args, kwargs = fx.map_arg((node.args, node.kwargs), swap)
-        new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))
+        args, kwargs = replace_inputs(node, values)
+        new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
         if origin_of(new).phase != phase:
             new.meta["origin"] = replace(origin_of(new), phase=phase)
         return new
 
     def _choose(self, node: fx.Node, held: list[Held]) -> Assignment:
         """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
-        fixed = fx.map_arg((node.args, node.kwargs), lambda n: None)
+        fixed = map_nodes(node, lambda n: None)
         wanted = tuple(layout for layout, _ in self.due.get(node, ()))
         key = (node.target, str(fixed), tuple(held), node.meta["spec"], wanted)
         if key not in self.decided:
@@ -220,6 +230,7 @@ class _Placer:
 
     def _op(self, node: fx.Node) -> None:
         phase = _phase(node)
+        self.line = origin_of(node).source
         operands = tensor_inputs(node)
         held = [self._held(n, phase) for n in operands]
         try:
@@ -260,9 +271,11 @@ class _Placer:
         value, constraint, is_grad = node.args
         phase = _phase(node)
         spec = spec_of(node)
-        held = [self._made(value, Layout.replicated(self.placement.mesh, len(spec.shape)), phase)] if value.target in FACTORIES else self.held(value, phase)  # type: ignore[union-attr, arg-type]
+        assert isinstance(value, fx.Node)
+        whole = Layout.replicated(self.placement.mesh, len(spec.shape))
+        held = [self._made(value, whole, phase)] if value.target in FACTORIES else self.held(value, phase)
         target = apply_constraint(str(constraint), held[0].layout, bool(is_grad)).normalized(spec.shape)
-        made = self.fetch(value, target, phase)  # type: ignore[arg-type]
+        made = self.fetch(value, target, phase)
         self.copies[node] = [_Copy(made, target, _side(made))]
 
 

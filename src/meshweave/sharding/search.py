@@ -1,4 +1,4 @@
-"""The column or row choice per weight that moves the fewest bytes."""
+"""The column or row choice per weight whose moves take the least time."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ from meshweave.sharding.plans import Resolved, apply_style, style_dims
 
 @dataclass(frozen=True, slots=True)
 class Twins:
-    """Modules of the same place in repeated layers: they are decided together."""
+    """Modules of the same place in repeated layers: they are decided together. Neighbours in a list are no twins."""
 
     modules: tuple[str, ...]
-    num_elements: int
 
 
 def twins(model: nn.Module, found: Resolved, axis: str) -> list[Twins]:
-    """Groups of modules with a column and a row way whose parameters the plan leaves open, largest first."""
+    """Groups of modules with a column and a row way whose parameters the plan leaves open, in the model's order."""
     canonical = {id(p): n for n, p in model.named_parameters()}
-    groups: dict[str, list[tuple[str, int]]] = {}
+    groups: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         params = list(module.named_parameters(recurse=False))
         decided = any(axis in found.shards.get(canonical[id(p)], {}) for _, p in params)
         if style_dims(module) is not None and not decided and all(canonical[id(p)].startswith(name) for _, p in params):
-            key = re.sub(r"\b\d+\b", "*", name) + f"/{tuple(p.shape for _, p in params)}"
-            groups.setdefault(key, []).append((name, sum(p.numel() for _, p in params)))
-    made = [Twins(tuple(n for n, _ in g), sum(s for _, s in g)) for g in groups.values()]
-    return sorted(made, key=lambda t: -t.num_elements)
+            key = re.sub(r"\b\d+\.", "*.", name) + f"/{tuple(p.shape for _, p in params)}"
+            groups.setdefault(key, []).append(name)
+    return [Twins(tuple(names)) for names in groups.values()]
 
 
 def choose_tp(
@@ -44,20 +42,21 @@ def choose_tp(
 ) -> Resolved:
     """`found` with a style for every open weight over `axis`.
 
-    Coordinate descent from all-colwise over groups of twins, each candidate judged by the bytes of the moves of the
-    whole placed step (forward and backward), until a round changes nothing (two rounds at most).
+    Coordinate descent from all-colwise over groups of twins, the last of the model first (a row weight ends a pair, so
+    it is found before the column weight that begins it), each candidate judged by the price of the moves of the whole
+    placed step (forward and backward), until a round changes nothing (two rounds at most).
     """
     groups = twins(model, found, axis)
     styles = {t: "colwise" for t in groups}
     decided: dict[Any, Any] = {}
 
     def cost(styles: dict[Twins, str]) -> float:
-        return _bytes_moved(step, _styled(model, found, styles, axis), mesh, units, price, decided)
+        return _seconds_moved(step, _styled(model, found, styles, axis), mesh, units, price, decided)
 
     best = cost(styles)
     for _ in range(2):
         before = best
-        for group in groups:
+        for group in reversed(groups):
             other = {**styles, group: "rowwise" if styles[group] == "colwise" else "colwise"}
             value = cost(other)
             if value < best:
@@ -75,7 +74,7 @@ def _styled(model: nn.Module, found: Resolved, styles: dict[Twins, str], axis: s
     return copy
 
 
-def _bytes_moved(
+def _seconds_moved(
     step: StepGraph, found: Resolved, mesh: Mesh, units: Units, price: Price, decided: dict[Any, Any]
 ) -> float:
     placed = place(step, decide(found, step, mesh, units), price, decided)
