@@ -29,7 +29,7 @@ LARGEST_DIFFERENCE = 1e-4
 
 @dataclass
 class LiveBytes:
-    """Largest number of bytes alive on the first device while a step runs, its state aside. Counts storages, not views."""
+    """Most bytes alive at once on the first device while a step runs, its state aside. Storages count, not views."""
 
     live: dict[int, list[int]] = field(default_factory=dict)
     of: dict[fx.Node, list[int]] = field(default_factory=dict)
@@ -106,8 +106,10 @@ def main() -> int:
     mesh_run = Run(MESH, PLAN, lambda stage: console.print(f"[dim]{stage} ({MESH}) ...[/]"))
     single = Run("", None, lambda stage: console.print(f"[dim]{stage} (one device) ...[/]"))
     num_params = sum(p.numel() for p in single.source.model.parameters())
-    console.print(f"{type(single.source.model).__name__}, {num_params / 1e6:.1f} M parameters; "
-                  f"batches of {BATCH} x {SEQ} bytes; mesh {MESH}, plan fsdp over dp + Hugging Face's own tp plan\n")  # fmt: skip
+    console.print(
+        f"{type(single.source.model).__name__}, {num_params / 1e6:.1f} M parameters, {BATCH} x {SEQ} bytes a step"
+    )
+    console.print(f"mesh {MESH}: FSDP over dp, Hugging Face's own tensor parallel plan over tp\n")
 
     console.rule("every movement of data in one step, as one device sees it", align="left")
     rows = mesh_run.step.explain()
@@ -130,9 +132,9 @@ def verdict(console: Console, mesh_run: Run, single: Run, seconds: float) -> int
     console.rule("result", align="left")
     for name, run in (("4 devices", mesh_run), ("one device", single)):
         console.print(
-            f"{name:>10}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.tokens_per_s:,.0f} tokens/s, per device "
-            f"{bytes_text(run.state_bytes)} of parameters and optimizer state and at most {bytes_text(run.meter.peak)} "
-            "of gathered parameters, activations and gradients"
+            f"{name:>10}: loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f}, {run.tokens_per_s:,.0f} tokens/s; a device "
+            f"holds {bytes_text(run.state_bytes)} of parameters and optimizer state, and at its peak "
+            f"{bytes_text(run.meter.peak)} of activations, gradients and gathered parameters"
         )
     console.print("[dim](virtual devices share one machine: 4 of them are no faster than one here)[/]")
     claims = {

@@ -1,7 +1,7 @@
 """A multilayer perceptron that learns a fixed random function, on 4 virtual devices.
 
-    python examples/mlp.py
-    meshweave check examples/mlp.py:factory --mesh dp=2,tp=2
+python examples/mlp.py
+meshweave check examples/mlp.py:factory --mesh dp=2,tp=2
 """
 
 import torch

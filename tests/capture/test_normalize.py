@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import assert_tensors, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.ir.graph import Spec, StepGraph, op_name, origin_of
 from meshweave.ir.verify import verify_step
-from tests.training import assert_tensors, train
 
 
 class Calls(nn.Module):
@@ -58,7 +58,10 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "view as it is": (lambda x: x.view(2, 3, 4), []),
     "select": (lambda x: x[:, -1], ["slice.Tensor [1, 2, 3] [2, 1, 4]", "view [[2, 4]] [2, 4]"]),
     "transpose": (lambda x: x.transpose(-1, -2), ["permute [[0, 2, 1]] [2, 4, 3]"]),
-    "matrix transpose": (lambda x: x[0].t(), ["slice.Tensor [0, 0, 1] [1, 3, 4]", "view [[3, 4]] [3, 4]", "permute [[1, 0]] [4, 3]"]),
+    "matrix transpose": (
+        lambda x: x[0].t(),
+        ["slice.Tensor [0, 0, 1] [1, 3, 4]", "view [[3, 4]] [3, 4]", "permute [[1, 0]] [4, 3]"],
+    ),
     "permute": (lambda x: x.permute(-1, 0, 1), ["permute [[2, 0, 1]] [4, 2, 3]"]),
     "permute of nothing": (lambda x: x.permute(0, 1, 2), []),
     "slice": (lambda x: x[:, -2:, ::2], ["slice.Tensor [1, 1, 3] [2, 2, 4]", "slice.Tensor [2, 0, 4, 2] [2, 2, 2]"]),
@@ -75,7 +78,10 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "cat with an empty piece": (lambda x: torch.cat([x[:, :0], x[:, :2]], 1), ["slice.Tensor [1, 0, 2] [2, 2, 4]"]),
     "zeros": (lambda x: x + torch.zeros(4), ["full [0] [4]", "add.Tensor [full_default] [2, 3, 4]"]),
     "ones_like": (lambda x: x * torch.ones_like(x), ["full [1] [2, 3, 4]", "mul.Tensor [full_default] [2, 3, 4]"]),
-    "full_like": (lambda x: x * torch.full_like(x, 3.5), ["full [3.5] [2, 3, 4]", "mul.Tensor [full_default] [2, 3, 4]"]),
+    "full_like": (
+        lambda x: x * torch.full_like(x, 3.5),
+        ["full [3.5] [2, 3, 4]", "mul.Tensor [full_default] [2, 3, 4]"],
+    ),
     "new_full": (lambda x: x * x.new_full((4,), 3.5), ["full [3.5] [4]", "mul.Tensor [full_default] [2, 3, 4]"]),
     "arange": (
         lambda x: x + torch.arange(1.0, 9.0, 2.0),
@@ -136,9 +142,7 @@ def test_the_backward_of_a_convolution_is_one_op_per_gradient(bias: bool) -> Non
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=bias), nn.ReLU(), nn.Conv2d(4, 2, 1, bias=bias))
     batch = {"input": torch.linspace(-1, 1, 2 * 3 * 5 * 5).view(2, 3, 5, 5)}
     step, losses = train(model, [batch], loss=total, keep_gradients=True)
-    masks = [
-        n.args[-1] for n in step.program.captured.graph.nodes if op_name(n.target) == "aten.convolution_backward"
-    ]
+    masks = [n.args[-1] for n in step.program.captured.graph.nodes if op_name(n.target) == "aten.convolution_backward"]
     assert masks == [[True, False, False], [False, True, False], [False, True, False]]
     expected = total(model(**batch), batch)
     expected.backward()

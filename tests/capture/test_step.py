@@ -9,14 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-import meshweave as mw
-from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
-from meshweave.errors import CaptureError, PlanError
-from meshweave.ir.graph import op_name, spec_of
 from tests.training import (
     assert_equals_eager,
     assert_tensors,
@@ -27,6 +19,14 @@ from tests.training import (
     train,
     train_eagerly,
 )
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import meshweave as mw
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
+from meshweave.errors import CaptureError, PlanError
+from meshweave.ir.graph import op_name, spec_of
 
 
 class MLP(nn.Module):
@@ -284,7 +284,8 @@ def test_autocast_is_close_to_eager_autocast(mesh: str) -> None:
     assert_tensors(step.parameters(), {n: p.detach() for n, p in twin.named_parameters()}, 4e-3)
     nodes = step.program.captured.graph.nodes
     products = [spec_of(n).dtype for n in nodes if op_name(n.target) == "aten.mm"]
-    assert len(products) == 5 and set(products) == {torch.bfloat16}
+    assert len(products) == 5
+    assert set(products) == {torch.bfloat16}
     assert {p.dtype for p in step.parameters().values()} == {torch.float32}
 
 

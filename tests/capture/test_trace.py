@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import assert_equals_eager, assert_tensors, batches, mse, sgd, train, train_eagerly
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -20,7 +21,6 @@ from meshweave.capture.step import CaptureOptions, capture
 from meshweave.capture.trace import GlobalRandom
 from meshweave.errors import CaptureError
 from meshweave.ir.graph import Origin, StepGraph, op_name
-from tests.training import assert_equals_eager, assert_tensors, batches, mse, sgd, train, train_eagerly
 
 
 def captured(model: nn.Module, example: Any, loss: Callable[[Any, Any], Tensor] = mse) -> StepGraph:
@@ -75,7 +75,8 @@ def test_a_forward_node_has_the_module_and_the_users_line(stack: StepGraph) -> N
     assert [(o.phase, o.module) for o in tanh] == [("forward", "layers.0"), ("forward", "layers.1")]
     assert all(o.source.endswith(line(Block.forward, "torch.tanh")) for o in tanh)
     (sigmoid,) = [n.meta["origin"] for n in calls(stack, "aten.sigmoid", "forward")]
-    assert sigmoid.module == "" and sigmoid.source.endswith(line(Stack.forward, "torch.sigmoid"))
+    assert sigmoid.module == ""
+    assert sigmoid.source.endswith(line(Stack.forward, "torch.sigmoid"))
 
 
 def test_inside_a_torch_module_the_line_is_the_users_call_and_the_path_the_modules(stack: StepGraph) -> None:
@@ -98,7 +99,8 @@ def test_a_backward_node_has_the_origin_of_the_op_whose_gradient_it_is(stack: St
 def test_loss_and_update_say_so(stack: StepGraph) -> None:
     (power,) = calls(stack, "aten.pow.Tensor_Scalar", "loss")
     assert power.meta["origin"].module == ""
-    assert power.meta["origin"].source.endswith("mse") and "tests/training.py:" in power.meta["origin"].source
+    assert power.meta["origin"].source.endswith("mse")
+    assert "tests/training.py:" in power.meta["origin"].source
     names = {n.meta["origin"].module for n in stack.graph.nodes if n.meta.get("origin", Origin("")).phase == "update"}
     params = {i.name for i in stack.inputs if i.kind == "param"}
     assert params <= names <= params | {i.name for i in stack.inputs if i.kind == "state"}
@@ -118,7 +120,8 @@ def test_every_node_knows_where_it_comes_from(stack: StepGraph) -> None:
 def test_phases_follow_each_other(stack: StepGraph) -> None:
     order = [n.meta["origin"].phase for n in stack.graph.nodes if n.op == "call_function"]
     ranks = [("forward", "loss", "backward", "update").index(p) for p in order]
-    assert ranks == sorted(ranks) and set(ranks) == {0, 1, 2, 3}
+    assert ranks == sorted(ranks)
+    assert set(ranks) == {0, 1, 2, 3}
 
 
 def test_the_origin_survives_the_second_trace_that_in_place_ops_cause() -> None:
@@ -213,7 +216,8 @@ def test_a_model_that_fails_in_eager_too_names_the_line_and_the_cause() -> None:
     with pytest.raises(CaptureError, match="the training step cannot be captured") as error:
         captured(Calls(_wrong_shapes), batches(1, (3, 4), (3, 4))[0])
     assert error.value.where.endswith(line(_wrong_shapes, "# mistaken"))
-    assert "RuntimeError" in error.value.got and "eager mode" in error.value.hint
+    assert "RuntimeError" in error.value.got
+    assert "eager mode" in error.value.hint
 
 
 def test_a_loss_that_branches_on_data_names_its_own_line() -> None:
@@ -312,9 +316,10 @@ class Normed(nn.Module):
         return torch.relu(self.norm(x))
 
 
-@pytest.mark.parametrize("mesh", ["", "dp=2"])
-@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3), (6, 5, 3, 2)])
-@pytest.mark.parametrize("momentum", [0.1, 1.0])
+@pytest.mark.parametrize(
+    ("mesh", "shape", "momentum"),
+    [("", (6, 5), 0.1), ("", (6, 5, 3), 1.0), ("dp=2", (6, 5), 1.0), ("dp=2", (6, 5, 3, 2), 0.1)],
+)
 def test_batch_norm_keeps_the_running_statistics_of_eager(mesh: str, shape: tuple[int, ...], momentum: float) -> None:
     norm = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](5, momentum=momentum)
     step = assert_equals_eager(Normed(norm), batches(3, shape, shape), mesh)
@@ -441,7 +446,9 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 def test_random_values_are_the_same_on_every_mesh_and_new_at_every_call_and_step(name: str) -> None:
     draw, mean, std = DRAWS[name]
     model, data = _seen(draw), batches(2, (64, 48), (64, 48))
-    one, two = (mw.compile(model, loss=mse, example=data[0], optimizer=sgd(model.parameters()), mesh=m) for m in ("", "dp=2"))
+    one, two = (
+        mw.compile(model, loss=mse, example=data[0], optimizer=sgd(model.parameters()), mesh=m) for m in ("", "dp=2")
+    )
     drawn = []
     for batch in data:
         one(batch), two(batch)
@@ -591,14 +598,12 @@ class SelfAttention(nn.Module):
         return self.inner(x, x, x, need_weights=self.need_weights)[0]
 
 
-@pytest.mark.parametrize("mesh", ["", "dp=2"])
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(("mesh", "need_weights"), [("", True), ("dp=2", False)])
 def test_multihead_attention_equals_eager(mesh: str, need_weights: bool) -> None:
     assert_equals_eager(SelfAttention(need_weights), batches(2, (2, 5, 8), (2, 5, 8)), mesh)
 
 
-@pytest.mark.parametrize("mesh", ["", "dp=2"])
-@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize(("mesh", "norm_first"), [("", True), ("dp=2", False)])
 def test_a_transformer_encoder_layer_equals_eager(mesh: str, norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
     data = [{"src": b["x"], "y": b["y"]} for b in batches(2, (2, 5, 8), (2, 5, 8))]

@@ -66,7 +66,9 @@ def test_a_mesh_that_trains_as_one_device_passes():
     kinds = {e.kind for e in report.errors if e.run == "mesh"}
     assert kinds == {"initial", "loss", "gradient 1", "gradient 3", "parameter", "buffer", "state"}
     state = [e.name for e in report.errors if e.kind == "state" and e.run == "mesh"]
-    assert sorted(state) == sorted(f"{slot}/{n}" for slot in ("exp_avg", "exp_avg_sq") for n, _ in Net().named_parameters())
+    assert sorted(state) == sorted(
+        f"{slot}/{n}" for slot in ("exp_avg", "exp_avg_sq") for n, _ in Net().named_parameters()
+    )
 
 
 def test_a_gradient_that_is_only_rounding_is_named_and_excused():
@@ -81,7 +83,9 @@ def test_rounding_is_no_excuse_for_a_wrong_value():
     def one_sign(model, optimizer, mesh, plan):
         step = compiler(model, optimizer, mesh, plan)
         if mesh.num_devices > 1:
-            step.gradients = lambda read=step.gradients: {n: g + (1e-3 if n == "down.bias" else 0) for n, g in read().items()}
+            step.gradients = lambda read=step.gradients: {
+                n: g + (1e-3 if n == "down.bias" else 0) for n, g in read().items()
+            }
         return step
 
     failed = {e.name for e in run(one_sign).failed}
@@ -173,7 +177,7 @@ def test_another_seed_of_dropout_is_another_loss():
 
 def test_a_model_that_differs_at_every_call_is_refused():
     seeds = iter(range(9))
-    with pytest.raises(MeshweaveError, match=r"differs from one call to the next[\s\S]*up\.weight"):
+    with pytest.raises(MeshweaveError, match=r"differs from one call to the next[\s\S]*down\.weight"):
         run(make=lambda: make_model(next(seeds)), steps=1)
 
 

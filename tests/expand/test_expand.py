@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import assert_equals_eager, batches, mse
 from torch import Tensor, nn
 
 from meshweave.capture.optimizers import read_optimizer
@@ -18,7 +19,6 @@ from meshweave.ir.graph import Spec, op_name
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, bind_symbols
 from meshweave.sharding.plans import Plan
-from tests.training import assert_equals_eager, batches, mse
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -99,7 +99,10 @@ def test_on_one_device_nothing_moves() -> None:
     assert not any(n.target in STARTS or n.target in SYMBOLS for n in made.rank.graph.nodes)
 
 
-@pytest.mark.parametrize(("one", "other"), [("fsdp=2", "fsdp=64"), ("dp=2", "dp=32"), ("tp=2", "tp=16"), ("dp=2,fsdp=2,tp=2", "dp=4,fsdp=4,tp=8")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("fsdp=2", "fsdp=64"), ("dp=2", "dp=32"), ("tp=2", "tp=16"), ("dp=2,fsdp=2,tp=2", "dp=4,fsdp=4,tp=8")],
+)
 def test_the_graph_does_not_grow_with_the_axes(one: str, other: str) -> None:
     small, large = meta_mlp(one).rank.graph, meta_mlp(other).rank.graph
     assert [op_name(n.target) for n in small.nodes] == [op_name(n.target) for n in large.nodes]

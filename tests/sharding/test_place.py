@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.training import assert_equals_eager, batches, mse, sgd, train_eagerly
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,7 +27,6 @@ from meshweave.ir.verify import verify_placed
 from meshweave.report.moves import MoveRow
 from meshweave.sharding.place import apply_constraint
 from meshweave.sharding.plans import Plan
-from tests.training import assert_equals_eager, batches, mse, sgd, train_eagerly
 
 
 def llama(heads: int = 4, key_heads: int = 2, layers: int = 2) -> LlamaForCausalLM:
@@ -51,9 +52,7 @@ def own_loss(out: Any, batch: Any) -> Tensor:
 
 
 def compiled(model: nn.Module, mesh: str, plan: Plan | None = None) -> mw.TrainStep:
-    return mw.compile(
-        model, loss=own_loss, example=EXAMPLE, optimizer=sgd(model.parameters()), mesh=mesh, plan=plan
-    )
+    return mw.compile(model, loss=own_loss, example=EXAMPLE, optimizer=sgd(model.parameters()), mesh=mesh, plan=plan)
 
 
 def count(rows: list[MoveRow], phase: str, module: str) -> dict[str, int]:
@@ -138,7 +137,9 @@ def test_heads_that_do_not_divide_are_cut_between_heads(heads: int, key_heads: i
         assert str(used[f"{layer}o_proj.weight"]) == f"[{{}}, {{tp}}x{units[0]}]"
         rows = step.explain()
         assert {r.kind for r in rows} == {"all_reduce", "slice"}
-        assert count(rows, "forward", "model.layers.0") == count(rows, "backward", "model.layers.0") == {"all_reduce": 2}
+        assert (
+            count(rows, "forward", "model.layers.0") == count(rows, "backward", "model.layers.0") == {"all_reduce": 2}
+        )
     assert_trains_alike(step, model)
 
 
@@ -192,9 +193,10 @@ def test_an_unknown_op_is_an_error_with_op_line_and_registration() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.linalg.inv(self.w + x)  # unknown
 
-    with pytest.raises(RuleError, match="no sharding rule for aten.linalg_inv_ex") as error:
+    with pytest.raises(RuleError, match=r"no sharding rule for aten\.linalg_inv_ex") as error:
         mw.compile(Solves(), loss=lambda out, batch: out.sum(), example={"x": torch.zeros(3, 3)}, mesh="dp=2")
-    assert "test_place.py:" in error.value.where and "in forward" in error.value.where
+    assert "test_place.py:" in error.value.where
+    assert "in forward" in error.value.where
     assert "meshweave.register_rule(torch.ops.aten.linalg_inv_ex.default" in error.value.hint
 
 
@@ -241,7 +243,7 @@ def test_what_a_pin_makes_of_a_layout(constraint: str, layout: str, is_grad: boo
 class Chain(nn.Module):
     def __init__(self, widths: list[int], bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias) for a, b in itertools.pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:

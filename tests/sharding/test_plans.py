@@ -1,4 +1,4 @@
-"""Plans: how they add up, what axis names mean, what globs and styles name, and what is said of those that name nothing."""
+"""Plans: how they add up, what axis names mean, what globs and styles name, and errors of those that name nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import mse, sgd
 from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import LayoutError, MeshError, PlanError
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plans import Entry, Plan, default_plan, hf_tp_plan, resolve
-from tests.training import mse, sgd
 
 TP, DP_TP = Mesh("tp=2"), Mesh("dp=2,tp=2")
 
@@ -63,7 +63,8 @@ def test_plans_add_up_in_order_and_are_values() -> None:
         Entry("style", "tp", "*.down_proj", "rowwise"),
     )
     assert one.entries == (Entry("batch", "dp"),)
-    assert both == Plan.dp("dp") + two and hash(both) == hash(Plan.dp("dp") + two)
+    assert both == Plan.dp("dp") + two
+    assert hash(both) == hash(Plan.dp("dp") + two)
     assert Plan() + both == both == both + Plan()
     assert (one + two) + one == one + (two + one)
     assert one + two != two + one
@@ -115,7 +116,8 @@ def test_an_axis_that_the_plan_leaves_out_is_an_error_unless_its_size_is_one() -
     assert resolve(Plan.dp("dp") + Plan.replicate("tp"), Model(), DP_TP).named == {"dp", "tp"}
     with pytest.raises(PlanError, match="the plan does not use axis dp, tp") as error:
         resolve(Plan(), Model(), DP_TP)
-    assert error.value.where == "mesh dp=2,tp=2" and 'mw.Plan.replicate("dp")' in error.value.hint
+    assert error.value.where == "mesh dp=2,tp=2"
+    assert 'mw.Plan.replicate("dp")' in error.value.hint
 
 
 @pytest.mark.parametrize("plan", [Plan.dp("data"), Plan.tp("data", {"*.up_proj": "colwise"}), Plan.auto_tp("data")])
@@ -325,13 +327,13 @@ def test_a_hugging_face_plan_that_cannot_be_followed_is_an_error(styles: Any, me
 def test_the_styles_of_a_real_llama() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     with torch.device("meta"):
         found = shards(Plan.hf_tp("tp"), LlamaForCausalLM(config))
     layer = "model.layers.0."
-    columns = [f"{layer}self_attn.{n}_proj.weight" for n in "qkv"] + [f"{layer}mlp.{n}_proj.weight" for n in ("gate", "up")]
+    columns = [f"{layer}self_attn.{n}_proj.weight" for n in "qkv"] + [
+        f"{layer}mlp.{n}_proj.weight" for n in ("gate", "up")
+    ]
     rows = [f"{layer}self_attn.o_proj.weight", f"{layer}mlp.down_proj.weight"]
     assert {n: found[n] for n in columns} == {n: {"tp": 0} for n in columns}
     assert {n: found[n] for n in rows} == {n: {"tp": 1} for n in rows}

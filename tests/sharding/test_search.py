@@ -1,4 +1,4 @@
-"""The automatic choice of columns and rows: what it groups, what it chooses and that nothing it could flip is cheaper."""
+"""The automatic choice of columns and rows: what it groups, what it chooses, and that no other choice is cheaper."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
+from tests.training import assert_equals_eager, batches, mse, sgd
 from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plans import Plan, Resolved, resolve
 from meshweave.sharding.search import Twins, twins
-from tests.training import assert_equals_eager, batches, mse, sgd
 
 
 class MLP(nn.Module):
@@ -112,11 +112,12 @@ def test_a_weight_that_is_tied_is_decided_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "widths"), [(4, (8, 16, 8)), (512, (8, 8, 8)), (512, (16, 4, 16)), (512, (8, 16, 16, 8)), (4, (8, 4, 32, 8))]
+    ("rows", "widths"),
+    [(4, (8, 16, 8)), (512, (8, 8, 8)), (512, (16, 4, 16)), (512, (8, 16, 16, 8)), (4, (8, 4, 32, 8))],
 )
 def test_no_other_choice_of_styles_is_cheaper(rows: int, widths: tuple[int, ...]) -> None:
     """Coordinate descent finds the best of all assignments of two layers, and comes within 2% on three."""
-    parts = [m for a, b in zip(widths, widths[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+    parts = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*parts[:-1])
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     batch = batches(1, (rows, widths[0]), (rows, widths[-1]))[0]

@@ -47,6 +47,7 @@ class _Rewriter:
         self.inputs, self.constants = list(inputs), dict(constants)
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
+        self.own: dict[tuple[str, str], fx.Node] = {}  # input -> its placeholder
         self.origin = Origin("forward")
         self.lifted: dict[str, fx.Node] = {}
         self.scalars: dict[Any, fx.Node] = {}  # 0-dim values are made once per phase
@@ -54,7 +55,7 @@ class _Rewriter:
     def run(self, old: fx.Graph, outputs: tuple[tuple[str, str], ...]) -> StepGraph:
         sources = [n for n in old.nodes if n.op == "placeholder"]
         for node, item in zip(sources, self.inputs, strict=True):
-            self.env[node] = self._placeholder(item)
+            self.env[node] = self.own[item.kind, item.name] = self._placeholder(item)
         for node in [n for n in old.nodes if n.op == "get_attr"]:
             self.env[node] = self._constant(str(node.target))
         for node in old.nodes:
@@ -81,7 +82,7 @@ class _Rewriter:
         return self.lifted[name]
 
     def _is_unchanged(self, kind: tuple[str, str], value: fx.Node) -> bool:
-        return kind[0] == "buffer" and value.op == "placeholder"
+        return kind[0] == "buffer" and value is self.own[kind]
 
     def _call(self, node: fx.Node) -> Any:
         args, kwargs = map_nodes(node, lambda n: self.env[n])

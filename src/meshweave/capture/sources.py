@@ -147,7 +147,8 @@ def _import(path: Path) -> ModuleType:
         near = near_miss(path.name, sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else [])
         raise MeshweaveError("no such file", got=str(path), expected=near and f"in {path.parent}: {near}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickle look a module up by its name
     folder = str(path.parent.resolve())
@@ -339,7 +340,8 @@ def _config(model_type: str, given: Mapping[str, Any], seq: int, text: str) -> A
 def _check_simple(config: Any, model_type: str, text: str) -> None:
     """A configuration made of others (vision and text) has no sizes of its own that could be set here."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
-    types = [part.model_type for part in parts if getattr(part, "model_type", "") not in ("", model_type)]
+    held = [getattr(part, "model_type", "") for part in parts]
+    types = [name for name in held if name not in ("", model_type)]
     if types:
         raise MeshweaveError(
             f"'{model_type}' is made of several models", where=text, expected=f"one of its parts: {', '.join(types)}"

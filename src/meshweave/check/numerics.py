@@ -20,14 +20,14 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 
 # AdamW divides a gradient by its own size, so that the rounding of a tiny gradient moves a parameter by up to the
-# learning rate, however right the step is. In 3 steps of 3e-5 that stays below 1e-5 of Hugging Face's initial weights
-# (standard deviation 0.02), while a wrong update, which moves them by 1e-4, is a hundred times beyond it. At 1e-4
-# hf:llama on dp=2,tp=2 errs by 1.0016e-5 (measured 2026, torch 2.13 on CPU).
+# learning rate, however right the step is. Worst parameter of hf:llama on dp=2,tp=2 after 3 steps (torch 2.13, CPU,
+# November 2026): 3.0e-6 at 3e-5, just beyond the bound of 1e-5 at 1e-4. A wrong update still shows: at 3e-5 three steps
+# move weights of at most 0.08 by up to 9e-5, a hundred times the bound.
 CHECK_LR = 3e-5
 CHECK_STEPS = 3
 
-# Two float32 runs that add in other orders err independently, and their largest errors differ by chance: by 2.5 at most
-# in hf:bert, hf:vit and a convolutional network on 5 meshes (measured 2026, CPU).
+# Two float32 runs that add in other orders err independently, so their largest errors differ by chance, the more the
+# fewer elements a tensor has. A choice with room for that, not a measured figure.
 _ROUNDING = 4.0
 
 MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -166,9 +166,9 @@ def check_numerics(
     """Train `steps` steps on `mesh`, on one device and eagerly, from the same parameters on the same batches.
 
     Compares the initial parameters, the loss of every step, every gradient of the first and the last, and every
-    parameter, buffer and piece of optimizer state after the last: the mesh with one device, one device with eager PyTorch. `make_model()` gives
-    the model and its optimizer, the same at every call; `compiler` makes a step that keeps its gradients. Under
-    torch.distributed every rank calls this, and all return the same report.
+    parameter, buffer and piece of optimizer state after the last: the mesh with one device, one device with eager
+    PyTorch. `make_model()` gives the model and its optimizer, the same at every call; `compiler` makes a step that
+    keeps its gradients. Under torch.distributed every rank calls this, and all return the same report.
 
     A tensor beyond its bound still passes where its reference is no better than that: a gradient that is 0 in exact
     arithmetic, as of a key bias before a softmax, is nothing but rounding on any device. For this the run may be at
@@ -184,14 +184,16 @@ def check_numerics(
     _same_start(single, eager)
 
     @cache
-    def rounding() -> _Rounding | None:
+    def exact() -> _Record | None:
         progress("float64")
-        exact = _exact(make_model, batches, recipe, steps)
-        return None if exact is None else _Rounding(exact, (single, eager))
+        return _exact(make_model, batches, recipe, steps)
 
-    pairs = [("mesh", on_mesh, "one device", single), ("one device", single, "eager", eager)]
-    errors = [e for run, a, ref, b in pairs for e in _compare(run, a, ref, b, bounds, rounding)]
-    losses = {"mesh": on_mesh.losses, "one device": single.losses, "eager": eager.losses}
+    named = {"mesh": on_mesh, "one device": single, "eager": eager}
+    errors = [
+        *_compare("mesh", "one device", named, bounds, _Rounding(exact, (single, eager))),
+        *_compare("one device", "eager", named, bounds, _Rounding(exact, (eager,))),
+    ]
+    losses = {name: record.losses for name, record in named.items()}
     ordered = sorted(_worst_of_all_ranks(errors), key=lambda e: e.badness, reverse=True)
     return NumericsReport(str(mesh), steps, bounds, losses, tuple(ordered))
 
@@ -300,10 +302,12 @@ def _same_start(one: _Record, other: _Record) -> None:
 
 
 def _compare(
-    run: str, found: _Record, reference: str, expected: _Record, bounds: Bounds, rounding: Callable[[], _Rounding | None]
+    run: str, reference: str, records: Mapping[str, _Record], bounds: Bounds, rounding: _Rounding
 ) -> Iterator[TensorError]:
-    for i, (got, want) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        yield TensorError(run, reference, "loss", f"step {i + 1}", abs(got - want) / abs(want or 1.0), bounds.loss, (), got, want)
+    found, expected = records[run], records[reference]
+    for i, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        error = abs(a - b) / abs(b or 1.0)
+        yield TensorError(run, reference, "loss", f"step {i + 1}", error, bounds.loss, (), a, b)
     for kind, name in expected.tensors | found.tensors:
         base = TensorError(run, reference, kind, name, 0.0, bounds.tensor)
         got, want = found.tensors.get((kind, name)), expected.tensors.get((kind, name))
@@ -312,8 +316,8 @@ def _compare(
             if got is None or got.any():
                 yield replace(base, problem=f"missing in the run on {run if got is None else reference}")
             continue
-        error = _difference(base, got, want)
-        yield error if error.ok or error.problem else _excused(error, got, want, rounding())
+        gap = _difference(base, got, want)
+        yield gap if gap.ok or gap.problem else _excused(gap, got, want, rounding)
 
 
 def _difference(base: TensorError, got: Tensor, want: Tensor) -> TensorError:
@@ -339,23 +343,24 @@ def _scale(reference: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """How far runs on one device are from a float64 run."""
+    """How far runs on one device are from a float64 run, which is made when it is first asked for."""
 
-    exact: _Record
+    exact: Callable[[], _Record | None]
     runs: tuple[_Record, ...]
 
     def of(self, key: tuple[str, str], value: Tensor) -> float | None:
         """Largest absolute error of a tensor, or None for one that the float64 run lacks."""
-        true = self.exact.tensors.get(key)
+        exact = self.exact()
+        true = None if exact is None else exact.tensors.get(key)
         if true is None or true.shape != value.shape:
             return None
         return float((value.double() - true.double()).abs().max())
 
 
-def _excused(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding | None) -> TensorError:
+def _excused(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding) -> TensorError:
     key = error.kind, error.name
-    own = None if rounding is None else rounding.of(key, got)
-    if rounding is None or own is None:
+    own = rounding.of(key, got)
+    if own is None:
         return error
     usual = max(rounding.of(key, run.tensors[key]) or 0.0 for run in rounding.runs if key in run.tensors)
     is_square = error.kind == "state" and "_sq" in error.name.partition("/")[0]  # exp_avg_sq, max_exp_avg_sq

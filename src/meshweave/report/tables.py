@@ -131,7 +131,9 @@ def failures_table(failed: Sequence[TensorError]) -> Table:
     table = _table("tensor", "kind", "run", ">error", "at", ">got", ">expected")
     for e in failed:
         at = str(list(e.index)) if e.index else ""
-        table.add_row(e.name, e.kind, f"{e.run} against {e.reference}", _error(e), at, f"{e.got:.9g}", f"{e.expected:.9g}")
+        table.add_row(
+            e.name, e.kind, f"{e.run} against {e.reference}", _error(e), at, f"{e.got:.9g}", f"{e.expected:.9g}"
+        )
     return table
 
 

@@ -145,7 +145,9 @@ class Session:
                     self.state.pieces[replaced[task.out]] = env[task.out]  # type: ignore[assignment]
 
             self.executor.run(env, UPDATE, commit)
-            self.state.pieces.update(self._buffers)
+            # A buffer may be a view of the batch, which is the caller's.
+            self.state.pieces.update({key: [piece.clone() for piece in held] for key, held in self._buffers.items()})
+            self._buffers = {}
             self.state.num_steps += 1
             self.state.torn = False
 
@@ -190,9 +192,13 @@ class Session:
             checkpoint.save(path, self.state.views(), info)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a checkpoint of the same model, saved on whatever mesh."""
+        """Continue from a checkpoint of the same model, saved on whatever mesh.
+
+        The old state lives until the new one is whole, so that a load that fails changes nothing.
+        """
         with self.world.guard():
-            info = checkpoint.load(path, self.state.views())
+            loaded = self.state.blank()
+            info = checkpoint.load(path, loaded.views())
             if int(info["seed"]) != self.settings.seed:
                 raise CheckpointError(
                     "the checkpoint was trained with another seed",
@@ -201,8 +207,8 @@ class Session:
                     expected=str(self.settings.seed),
                     hint="compile with that seed, so that dropout goes on as it would have",
                 )
-            self.state.num_steps = int(info["num_steps"])
-            self.state.torn = False
+            loaded.num_steps = int(info["num_steps"])
+            self.state = loaded
 
 
 def _other_batch(item: Input, value: Tensor, settings: Settings) -> LayoutError:

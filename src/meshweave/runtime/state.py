@@ -64,6 +64,16 @@ class State:
             value[box.slices()].detach().to(self.device, copy=True).contiguous() for box in self.boxes(item, layout)
         ]
 
+    def blank(self) -> State:
+        """A state of the same pieces without values, for a load to fill."""
+        pieces = {
+            (item.kind, item.name): [
+                torch.empty(box.size, dtype=item.spec.dtype, device=self.device) for box in self.boxes(item, layout)
+            ]
+            for item, layout in self.items
+        }
+        return State(self.graph, self.positions, self.device, pieces)
+
     def check_usable(self) -> None:
         if self.torn:
             raise StepError(

@@ -1,0 +1,75 @@
+"""Plans as text: what --plan means on the command line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from meshweave.capture.sources import near_miss
+from meshweave.errors import PlanError
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding.plans import Entry, Plan
+
+_SCHEMES: Mapping[str, Callable[[str], Plan]] = {
+    "dp": Plan.dp,
+    "fsdp": Plan.fsdp,
+    "hf_tp": Plan.hf_tp,
+    "auto_tp": Plan.auto_tp,
+    "sequence": Plan.sequence_parallel,
+    "replicate": Plan.replicate,
+}
+
+
+def parse_plan(text: str) -> Plan | None:
+    """`fsdp:dp+hf_tp:tp`, or a .toml or .json file of globs; None for an empty text, which leaves it to axis names.
+
+    A file maps globs of parameters and modules to a layout ("[{tp}, {}]") or to style:axis ("colwise:tp"); its
+    entry `plan` may hold schemes.
+    """
+    if not text:
+        return None
+    if Path(text).suffix in (".toml", ".json"):
+        return _plan_file(Path(text))
+    plan = Plan()
+    for part in text.split("+"):
+        name, _, axis = part.strip().partition(":")
+        if name not in _SCHEMES or not axis:
+            raise PlanError(
+                f"'{part}' is no part of a plan",
+                where=f"--plan {text}",
+                got=part,
+                expected=f"{near_miss(name, _SCHEMES)}, each as scheme:axis",
+                hint="for example fsdp:dp+hf_tp:tp, or a .toml or .json file",
+            )
+        plan = plan + _SCHEMES[name](axis)
+    return plan
+
+
+def _plan_file(path: Path) -> Plan:
+    try:
+        entries = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError("the plan cannot be read", where=str(path), got=str(error)) from error
+    wrong = [k for k, v in entries.items() if not isinstance(v, str)] if isinstance(entries, dict) else ["the file"]
+    if wrong:
+        raise PlanError(
+            "a plan file maps globs to layouts",
+            where=str(path),
+            got=f"{wrong[0]} is no text",
+            expected='"layers.*.up.weight" = "[{tp}, {}]" or "*.up" = "colwise:tp"',
+            hint="put globs with dots in quotes",
+        )
+    plan = parse_plan(entries.pop("plan", "")) or Plan()
+    for glob, value in entries.items():
+        style, colon, axis = value.partition(":")
+        is_layout = value.lstrip().startswith("[") or not colon
+        plan = plan + (Plan([Entry("layout", glob=glob, text=value)]) if is_layout else Plan.tp(axis, {glob: style}))
+    return plan
+
+
+def data_parallel_size(mesh: Mesh, plan: Plan | None) -> int:
+    """Number of pieces that the batch is cut into."""
+    named = {"dp", "fsdp"} if plan is None else {e.axis for e in plan.entries if e.kind in ("batch", "state")}
+    return mesh.flat_size([axis for axis in mesh.axis_names if axis in named])

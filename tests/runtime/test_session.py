@@ -1,0 +1,524 @@
+"""A session: what it keeps from step to step, what it lets go, and what a failure leaves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+import weakref
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training import assert_equals_eager, assert_tensors, batches, mse, sgd, train_eagerly
+from torch import Tensor, fx, nn
+
+import meshweave as mw
+from meshweave.compile import Program
+from meshweave.errors import CheckpointError, LayoutError, MeshweaveError, PlanError, StepError
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import SYMBOLS
+from meshweave.runtime.meter import StateMeter, classify
+from meshweave.runtime.session import Settings
+from meshweave.runtime.state import State
+from meshweave.runtime.world import LocalWorld
+
+ADAM = partial(torch.optim.AdamW, lr=0.01)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int = 8, depth: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.stats = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.stats(x)
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if t is not None}
+
+
+class Watch:
+    """A meter of tensors by weak reference. `lost` are the nodes that were freed while a tensor of theirs lives on
+    and no other node, and no state, shares its memory; `peak` is the largest number of nodes held at once."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.held: dict[fx.Node, list[weakref.ref[Tensor]]] = {}
+        self.lost: list[str] = []
+        self.peak = 0
+
+    def made(self, node: fx.Node, values: list[Any]) -> None:
+        flat = [t for v in values for t in (v if isinstance(v, (tuple, list)) else [v]) if isinstance(t, Tensor)]
+        self.held[node] = [weakref.ref(t) for t in flat]
+        self.peak = max(self.peak, len(self.held))
+
+    def freed(self, node: fx.Node) -> None:
+        left = [r() for r in self.held.pop(node, []) if r() is not None]
+        shared = self.lasting() | _storages(r() for refs in self.held.values() for r in refs)
+        if _storages(left) - shared:
+            self.lost.append(node.name)
+
+    def lasting(self) -> set[int]:
+        return _storages(t for pieces in self.state.pieces.values() for t in pieces)
+
+
+class Trips:
+    """A meter that runs `action` when the n-th value of a phase appears."""
+
+    def __init__(self, phase: str, count: int, action: Callable[[], None]) -> None:
+        self.phase, self.left, self.action = phase, count, action
+
+    def made(self, node: fx.Node, values: list[Any]) -> None:
+        if origin_of(node).phase == self.phase:
+            self.left -= 1
+            if self.left == 0:
+                self.action()
+
+    def freed(self, node: fx.Node) -> None:
+        pass
+
+
+@cache
+def _program(
+    kind: type[nn.Module], mesh: str, make: Callable[..., Any], options: tuple[tuple[str, Any], ...]
+) -> Program:
+    """Programs hold no state: tests share them."""
+    model, batch = kind(), batches(1, (4, 8), (4, 8))[0]
+    step = mw.compile(model, loss=mse, example=batch, optimizer=make(model.parameters()), mesh=mesh, **dict(options))
+    return step.program
+
+
+def compiled(
+    mesh: str = "fsdp=2",
+    model: nn.Module | None = None,
+    make: Callable[..., Any] = sgd,
+    *,
+    accumulate: int = 1,
+    seed: int = 0,
+    keep_gradients: bool = False,
+    check_finite: bool = True,
+    clip_grad_norm: float | None = None,
+) -> tuple[mw.TrainStep, list[dict[str, Tensor]]]:
+    """A fresh step, and six batches."""
+    model = Deep() if model is None else model
+    options = (("accumulate", accumulate), ("clip_grad_norm", clip_grad_norm))
+    program = _program(type(model), mesh, make, options)
+    settings = Settings(accumulate, seed, keep_gradients, check_finite)
+    step = mw.TrainStep(program, model, make(model.parameters()), LocalWorld(program.mesh), settings)
+    return step, batches(6, (4, 8), (4, 8))
+
+
+def everything(step: mw.TrainStep) -> dict[str, Tensor]:
+    """A copy of the whole state."""
+    kinds = {"param": step.parameters(), "buffer": step.buffers(), "state": step.optimizer_state()}
+    return {f"{k}/{n}": t.clone() for k, held in kinds.items() for n, t in held.items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# values that are let go
+
+
+@pytest.mark.parametrize(("mesh", "accumulate"), [("", 1), ("dp=2", 2), ("fsdp=2", 1), ("tp=2", 1), ("fsdp=2,tp=2", 2)])
+def test_a_value_is_let_go_after_its_last_use(mesh: str, accumulate: int) -> None:
+    step, data = compiled(mesh, accumulate=accumulate)
+    watch = step.session.executor.meter = Watch(step.session.state)
+    step(data[0])
+    assert watch.lost == []
+    alive = _storages(r() for refs in watch.held.values() for r in refs)
+    assert alive - watch.lasting() == set()
+    num_values = sum(n.op == "call_function" and n.target not in SYMBOLS for n in step.program.rank.graph.nodes)
+    assert watch.peak < num_values / 2
+
+
+def test_gradients_are_let_go_unless_they_are_kept() -> None:
+    kept, data = compiled(keep_gradients=True)
+    kept(data[0])
+    assert set(kept.gradients()) == set(kept.parameters())
+    loose, _ = compiled()
+    loose(data[0])
+    with pytest.raises(StepError, match="gradients were not kept") as error:
+        loose.gradients()
+    assert error.value.hint == "compile with keep_gradients=True"
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "keep_gradients": True, "clip_grad_norm": 1.0}])
+def test_a_hundred_steps_hold_no_more_than_five(options: dict[str, Any]) -> None:
+    step, data = compiled(make=ADAM, **options)
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter)]
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"
+        }
+        return len(tensors), sum(storages.values())
+
+    for i in range(5):
+        step(data[i % 6])
+    before = held()
+    for i in range(5, 100):
+        step(data[i % 6])
+    assert held() == before
+    assert step.num_steps == 100
+
+
+# state in bytes
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2"])
+def test_fsdp_holds_its_share_and_at_most_two_gathered_layers(mesh: str) -> None:
+    width, depth = 32, 6
+    model = nn.Sequential(*(Layer(width) for _ in range(depth)))
+    batch = {"input": torch.randn(4, width), "y": torch.randn(4, width)}
+    step = mw.compile(model, loss=mse, example=batch, optimizer=ADAM(model.parameters()), mesh=mesh)
+    meter = StateMeter(step.program.rank, 4)
+    step.session.executor.meter = meter
+    params = sum(p.nbytes for p in model.parameters())
+    layer = sum(p.nbytes for p in model[0].parameters())
+    for _ in range(2):
+        meter.begin(step.session.state.pieces)
+        step(batch)
+        total = 4 * params  # parameters, gradients and two moments
+        assert max(meter.peak) <= total / 4 + 2 * layer
+        # Three of the four are always held; the gradients are not all there before the first update.
+        assert min(meter.peak) >= 3 * params / 4
+    assert max(meter.peak) < params + 3 * params / 4  # what parameters kept whole would need
+    assert step.session.state.num_bytes == pytest.approx([3 * params / 4] * 4, rel=0.05)
+
+
+def test_without_fsdp_every_device_holds_everything() -> None:
+    model = nn.Sequential(*(Layer(16) for _ in range(4)))
+    batch = {"input": torch.randn(4, 16), "y": torch.randn(4, 16)}
+    step = mw.compile(model, loss=mse, example=batch, optimizer=ADAM(model.parameters()), mesh="dp=2")
+    meter = step.session.executor.meter = StateMeter(step.program.rank, 2)
+    meter.begin(step.session.state.pieces)
+    step(batch)
+    params = sum(p.nbytes for p in model.parameters())
+    assert min(meter.peak) >= 3 * params
+    assert step.session.state.num_bytes == [3 * params] * 2
+
+
+def test_the_meter_knows_parameters_gradients_and_state_from_activations() -> None:
+    step, _ = compiled("fsdp=2", make=ADAM)
+    graph = step.program.rank
+    kinds = classify(graph)
+    by_name = {n.name: k for n, k in kinds.items()}
+    assert by_name["layers_0_up_weight"] == "param"
+    assert by_name["state_exp_avg_layers_0_up_weight"] == "state"
+    assert not any(op_name(n.target) in ("aten.relu", "aten.native_layer_norm") for n in kinds)
+    gathered = [n for n in graph.graph.nodes if op_name(n.target).endswith("all_gather_into_tensor")]
+    assert gathered
+    assert all(kinds[n] == "param" for n in gathered)
+    scattered = [n for n in graph.graph.nodes if op_name(n.target).endswith("reduce_scatter_tensor")]
+    assert scattered
+    assert all(kinds[n] == "grad" for n in scattered)
+
+
+# failures
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_changes_nothing(bad: float) -> None:
+    step, data = compiled(make=ADAM)
+    step(data[0])
+    before = everything(step)
+    spoilt = {"x": data[1]["x"].clone(), "y": data[1]["y"].clone()}
+    spoilt["y"][0, 0] = bad
+    with pytest.raises(StepError, match=f"the loss of step 2 is {bad}") as error:
+        step(spoilt)
+    assert error.value.got == "a loss that is not finite; nothing was updated"
+    assert "check_finite=False" in error.value.hint
+    assert_same(everything(step), before)
+    assert (step.num_steps, step.metrics["loss"]) == (1, step.metrics["loss"])
+    fresh, _ = compiled(make=ADAM, model=Deep())
+    assert fresh.num_steps == 0
+
+
+def test_check_finite_off_carries_on() -> None:
+    step, data = compiled(check_finite=False)
+    spoilt = {"x": data[0]["x"], "y": torch.full((4, 8), float("nan"))}
+    assert step(spoilt) != step.metrics["loss"]  # NaN differs from itself
+    assert step.num_steps == 1
+    assert all(bool(p.isnan().any()) for n, p in step.parameters().items() if n.startswith("layers.0.down"))
+
+
+@pytest.mark.parametrize(
+    ("change", "got", "expected"),
+    [
+        (lambda b: {**b, "x": b["x"][:3]}, "float32[3, 8]", "float32[4,8]"),
+        (lambda b: {**b, "y": torch.zeros(4, 9)}, "float32[4, 9]", "float32[4,8]"),
+        (lambda b: {**b, "y": b["y"].double()}, "float64[4, 8]", "float32[4,8]"),
+        (lambda b: {"x": b["x"].repeat(2, 1), "y": b["y"].repeat(2, 1)}, "float32[8, 8]", "float32[4,8]"),
+    ],
+)
+def test_a_batch_of_another_shape_states_both(change: Callable[..., Any], got: str, expected: str) -> None:
+    step, data = compiled()
+    before = everything(step)
+    with pytest.raises(LayoutError, match="differs from the example") as error:
+        step(change(data[0]))
+    assert (error.value.got, error.value.expected) == (got, expected)
+    assert "pad or drop the last batch" in error.value.hint
+    assert_same(everything(step), before)
+
+
+def test_a_batch_of_another_size_under_accumulation_says_so() -> None:
+    step, data = compiled(accumulate=2)
+    with pytest.raises(LayoutError) as error:
+        step({k: v.repeat(2, 1) for k, v in data[0].items()})
+    assert (error.value.got, error.value.expected) == ("float32[4, 8]", "float32[2,8] in each of 2 microbatches")
+    with pytest.raises(PlanError, match="does not divide into microbatches"):
+        step({k: v[:3] for k, v in data[0].items()})
+
+
+def test_a_batch_that_lacks_an_entry_is_an_error_and_one_with_more_is_not() -> None:
+    step, data = compiled()
+    with pytest.raises(LayoutError, match="lacks entries") as error:
+        step({"x": data[0]["x"]})
+    assert (error.value.got, error.value.expected) == ("x", "x, y")
+    twin, _ = compiled(model=_same(step))
+    assert step({**data[0], "more": torch.zeros(1)}) == twin(data[0])
+
+
+def _same(step: mw.TrainStep) -> nn.Module:
+    model = Deep()
+    model.load_state_dict({**step.parameters(), **step.buffers()})
+    return model
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _fail() -> None:
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(
+    ("phase", "count", "accumulate", "action", "kind"),
+    [
+        ("forward", 1, 1, _interrupt, KeyboardInterrupt),
+        ("forward", 20, 1, _interrupt, KeyboardInterrupt),
+        ("backward", 15, 2, _interrupt, KeyboardInterrupt),
+        ("loss", 2, 1, _fail, RuntimeError),
+        ("forward", 30, 2, _fail, RuntimeError),
+    ],
+)
+def test_a_step_that_stops_before_its_update_leaves_the_last_one(
+    phase: str, count: int, accumulate: int, action: Callable[[], None], kind: type[BaseException]
+) -> None:
+    model = Deep()
+    step, data = compiled(model=copy.deepcopy(model), make=ADAM, accumulate=accumulate)
+    twin, _ = compiled(model=model, make=ADAM, accumulate=accumulate)
+    losses = [twin(batch) for batch in data[:2]]
+    assert step(data[0]) == losses[0]
+    before = everything(step)
+    step.session.executor.meter = Trips(phase, count, action)
+    with pytest.raises(kind):
+        step(data[1])
+    assert_same(everything(step), before)
+    assert step.num_steps == 1
+    step.session.executor.meter = None
+    assert step(data[1]) == losses[1]
+    assert_same(everything(step), everything(twin))
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.table(tokens))
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_an_op_that_fails_on_one_device_names_it_and_the_line(device: int) -> None:
+    model = Looks()
+    batch = {"tokens": torch.arange(4), "y": torch.ones(4, 4)}
+    step = mw.compile(model, loss=mse, example=batch, optimizer=sgd(model.parameters()), mesh="dp=2")
+    first = step(batch)
+    before = everything(step)
+    bad = {**batch, "tokens": batch["tokens"].clone()}
+    bad["tokens"][2 * device] = 7
+    with pytest.raises(StepError, match=f"aten.embedding failed on device {device}") as error:
+        step(bad)
+    assert error.value.where.endswith("in forward (table) [forward]")
+    assert "test_session.py:" in error.value.where
+    assert error.value.got == "IndexError: index out of range in self"
+    assert_same(everything(step), before)
+    assert step(batch) < first
+
+
+# the update
+
+
+def test_an_interrupt_during_the_update_waits_for_its_end() -> None:
+    model = Deep()
+    step, data = compiled(model=copy.deepcopy(model), make=ADAM)
+    twin, _ = compiled(model=model, make=ADAM)
+    twin(data[0])
+    step.session.executor.meter = Trips("update", 3, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        step(data[0])
+    assert (step.num_steps, step.session.state.torn) == (1, False)
+    assert_same(everything(step), everything(twin))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    step.session.executor.meter = None
+    assert step(data[1]) == twin(data[1])
+
+
+def test_a_torn_state_refuses_to_run_and_to_be_saved_until_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    step, data = compiled(make=ADAM)
+    step(data[0])
+    step.save(str(tmp_path / "good"))
+    before = everything(step)
+    step.session.executor.meter = Trips("update", 9, _fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        step(data[1])
+    step.session.executor.meter = None
+    assert step.session.state.torn
+    assert step.num_steps == 1
+    for use in (lambda: step(data[1]), lambda: step.save(str(tmp_path / "bad"))):
+        with pytest.raises(StepError, match="the last update was interrupted half-way") as error:
+            use()
+        assert error.value.hint == "load the last checkpoint"
+    assert not (tmp_path / "bad").exists()
+    step.load(str(tmp_path / "good"))
+    assert_same(everything(step), before)
+    assert step.num_steps == 1
+    step(data[1])
+    assert step.num_steps == 2
+
+
+def test_a_torn_state_stays_torn_when_the_load_fails(tmp_path: Path) -> None:
+    step, data = compiled()
+    step.session.executor.meter = Trips("update", 5, _fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        step(data[0])
+    step.session.executor.meter = None
+    with pytest.raises(CheckpointError):
+        step.load(str(tmp_path / "nowhere"))
+    with pytest.raises(StepError, match="interrupted half-way"):
+        step(data[0])
+
+
+def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
+    step, data = compiled(make=ADAM, seed=1)
+    step(data[0])
+    step.save(str(tmp_path / "saved"))
+    other, _ = compiled(make=ADAM, seed=2)
+    other(data[1])
+    before = everything(other)
+    with pytest.raises(CheckpointError, match="trained with another seed"):
+        other.load(str(tmp_path / "saved"))
+    (largest,) = sorted((tmp_path / "saved").glob("*.distcp"), key=lambda p: p.stat().st_size)[-1:]
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    largest.write_bytes(bytes(content))
+    twin, _ = compiled(make=ADAM, seed=1)
+    twin(data[1])
+    held = everything(twin)
+    with pytest.raises(CheckpointError):
+        twin.load(str(tmp_path / "saved"))
+    assert_same(everything(other), before)
+    assert_same(everything(twin), held)
+    assert (other.num_steps, twin.num_steps) == (1, 1)
+    twin(data[2])
+
+
+# the rest
+
+
+def test_an_optimizer_that_has_stepped_already_goes_on() -> None:
+    model, data = Deep(), batches(4, (4, 8), (4, 8))
+    model.stats = nn.Identity()  # before it biases have no gradient, and AdamW makes steps of their rounding
+    optimizer = ADAM(model.parameters())
+
+    def eagerly(batch: dict[str, Tensor]) -> float:
+        optimizer.zero_grad()
+        value = mse(model(batch["x"]), batch)
+        value.backward()
+        optimizer.step()
+        return value.item()
+
+    for batch in data[:2]:
+        eagerly(batch)
+    step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh="fsdp=2")
+    assert step.num_steps == 2
+    found = [step(batch) for batch in data[2:]]
+    torch.testing.assert_close(found, [eagerly(batch) for batch in data[2:]], rtol=1e-5, atol=0)
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in model.named_parameters()})
+
+
+def test_the_models_own_tensors_are_left_alone() -> None:
+    model = Deep()
+    before = copy.deepcopy(model.state_dict())
+    step, data = compiled("", model=model)
+    step(data[0])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not torch.equal(step.parameters()["layers.0.up.weight"], before["layers.0.up.weight"])
+
+
+def test_a_buffer_made_of_the_batch_is_not_the_callers_tensor() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+            self.register_buffer("last", torch.zeros(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.copy_(x)
+            return x * self.w
+
+    step, data = compiled("", model=Keeps())
+    step(data[0])
+    expected = data[0]["x"].clone()
+    data[0]["x"].zero_()
+    assert torch.equal(step.buffers()["last"], expected)
+
+
+def test_metrics_are_those_of_the_last_step() -> None:
+    step, data = compiled(clip_grad_norm=0.5)
+    norms: list[float] = []
+    eager, losses = train_eagerly(
+        _same(step),
+        data[:2],
+        after_backward=lambda m: norms.append(float(nn.utils.clip_grad_norm_(m.parameters(), 0.5))),
+    )
+    for i in range(2):
+        step(data[i])
+        assert step.metrics == pytest.approx({"loss": losses[i], "grad_norm": norms[i]}, rel=1e-5)
+    assert len(list(eager.parameters())) == len(step.parameters())
+
+
+def test_a_cluster_is_needed_for_dtensors() -> None:
+    step, _ = compiled()
+    with pytest.raises(MeshweaveError, match="virtual devices have no DTensor"):
+        step.parameters(sharded=True)
+
+
+def test_batch_norm_and_layers_train_alike() -> None:
+    assert_equals_eager(Deep(), batches(3, (4, 8), (4, 8)), "fsdp=2,tp=2")
