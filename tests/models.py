@@ -10,7 +10,9 @@ from torch import nn
 Made = tuple[nn.Module, Any, Any]
 
 
-def hugging_face(kind: str, *, batch: int = 5, seq: int = 12, heads: int = 3, device: str = "cpu", layers: int = 2) -> Made:
+def hugging_face(
+    kind: str, *, batch: int = 5, seq: int = 12, heads: int = 3, device: str = "cpu", layers: int = 2
+) -> Made:
     """(model, batch, loss) of a Hugging Face model type, always the same parameters and tokens."""
     import transformers
 
@@ -28,7 +30,12 @@ def hugging_face(kind: str, *, batch: int = 5, seq: int = 12, heads: int = 3, de
         "qwen2": {**sizes, "num_key_value_heads": heads, **causal},
         "gpt2": {"n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": 257, **causal},
         "bert": {**sizes, "max_position_embeddings": 64},
-        "vit": {**{k: v for k, v in sizes.items() if k != "vocab_size"}, "image_size": 16, "patch_size": 8, "num_labels": 7},
+        "vit": {
+            **{k: v for k, v in sizes.items() if k != "vocab_size"},
+            "image_size": 16,
+            "patch_size": 8,
+            "num_labels": 7,
+        },
     }[kind]
     config = transformers.AutoConfig.for_model(kind, **settings)
     classes = {"bert": transformers.AutoModelForMaskedLM, "vit": transformers.AutoModelForImageClassification}

@@ -16,11 +16,11 @@ from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
 from meshweave.errors import LayoutError, MeshweaveError, PlanError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta
+from meshweave.interop import dtensor_from_piece
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
-from meshweave.interop import dtensor_from_piece
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.plan import plan_move
 from meshweave.report.moves import MoveRow, move_rows
@@ -183,7 +183,10 @@ class TrainStep:
             raise LayoutError(
                 "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
             )
-        return {item.name: dtensor_from_piece(pieces[0], layout, item.spec.shape) for item, layout, pieces in self.session.pieces(kind)}
+        return {
+            item.name: dtensor_from_piece(pieces[0], layout, item.spec.shape)
+            for item, layout, pieces in self.session.pieces(kind)
+        }
 
     def save(self, path: str) -> None:
         """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
@@ -198,7 +201,7 @@ class TrainStep:
         return move_rows(self.program.placed)
 
 
-def compile(  # noqa: A001
+def compile(
     model: nn.Module,
     *,
     loss: Loss,
@@ -243,9 +246,7 @@ def compile(  # noqa: A001
     spec = None if optimizer is None else read_optimizer(optimizer, model)
     options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed)
     world = make_world(mesh, device)
-    program = build_program(
-        model, loss, example, spec, mesh, plan, profile or AlphaBeta(), options, forward, progress
-    )
+    program = build_program(model, loss, example, spec, mesh, plan, profile or AlphaBeta(), options, forward, progress)
     progress("start")
     settings = Settings(accumulate, seed, keep_gradients or optimizer is None, check_finite)
     return TrainStep(program, model, optimizer, world, settings)

@@ -47,7 +47,9 @@ def _var_mean(
     count = _count(x, dims)
     wide = aten.sum.dim_IntList(x, dims, True) / count
     centred = x - wide
-    var = aten.sum.dim_IntList(centred * centred, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    var = aten.sum.dim_IntList(centred * centred, dims, keepdim) / max(
+        count - (1 if correction is None else correction), 0
+    )
     return var, (wide if keepdim else wide.reshape(var.shape))
 
 

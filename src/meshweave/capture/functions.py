@@ -1,7 +1,8 @@
 """Functions captured as something else than what torch would make of them.
 
-Attention becomes one device-neutral op, a matmul over several batch dims keeps them apart, batch normalisation plain arithmetic (its fused op changes its running
-statistics behind the graph's back and cannot be sharded over the batch).
+Attention becomes one device-neutral op, a matmul over several batch dims keeps them apart, and batch normalisation is
+plain arithmetic (its fused op changes its running statistics behind the graph's back and cannot be sharded over the
+batch).
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ _IDENTITIES = {
 
 
 def normalize(
-    graph: fx.Graph, inputs: tuple[Input, ...], outputs: tuple[tuple[str, str], ...], constants: Mapping[str, torch.Tensor]
+    graph: fx.Graph,
+    inputs: tuple[Input, ...],
+    outputs: tuple[tuple[str, str], ...],
+    constants: Mapping[str, torch.Tensor],
 ) -> StepGraph:
     """The global graph of a traced step.
 
@@ -121,7 +124,9 @@ class _Rewriter:
 
 def _without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Options without those of one device's memory: the graph is device-neutral, strides are the runtime's."""
-    return {k: v for k, v in kwargs.items() if k not in ("memory_format", "device", "pin_memory", "layout", "non_blocking")}
+    return {
+        k: v for k, v in kwargs.items() if k not in ("memory_format", "device", "pin_memory", "layout", "non_blocking")
+    }
 
 
 def _spec(node: fx.Node) -> Any:

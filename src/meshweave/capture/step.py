@@ -54,7 +54,9 @@ class Batch:
         leaves, tree = pytree.tree_flatten_with_path(plain)
         held = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not held:
-            raise CaptureError("the batch holds no tensor", got=type(batch).__name__, expected="a dict or tuple of tensors")
+            raise CaptureError(
+                "the batch holds no tensor", got=type(batch).__name__, expected="a dict or tuple of tensors"
+            )
         fixed = [leaf for _, leaf in leaves]
 
         def rebuild(values: Sequence[Any]) -> Any:
@@ -82,7 +84,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         return model(**{key: value for key, value in batch.items() if takes_all or key in taken})
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return model(*batch[:1])
-    needed = [p for p in parameters if p.default is inspect.Parameter.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    needed = [
+        p for p in parameters if p.default is inspect.Parameter.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
     return model(*batch[: max(1, len([p for p in needed if p.kind is not inspect.Parameter.VAR_KEYWORD]))])
 
 
@@ -181,7 +185,11 @@ def _fake_inputs(inputs: Sequence[Input], model: nn.Module, example: Any, mode: 
     made = []
     for item in inputs:
         like = real.get((item.kind, item.name))
-        made.append(fake_like(mode, like if like is not None else torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")))
+        made.append(
+            fake_like(
+                mode, like if like is not None else torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")
+            )
+        )
     return made
 
 
@@ -190,7 +198,12 @@ def _unflatten(inputs: Sequence[Input], flat: Sequence[Tensor]) -> _Values:
     for item, value in zip(inputs, flat, strict=True):
         by_kind[item.kind][item.name] = value
     return _Values(
-        by_kind["param"], by_kind["buffer"], by_kind["state"], by_kind["acc"], list(by_kind["batch"].values()), by_kind["scalar"]
+        by_kind["param"],
+        by_kind["buffer"],
+        by_kind["state"],
+        by_kind["acc"],
+        list(by_kind["batch"].values()),
+        by_kind["scalar"],
     )
 
 

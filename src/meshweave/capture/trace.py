@@ -209,7 +209,10 @@ def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
 
 
 def trace(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
-    """`function(*inputs)` over fake tensors as a functional ATen graph with Origins. CaptureError with the user's line."""
+    """`function(*inputs)` over fake tensors as a functional ATen graph with Origins.
+
+    Raises CaptureError with the user's line.
+    """
     try:
         module = make_fx(function, decomposition_table=decomposition_table())(*inputs)
     except MeshweaveError:

@@ -27,8 +27,10 @@ CHECK_LR = 3e-5
 CHECK_STEPS = 3
 
 # Two float32 runs that add in other orders err independently, so their largest errors differ by chance, the more the
-# fewer elements a tensor has. A choice with room for that, not a measured figure.
-_ROUNDING = 4.0
+# fewer elements a tensor has. Largest ratio seen over the models and meshes of benchmarks/check_matrix.py: 8.0, a key
+# bias of qwen2 (torch 2.13, CPU, November 2026); twice that leaves room for other machines. What is wrong is off by
+# thousands: the noise of such a tensor is 1e-3 of what an update moves.
+_ROUNDING = 16.0
 
 MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
@@ -136,6 +138,12 @@ class NumericsReport:
         """The worst tensor of one kind in one run, as the errors are sorted."""
         return next((e for e in self.errors if e.kind == kind and e.run == run), None)
 
+    def _kind_row(self, run: str, kind: str) -> dict[str, Any]:
+        """Largest error of one kind in one run, without the tensors that rounding excuses."""
+        rows = [e for e in self.errors if (e.run, e.kind) == (run, kind)]
+        plain = [e.error for e in rows if e.rounding is None]
+        return {"run": run, "kind": kind, "error": max(plain, default=0.0), "excused": len(rows) - len(plain)}
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
@@ -147,6 +155,7 @@ class NumericsReport:
             "num_compared": len(self.errors),
             "num_failed": len(self.failed),
             "num_within_rounding": len(self.within_rounding),
+            "by_kind": [self._kind_row(run, kind) for run, kind in sorted({(e.run, e.kind) for e in self.errors})],
             "worst": [e.as_dict() for e in self.errors[:10]],
         }
 
@@ -172,7 +181,7 @@ def check_numerics(
 
     A tensor beyond its bound still passes where its reference is no better than that: a gradient that is 0 in exact
     arithmetic, as of a key bias before a softmax, is nothing but rounding on any device. For this the run may be at
-    most 4 times as far from a float64 run as its reference is.
+    most 16 times as far from a float64 run as its reference is.
     """
     bounds = bounds or Bounds.under(recipe.autocast)
     progress("mesh")

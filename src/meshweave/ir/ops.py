@@ -1,8 +1,9 @@
 """The operators of ours that stand in global graphs beside ATen.
 
-`meshweave::pin` marks a value (or its gradient) whose layout a plan asks for, `meshweave::attention` is
-scaled-dot-product attention as one device-neutral op, `meshweave::matmul` a batched matmul that keeps its batch dims apart, and `meshweave::uniform` a random number that is a
-function of (seed, step, call, global index) and therefore the same on every mesh.
+`meshweave::pin` marks a value (or its gradient) whose layout a plan asks for; `meshweave::attention` is
+scaled-dot-product attention as one device-neutral op; `meshweave::matmul` a batched matmul that keeps its batch dims
+apart; `meshweave::uniform` a random number that is a function of (seed, step, call, global index) and therefore the
+same on every mesh.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def move(x: Tensor, target: str) -> Tensor:
 
 @_op("pin")
 def pin(x: Tensor, constraint: str, grad: bool) -> Tensor:
-    """The identity. `constraint` is read by the placement; `grad` is True on the pin that autograd adds for backward."""
+    """The identity. `constraint` is read by the placement; `grad` is True on the pin that autograd adds."""
     return x.clone()
 
 
@@ -102,9 +103,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @_op("attention")
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g: out [b, h, s, e], lse [b, h, s].
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g.
 
+    Returns out [b, h, s, e] and lse [b, h, s].
     `bias` (float, added to the scores; or bool, True where a query may look) broadcasts to [b, h, s, t]. Bound to the
     device's kernel when run: the flash kernel on CPU where head sizes allow, else `scaled_dot_product_attention`.
     """
@@ -233,9 +237,7 @@ def _float_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
 
 
-def _plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> Tensor:
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale).contiguous()
@@ -244,7 +246,7 @@ def _plain_attention(
 def _recomputed_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward by running the device's forward kernel again; by formula where autograd is off (inside a dispatched op)."""
+    """Backward by running the device's forward kernel again; by formula inside a dispatched op (no autograd there)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         wide = [leaves[0], _repeat_groups(q, leaves[1]), _repeat_groups(q, leaves[2])]

@@ -46,7 +46,7 @@ def piece_offset(coords: Coordinates, size: int, axes: Sequence[str], parts: Seq
 def member_pieces(
     coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int
 ) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of the pieces of a dim of `size` cut by `axes`, for every device of this one's group of the last."""
+    """(offset, size) of the pieces of a dim of `size` cut by `axes`, for each device of its group of the last axis."""
     outer = [(n, coords[axis]) for axis, n in zip(axes[:-1], parts[:-1], strict=True)]
     return tuple(nested_chunk(size, [*outer, (parts[-1], j)], unit) for j in range(parts[-1]))
 

@@ -132,7 +132,9 @@ def _check_counts(stage: str, step: StepGraph) -> None:
         raise VerifyError(f"{stage}: inputs or outputs do not match their names")
     for node, item in zip(step.placeholders, step.inputs, strict=True):
         if node.meta["spec"] != item.spec:
-            raise VerifyError(f"{stage}: input {item.name} has changed", got=str(node.meta["spec"]), expected=str(item.spec))
+            raise VerifyError(
+                f"{stage}: input {item.name} has changed", got=str(node.meta["spec"]), expected=str(item.spec)
+            )
     for value in step.output_values:
         if not isinstance(value.meta.get("spec"), Spec):
             raise VerifyError(f"{stage}: an output is no tensor", got=str(value))

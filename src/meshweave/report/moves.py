@@ -14,7 +14,7 @@ from meshweave.movement.plan import MovePlan
 
 @dataclass(frozen=True, slots=True)
 class MoveRow:
-    """One move. Bytes and seconds are per device, of the largest piece, under the profile that the plan was made with."""
+    """One move. Bytes and seconds are per device, of the largest piece, under the profile of the plan."""
 
     name: str
     phase: str

@@ -87,7 +87,9 @@ def compile_tasks(
     for node in nodes:
         for used in node.all_input_nodes:
             last[used] = node
-    split = next((i for i, n in enumerate(nodes) if origin_of(n).phase == "update" and n.target not in SYMBOLS), len(nodes))
+    split = next(
+        (i for i, n in enumerate(nodes) if origin_of(n).phase == "update" and n.target not in SYMBOLS), len(nodes)
+    )
     replaced = {key for key in graph.outputs if key[0] in ("param", "state")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     held = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
@@ -200,4 +202,3 @@ def _fill(value: Any, env: list[Values | None], rank: int) -> Any:
     if isinstance(value, (list, tuple)):
         return [_fill(v, env, rank) for v in value]
     return value
-

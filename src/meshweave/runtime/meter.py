@@ -25,9 +25,9 @@ def classify(graph: RankGraph) -> dict[fx.Node, str]:
             kinds[node] = kind
     for node in graph.graph.nodes:
         tensors = _tensor_operands(node)
-        if node.op == "call_function" and tensors and origin_of(node).phase != "update":
-            if all(kinds.get(n) == "param" for n in tensors):
-                kinds[node] = "param"
+        computed = node.op == "call_function" and tensors and origin_of(node).phase != "update"
+        if computed and all(kinds.get(n) == "param" for n in tensors):
+            kinds[node] = "param"
     results = list(next(iter(reversed(graph.graph.nodes))).args[0])
     for (kind, _), node in zip(graph.outputs, results, strict=True):
         if kind == "grad":

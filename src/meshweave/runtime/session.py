@@ -92,12 +92,14 @@ class Session:
             carried = {
                 ("acc" if kind == "grad" else kind, name): env[slot]  # type: ignore[misc]
                 for (kind, name), slot in self._results
-                if kind == "buffer" or kind == "grad" and self.settings.accumulate > 1
+                if kind == "buffer" or (kind == "grad" and self.settings.accumulate > 1)
             }
         self._buffers = {key: value for key, value in carried.items() if key[0] == "buffer"}
         return env, sum(losses) / len(losses)
 
-    def _inputs(self, batch: Mapping[str, Tensor], draw: int, carried: Mapping[Key, list[Tensor]]) -> list[Values | None]:
+    def _inputs(
+        self, batch: Mapping[str, Tensor], draw: int, carried: Mapping[Key, list[Tensor]]
+    ) -> list[Values | None]:
         env = self.executor.environment()
         count = len(self.world.positions)
         for item, layout in zip(self.graph.inputs, self.graph.layouts, strict=True):
@@ -109,7 +111,10 @@ class Session:
             elif item.kind == "batch":
                 env[slot] = self._batch_pieces(item, layout, batch[item.name])
             elif item.kind == "acc":
-                env[slot] = [torch.zeros(b.size, dtype=item.spec.dtype, device=self.world.device) for b in boxes_of(layout, item.spec.shape, self.world.positions)]
+                env[slot] = [
+                    torch.zeros(b.size, dtype=item.spec.dtype, device=self.world.device)
+                    for b in boxes_of(layout, item.spec.shape, self.world.positions)
+                ]
             elif item.kind == "constant":
                 env[slot] = [self.graph.constants[item.name].to(self.world.device)] * count
             elif item.name == "draw":

@@ -43,7 +43,9 @@ class State:
         mesh = self.graph.mesh
         return [layout.box(item.spec.shape, mesh.coordinates(p)) for p in self.positions]
 
-    def fill(self, values: Iterable[tuple[str, Tensor]], state: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+    def fill(
+        self, values: Iterable[tuple[str, Tensor]], state: Mapping[str, Mapping[str, Tensor]] | None = None
+    ) -> None:
         """Cut pieces of full tensors by name (parameters and buffers); optimizer state from `state` or zeros.
 
         One full tensor is looked at at a time, so that a generator need never hold two.
@@ -56,7 +58,11 @@ class State:
             if item.kind == "state":
                 slot, _, param = item.name.partition("/")
                 held = (state or {}).get(param, {}).get(slot)
-                self.put(item, layout, torch.zeros((), dtype=item.spec.dtype).expand(item.spec.shape) if held is None else held)
+                self.put(
+                    item,
+                    layout,
+                    torch.zeros((), dtype=item.spec.dtype).expand(item.spec.shape) if held is None else held,
+                )
 
     def put(self, item: Input, layout: Layout, value: Tensor) -> None:
         """Hold the pieces of one full tensor."""

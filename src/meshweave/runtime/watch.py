@@ -50,7 +50,7 @@ class Watch:
         self._failure: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._store.set(f"beat/{rank}", b"0")
+        self._store.set(f"beat/{rank}", "0")
         self._thread = threading.Thread(target=self._run, name="meshweave-watch", daemon=True)
         self._thread.start()
         atexit.register(self.close, LINGER)
@@ -129,7 +129,7 @@ class Watch:
             return
         atexit.unregister(self.close)
         with suppress(RuntimeError):  # the store ended before us
-            self._store.set(f"beat/{self.rank}", _CLOSED)
+            self._store.set(f"beat/{self.rank}", _CLOSED.decode())
             self._store.add("closed", 1)
             if self.rank == 0:
                 self._until(lambda: self.has_failed or self._store.add("closed", 0) >= self.num_ranks, linger)

@@ -93,7 +93,7 @@ def _dim_sharding(rule: Rule, dims: Dims, d: int, cuts: dict[int, tuple[list[str
 
 
 def proposals(rule: Rule, axis: str, held: Sequence[Sequence[Layout]]) -> list[Role]:
-    """What `axis` could do, judged by the layouts in which the operands are held: follow a sharding, pass a partial, or nothing."""
+    """What `axis` could do, by the layouts that operands are held in: follow a sharding, pass a partial, or nothing."""
     found: list[Role] = []
     for i, layouts in enumerate(held):
         for layout in layouts:

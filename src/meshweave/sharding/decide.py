@@ -30,7 +30,9 @@ def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units) -> Pla
     for item in (i for i in step.inputs if i.kind == "param"):
         layout = _used_layout(resolved, item, mesh, units.get(item.name, ()))
         used[item.name] = layout.normalized(item.spec.shape)
-        stored["param", item.name] = _with_state_axes(layout, resolved.state_axes, item.spec).normalized(item.spec.shape)
+        stored["param", item.name] = _with_state_axes(layout, resolved.state_axes, item.spec).normalized(
+            item.spec.shape
+        )
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
     axes = tuple(a for a in mesh.axis_names if a in resolved.batch_axes)
     for item in step.inputs:
@@ -53,12 +55,16 @@ def _used_layout(resolved: Resolved, item: Input, mesh: Mesh, units: Sequence[in
 
 
 def _with_state_axes(layout: Layout, axes: Sequence[str], spec: Spec) -> Layout:
-    """Add each state axis to the first dim that it divides evenly, dim 0 preferred; else to the dim of most elements."""
+    """Add each state axis to the first dim that it divides evenly; else to the dim of most elements."""
     for axis in (a for a in axes if a not in layout.sharded_axes):
         if not spec.shape or layout.mesh.size(axis) == 1:
             continue
         pieces = layout.local_shape(spec.shape)
-        even = [d for d in range(len(pieces)) if is_even(spec.shape[d], (*layout.parts(d), layout.mesh.size(axis)), layout.dims[d].unit)]
+        even = [
+            d
+            for d in range(len(pieces))
+            if is_even(spec.shape[d], (*layout.parts(d), layout.mesh.size(axis)), layout.dims[d].unit)
+        ]
         dim = even[0] if even else max(range(len(pieces)), key=lambda d: pieces[d] // layout.dims[d].unit)
         layout = layout.with_dim(dim, DimSharding((*layout.dims[dim].axes, axis), layout.dims[dim].unit))
     return layout
@@ -72,7 +78,9 @@ def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
     """
     forward = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase in ("forward", "loss")]
     ruled = [(row_for(n).rule(n), [*tensor_inputs(n), *_results(n)]) for n in forward if n.target in TABLE]
-    units: dict[fx.Node, list[int]] = {n: [1] * len(spec_of(n).shape) for n in step.graph.nodes if isinstance(n.meta.get("spec"), Spec)}
+    units: dict[fx.Node, list[int]] = {
+        n: [1] * len(spec_of(n).shape) for n in step.graph.nodes if isinstance(n.meta.get("spec"), Spec)
+    }
     for _ in range(8):
         changed = False
         for rule, values in [*ruled, *reversed(ruled)]:

@@ -127,7 +127,7 @@ class _Placer:
         return len(inputs) == 1 and origin_of(node).phase != "update" and self._is_parameter_form(inputs[0])
 
     def _is_stored_form(self, node: fx.Node) -> bool:
-        return node.op == "placeholder" or node.target in _CASTS and self._is_stored_form(tensor_inputs(node)[0])
+        return node.op == "placeholder" or (node.target in _CASTS and self._is_stored_form(tensor_inputs(node)[0]))
 
     def _parameter(self, node: fx.Node) -> str:
         while node.op != "placeholder":
@@ -159,7 +159,9 @@ class _Placer:
             source = self._used_form(tensor_inputs(node)[0], phase)
             spec = spec_of(source.node)
             option = self._choose(node, [Held(spec, (source.layout,))])
-            made = source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
+            made = (
+                source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
+            )
             new = self._emit(node, [made.node], phase)
             new.meta["layout"] = option.results[0]
             new.meta["assignment"] = option
@@ -197,7 +199,9 @@ class _Placer:
         plain = Layout(wanted.mesh, wanted.dims)
         known = next((c for c in self.copies.get(node, ()) if c.layout == plain and c.phase == phase), None)
         if known is None:
-            new = self._emit(node, [self.fetch(n, Layout.replicated(wanted.mesh, 0), phase) for n in tensor_inputs(node)], phase)
+            new = self._emit(
+                node, [self.fetch(n, Layout.replicated(wanted.mesh, 0), phase) for n in tensor_inputs(node)], phase
+            )
             new.meta["layout"] = plain
             known = _Copy(new, plain, phase)
             self.copies.setdefault(node, []).append(known)
@@ -238,7 +242,9 @@ class _Placer:
         except RuleError as error:
             if error.where:
                 raise
-            raise RuleError(error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}") from error
+            raise RuleError(
+                error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}"
+            ) from error
         values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
         new = self._emit(node, values, origin_of(node).phase)
         new.meta["assignment"] = option

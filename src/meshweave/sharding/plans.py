@@ -40,7 +40,7 @@ _HF_STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One statement: `kind` is batch, state, style, layout, hf_tp, auto_tp, sequence or idle; the rest as the kind needs."""
+    """One statement: `kind` is batch, state, style, layout, hf_tp, auto_tp, sequence or idle."""
 
     kind: str
     axis: str = ""

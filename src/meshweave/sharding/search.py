@@ -80,4 +80,3 @@ def _seconds_moved(
     placed = place(step, decide(found, step, mesh, units), price, decided)
     moves = [n for n in placed.graph.nodes if n.target is ops.move]
     return sum(price(n.args[0].meta["layout"], n.meta["layout"], spec_of(n)) for n in moves)
-
