@@ -16,7 +16,7 @@ from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
 from meshweave.errors import LayoutError, MeshweaveError, PlanError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta
-from meshweave.interop import dtensor_from_piece
+from meshweave.interop import dtensor_from_piece, mark_stepped
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -139,7 +139,10 @@ class TrainStep:
         Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite.
         """
         with self.session.world.guard():
-            return self.session.run(self._micros(batch), current_lrs(self.optimizer) if self.optimizer else [])
+            loss = self.session.run(self._micros(batch), current_lrs(self.optimizer) if self.optimizer else [])
+        if self.optimizer is not None:
+            mark_stepped(self.optimizer)
+        return loss
 
     def _micros(self, batch: Any) -> list[Mapping[str, Tensor]]:
         held = Batch.of(batch)
