@@ -92,6 +92,15 @@ def _dim_sharding(rule: Rule, dims: Dims, d: int, cuts: dict[int, tuple[list[str
     return DimSharding(tuple(axes), unit * rule.inner_size(dims, d, factor))
 
 
+def follow_result(rule: Rule, wanted: Layout, operands: Sequence[Spec], results: Sequence[Spec]) -> Assignment:
+    """The Assignment that makes the first result in the sharding of `wanted`, as far as its dims can be cut."""
+    roles: list[tuple[str, Role]] = []
+    for d, dim in enumerate(wanted.dims):
+        role = _follow(rule, rule.results[0], d, wanted)
+        roles += [(axis, role) for axis in dim.axes if role is not None]
+    return realize(rule, wanted.mesh, roles, operands, results)
+
+
 def proposals(rule: Rule, axis: str, held: Sequence[Sequence[Layout]]) -> list[Role]:
     """What `axis` could do, by the layouts that operands are held in: follow a sharding, pass a partial, or nothing."""
     found: list[Role] = []

@@ -27,9 +27,9 @@ from meshweave.ir.graph import (
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
-from meshweave.sharding.assign import Assignment, Held, Price, cheapest
+from meshweave.sharding.assign import Assignment, Held, Price, cheapest, follow_result
 from meshweave.sharding.registry import result_specs, row_for
-from meshweave.sharding.rules_shape import FACTORIES
+from meshweave.sharding.rules_shape import CONSTANTS, FACTORIES
 
 aten = torch.ops.aten
 
@@ -79,6 +79,7 @@ class _Placer:
     due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved as soon as they are made
     stored: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
     used: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
+    constant: dict[fx.Node, bool] = field(default_factory=dict)
     line: str = ""  # source of the op being placed: where an input is moved, it is moved for this line
 
     def run(self) -> StepGraph:
@@ -115,10 +116,31 @@ class _Placer:
             self._item(node)
         elif node.target is torch.ops.meshweave.pin.default:
             self._pin(node)
-        elif node.target not in FACTORIES and not self._is_parameter_form(node):
+        elif not self._is_made_on_demand(node) and not self._is_parameter_form(node):
             self._op(node)  # those are made where they are wanted, in the layout that is wanted
 
-    # what a parameter, its casts and its views are
+    # what is made from nothing, and what a parameter, its casts and its views are
+
+    def _is_made_on_demand(self, node: fx.Node) -> bool:
+        """Whether a value is a constant, or pointwise of constants and single numbers: any piece is as cheap to make.
+
+        Random numbers are made on demand, but what is computed from them is computed once.
+        """
+        return node.target in FACTORIES or self._is_constant(node)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        if node not in self.constant:
+            self.constant[node] = self._spreads_constants(node)
+        return self.constant[node]
+
+    def _spreads_constants(self, node: fx.Node) -> bool:
+        if node.target in CONSTANTS:
+            return True
+        spec = node.meta.get("spec")
+        spreads = node.target in _VIEWS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if not spreads or not isinstance(spec, Spec) or spec.num_elements < 2:
+            return False
+        return all(self._is_constant(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
 
     def _is_parameter_form(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
@@ -183,7 +205,7 @@ class _Placer:
     def fetch(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
         """The value in the layout `wanted`: a copy there is, or a new move from the cheapest copy."""
         wanted = wanted.normalized(spec_of(node).shape)
-        if node.target in FACTORIES:
+        if self._is_made_on_demand(node):
             return self._made(node, wanted, phase).node
         held = self.held(node, phase)
         for copy in held:
@@ -195,14 +217,16 @@ class _Placer:
         return made.node
 
     def _made(self, node: fx.Node, wanted: Layout, phase: str) -> _Copy:
-        """A factory's value, made in the layout that is wanted: nothing moves."""
-        plain = Layout(wanted.mesh, wanted.dims)
+        """A value that is made on demand, in the layout that is wanted: nothing moves, but to make it partial."""
+        operands = tensor_inputs(node)
+        rule = row_for(node).rule(node)
+        option = follow_result(rule, wanted, [spec_of(n) for n in operands], result_specs(node))
+        plain = option.results[0]
         known = next((c for c in self.copies.get(node, ()) if c.layout == plain and c.phase == phase), None)
         if known is None:
-            new = self._emit(
-                node, [self.fetch(n, Layout.replicated(wanted.mesh, 0), phase) for n in tensor_inputs(node)], phase
-            )
-            new.meta["layout"] = plain
+            values = [self.fetch(n, layout, phase) for n, layout in zip(operands, option.operands, strict=True)]
+            new = self._emit(node, values, phase)
+            new.meta.update(layout=plain, assignment=option)
             known = _Copy(new, plain, phase)
             self.copies.setdefault(node, []).append(known)
         return known if plain == wanted else self._move(known, wanted, node, phase)
@@ -259,7 +283,7 @@ class _Placer:
 
     def _held(self, node: fx.Node, phase: str) -> Held:
         spec = spec_of(node)
-        if node.target in FACTORIES:
+        if self._is_made_on_demand(node):
             return Held(spec, (Layout.replicated(self.placement.mesh, len(spec.shape)),), 0.0)
         layouts = tuple(dict.fromkeys(c.layout for c in self.held(node, phase)))
         weight = USED_LAYOUT_WEIGHT if self._is_parameter_form(node) and phase != "update" else 1.0
@@ -279,7 +303,7 @@ class _Placer:
         spec = spec_of(node)
         assert isinstance(value, fx.Node)
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
-        held = [self._made(value, whole, phase)] if value.target in FACTORIES else self.held(value, phase)
+        held = [self._made(value, whole, phase)] if self._is_made_on_demand(value) else self.held(value, phase)
         target = apply_constraint(str(constraint), held[0].layout, bool(is_grad)).normalized(spec.shape)
         made = self.fetch(value, target, phase)
         self.copies[node] = [_Copy(made, target, _side(made))]
