@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
+from meshweave.expand.emit import Emitter
 from meshweave.ir import local_ops
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 
-if TYPE_CHECKING:
-    from meshweave.expand.expand import Emitter
-
 aten = torch.ops.aten
-Localizer = Callable[["Emitter", fx.Node, list[fx.Node], Any, Any], fx.Node]
+Localizer = Callable[[Emitter, fx.Node, list[fx.Node], Any, Any], fx.Node]
 
 
 def as_is(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:

@@ -7,19 +7,17 @@ table of pieces after; the pad never reaches a consumer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
+from meshweave.expand.emit import Emitter
 from meshweave.ir import local_ops
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import is_even, largest_chunk
 from meshweave.ir.rank import WAIT, collectives
-
-if TYPE_CHECKING:
-    from meshweave.expand.expand import Emitter
-    from meshweave.movement.steps import Step
+from meshweave.movement.steps import Step
 
 aten = torch.ops.aten
 Finish = Callable[[], fx.Node]

@@ -1,0 +1,79 @@
+"""Writing rank graphs: nodes, and sizes that depend on the rank."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.ir.graph import NOWHERE, Origin
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import is_even
+from meshweave.ir.rank import axis_index, linear, member_pieces, piece_offset, piece_size
+
+aten = torch.ops.aten
+Number = Any  # an int, or the fx.Node of a symbolic one
+
+
+@dataclass(slots=True)
+class Emitter:
+    """Writes a rank graph. Sizes and offsets that depend on the rank are symbolic nodes, each made once."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    origin: Origin = NOWHERE
+    symbols: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any]) -> fx.Node:
+        node = self.graph.call_function(target, tuple(args), dict(kwargs))
+        node.meta["origin"] = self.origin
+        return node
+
+    def item(self, value: fx.Node, index: int) -> fx.Node:
+        return self.call(operator.getitem, (value, index), {})
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        return self.call(aten.contiguous.default, (x,), {})
+
+    def extent(self, shape: tuple[int, ...], layout: Layout, dim: int) -> Number:
+        """Local size of `dim`: a number where all pieces are equal, else symbolic."""
+        sharding, parts = layout.dims[dim], layout.parts(dim)
+        if not sharding.axes:
+            return shape[dim]
+        if is_even(shape[dim], parts, sharding.unit):
+            return shape[dim] // torch.Size(parts).numel()
+        return self._symbol(piece_size, (shape[dim], sharding.axes, parts, sharding.unit))
+
+    def members(self, shape: tuple[int, ...], layout: Layout, dim: int) -> fx.Node:
+        """Table of the pieces of `dim` in the group of its innermost axis."""
+        sharding = layout.dims[dim]
+        return self._symbol(member_pieces, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit))
+
+    def offset(self, shape: tuple[int, ...], layout: Layout, dim: int) -> Number:
+        """Global offset of the local piece along `dim`."""
+        sharding = layout.dims[dim]
+        if not sharding.axes:
+            return 0
+        return self._symbol(piece_offset, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit))
+
+    def axis_index(self, mesh: Mesh, axes: tuple[str, ...]) -> Number:
+        return self._symbol(axis_index, (axes, tuple(mesh.size(a) for a in axes)))
+
+    def linear(self, base: Number, *terms: tuple[Number, Number]) -> Number:
+        """base + sum of products, folded where everything is a number."""
+        if not any(isinstance(n, fx.Node) for n in (base, *(n for term in terms for n in term))):
+            return base + sum(a * b for a, b in terms)
+        return self._symbol(linear, (base, *terms))
+
+    def _symbol(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        key = (function, args)
+        if key not in self.symbols:
+            self.symbols[key] = self.call(function, args, {})
+        return self.symbols[key]
+
+    def local_shape(self, shape: tuple[int, ...], layout: Layout) -> list[Number]:
+        return [self.extent(shape, layout, d) for d in range(len(shape))]
