@@ -1,0 +1,45 @@
+"""What the README shows runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models import hugging_face
+from typer.testing import CliRunner
+
+from meshweave.cli import app
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    model, batch, _ = hugging_face("llama", batch=4, heads=4)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"model": model, "batch": batch, "loader": [batch, batch]}
+    exec(block, scope)
+    assert scope["loss"] < 5.6
+    assert scope["step"].num_steps == 2
+    assert (tmp_path / "ckpt" / ".metadata").exists()
+    assert "all_gather" in capsys.readouterr().out
+
+
+# The check is run by tests/test_cli.py.
+@pytest.mark.parametrize("line", re.findall(r"^meshweave ((?:plan|run) .*?)\s*(?:#.*)?$", README, re.M))
+def test_command_lines_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(ROOT / w) if w.startswith("examples/") else w.replace("20", "2") for w in line.split()]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_readme_names_only_plans_that_exist() -> None:
+    from meshweave import Plan
+
+    named = set(re.findall(r"`Plan\.(\w+)\(", README))
+    assert len(named) >= 6
+    assert all(callable(getattr(Plan, name)) for name in named)
