@@ -227,7 +227,7 @@ def compile(
     """A training step of `model` on `mesh`.
 
     model: any nn.Module, also on the meta device (its parameters are then made piece by piece from `seed`).
-    loss: (outputs, batch) -> scalar, a mean over the batch.
+    loss: (outputs, batch) -> scalar. With accumulation it should be a mean: microbatches are averaged.
     example: dict or tuple of tensors with the global shapes and dtypes of every batch. The model is called with the
         keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says otherwise.
     optimizer: a torch SGD, Adam or AdamW over the model's parameters; its learning rates are read at every step, so
