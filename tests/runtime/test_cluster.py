@@ -353,6 +353,17 @@ def job_forever(pipe: Connection) -> dict[str, Any]:
             time.sleep(0.01)
 
 
+def job_in_a_step(pipe: Connection) -> dict[str, Any]:
+    """One guarded step without end, so that what interrupts it finds it inside."""
+    world = ClusterWorld(mw.Mesh(a=dist.get_world_size()))
+    with world.guard():
+        step_of(world)
+        pipe.send("ready")
+        while True:
+            step_of(world)
+            time.sleep(0.01)
+
+
 def job_early(pipe: Connection, late: str) -> dict[str, Any]:
     """Rank 0, which hosts the store, is done while the other still works alone."""
     world = ClusterWorld(mw.Mesh(a=2))
@@ -420,9 +431,8 @@ def test_a_killed_process_is_named_on_every_rank(start: Callable[..., Job], vict
 
 
 def test_ctrl_c_on_one_rank_ends_all(start: Callable[..., Job]) -> None:
-    job = start("forever", 2)
+    job = start("in_a_step", 2)
     job.await_ready()
-    time.sleep(0.3)  # so that it is in a step
     os.kill(job.processes[1].pid, signal.SIGINT)
     outcomes = job.finish(SECONDS_TO_END)
     assert outcomes[1]["error"] == "KeyboardInterrupt"
