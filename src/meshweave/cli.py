@@ -25,7 +25,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import Batch, CaptureOptions
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, NumericsReport, Recipe, check_numerics
-from meshweave.compile import Program, TrainStep, build_program, make_world, split_batch
+from meshweave.compile import Program, TrainStep, build_program, make_world
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.mesh import Mesh
@@ -278,9 +278,7 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
         return TrainStep(program, model, optimizer, world, Settings(job.accumulate, job.seed, keep_gradients=True))
 
     def split(batch: Any) -> list[Any]:
-        held = Batch.of(batch)
-        parts = split_batch(held.tensors, job.accumulate)
-        return [held.rebuild([part[i] for part in parts]) for i in range(job.accumulate)]
+        return Batch.of(batch).micros(job.accumulate)
 
     recipe = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed)
     with screen.stages() as stage:

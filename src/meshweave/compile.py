@@ -52,26 +52,6 @@ class Program:
         return self.rank.mesh
 
 
-def micro_example(example: Any, accumulate: int) -> Any:
-    """The first of `accumulate` equal parts of a batch along dim 0. PlanError where the batch does not divide."""
-    if accumulate == 1:
-        return example
-    batch = Batch.of(example)
-    return batch.rebuild([part[0] for part in split_batch(batch.tensors, accumulate)])
-
-
-def split_batch(tensors: tuple[Tensor, ...], parts: int) -> list[list[Tensor]]:
-    """Per tensor its parts along dim 0, for tensors of the batch's size; the others are repeated whole."""
-    size = next((t.shape[0] for t in tensors if t.dim()), 0)
-    if size % parts:
-        raise PlanError(
-            "the batch does not divide into microbatches",
-            got=f"batch size {size}, accumulate={parts}",
-            expected=f"a batch size that {parts} divides",
-        )
-    return [list(t.chunk(parts)) if t.dim() and t.shape[0] == size else [t] * parts for t in tensors]
-
-
 def move_price(profile: AlphaBeta) -> Price:
     """Seconds of a move by its plan."""
 
@@ -97,7 +77,7 @@ def build_program(
     """Capture, place, plan, expand; the verifier runs after each. `progress(stage)` is called as each begins."""
     progress("capture")
     resolved = resolve(plan if plan is not None else default_plan(model, mesh), model, mesh)
-    micro = micro_example(example, options.accumulate)
+    micro = Batch.of(example).micros(options.accumulate)[0]
     step = capture(model, loss, micro, optimizer, options, forward=forward, hooks=pinning(resolved))
     captured = verify_step(step)
     progress("place")
@@ -152,9 +132,7 @@ class TrainStep:
             raise LayoutError(
                 "the batch lacks entries of the example", got=", ".join(held.names), expected=", ".join(expected)
             )
-        count = self.program.options.accumulate
-        parts = split_batch(held.tensors, count)
-        return [{n: parts[j][i] for j, n in enumerate(held.names)} for i in range(count)]
+        return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(self.program.options.accumulate)]
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import meshweave as mw
+from meshweave.capture.step import Batch
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, Recipe, TensorError, check_numerics
-from meshweave.compile import TrainStep, split_batch
+from meshweave.compile import TrainStep
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import collectives
@@ -160,8 +161,7 @@ def test_accumulation_and_clipping_are_compared_too():
         )  # fmt: skip
 
     def split(batch):
-        parts = split_batch(tuple(batch.values()), 2)
-        return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+        return Batch.of(batch).micros(2)
 
     report = run(step_of, recipe=Recipe(loss, split, clip_grad_norm=0.1), steps=2)
     assert report.ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,9 +68,33 @@ class Batch:
         names = tuple(_path_name(leaves[i][0]) for i in held)
         return Batch(names, tuple(fixed[i] for i in held), rebuild)
 
+    def split(self, parts: int) -> list[tuple[Tensor, ...]]:
+        """The tensors of each of `parts` equal microbatches: cut along dim 0 where they have the batch's size.
+
+        Raises PlanError where the batch does not divide.
+        """
+        size = batch_size(t.shape for t in self.tensors) or 0
+        if size % parts:
+            raise PlanError(
+                "the batch does not divide into microbatches",
+                got=f"batch size {size}, accumulate={parts}",
+                expected=f"a batch size that {parts} divides",
+            )
+        cut = [t.chunk(parts) if t.dim() and t.shape[0] == size else (t,) * parts for t in self.tensors]
+        return list(zip(*cut, strict=True))
+
+    def micros(self, parts: int) -> list[Any]:
+        """The microbatches, each put together as the batch was."""
+        return [self.rebuild(tensors) for tensors in self.split(parts)]
+
 
 def _path_name(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "batch"
+
+
+def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
+    """Size of dim 0 of the first tensor of a batch that has one."""
+    return next((shape[0] for shape in shapes if len(shape)), None)
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-PHASES = ("forward", "loss", "backward", "update")
-
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -84,9 +82,6 @@ class StepGraph:
 
     def text(self, *, layouts: bool = True) -> str:
         return graph_text(self.graph, layouts=layouts)
-
-
-Specs = Spec | tuple[Spec | None, ...] | None
 
 
 def spec_of(node: fx.Node) -> Spec:
@@ -166,6 +161,3 @@ def copy_meta(source: fx.Node, target: fx.Node, **changes: Any) -> fx.Node:
     """Give `target` what `source` knows of itself, with changes."""
     target.meta.update({key: source.meta[key] for key in ("spec", "origin") if key in source.meta}, **changes)
     return target
-
-
-Pass = Callable[[StepGraph], StepGraph]

@@ -14,6 +14,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.checkpoint_tables import ShardedTensorView
+from meshweave.runtime.world import boxes_of
 
 Key = tuple[str, str]
 LASTING = ("param", "buffer", "state")
@@ -40,8 +41,7 @@ class State:
 
     def boxes(self, item: Input, layout: Layout) -> list[Box]:
         """The box of each held device."""
-        mesh = self.graph.mesh
-        return [layout.box(item.spec.shape, mesh.coordinates(p)) for p in self.positions]
+        return boxes_of(layout, item.spec.shape, self.positions)
 
     def fill(
         self, values: Iterable[tuple[str, Tensor]], state: Mapping[str, Mapping[str, Tensor]] | None = None
@@ -103,11 +103,3 @@ class State:
     def num_bytes(self) -> list[int]:
         """Bytes held by each device."""
         return [sum(p[i].nbytes for p in self.pieces.values()) for i in range(len(self.positions))]
-
-
-def assemble(shape: Sequence[int], boxes: Iterable[Box], pieces: Sequence[Tensor]) -> Tensor:
-    """The full tensor of a table of pieces that covers it."""
-    full = pieces[0].new_empty(tuple(shape))
-    for box, piece in zip(boxes, pieces, strict=True):
-        full[box.slices()] = piece
-    return full

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from torch import fx
 
+from meshweave.capture.step import batch_size
 from meshweave.ir.graph import Input, Spec, StepGraph, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
 from meshweave.sharding.factors import Rule
 from meshweave.sharding.place import Placement
-from meshweave.sharding.plans import Resolved, batch_size
+from meshweave.sharding.plans import Resolved
 from meshweave.sharding.registry import TABLE, row_for
 
 Units = Mapping[str, tuple[int, ...]]
@@ -119,13 +119,3 @@ def _carry(rule: Rule, values: Sequence[fx.Node | None], units: dict[fx.Node, li
             units[node][d] = unit
             changed = True
     return changed
-
-
-def stored_bytes(placement: Placement, inputs: Sequence[Input]) -> int:
-    """Bytes of parameters and optimizer state that the fullest device stores."""
-    total = 0
-    for item in inputs:
-        if item.kind in ("param", "state"):
-            layout = placement.stored[item.kind, item.name]
-            total += prod(layout.local_shape(item.spec.shape)) * item.spec.dtype.itemsize
-    return total

@@ -51,8 +51,8 @@ class Placement:
     stored: Mapping[tuple[str, str], Layout]
     used: Mapping[str, Layout]
 
-    def output(self, kind: str, name: str, spec: Spec) -> Layout:
-        """Layout of a step's output: new values are stored like old ones, gradients like their parameters."""
+    def layout(self, kind: str, name: str, spec: Spec) -> Layout:
+        """Layout of an input or output: new values are stored like old ones, gradients like their parameters."""
         stored = self.stored.get(("param" if kind in ("grad", "acc") else kind, name))
         return stored if stored is not None else Layout.replicated(self.mesh, len(spec.shape))
 
@@ -87,7 +87,7 @@ class _Placer:
         outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
         for (kind, name), value in outputs:
             if kind in ("grad", "loss", "buffer"):
-                wanted = self.placement.output(kind, name, spec_of(value))
+                wanted = self.placement.layout(kind, name, spec_of(value))
                 self.due.setdefault(value, []).append((wanted, _output_phase(kind, value)))
         for node in self.items:
             self._input(node)
@@ -97,7 +97,7 @@ class _Placer:
             for layout, phase in self.due.get(node, ()):
                 self.fetch(node, layout, phase)
         results = [
-            self.fetch(value, self.placement.output(kind, name, spec_of(value)), _output_phase(kind, value))
+            self.fetch(value, self.placement.layout(kind, name, spec_of(value)), _output_phase(kind, value))
             for (kind, name), value in outputs
         ]
         self.graph.output(results)
@@ -105,11 +105,9 @@ class _Placer:
 
     def _input(self, node: fx.Node) -> None:
         item = self.items[node]
-        layout = self.placement.stored.get((item.kind, item.name)) or Layout.replicated(
-            self.placement.mesh, len(item.spec.shape)
-        )
+        layout = self.placement.layout(item.kind, item.name, item.spec)
         new = copy_meta(node, self.graph.placeholder(node.name), layout=layout.normalized(item.spec.shape))
-        self.copies[node] = [_Copy(new, new.meta["layout"], _side(new))]
+        self.copies[node] = [_Copy(new, new.meta["layout"], _phase(new))]
 
     def _node(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node.args[0] in self.tuples:
@@ -235,7 +233,7 @@ class _Placer:
         new = self.graph.call_function(ops.move, (source.node, str(target)))
         origin = replace(origin_of(value), phase=phase, source=origin_of(value).source or self.line)
         new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
-        return _Copy(new, target, _side(new))
+        return _Copy(new, target, _phase(new))
 
     # ops
 
@@ -279,7 +277,7 @@ class _Placer:
             self.tuples[node] = (new, layouts)
             return
         new.meta["layout"] = option.results[0]
-        self.copies[node] = [_Copy(new, option.results[0], _side(new))]
+        self.copies[node] = [_Copy(new, option.results[0], _phase(new))]
 
     def _held(self, node: fx.Node, phase: str) -> Held:
         spec = spec_of(node)
@@ -294,7 +292,7 @@ class _Placer:
         layout = layouts[node.args[1]]  # type: ignore[index]
         assert layout is not None
         new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])), layout=layout)
-        self.copies[node] = [_Copy(new, layout, _side(new))]
+        self.copies[node] = [_Copy(new, layout, _phase(new))]
 
     def _pin(self, node: fx.Node) -> None:
         """A pin is its operand in the pinned layout."""
@@ -306,7 +304,7 @@ class _Placer:
         held = [self._made(value, whole, phase)] if self._is_made_on_demand(value) else self.held(value, phase)
         target = apply_constraint(str(constraint), held[0].layout, bool(is_grad)).normalized(spec.shape)
         made = self.fetch(value, target, phase)
-        self.copies[node] = [_Copy(made, target, _side(made))]
+        self.copies[node] = [_Copy(made, target, _phase(made))]
 
 
 def apply_constraint(constraint: str, layout: Layout, is_grad: bool) -> Layout:
@@ -330,9 +328,6 @@ def _phase(node: fx.Node) -> str:
     """Forward and loss share copies; backward and update do not."""
     phase = origin_of(node).phase
     return "forward" if phase == "loss" else phase
-
-
-_side = _phase
 
 
 def _output_phase(kind: str, value: fx.Node) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -389,8 +388,3 @@ class _Hook:
     def _highest(self) -> int:
         dims = [part.partition("=")[2] for part in self.constraint.split(";")]
         return max((int(d) for d in dims if d != "r"), default=0)
-
-
-def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
-    """Size of dim 0 of the first tensor of a batch that has one."""
-    return next((shape[0] for shape in shapes if len(shape)), None)
