@@ -26,13 +26,14 @@ class Mesh:
     Raises MeshError for an axis named twice, a size below 1, a repeated device or a wrong number of them.
     """
 
-    __slots__ = ("_hash", "_parent", "axis_names", "devices", "shape")
+    __slots__ = ("_hash", "_parent", "_where", "axis_names", "devices", "shape")
 
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
     devices: tuple[int, ...]
     _hash: int
     _parent: Mesh | None
+    _where: dict[int, int]
 
     def __init__(
         self, spec: str | Mapping[str, int] = "", *, devices: Sequence[int] | None = None, **axes: int
@@ -46,7 +47,9 @@ class Mesh:
         self._fill(names, shape, ids, None)
 
     def _fill(self, names: tuple[str, ...], shape: tuple[int, ...], ids: tuple[int, ...], parent: Mesh | None) -> None:
-        for slot, value in (("axis_names", names), ("shape", shape), ("devices", ids), ("_parent", parent)):
+        where = {device: i for i, device in enumerate(ids)}
+        parts = {"axis_names": names, "shape": shape, "devices": ids, "_parent": parent, "_where": where}
+        for slot, value in parts.items():
             object.__setattr__(self, slot, value)
         object.__setattr__(self, "_hash", hash((names, shape, ids)))
 
@@ -57,6 +60,15 @@ class Mesh:
         mesh = object.__new__(cls)
         mesh._fill(names, shape, ids, parent)
         return mesh
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read the text form: `dp=2,tp=2`, or with its devices `dp=2 on [4, 5]`."""
+        axes, on, ids = text.partition(" on ")
+        numbers = [part.strip() for part in ids.strip("[] ").split(",")] if on else []
+        if not all(number.isdecimal() for number in numbers):
+            raise MeshError("device ids are whole numbers", where=f"mesh '{text}'", got=ids, expected="[4, 5]")
+        return Mesh(axes, devices=[int(n) for n in numbers] if on else None)
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
@@ -91,6 +103,19 @@ class Mesh:
     @property
     def num_devices(self) -> int:
         return len(self.devices)
+
+    def __contains__(self, device: object) -> bool:
+        return device in self._where
+
+    def index(self, device: int) -> int:
+        """Row-major position of the device with this id. Raises MeshError for a device that the mesh lacks."""
+        if device not in self._where:
+            raise MeshError(f"the mesh has no device {device}", where=f"mesh {self}", expected=str(list(self.devices)))
+        return self._where[device]
+
+    def covers(self, devices: Iterable[int]) -> bool:
+        """Whether every one of the device ids is of this mesh."""
+        return all(device in self._where for device in devices)
 
     def size(self, axis: str) -> int:
         """Number of devices along `axis`. Raises MeshError for an axis that the mesh lacks."""

@@ -1,20 +1,24 @@
 """Rank graphs: what one role runs, with groups and rank symbolic.
 
-A rank graph holds local ATen ops, `_c10d_functional` collectives whose group name is an axis list ("dp,tp"), and the
-symbolic integers of this module, which are functions of the device's coordinates and are bound when the graph is run.
-So one graph serves every device of its role, however many there are.
+A rank graph holds local ATen ops, `_c10d_functional` collectives whose group name is an axis list ("dp,tp"),
+transfers between meshes, and the symbolic integers of this module, which are functions of the device's coordinates and
+are bound when the graph is run. So one graph serves every device of its role, however many there are.
+
+The axes of the program's own mesh go by their names. A device may be of several meshes (the stages of a pipeline are
+sub-meshes): the axes of `meshes[i]` are then written `m{i}.dp`, in groups, in symbols and in coordinates alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, graph_text
+from meshweave.ir.graph import Input, Spec, graph_text
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import nested_chunk
@@ -22,7 +26,16 @@ from meshweave.ir.pieces import nested_chunk
 Coordinates = Mapping[str, int]
 collectives = torch.ops._c10d_functional
 
-STARTS = frozenset(
+
+def transfer(x: torch.Tensor | None, key: str) -> Any:
+    """Start the transfer `RankGraph.transfers[key]`. `x` is this device's piece of the source; None where it has none.
+
+    Its wait gives this device's piece of the target, or None where it has none.
+    """
+    raise AssertionError("a transfer is run by a communicator")
+
+
+COLLECTIVES = frozenset(
     {
         collectives.all_gather_into_tensor.default,
         collectives.reduce_scatter_tensor.default,
@@ -30,6 +43,7 @@ STARTS = frozenset(
         collectives.all_to_all_single.default,
     }
 )
+STARTS = COLLECTIVES | {transfer}
 WAIT = collectives.wait_tensor.default
 
 
@@ -67,12 +81,29 @@ def linear(coords: Coordinates, base: int, *terms: tuple[int, int]) -> int:
 SYMBOLS: frozenset[Callable[..., Any]] = frozenset({piece_size, piece_offset, member_pieces, axis_index, linear})
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What crosses from one mesh to another (or to the same devices in another order): every device of the target gets
+    its piece from devices of the source, as `ir.routes` says. The source is not partial."""
+
+    source: Layout
+    target: Layout
+    spec: Spec
+
+
+def qualified(index: int, axis: str) -> str:
+    """How rank graphs write an axis of `meshes[index]`."""
+    return axis if index == 0 else f"m{index}.{axis}"
+
+
 @dataclass(slots=True)
 class RankGraph:
-    """The graph that every device of `mesh` runs.
+    """The graph that every device of one role runs.
 
     Placeholder i takes the piece of `inputs[i]` in `layouts[i]`; output i is (kind, name) `outputs[i]` in
-    `output_layouts[i]`. Phases follow each other in the order of the nodes.
+    `output_layouts[i]`: those of the program whose mesh the role is of. Phases follow each other in the order of the
+    nodes. `mesh` is the program's, `devices` are the role's (all of them, unless said), `meshes` all meshes of the
+    program, `mesh` first; every role of a program numbers meshes and transfers alike.
     """
 
     graph: fx.Graph
@@ -82,6 +113,13 @@ class RankGraph:
     outputs: tuple[tuple[str, str], ...]
     output_layouts: tuple[Layout, ...]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.devices = self.devices or self.mesh.devices
+        self.meshes = self.meshes or (self.mesh,)
 
     def text(self) -> str:
         return graph_text(self.graph)
@@ -89,6 +127,31 @@ class RankGraph:
     def layout_of(self, kind: str, name: str) -> Layout:
         index = next(i for i, item in enumerate(self.inputs) if (item.kind, item.name) == (kind, name))
         return self.layouts[index]
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Coordinates of a device along the axes of every mesh that it is of, by qualified axis name."""
+        return {
+            qualified(i, axis): at
+            for i, mesh in enumerate(self.meshes)
+            if device in mesh
+            for axis, at in mesh.coordinates(mesh.index(device)).items()
+        }
+
+    def group_axes(self, group: str) -> tuple[Mesh, tuple[str, ...]]:
+        """The mesh and the axes that a group name (the last argument of a collective) stands for."""
+        names = [axis.rpartition(".") for axis in group.split(",")]
+        prefix = names[0][0]
+        return self.meshes[int(prefix[1:]) if prefix else 0], tuple(axis for _, _, axis in names)
+
+    def group_members(self, group: str, device: int) -> tuple[int, ...]:
+        """Ids of the devices in a device's group, in the order of the flattened axes."""
+        mesh, axes = self.group_axes(group)
+        return _member_table(mesh, axes)[device]
+
+
+@lru_cache(maxsize=256)
+def _member_table(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    return {device: group for group in mesh.groups(axes) for device in group}
 
 
 def bind_symbols(graph: fx.Graph, coords: Coordinates) -> dict[fx.Node, Any]:
