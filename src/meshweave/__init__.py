@@ -17,6 +17,7 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule
 
@@ -41,7 +42,13 @@ __all__ = [
     "StepError",
     "TrainStep",
     "VerifyError",
+    "combine",
     "compile",
+    "move",
+    "on",
     "plan_move",
+    "reduction",
     "register_rule",
+    "repartition",
+    "replicate",
 ]

@@ -30,8 +30,11 @@ from meshweave.runtime.session import Session, Settings
 from meshweave.runtime.world import LocalWorld, World
 from meshweave.sharding.assign import Price
 from meshweave.sharding.decide import decide, infer_units
+from meshweave.sharding.hooks import pinning
+from meshweave.sharding.mapping import axes_of_operators, map_devices
 from meshweave.sharding.place import Placement, place
-from meshweave.sharding.plans import Plan, default_plan, pinning, resolve
+from meshweave.sharding.plans import Plan, Resolved
+from meshweave.sharding.resolve import check_axes, resolve
 from meshweave.sharding.search import choose_tp
 
 Loss = Callable[[Any, Any], Tensor]
@@ -43,13 +46,18 @@ class Program:
 
     captured: StepGraph
     placed: StepGraph
-    rank: RankGraph
+    roles: tuple[RankGraph, ...]
     placement: Placement
     options: CaptureOptions
 
     @property
     def mesh(self) -> Mesh:
-        return self.rank.mesh
+        return self.placement.mesh
+
+    @property
+    def rank(self) -> RankGraph:
+        """The rank graph of the first role: of every device, where all do the same."""
+        return self.roles[0]
 
 
 def move_price(profile: AlphaBeta) -> Price:
@@ -76,21 +84,28 @@ def build_program(
 ) -> Program:
     """Capture, place, plan, expand; the verifier runs after each. `progress(stage)` is called as each begins."""
     progress("capture")
-    resolved = resolve(plan if plan is not None else default_plan(model, mesh), model, mesh)
+    resolved = resolve(plan, model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
     step = capture(model, loss, micro, optimizer, options, forward=forward, hooks=pinning(resolved))
     captured = verify_step(step)
+    named = axes_of_operators(captured, mesh)
+    check_axes(resolved, mesh, named)
     progress("place")
     price = move_price(profile)
     units = infer_units(captured)
-    for axis in resolved.auto_axes:
-        resolved = choose_tp(model, captured, resolved, axis, mesh, units, price)
-    placement = decide(resolved, captured, mesh, units)
-    placed = verify_placed(place(captured, placement, price))
+    homes = map_devices(captured, resolved.homes, mesh)
+
+    def place_with(found: Resolved, decided: dict[Any, Any]) -> StepGraph:
+        return place(captured, decide(found, captured, mesh, units, homes), price, decided)
+
+    # Without a plan, an axis that operators in the model use is theirs.
+    for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
+        resolved = choose_tp(model, captured, resolved, axis, place_with, price)
+    placed = verify_placed(place_with(resolved, {}))
     progress("expand")
     planner = lambda source, target, shape, dtype: plan_move(source, target, shape, dtype, profile)  # noqa: E731
-    rank = verify_rank(expand(placed, mesh, planner))
-    return Program(captured, placed, rank, placement, options)
+    roles = tuple(verify_rank(rank) for rank in expand(placed, mesh, planner))
+    return Program(captured, placed, roles, decide(resolved, captured, mesh, units, homes), options)
 
 
 class TrainStep:

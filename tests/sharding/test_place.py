@@ -25,7 +25,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.verify import verify_placed
 from meshweave.report.moves import MoveRow
-from meshweave.sharding.place import apply_constraint
+from meshweave.sharding.operators import apply_constraint
 from meshweave.sharding.plans import Plan
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.errors import LayoutError, MeshError, PlanError
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.plans import Entry, Plan, default_plan, hf_tp_plan, resolve
+from meshweave.sharding.plans import Entry, Plan
+from meshweave.sharding.resolve import check_axes, default_plan, hf_tp_plan, resolve
 
 TP, DP_TP = Mesh("tp=2"), Mesh("dp=2,tp=2")
 
@@ -97,16 +98,21 @@ def test_dp_and_fsdp_over_two_axes_cut_the_batch_by_both_and_the_state_by_one() 
 
 
 def test_axis_names_have_their_usual_meaning() -> None:
+    mesh = Mesh("dp=2,fsdp=2,tp=2,pp=2")
+    usual = Plan.dp("dp") + Plan.fsdp("fsdp") + Plan.auto_tp("tp") + Plan.stages("pp")
+    assert default_plan(Model(), mesh) == usual
     mesh = Mesh("dp=2,fsdp=2,tp=2")
-    assert default_plan(Model(), mesh) == Plan.dp("dp") + Plan.fsdp("fsdp") + Plan.auto_tp("tp")
     assert default_plan(WithPlan(), mesh) == Plan.dp("dp") + Plan.fsdp("fsdp") + Plan.hf_tp("tp")
     assert default_plan(Model(), Mesh("")) == Plan()
 
 
 def test_another_axis_name_needs_a_plan_unless_its_size_is_one() -> None:
-    assert default_plan(Model(), Mesh("dp=2,pp=1")) == Plan.dp("dp")
+    assert default_plan(Model(), Mesh("dp=2,pp=1,ep=2")) == Plan.dp("dp")
+    one, two = Mesh("dp=2,ep=1"), Mesh("dp=2,ep=2")
+    check_axes(resolve(None, Model(), one), one)
+    check_axes(resolve(None, Model(), two), two, by_operators=["ep"])
     with pytest.raises(PlanError, match="axis 'ep' has no usual meaning") as error:
-        default_plan(Model(), Mesh("dp=2,ep=2"))
+        check_axes(resolve(None, Model(), two), two)
     assert (error.value.where, error.value.got) == ("mesh dp=2,ep=2", "ep")
     assert error.value.hint == 'pass a plan, for example mw.Plan.dp("ep")'
 
@@ -114,8 +120,9 @@ def test_another_axis_name_needs_a_plan_unless_its_size_is_one() -> None:
 def test_an_axis_that_the_plan_leaves_out_is_an_error_unless_its_size_is_one() -> None:
     assert resolve(Plan.dp("dp"), Model(), Mesh("dp=2,tp=1")).batch_axes == ["dp"]
     assert resolve(Plan.dp("dp") + Plan.replicate("tp"), Model(), DP_TP).named == {"dp", "tp"}
+    check_axes(resolve(Plan.dp("dp"), Model(), DP_TP), DP_TP, by_operators=["tp"])
     with pytest.raises(PlanError, match="the plan does not use axis dp, tp") as error:
-        resolve(Plan(), Model(), DP_TP)
+        check_axes(resolve(Plan(), Model(), DP_TP), DP_TP)
     assert error.value.where == "mesh dp=2,tp=2"
     assert 'mw.Plan.replicate("dp")' in error.value.hint
 

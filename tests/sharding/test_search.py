@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.plans import Plan, Resolved, resolve
+from meshweave.sharding.plans import Plan, Resolved
+from meshweave.sharding.resolve import resolve
 from meshweave.sharding.search import Twins, twins
 
 

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -129,6 +130,7 @@ class Provenance(GlobalRandom):
         self.phase = "forward"
         self.modules: list[str] = []
         self._forward: dict[int, Origin] = {}
+        self._before = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
         self._seen: fx.Node | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,11 +157,15 @@ class Provenance(GlobalRandom):
     def _origin(self) -> Origin:
         running = torch._C._current_autograd_node()
         if running is not None:
-            made = self._forward.get(running._sequence_nr())
-            return Origin("backward", made.module, made.source) if made else Origin("backward")
-        origin = Origin(self.phase, self.modules[-1] if self.modules else "", user_line())
-        if self.phase in ("forward", "loss"):
-            self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, origin)  # type: ignore[attr-defined]
+            made = self._forward.get(running._sequence_nr() - self._before)
+            return replace(made, phase="backward") if made else Origin("backward")
+        module, source = self.modules[-1] if self.modules else "", user_line()
+        if self.phase not in ("forward", "loss"):
+            return Origin(self.phase, module, source)
+        # An op that autograd does not record goes by the number of the last one that it did.
+        call = torch.autograd._get_sequence_nr() - 1 - self._before  # type: ignore[attr-defined]
+        origin = Origin(self.phase, module, source, max(call, 0))
+        self._forward.setdefault(call, origin)
         return origin
 
     def _mark(self, origin: Origin) -> None:

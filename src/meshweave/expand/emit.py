@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from meshweave.ir.graph import NOWHERE, Origin
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
-from meshweave.ir.rank import axis_index, linear, member_pieces, piece_offset, piece_size
+from meshweave.ir.rank import axis_index, linear, member_pieces, piece_offset, piece_size, qualified
 
 aten = torch.ops.aten
 Number = Any  # an int, or the fx.Node of a symbolic one
@@ -22,8 +22,12 @@ Number = Any  # an int, or the fx.Node of a symbolic one
 
 @dataclass(slots=True)
 class Emitter:
-    """Writes a rank graph. Sizes and offsets that depend on the rank are symbolic nodes, each made once."""
+    """Writes a rank graph. Sizes and offsets that depend on the rank are symbolic nodes, each made once.
 
+    `meshes` are those of the program, its own first: they say how an axis is written.
+    """
+
+    meshes: Sequence[Mesh] = ()
     graph: fx.Graph = field(default_factory=fx.Graph)
     origin: Origin = NOWHERE
     symbols: dict[Any, fx.Node] = field(default_factory=dict)
@@ -46,22 +50,29 @@ class Emitter:
             return shape[dim]
         if is_even(shape[dim], parts, sharding.unit):
             return shape[dim] // torch.Size(parts).numel()
-        return self._symbol(piece_size, (shape[dim], sharding.axes, parts, sharding.unit))
+        return self._symbol(piece_size, (shape[dim], self.names(layout.mesh, sharding.axes), parts, sharding.unit))
 
     def members(self, shape: tuple[int, ...], layout: Layout, dim: int) -> fx.Node:
         """Table of the pieces of `dim` in the group of its innermost axis."""
         sharding = layout.dims[dim]
-        return self._symbol(member_pieces, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit))
+        axes = self.names(layout.mesh, sharding.axes)
+        return self._symbol(member_pieces, (shape[dim], axes, layout.parts(dim), sharding.unit))
 
     def offset(self, shape: tuple[int, ...], layout: Layout, dim: int) -> Number:
         """Global offset of the local piece along `dim`."""
         sharding = layout.dims[dim]
         if not sharding.axes:
             return 0
-        return self._symbol(piece_offset, (shape[dim], sharding.axes, layout.parts(dim), sharding.unit))
+        axes = self.names(layout.mesh, sharding.axes)
+        return self._symbol(piece_offset, (shape[dim], axes, layout.parts(dim), sharding.unit))
 
     def axis_index(self, mesh: Mesh, axes: tuple[str, ...]) -> Number:
-        return self._symbol(axis_index, (axes, tuple(mesh.size(a) for a in axes)))
+        return self._symbol(axis_index, (self.names(mesh, axes), tuple(mesh.size(a) for a in axes)))
+
+    def names(self, mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+        """How this graph writes axes of one of the program's meshes."""
+        index = self.meshes.index(mesh)
+        return tuple(qualified(index, axis) for axis in axes)
 
     def linear(self, base: Number, *terms: tuple[Number, Number]) -> Number:
         """base + sum of products, folded where everything is a number."""

@@ -1,4 +1,4 @@
-"""From the placed graph to rank graphs: global shapes become local ones, moves become collectives."""
+"""From the placed graph to rank graphs: global shapes become local ones, moves become collectives and transfers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from meshweave.errors import LayoutError
 from meshweave.expand.emit import Emitter
 from meshweave.expand.localize import LOCALIZERS
-from meshweave.expand.moves import STEPS, Finish
+from meshweave.expand.moves import STEPS, Finish, send, take
 from meshweave.ir import ops
-from meshweave.ir.graph import Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
+from meshweave.ir.graph import Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph
+from meshweave.ir.rank import RankGraph, Transfer
+from meshweave.ir.routes import routes
 from meshweave.movement.plan import MovePlan
+from meshweave.movement.steps import Step
 from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
@@ -27,48 +28,96 @@ PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
 
 @dataclass(slots=True)
 class _Expander:
-    step: StepGraph
-    mesh: Mesh
-    plan_move: PlanMove
+    """Writes the rank graph of one role: of every mesh that covers its devices, the values and moves."""
+
+    program: _Program
+    devices: tuple[int, ...]
     emit: Emitter = field(default_factory=Emitter)
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     pending: dict[fx.Node, Finish] = field(default_factory=dict)
+    sends: list[tuple[Origin, Finish]] = field(default_factory=list)  # of values that others wait for
+    covered: dict[Mesh, bool] = field(default_factory=dict)
 
     def run(self) -> RankGraph:
-        due = self._due_before_update()
-        for node in self.step.graph.nodes:
-            if node.op == "call_function" and origin_of(node).phase == "update":
-                while due:
+        step = self.program.step
+        self.emit.meshes = self.program.meshes
+        due, phase = self._due_before_update(), "forward"
+        for node in step.graph.nodes:
+            if node.op == "call_function" and origin_of(node).phase != phase:
+                phase = origin_of(node).phase
+                self._finish_sends()
+                while due and phase == "update":
                     self._value(due.pop())
             self.emit.origin = origin_of(node)
-            if node.op == "placeholder":
-                self._mark(node, self.emit.graph.placeholder(node.name))
-            elif node.target is ops.move:
-                self._move(node)
-            elif node.op == "call_function":
-                self._op(node)
-        outputs = self.step.output_values
+            self._node(node)
         self.emit.origin = Origin("update")
-        self.emit.graph.output([self._value(n) for n in outputs])
+        self._finish_sends()
+        outputs = list(zip(step.outputs, step.output_values, strict=True))
+        held = [(name, value) for name, value in outputs if self._has(value.meta["layout"])]
+        self.emit.graph.output([self._value(value) for _, value in held])
+        inputs = self._inputs()
         return RankGraph(
             self.emit.graph,
-            self.mesh,
-            self.step.inputs,
-            tuple(n.meta["layout"] for n in self.step.placeholders),
-            self.step.outputs,
-            tuple(n.meta["layout"] for n in outputs),
-            dict(self.step.constants),
+            self.program.meshes[0],
+            tuple(item for item, _ in inputs),
+            tuple(layout for _, layout in inputs),
+            tuple(name for name, _ in held),
+            tuple(value.meta["layout"] for _, value in held),
+            dict(step.constants),
+            self.devices,
+            self.program.meshes,
+            {
+                key: made
+                for key, made in self.program.transfers.items()
+                if self._has(made.source) or self._has(made.target)
+            },
         )
+
+    def _has(self, layout: Layout) -> bool:
+        if layout.mesh not in self.covered:
+            self.covered[layout.mesh] = layout.mesh.covers(self.devices)
+        return self.covered[layout.mesh]
+
+    def _node(self, node: fx.Node) -> None:
+        if node.target is ops.move:
+            self._move(node)
+        elif node.op == "output" or not self._has(_layout_of(node)):
+            return
+        elif node.op == "placeholder":
+            self._mark(node, self.emit.graph.placeholder(node.name))
+        else:
+            self._op(node)
+
+    def _inputs(self) -> list[tuple[Input, Layout]]:
+        """The inputs of this role. What others alone use of a batch is none of its own."""
+        found = []
+        for node, item in zip(self.program.step.placeholders, self.program.step.inputs, strict=True):
+            local = self.values.get(node)
+            if local is None:
+                continue
+            if self.program.num_roles > 1 and item.kind in ("batch", "constant", "scalar") and not local.users:
+                self.emit.graph.erase_node(local)
+                continue
+            found.append((item, node.meta["layout"]))
+        return found
+
+    def _finish_sends(self) -> None:
+        """Wait for what this role has sent to others, so that no buffer outlives its phase."""
+        for origin, finish in self.sends:
+            self.emit.origin = origin
+            finish()
+        self.sends.clear()
 
     def _due_before_update(self) -> list[fx.Node]:
         """Outputs that the update must not wait for, or that the next microbatch needs: waited for before it begins.
 
         Gradients are waited for where the update uses them, unless they are accumulated.
         """
-        accumulates = any(item.kind == "acc" for item in self.step.inputs)
+        step = self.program.step
+        accumulates = any(item.kind == "acc" for item in step.inputs)
         kinds = {"loss", "buffer", "grad"} if accumulates else {"loss", "buffer"}
-        pairs = zip(self.step.outputs, self.step.output_values, strict=True)
-        return [value for (kind, _), value in reversed(list(pairs)) if kind in kinds]
+        pairs = list(zip(step.outputs, step.output_values, strict=True))
+        return [v for (kind, _), v in reversed(pairs) if kind in kinds and self._has(v.meta["layout"])]
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
         """Note what the local node makes: the largest piece."""
@@ -110,23 +159,84 @@ class _Expander:
     def _move(self, node: fx.Node) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        spec, layout = spec_of(node), source.meta["layout"]
-        if layout.mesh != node.meta["layout"].mesh:
-            raise LayoutError("a move between meshes cannot be expanded yet", where=str(origin_of(node)))
-        plan = self.plan_move(layout, node.meta["layout"], spec.shape, spec.dtype)
-        node.meta["plan"] = plan
-        local = self._value(source)
-        finish: Finish = lambda: local  # noqa: E731
-        for i, step in enumerate(plan.steps):
-            finish = STEPS[step.kind](self.emit, local, step, spec.shape)
-            if i + 1 < len(plan.steps):
-                local = finish()
-        self.pending[node] = finish
+        shape, steps = spec_of(node).shape, node.meta["plan"].steps
+        ends = (source.meta["layout"], *(step.target for step in steps))
+        if not any(self._has(layout) for layout in ends):
+            return
+        finish = self._held(source) if self._has(ends[0]) else None
+        for step in steps:
+            finish = self._step(node, finish() if finish is not None else None, step, shape)
+        if finish is not None and self._has(ends[-1]):
+            self.pending[node] = finish
+
+    def _held(self, node: fx.Node) -> Finish:
+        local = self._value(node)
+        return lambda: local
+
+    def _step(self, node: fx.Node, local: fx.Node | None, step: Step, shape: tuple[int, ...]) -> Finish | None:
+        """One step as this role takes part in it; None where it does not, or has nothing afterwards."""
+        if step.kind != "transfer":
+            return STEPS[step.kind](self.emit, local, step, shape) if local is not None else None
+        sends, receives = self._has(step.source), self._has(step.target)
+        key = self.program.keys.get(node)
+        if key is None:
+            return take(self.emit, local, step, shape) if receives and local is not None else None
+        if not sends and not receives:
+            return None
+        finish = send(self.emit, local if sends else None, key)
+        if receives:
+            return finish
+        self.sends.append((self.emit.origin, finish))
+        return None
 
 
-def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> RankGraph:
-    """The rank graph of a placed graph. Its size does not depend on the number of devices.
+def _layout_of(node: fx.Node) -> Layout:
+    """The layout of a value, or of the first of several: an op runs on one mesh."""
+    layout = node.meta["layout"]
+    return layout if isinstance(layout, Layout) else next(one for one in layout if one is not None)
 
-    `plan_move(source, target, shape, dtype)` says which steps a move takes.
+
+@dataclass(slots=True)
+class _Program:
+    """What all roles share: the placed step, its meshes, and what crosses between them, in the order of the moves."""
+
+    step: StepGraph
+    meshes: tuple[Mesh, ...]
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+    keys: dict[fx.Node, str] = field(default_factory=dict)
+    num_roles: int = 1
+
+
+def _roles(meshes: tuple[Mesh, ...]) -> list[tuple[int, ...]]:
+    """Devices that are of the same meshes, in the order of the program's mesh."""
+    found: dict[tuple[bool, ...], list[int]] = {}
+    for device in meshes[0].devices:
+        found.setdefault(tuple(device in mesh for mesh in meshes), []).append(device)
+    return [tuple(devices) for devices in found.values()]
+
+
+def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:
+    """The rank graphs of a placed graph, one per role. Their size does not depend on the number of devices.
+
+    `plan_move(source, target, shape, dtype)` says which steps a move takes. Every role has its moves in the order of
+    the placed graph, so that no two wait for each other.
     """
-    return _Expander(step, mesh, plan_move).run()
+    meshes = {mesh: None}
+    crossing: list[tuple[fx.Node, Transfer]] = []
+    for node in step.graph.nodes:
+        if node.op == "output":
+            continue
+        meshes.setdefault(_layout_of(node).mesh)
+        if node.target is ops.move:
+            spec, source = spec_of(node), node.args[0].meta["layout"]
+            plan = node.meta["plan"] = plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
+            for one in (s for s in plan.steps if s.kind == "transfer"):
+                if not routes(one.source, one.target, spec.shape).is_local:
+                    crossing.append((node, Transfer(one.source, one.target, spec)))
+    program = _Program(step, tuple(meshes))
+    for i, (node, made) in enumerate(crossing):
+        program.keys[node] = f"t{i}"
+        program.transfers[f"t{i}"] = made
+    roles = _roles(program.meshes)
+    program.num_roles = len(roles)
+    return tuple(_Expander(program, devices).run() for devices in roles)

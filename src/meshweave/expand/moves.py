@@ -16,15 +16,15 @@ from meshweave.expand.emit import Emitter
 from meshweave.ir import local_ops
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import is_even, largest_chunk
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.rank import WAIT, collectives, transfer
 from meshweave.movement.steps import Step
 
 aten = torch.ops.aten
 Finish = Callable[[], fx.Node]
 
 
-def _group(layout: Layout, axes: tuple[str, ...]) -> tuple[int, str]:
-    return layout.mesh.flat_size(axes), ",".join(axes)
+def _group(emit: Emitter, layout: Layout, axes: tuple[str, ...]) -> tuple[int, str]:
+    return layout.mesh.flat_size(axes), ",".join(emit.names(layout.mesh, axes))
 
 
 def _block(shape: tuple[int, ...], layout: Layout, dim: int) -> int:
@@ -59,7 +59,7 @@ def _table(emit: Emitter, layout: Layout, shape: tuple[int, ...], dim: int) -> A
 
 def _all_gather(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     dim = step.dim
-    count, group = _group(step.source, step.axes)
+    count, group = _group(emit, step.source, step.axes)
     block = _block(shape, step.source, dim)
     sent = _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
     started = emit.call(collectives.all_gather_into_tensor.default, (emit.contiguous(sent), count, group), {})
@@ -91,14 +91,14 @@ def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int
 
 
 def _reduce_scatter(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    count, group = _group(step.source, step.axes)
+    count, group = _group(emit, step.source, step.axes)
     dealt = _dealt(emit, x, step, shape, step.dim)
     started = emit.call(collectives.reduce_scatter_tensor.default, (emit.contiguous(dealt), step.op, count, group), {})
     return lambda: _own(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim)
 
 
 def _all_reduce(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    _, group = _group(step.source, step.axes)
+    _, group = _group(emit, step.source, step.axes)
     started = emit.call(collectives.all_reduce.default, (emit.contiguous(x), step.op, group), {})
     return lambda: emit.call(WAIT, (started,), {})
 
@@ -107,7 +107,7 @@ def _all_to_all(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
     """From sharded on `dim` to sharded on `to_dim`: deal out along to_dim, exchange, join along dim."""
     dim, to_dim = step.dim, step.to_dim
     assert to_dim is not None
-    count, group = _group(step.source, step.axes)
+    count, group = _group(emit, step.source, step.axes)
     block = _block(shape, step.source, dim)
     sent = _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
     dealt = _dealt(emit, sent, step, shape, to_dim)
@@ -132,6 +132,22 @@ def _to_partial(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
 
 def _scale(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     return lambda: emit.call(aten.mul.Tensor, (x, step.factor), {})
+
+
+def take(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
+    """A transfer in which nothing crosses: the piece of the target out of the piece of the source."""
+    for dim in range(len(shape)):
+        before, after = step.source.dims[dim], step.target.dims[dim]
+        if before.axes or after.axes:
+            start = emit.linear(emit.offset(shape, step.target, dim), (emit.offset(shape, step.source, dim), -1))
+            x = emit.call(aten.narrow.default, (x, dim, start, emit.extent(shape, step.target, dim)), {})
+    return lambda: x
+
+
+def send(emit: Emitter, x: fx.Node | None, key: str) -> Finish:
+    """A transfer as a role sees it that holds the source (x is its piece), the target, or both."""
+    started = emit.call(transfer, (x, key), {})
+    return lambda: emit.call(WAIT, (started,), {})
 
 
 STEPS: dict[str, Callable[[Emitter, fx.Node, Step, tuple[int, ...]], Finish]] = {

@@ -36,11 +36,16 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node comes from: the phase, the module's path and the line of the model's source."""
+    """Where a node comes from: the phase, the module's path and the line of the model's source.
+
+    `call` numbers the ops that autograd recorded, from 1: a forward node has the number of its op, a backward node that
+    of the op whose gradient it is; 0 where there is none.
+    """
 
     phase: str
     module: str = ""
     source: str = ""
+    call: int = 0
 
     def __str__(self) -> str:
         return " ".join(filter(None, [self.source, f"({self.module})" if self.module else "", f"[{self.phase}]"]))

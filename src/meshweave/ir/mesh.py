@@ -93,9 +93,15 @@ class Mesh:
             return False
         return (self.axis_names, self.shape, self.devices) == (other.axis_names, other.shape, other.devices)
 
+    @property
+    def text(self) -> str:
+        """The axes and always the devices: `dp=2 on [0, 1]`. `Mesh.parse` reads it."""
+        axes = ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+        return f"{axes} on {list(self.devices)}"
+
     def __str__(self) -> str:
         axes = ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
-        return axes if self.devices == tuple(range(len(self.devices))) else f"{axes} on {list(self.devices)}"
+        return axes if self.devices == tuple(range(len(self.devices))) else self.text
 
     def __repr__(self) -> str:
         return f"Mesh({self!s})"

@@ -11,7 +11,7 @@ from meshweave.errors import VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import Origin, Spec, StepGraph, op_name, origin_of, tensor_inputs
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import STARTS, WAIT, RankGraph
+from meshweave.ir.rank import COLLECTIVES, STARTS, WAIT, RankGraph, qualified, transfer
 
 Findings = Iterator[tuple[fx.Node, str]]
 
@@ -82,12 +82,15 @@ def _waits_match(graph: fx.Graph) -> Findings:
             yield node, "waits for what is no collective"
 
 
-def _groups_exist(graph: fx.Graph, axes: tuple[str, ...]) -> Findings:
-    for node in graph.nodes:
-        if node.target in STARTS:
+def _groups_exist(rank: RankGraph) -> Findings:
+    axes = {qualified(i, a) for i, mesh in enumerate(rank.meshes) if mesh.covers(rank.devices) for a in mesh.axis_names}
+    for node in rank.graph.nodes:
+        if node.target in COLLECTIVES:
             missing = [a for a in str(node.args[-1]).split(",") if a not in axes]
             if missing:
                 yield node, f"works over unknown axes {missing}"
+        if node.target is transfer and node.args[-1] not in rank.transfers:
+            yield node, f"takes part in an unknown transfer {node.args[-1]}"
 
 
 _STEP: tuple[Callable[[fx.Graph], Findings], ...] = (_has_meta, _is_functional)
@@ -122,7 +125,7 @@ def verify_rank(rank: RankGraph) -> RankGraph:
     rank.graph.lint()
     for rule in _RANK:
         _check("rank graph", rule(rank.graph))
-    _check("rank graph", _groups_exist(rank.graph, rank.mesh.axis_names))
+    _check("rank graph", _groups_exist(rank))
     return rank
 
 

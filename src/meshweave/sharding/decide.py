@@ -12,6 +12,7 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
 from meshweave.sharding.factors import Rule
+from meshweave.sharding.mapping import Homes
 from meshweave.sharding.place import Placement
 from meshweave.sharding.plans import Resolved
 from meshweave.sharding.registry import TABLE, row_for
@@ -19,16 +20,18 @@ from meshweave.sharding.registry import TABLE, row_for
 Units = Mapping[str, tuple[int, ...]]
 
 
-def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units) -> Placement:
+def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes: Homes) -> Placement:
     """The layouts that the plan asks for.
 
-    A parameter is used in its tensor-parallel layout and stored with the state axes added; gradients and optimizer
-    state are stored like it. Batch tensors are sharded on dim 0 where they have the batch's size.
+    A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as the mesh
+    where it lives has these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole
+    mesh, sharded on dim 0 where they have the batch's size.
     """
     stored: dict[tuple[str, str], Layout] = {}
     used: dict[str, Layout] = {}
+    at = {(i.kind, i.name): homes[n] for n, i in zip(step.placeholders, step.inputs, strict=True)}
     for item in (i for i in step.inputs if i.kind == "param"):
-        layout = _used_layout(resolved, item, mesh, units.get(item.name, ()))
+        layout = _used_layout(resolved, item, at["param", item.name], units.get(item.name, ()))
         used[item.name] = layout.normalized(item.spec.shape)
         stored["param", item.name] = _with_state_axes(layout, resolved.state_axes, item.spec).normalized(
             item.spec.shape
@@ -41,22 +44,24 @@ def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units) -> Pla
             stored["state", item.name] = stored["param", item.name.partition("/")[2]]
         elif item.kind == "acc":
             stored["acc", item.name] = stored["param", item.name]
+        elif item.kind == "buffer":
+            stored["buffer", item.name] = Layout.replicated(at["buffer", item.name], rank)
         elif item.kind == "batch" and rank and item.spec.shape[0] == size:
             stored["batch", item.name] = Layout.of(mesh, rank, {0: axes}).normalized(item.spec.shape)
-    return Placement(mesh, stored, used)
+    return Placement(mesh, stored, used, homes)
 
 
 def _used_layout(resolved: Resolved, item: Input, mesh: Mesh, units: Sequence[int]) -> Layout:
     dims = [DimSharding()] * len(item.spec.shape)
     for axis, dim in resolved.shards.get(item.name, {}).items():
-        if dim >= 0:
+        if dim >= 0 and axis in mesh.axis_names:
             dims[dim] = DimSharding((*dims[dim].axes, axis), units[dim] if dim < len(units) else 1)
     return Layout(mesh, tuple(dims))
 
 
 def _with_state_axes(layout: Layout, axes: Sequence[str], spec: Spec) -> Layout:
     """Add each state axis to the first dim that it divides evenly; else to the dim of most elements."""
-    for axis in (a for a in axes if a not in layout.sharded_axes):
+    for axis in (a for a in axes if a in layout.mesh.axis_names and a not in layout.sharded_axes):
         if not spec.shape or layout.mesh.size(axis) == 1:
             continue
         pieces = layout.local_shape(spec.shape)

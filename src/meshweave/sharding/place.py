@@ -24,18 +24,21 @@ from meshweave.ir.graph import (
     spec_of,
     tensor_inputs,
 )
-from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Held, Price, cheapest, follow_result
+from meshweave.sharding.mapping import Homes
+from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
 from meshweave.sharding.registry import result_specs, row_for
 from meshweave.sharding.rules_shape import CONSTANTS, FACTORIES
 
 aten = torch.ops.aten
+PIN = torch.ops.meshweave.pin.default
 
-# Moving a parameter away from the layout that the plan uses it in is priced this many times over: a plan is followed
-# where following it is possible at all.
-USED_LAYOUT_WEIGHT = 100.0
+# Moving a parameter away from the layout that the plan uses it in, or a value from where an operator put it, is priced
+# this many times over: what was said is followed where following it is possible at all.
+SAID_WEIGHT = 100.0
 
 # Ops through which a parameter is still that parameter: they are done again in each phase that needs them, so that a
 # gathered parameter does not live from forward to backward.
@@ -45,11 +48,13 @@ _VIEWS = {aten.view.default, aten.permute.default, aten.expand.default, aten.sli
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The layouts that a plan decides: of every input as it is stored, and of parameters as they are used."""
+    """What a plan decides: the layouts of every input as it is stored and of parameters as they are used, and the mesh
+    of every op of the captured step."""
 
     mesh: Mesh
     stored: Mapping[tuple[str, str], Layout]
     used: Mapping[str, Layout]
+    homes: Homes
 
     def layout(self, kind: str, name: str, spec: Spec) -> Layout:
         """Layout of an input or output: new values are stored like old ones, gradients like their parameters."""
@@ -80,6 +85,8 @@ class _Placer:
     stored: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
     used: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
     constant: dict[fx.Node, bool] = field(default_factory=dict)
+    said: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # axes that operators pinned, as far as they act
+    before: dict[int, Layout] = field(default_factory=dict)  # operator's call -> layout of its operand
     line: str = ""  # source of the op being placed: where an input is moved, it is moved for this line
 
     def run(self) -> StepGraph:
@@ -112,7 +119,7 @@ class _Placer:
     def _node(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node.args[0] in self.tuples:
             self._item(node)
-        elif node.target is torch.ops.meshweave.pin.default:
+        elif node.target is PIN:
             self._pin(node)
         elif not self._is_made_on_demand(node) and not self._is_parameter_form(node):
             self._op(node)  # those are made where they are wanted, in the layout that is wanted
@@ -178,7 +185,7 @@ class _Placer:
         else:
             source = self._used_form(tensor_inputs(node)[0], phase)
             spec = spec_of(source.node)
-            option = self._choose(node, [Held(spec, (source.layout,))])
+            option = self._choose(node, [Held(spec, (source.layout,))], source.layout.mesh)
             made = (
                 source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
             )
@@ -192,13 +199,23 @@ class _Placer:
     # values and their copies
 
     def held(self, node: fx.Node, phase: str) -> list[_Copy]:
-        """The copies of a value that a consumer in `phase` may use, the original first."""
+        """The copies of a value that a consumer in `phase` may use, the original first.
+
+        Larger copies do not outlive their phase, but the first on each other mesh does: it is not sent twice.
+        """
         if self._is_parameter_form(node) and phase != "update":
-            first = self._used_form(node, phase)
-            return [first, *(c for c in self.copies.get(node, ())[1:] if c.phase == phase)]
-        original, *others = self.copies[node]
-        spec = spec_of(node)
-        return [original, *(c for c in others if c.phase == phase or _is_no_larger(c.layout, original.layout, spec))]
+            original, others, spec = self._used_form(node, phase), self.copies.get(node, [])[1:], None
+        else:
+            (original, *others), spec = self.copies[node], spec_of(node)
+        if phase == "update" and node in self.due:  # a gradient is used as it is stored
+            wanted = [layout.normalized(spec_of(node).shape) for layout, _ in self.due[node]]
+            return [c for c in (original, *others) if c.layout in wanted] or [original]
+        usable, meshes = [original], {original.layout.mesh}
+        for copy in others:
+            lasts = copy.layout.mesh not in meshes or (spec and _is_no_larger(copy.layout, original.layout, spec))
+            meshes.add(copy.layout.mesh)
+            usable += [copy] if lasts or copy.phase == phase else []
+        return usable
 
     def fetch(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
         """The value in the layout `wanted`: a copy there is, or a new move from the cheapest copy."""
@@ -244,29 +261,31 @@ class _Placer:
             new.meta["origin"] = replace(origin_of(new), phase=phase)
         return new
 
-    def _choose(self, node: fx.Node, held: list[Held]) -> Assignment:
+    def _choose(self, node: fx.Node, held: list[Held], mesh: Mesh) -> Assignment:
         """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
         fixed = map_nodes(node, lambda n: None)
         wanted = tuple(layout for layout, _ in self.due.get(node, ()))
-        key = (node.target, str(fixed), tuple(held), node.meta["spec"], wanted)
+        key = (node.target, str(fixed), tuple(held), node.meta["spec"], wanted, mesh)
         if key not in self.decided:
             rule = row_for(node).rule(node)
-            self.decided[key] = cheapest(rule, self.placement.mesh, held, result_specs(node), self.price, wanted)
+            self.decided[key] = cheapest(rule, mesh, held, result_specs(node), self.price, wanted)
         return self.decided[key]
 
     def _op(self, node: fx.Node) -> None:
         phase = _phase(node)
         self.line = origin_of(node).source
-        operands = tensor_inputs(node)
-        held = [self._held(n, phase) for n in operands]
+        operands, mesh = tensor_inputs(node), self.placement.homes[node]
+        held = [self._held(n, phase, mesh) for n in operands]
         try:
-            option = self._choose(node, held)
+            option = self._choose(node, held, mesh)
         except RuleError as error:
             if error.where:
                 raise
             raise RuleError(
                 error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}"
             ) from error
+        if phase == "forward":
+            self._said(node, operands, option)
         values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
         new = self._emit(node, values, origin_of(node).phase)
         new.meta["assignment"] = option
@@ -279,13 +298,35 @@ class _Placer:
         new.meta["layout"] = option.results[0]
         self.copies[node] = [_Copy(new, option.results[0], _phase(new))]
 
-    def _held(self, node: fx.Node, phase: str) -> Held:
+    def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Held:
+        """A value as an op on `mesh` finds it: in the layouts that it has there, else as it would come from afar."""
         spec = spec_of(node)
         if self._is_made_on_demand(node):
-            return Held(spec, (Layout.replicated(self.placement.mesh, len(spec.shape)),), 0.0)
-        layouts = tuple(dict.fromkeys(c.layout for c in self.held(node, phase)))
-        weight = USED_LAYOUT_WEIGHT if self._is_parameter_form(node) and phase != "update" else 1.0
-        return Held(spec, layouts, weight, len(node.users))
+            return Held(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
+        copies = self.held(node, phase)
+        here = [c.layout for c in copies if c.layout.mesh == mesh]
+        layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
+        is_said = bool(self.said.get(node)) or (self._is_parameter_form(node) and phase != "update")
+        return Held(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
+
+    def _said(self, node: fx.Node, operands: list[fx.Node], option: Assignment) -> None:
+        """What operators pinned goes on to hold downstream, as far as the axes go on to act.
+
+        Raises LayoutError where that has made an operand partial and this op, not being linear, needs it whole. Inside
+        one op of the model (the pieces of a softmax) partial values come and go.
+        """
+        pinned: set[str] = set()
+        for operand, wanted in zip(operands, option.operands, strict=True):
+            axes = self.said.get(operand, frozenset())
+            pinned |= axes
+            if not axes or origin_of(operand).call == origin_of(node).call:
+                continue
+            held = self.copies[operand][0].layout
+            lost = [a for a in held.partial_axes if a in axes and a not in wanted.partial_axes]
+            if lost and held.mesh == wanted.mesh:
+                raise partial_operand(op_name(node.target), lost[0], held, origin_of(node), origin_of(operand))
+        acting = {a for layout in option.results for a in (*layout.sharded_axes, *layout.partial_axes)}
+        self.said[node] = frozenset(pinned & acting)
 
     def _item(self, node: fx.Node) -> None:
         source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
@@ -295,33 +336,24 @@ class _Placer:
         self.copies[node] = [_Copy(new, layout, _phase(new))]
 
     def _pin(self, node: fx.Node) -> None:
-        """A pin is its operand in the pinned layout."""
-        value, constraint, is_grad = node.args
-        phase = _phase(node)
-        spec = spec_of(node)
+        """A pin is its operand in the pinned layout; the gradient of an operator goes back to where its operand was."""
+        value, text, is_grad = node.args
         assert isinstance(value, fx.Node)
+        pin, phase, spec, call = Pin.parse(str(text)), _phase(node), spec_of(node), origin_of(node).call
+        self.line = origin_of(node).source
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
-        held = [self._made(value, whole, phase)] if self._is_made_on_demand(value) else self.held(value, phase)
-        target = apply_constraint(str(constraint), held[0].layout, bool(is_grad)).normalized(spec.shape)
-        made = self.fetch(value, target, phase)
-        self.copies[node] = [_Copy(made, target, _phase(made))]
-
-
-def apply_constraint(constraint: str, layout: Layout, is_grad: bool) -> Layout:
-    """The layout after a pin's text: `tp=1` shards dim 1 over tp, `tp=r` replicates over it; other axes stay.
-
-    For a gradient an axis that is to be replicated may stay partial: the sum is due where the gradient is used.
-    """
-    for part in filter(None, constraint.split(";")):
-        axis, _, where = part.partition("=")
-        if is_grad and where == "r" and axis in layout.partial_axes:
-            continue
-        dims = [DimSharding(tuple(a for a in dim.axes if a != axis), dim.unit) for dim in layout.dims]
-        if where != "r":
-            d = int(where) % len(dims)
-            dims[d] = DimSharding((*dims[d].axes, axis), dims[d].unit if dims[d].axes else 1)
-        layout = Layout(layout.mesh, tuple(dims), tuple(p for p in layout.partial if p[0] != axis))
-    return layout
+        source = self._made(value, whole, phase) if self._is_made_on_demand(value) else self.held(value, phase)[0]
+        held = target = translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
+        if not pin.is_operator:
+            target = pin.layout(held, bool(is_grad))
+        elif self.placement.mesh.num_devices > 1 and is_grad:
+            target = layout_back(pin, held, self.before[call])
+        elif self.placement.mesh.num_devices > 1:
+            target = pin.layout_for(held, spec.shape, str(origin_of(node)))
+            self.before[call] = held
+            self.said[node] = pin.acting(target, self.said.get(value, frozenset()))
+        made = self.fetch(value, target.normalized(spec.shape), phase)
+        self.copies[node] = [_Copy(made, made.meta["layout"], _phase(made))]
 
 
 def _phase(node: fx.Node) -> str:

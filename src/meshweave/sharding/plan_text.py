@@ -19,14 +19,15 @@ _SCHEMES: Mapping[str, Callable[[str], Plan]] = {
     "auto_tp": Plan.auto_tp,
     "sequence": Plan.sequence_parallel,
     "replicate": Plan.replicate,
+    "stages": Plan.stages,
 }
 
 
 def parse_plan(text: str) -> Plan | None:
     """`fsdp:dp+hf_tp:tp`, or a .toml or .json file of globs; None for an empty text, which leaves it to axis names.
 
-    A file maps globs of parameters and modules to a layout ("[{tp}, {}]") or to style:axis ("colwise:tp"); its
-    entry `plan` may hold schemes.
+    A file maps globs of parameters and modules to a layout ("[{tp}, {}]"), to style:axis ("colwise:tp") or to devices
+    ("on:pp=1", "on:2,3"); its entry `plan` may hold schemes.
     """
     if not text:
         return None
@@ -63,9 +64,11 @@ def _plan_file(path: Path) -> Plan:
         )
     plan = parse_plan(entries.pop("plan", "")) or Plan()
     for glob, value in entries.items():
-        style, colon, axis = value.partition(":")
-        is_layout = value.lstrip().startswith("[") or not colon
-        plan = plan + (Plan([Entry("layout", glob=glob, text=value)]) if is_layout else Plan.tp(axis, {glob: style}))
+        style, colon, rest = value.partition(":")
+        if value.lstrip().startswith("[") or not colon:
+            plan = plan + Plan([Entry("layout", glob=glob, text=value)])
+        else:
+            plan = plan + (Plan.on({glob: rest}) if style == "on" else Plan.tp(rest, {glob: style}))
     return plan
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from torch import nn
 
+from meshweave.errors import LayoutError
 from meshweave.ir import ops
 from meshweave.ir.graph import StepGraph, spec_of
-from meshweave.ir.mesh import Mesh
 from meshweave.sharding.assign import Price
-from meshweave.sharding.decide import Units, decide
-from meshweave.sharding.place import place
-from meshweave.sharding.plans import Resolved, apply_style, style_dims
+from meshweave.sharding.plans import Resolved
+from meshweave.sharding.styles import apply_style, style_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +39,31 @@ def twins(model: nn.Module, found: Resolved, axis: str) -> list[Twins]:
 
 
 def choose_tp(
-    model: nn.Module, step: StepGraph, found: Resolved, axis: str, mesh: Mesh, units: Units, price: Price
+    model: nn.Module,
+    step: StepGraph,
+    found: Resolved,
+    axis: str,
+    place_with: Callable[[Resolved, dict[Any, Any]], StepGraph],
+    price: Price,
 ) -> Resolved:
     """`found` with a style for every open weight over `axis`.
 
     Coordinate descent from all-colwise over groups of twins, the last of the model first (a row weight ends a pair, so
     it is found before the column weight that begins it), each candidate judged by the price of the moves of the whole
-    placed step (forward and backward), until a round changes nothing (two rounds at most).
+    placed step (forward and backward), until a round changes nothing (two rounds at most). `place_with(found, decided)`
+    places the step under a candidate; what was `decided` for one serves the next.
     """
     groups = twins(model, found, axis)
     styles = {t: "colwise" for t in groups}
     decided: dict[Any, Any] = {}
 
     def cost(styles: dict[Twins, str]) -> float:
-        return _seconds_moved(step, _styled(model, found, styles, axis), mesh, units, price, decided)
+        try:
+            placed = place_with(_styled(model, found, styles, axis), decided)
+        except LayoutError:  # operators in the model ask for what this candidate does not give
+            return inf
+        moves = [n for n in placed.graph.nodes if n.target is ops.move]
+        return sum(price(n.args[0].meta["layout"], n.meta["layout"], spec_of(n)) for n in moves)
 
     best = cost(styles)
     for _ in range(2):
@@ -72,11 +84,3 @@ def _styled(model: nn.Module, found: Resolved, styles: dict[Twins, str], axis: s
         for name in group.modules:
             apply_style(copy, model, name, style, axis, "the automatic choice")
     return copy
-
-
-def _seconds_moved(
-    step: StepGraph, found: Resolved, mesh: Mesh, units: Units, price: Price, decided: dict[Any, Any]
-) -> float:
-    placed = place(step, decide(found, step, mesh, units), price, decided)
-    moves = [n for n in placed.graph.nodes if n.target is ops.move]
-    return sum(price(n.args[0].meta["layout"], n.meta["layout"], spec_of(n)) for n in moves)

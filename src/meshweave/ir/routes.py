@@ -1,0 +1,168 @@
+"""Routes: which device sends which box to which, when a value goes from one mesh to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import product
+
+import numpy as np
+
+from meshweave.errors import LayoutError
+from meshweave.ir.layout import Layout
+from meshweave.ir.pieces import Box, nested_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`box` of the global index space goes from one device to another; where they are the same it stays and is free."""
+
+    sender: int
+    receiver: int
+    box: Box
+
+
+_Table = dict[int, tuple[Message, ...]]
+_Span = tuple[int, int]  # offset and size along one dim
+_Tile = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # numbers of the pieces of source and target, offset, size
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The messages of one move between meshes.
+
+    Invariants: the boxes of the messages to one device are not empty, do not overlap and fill its piece of the target;
+    each lies in the sender's piece of the source; what a device holds in the source it does not receive from another.
+    """
+
+    messages: tuple[Message, ...]
+    _sent: _Table = field(init=False, repr=False, compare=False)
+    _received: _Table = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sent: dict[int, list[Message]] = {}
+        received: dict[int, list[Message]] = {}
+        for message in self.messages:
+            sent.setdefault(message.sender, []).append(message)
+            received.setdefault(message.receiver, []).append(message)
+        object.__setattr__(self, "_sent", {device: tuple(those) for device, those in sent.items()})
+        object.__setattr__(self, "_received", {device: tuple(those) for device, those in received.items()})
+
+    def sent_by(self, device: int) -> tuple[Message, ...]:
+        """What the device sends, to itself too."""
+        return self._sent.get(device, ())
+
+    def received_by(self, device: int) -> tuple[Message, ...]:
+        """What the device receives, from itself too: together its piece of the target."""
+        return self._received.get(device, ())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing crosses from one device to another."""
+        return all(message.sender == message.receiver for message in self.messages)
+
+    def bytes_sent(self, device: int, itemsize: int) -> int:
+        """Bytes that the device sends to others."""
+        return itemsize * sum(m.box.num_elements for m in self.sent_by(device) if m.receiver != device)
+
+    def bytes_received(self, device: int, itemsize: int) -> int:
+        """Bytes that the device receives from others."""
+        return itemsize * sum(m.box.num_elements for m in self.received_by(device) if m.sender != device)
+
+    def crossing_bytes(self, itemsize: int) -> int:
+        """Bytes that cross from one device to another, over all devices."""
+        return itemsize * sum(m.box.num_elements for m in self.messages if m.sender != m.receiver)
+
+
+@lru_cache(maxsize=1024)
+def routes(source: Layout, target: Layout, shape: tuple[int, ...]) -> Routes:
+    """How a value of `shape` gets from `source` to `target`, on any two meshes: the same for equal arguments.
+
+    The pieces are cut into tiles, each inside one piece of the source and one of the target. A device of the target
+    that holds a tile in the source keeps it. Any other gets it from one of its holders: the one that has sent the least
+    so far, and of several such the one that stands among the holders where the receiver stands among the receivers
+    (counted around). So n replicas that send to n replicas pair up. Time and size grow with the number of messages.
+
+    Raises LayoutError for a layout that is partial and for a number of dims that is not the shape's.
+    """
+    start, goal = source.normalized(shape), target.normalized(shape)
+    for layout in (start, goal):
+        if layout.partial:
+            raise LayoutError(
+                "a partial value cannot go to another mesh",
+                where=f"{source} -> {target}",
+                got=str(layout),
+                expected="no partial axes",
+                hint="reduce it on its own mesh first",
+            )
+    holders, receivers, sent = _devices_by_piece(start), _devices_by_piece(goal), dict.fromkeys(start.mesh.devices, 0)
+    messages: list[Message] = []
+    for piece, wanted, box in _tiles(start, goal, shape):
+        messages += _deal(holders[piece], receivers[wanted], box, sent)
+    return Routes(tuple(messages))
+
+
+def _devices_by_piece(layout: Layout) -> list[list[int]]:
+    """The devices that hold each piece, in the order of the mesh. Pieces count in row-major order of the dims."""
+    mesh, axes = layout.mesh, layout.sharded_axes
+    order = [mesh.axis_index(axis) for axis in (*axes, *layout.replicated_axes)]
+    ids = np.array(mesh.devices).reshape(mesh.shape).transpose(order)
+    return ids.reshape(mesh.flat_size(axes), -1).tolist()
+
+
+def _tiles(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Box]]:
+    """Every box that a piece of the source and one of the target have in common, with the numbers of these pieces."""
+    tiles: Iterable[_Tile] = [(0, 0, (), ())]
+    for d, size in enumerate(shape):
+        tiles = _cut(tiles, _spans(source, d, size), _spans(target, d, size))
+    return ((piece, wanted, Box(offset, size)) for piece, wanted, offset, size in tiles)
+
+
+def _cut(tiles: Iterable[_Tile], before: list[_Span], after: list[_Span]) -> Iterator[_Tile]:
+    """The tiles cut along one more dim, which the source has in pieces `before` and the target in pieces `after`."""
+    overlaps, m, n = _overlaps(before, after), len(before), len(after)
+    return ((p * m + i, w * n + j, (*lo, o), (*to, s)) for p, w, lo, to in tiles for i, j, o, s in overlaps)
+
+
+def _spans(layout: Layout, d: int, size: int) -> list[_Span]:
+    """The spans of dim d that the axes cut out, the outermost axis slowest, so that their offsets ascend."""
+    parts, unit = layout.parts(d), layout.dims[d].unit
+    return [
+        nested_chunk(size, list(zip(parts, index, strict=True)), unit)
+        for index in product(*(range(count) for count in parts))
+    ]
+
+
+def _overlaps(before: list[_Span], after: list[_Span]) -> list[tuple[int, int, int, int]]:
+    """(index before, index after, offset, size) of all that two ways to cut the same dim have in common, in order."""
+    found, i, j = [], 0, 0
+    while i < len(before) and j < len(after):
+        start = max(before[i][0], after[j][0])
+        end_before, end_after = sum(before[i]), sum(after[j])
+        if start < min(end_before, end_after):
+            found.append((i, j, start, min(end_before, end_after) - start))
+        i, j = i + (end_before <= end_after), j + (end_after <= end_before)
+    return found
+
+
+def _deal(holders: list[int], receivers: list[int], box: Box, sent: dict[int, int]) -> list[Message]:
+    """The messages that bring one tile to all its receivers; adds to `sent` the elements that each device sends."""
+    if len(holders) == 1:  # it holds its whole piece alone: nobody asks how much it has sent
+        return [Message(holders[0], receiver, box) for receiver in receivers]
+    here, size = frozenset(holders), box.num_elements
+    messages, queue = [], [(sent[device], index) for index, device in enumerate(holders)]
+    heapify(queue)
+    for index, receiver in enumerate(receivers):
+        if receiver in here:
+            messages.append(Message(receiver, receiver, box))
+            continue
+        while sent[holders[queue[0][1]]] != queue[0][0]:
+            heapreplace(queue, (sent[holders[queue[0][1]]], queue[0][1]))
+        least, first = queue[0]
+        opposite = holders[index % len(holders)]
+        sender = opposite if sent[opposite] == least else holders[first]
+        sent[sender] += size
+        messages.append(Message(sender, receiver, box))
+    return messages

@@ -1,0 +1,261 @@
+"""Reading a plan against a model: which parameters, modules and axes it speaks of."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from meshweave.errors import MeshError, PlanError
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding.plans import Entry, Plan, Resolved
+from meshweave.sharding.styles import HF_STYLES, apply_style
+
+
+def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
+    """What axis names mean without a plan: dp, fsdp, tp and pp as usual; others mean nothing."""
+    usual: dict[str, Callable[[str], Plan]] = {
+        "dp": Plan.dp,
+        "fsdp": Plan.fsdp,
+        "tp": Plan.hf_tp if hf_tp_plan(model) else Plan.auto_tp,
+        "pp": Plan.stages,
+    }
+    known = [axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if axis in usual]
+    return sum((usual[axis](axis) for axis in known if axis != "pp" or mesh.size(axis) > 1), Plan())
+
+
+def hf_tp_plan(model: nn.Module) -> dict[str, str]:
+    """The tp plan of a Hugging Face model, module glob -> style name; empty where it has none."""
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    return dict(plan) if isinstance(plan, Mapping) else {}
+
+
+def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
+    """Read a plan against a model. Raises PlanError where a glob, axis or style fits nothing, with near misses."""
+    found = Resolved(is_default=plan is None)
+    for entry in (default_plan(model, mesh) if plan is None else plan).entries:
+        if entry.axis:
+            mesh.axis_index(entry.axis)
+            found.named.add(entry.axis)
+        _READ[entry.kind](found, entry, model, mesh)
+    return found
+
+
+def check_axes(found: Resolved, mesh: Mesh, by_operators: Collection[str] = ()) -> None:
+    """Raise PlanError unless every axis of the mesh has something to do, by the plan or by operators in the model."""
+    used = {*found.named, *by_operators}
+    unused = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and a not in used]
+    if unused and found.is_default:
+        raise PlanError(
+            f"axis '{unused[0]}' has no usual meaning",
+            where=f"mesh {mesh}",
+            got=unused[0],
+            expected="dp, fsdp, tp or pp, or a plan that says what the axis is for",
+            hint=f'pass a plan, for example mw.Plan.dp("{unused[0]}")',
+        )
+    if unused:
+        raise PlanError(
+            f"the plan does not use axis {', '.join(unused)}",
+            where=f"mesh {mesh}",
+            hint=f'say what it is for, or mw.Plan.replicate("{unused[0]}") to let its devices repeat the work',
+        )
+
+
+def _batch(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    if entry.axis not in found.batch_axes:
+        found.batch_axes.append(entry.axis)
+
+
+def _state(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    if entry.axis not in found.state_axes:
+        found.state_axes.append(entry.axis)
+
+
+def _style(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    modules = _matching(entry.glob, dict(model.named_modules()))
+    if not modules:
+        raise _nothing(entry.glob, (n for n, _ in model.named_modules() if n), "module")
+    for name in modules:
+        apply_style(found, model, name, entry.text, entry.axis, entry.glob)
+
+
+def _hf_tp(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    styles = hf_tp_plan(model)
+    if not styles:
+        raise PlanError(
+            "the model has no Hugging Face tp plan",
+            where=type(model).__name__,
+            hint=f'use mw.Plan.auto_tp("{entry.axis}"), or mw.Plan.tp("{entry.axis}", {{"*.q_proj": "colwise", ...}})',
+        )
+    modules = dict(model.named_modules())
+    hits = 0
+    for glob, style in styles.items():
+        for name in _matching(glob, modules):
+            hits += 1
+            if style not in HF_STYLES:
+                raise PlanError(f"tp style '{style}' is not supported", where=name, expected=", ".join(HF_STYLES))
+            apply_style(found, model, name, HF_STYLES[style], entry.axis, glob)
+    if not hits:
+        raise PlanError("the model's tp plan names none of its modules", got=", ".join(styles))
+
+
+def _auto_tp(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    found.auto_axes.append(entry.axis)
+
+
+def _sequence(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    """Pins what enters the first and leaves every layer of the model's longest list of layers, and the layers' norms:
+    the gradient of a norm's output is then scattered to where the norm runs, as its output was gathered from there."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise PlanError("sequence parallel needs a list of layers", where=type(model).__name__, got="no nn.ModuleList")
+    name, layers = max(lists, key=lambda item: len(item[1]))
+    found.pins += [(f"{name}.0", "in", f"{entry.axis}=1")]
+    outputs = [*(f"{name}.{i}" for i in range(len(layers))), *_norms(model, name)]
+    found.pins += [(output, "out", f"{entry.axis}=1") for output in outputs]
+
+
+def _norms(model: nn.Module, layers: str) -> list[str]:
+    """The norms over the model's width in a list of layers and beside it: modules whose parameters are all vectors."""
+    around = layers.rpartition(".")[0]
+    inside = {n: m for n, m in model.named_modules() if n.startswith(f"{layers}.") or n.rpartition(".")[0] == around}
+    params = {n: list(m.parameters()) for n, m in inside.items() if not list(m.children())}
+    sizes = {n: ps[0].numel() for n, ps in params.items() if ps and all(p.dim() == 1 for p in ps)}
+    return [n for n, size in sizes.items() if size == max(sizes.values())]
+
+
+def _idle(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    pass
+
+
+def _layout(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    layout = Layout.parse(entry.text, mesh)
+    if layout.partial:
+        raise PlanError("a plan cannot ask for partial values", where=entry.glob, got=entry.text)
+    found.named.update(layout.sharded_axes)
+    params = _matching(entry.glob, dict(model.named_parameters()))
+    for name in params:
+        layout.check_rank(model.get_parameter(name).shape)
+        for axis in mesh.axis_names:
+            found.shard(name, axis, layout.dim_of(axis), entry.glob)
+    glob, colon, side = entry.glob.partition(":")
+    modules = [] if params else _matching(glob, dict(model.named_modules()))
+    constraint = ";".join(_constraint(layout, mesh))
+    found.pins += [(name, side if colon else "out", constraint) for name in modules]
+    if not params and not modules:
+        names = [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_modules() if n]
+        raise _nothing(entry.glob, names, "parameter or module")
+
+
+def _constraint(layout: Layout, mesh: Mesh) -> Iterator[str]:
+    for axis in mesh.axis_names:
+        if layout.dim_of(axis) is None:
+            yield f"{axis}=r"
+    for d, dim in enumerate(layout.dims):
+        yield from (f"{axis}={d}" for axis in dim.axes)
+
+
+def _on(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    modules = _matching(entry.glob, dict(model.named_modules()))
+    if not modules:
+        raise _nothing(entry.glob, (n for n, _ in model.named_modules() if n), "module")
+    _place(found, modules, _devices(entry.text, mesh, entry.glob), mesh, entry.glob)
+
+
+def _place(found: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, glob: str) -> None:
+    """Note where modules run. PlanError if it was said otherwise."""
+    found.named.update(a for a in mesh.axis_names if a not in where.axis_names)
+    for name in modules:
+        held = found.homes.setdefault(name, where)
+        if held != where:
+            raise PlanError(
+                f"the plan puts {name} on two sets of devices",
+                where=glob,
+                got=f"{list(held.devices)} and {list(where.devices)}",
+                hint="let one glob name it",
+            )
+
+
+_COORDINATES = re.compile(r"\w+=\d+(,\w+=\d+)*")
+_IDS = re.compile(r"\d+(,\d+)*")
+
+
+def _devices(text: str, mesh: Mesh, glob: str) -> Mesh:
+    """The devices that a plan's text means: `pp=1`, ids `2,3`, or a mesh `dp=2 on [2, 3]`."""
+    plain = text.replace(" ", "")
+    if _COORDINATES.fullmatch(plain):
+        return mesh.at(**{axis: int(i) for axis, _, i in (part.partition("=") for part in plain.split(","))})
+    if _IDS.fullmatch(plain):
+        ids = [int(i) for i in plain.split(",")]
+        made = Mesh(f"d={len(ids)}" if len(ids) > 1 else "", devices=ids)
+    else:
+        made = Mesh.parse(text)
+    missing = [d for d in made.devices if d not in mesh]
+    if missing:
+        raise MeshError(
+            "the plan names devices that the mesh lacks",
+            where=glob,
+            got=", ".join(map(str, missing)),
+            expected=f"devices of mesh {mesh}: {_few(mesh.devices)}",
+        )
+    return made
+
+
+def _few(ids: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ids)) if len(ids) <= 8 else f"{ids[0]} to {ids[-1]}"
+
+
+def _stages(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    """Consecutive layers by the middle of their share of the parameters, at least one to each stage."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
+    name, layers = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
+    weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    held, count = [i for i, w in enumerate(weights) if w], mesh.size(entry.axis)
+    if len(held) < count:
+        raise PlanError(
+            "the model has fewer layers than there are stages",
+            where=f"{type(model).__name__}, axis {entry.axis} of mesh {mesh}",
+            got=f"{len(held)} layers with parameters" + (f" in {name}" if name else ""),
+            expected=f"at least {count}",
+        )
+    stage, before, total = -1, 0, sum(weights)
+    for rank, i in enumerate(held):
+        middle = count * (before + weights[i] / 2) / total
+        stage = min(max(stage, int(middle), count - (len(held) - rank)), stage + 1)
+        before += weights[i]
+        path = f"{name}.{i}" if name else str(i)
+        _place(found, [path], mesh.at(**{entry.axis: stage}), mesh, f"stages over {entry.axis}")
+
+
+_READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {
+    "batch": _batch,
+    "state": _state,
+    "style": _style,
+    "hf_tp": _hf_tp,
+    "auto_tp": _auto_tp,
+    "sequence": _sequence,
+    "layout": _layout,
+    "on": _on,
+    "stages": _stages,
+    "idle": _idle,
+}
+
+
+def _matching(glob: str, names: Mapping[str, Any]) -> list[str]:
+    return [name for name in names if name and (fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}"))]
+
+
+def _nothing(glob: str, names: Iterable[str], kind: str) -> PlanError:
+    general = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
+    near = difflib.get_close_matches(glob, general, 3, 0.4)
+    return PlanError(
+        f"the plan names no {kind} of the model",
+        got=glob,
+        expected=f"one of {', '.join(near)}" if near else f"a {kind}, for example {', '.join(general[:3])}",
+        hint="globs match whole names; * matches any part",
+    )

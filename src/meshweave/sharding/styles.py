@@ -1,0 +1,65 @@
+"""What the familiar styles (colwise, rowwise, ...) mean for the parameters of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from meshweave.errors import PlanError
+from meshweave.sharding.plans import Resolved
+
+# The names that Hugging Face tp plans use (transformers/integrations/tensor_parallel.py), and what they mean here.
+# "gather output" and the like say how a module's result is laid out, which placement decides by cost.
+HF_STYLES = {
+    "colwise": "colwise",
+    "colwise_rep": "colwise",
+    "colwise_gather_output": "colwise",
+    "rowwise": "rowwise",
+    "rowwise_rep": "rowwise",
+    "rowwise_split_input": "rowwise",
+    "embedding_rowwise": "rowwise",
+    "sequence_parallel": "sequence",
+    "replicate": "replicate",
+    "replicated_with_grad_allreduce": "replicate",
+    "all_reduce": "replicate",
+}
+
+# Module type -> style -> parameter -> the dim that the axis shards. Linear weights are [out, in] (torch.nn.Linear),
+# Hugging Face Conv1D weights [in, out] (transformers/pytorch_utils.py), convolutions [out, in, ...].
+_OUT_IN = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
+_IN_OUT = {"colwise": {"weight": 1, "bias": 0}, "rowwise": {"weight": 0}}
+_TABLES = {
+    "Linear": _OUT_IN,
+    "Embedding": _IN_OUT,
+    "Conv1D": _IN_OUT,
+    "Conv2d": _OUT_IN,
+}
+
+
+def style_dims(module: nn.Module) -> Mapping[str, Mapping[str, int]] | None:
+    """What colwise and rowwise mean for a module, or None where they mean nothing."""
+    return next((_TABLES[c.__name__] for c in type(module).__mro__ if c.__name__ in _TABLES), None)
+
+
+def apply_style(found: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
+    """Note what a style asks of one module's parameters and values."""
+    module = model.get_submodule(name)
+    if style == "sequence":
+        found.pins.append((name, "out", f"{axis}=1"))
+        return
+    if style == "replicate":
+        for param, _ in module.named_parameters(prefix=name):
+            found.shard(param, axis, None, where)
+        return
+    table = style_dims(module)
+    if table is None:
+        raise PlanError(
+            f"{style} means nothing for a {type(module).__name__}",
+            where=f"{name} (from {where})",
+            expected=f"a module of type {', '.join(_TABLES)}",
+            hint="give its parameters layouts instead",
+        )
+    canonical = {id(p): n for n, p in model.named_parameters()}
+    for param, value in module.named_parameters(recurse=False):
+        found.shard(canonical[id(value)], axis, table[style].get(param), where)
