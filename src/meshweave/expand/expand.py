@@ -41,13 +41,13 @@ class _Expander:
     def run(self) -> RankGraph:
         step = self.program.step
         self.emit.meshes = self.program.meshes
-        due, phase = self._due_before_update(), "forward"
+        due, phase = self._due(), "forward"
         for node in step.graph.nodes:
             if node.op == "call_function" and origin_of(node).phase != phase:
                 phase = origin_of(node).phase
                 self._finish_sends()
-                while due and phase == "update":
-                    self._value(due.pop())
+                for value in due.pop(phase, ()):
+                    self._value(value)
             self.emit.origin = origin_of(node)
             self._node(node)
         self.emit.origin = Origin("update")
@@ -108,16 +108,18 @@ class _Expander:
             finish()
         self.sends.clear()
 
-    def _due_before_update(self) -> list[fx.Node]:
-        """Outputs that the update must not wait for, or that the next microbatch needs: waited for before it begins.
+    def _due(self) -> dict[str, list[fx.Node]]:
+        """Outputs by the phase before which they are waited for: the loss, which is told when forward is done, and what
+        the update must not wait for or the next microbatch needs.
 
         Gradients are waited for where the update uses them, unless they are accumulated.
         """
         step = self.program.step
         accumulates = any(item.kind == "acc" for item in step.inputs)
-        kinds = {"loss", "buffer", "grad"} if accumulates else {"loss", "buffer"}
-        pairs = list(zip(step.outputs, step.output_values, strict=True))
-        return [v for (kind, _), v in reversed(pairs) if kind in kinds and self._has(v.meta["layout"])]
+        pairs = [(k, v) for (k, _), v in zip(step.outputs, step.output_values, strict=True)]
+        held = [(kind, value) for kind, value in pairs if self._has(value.meta["layout"])]
+        late = ("buffer", "grad") if accumulates else ("buffer",)
+        return {"backward": [v for k, v in held if k == "loss"], "update": [v for k, v in held if k in late]}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
         """Note what the local node makes: the largest piece."""

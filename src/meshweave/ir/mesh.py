@@ -64,11 +64,10 @@ class Mesh:
     @staticmethod
     def parse(text: str) -> Mesh:
         """Read the text form: `dp=2,tp=2`, or with its devices `dp=2 on [4, 5]`."""
-        axes, on, ids = text.partition(" on ")
-        numbers = [part.strip() for part in ids.strip("[] ").split(",")] if on else []
-        if not all(number.isdecimal() for number in numbers):
-            raise MeshError("device ids are whole numbers", where=f"mesh '{text}'", got=ids, expected="[4, 5]")
-        return Mesh(axes, devices=[int(n) for n in numbers] if on else None)
+        match = re.fullmatch(r"(?P<axes>.*?)\s*\bon\s*\[(?P<ids>[\d\s,]*)\]\s*", text)
+        if match is None:
+            return Mesh(text)
+        return Mesh(match["axes"], devices=[int(n) for n in match["ids"].split(",") if n.strip()])
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
@@ -97,7 +96,7 @@ class Mesh:
     def text(self) -> str:
         """The axes and always the devices: `dp=2 on [0, 1]`. `Mesh.parse` reads it."""
         axes = ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
-        return f"{axes} on {list(self.devices)}"
+        return f"{axes} on {list(self.devices)}".strip()
 
     def __str__(self) -> str:
         axes = ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))

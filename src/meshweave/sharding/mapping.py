@@ -27,7 +27,7 @@ def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dic
     """The mesh of every op and of every placeholder: where a parameter lives, and its gradient and state with it.
 
     `modules` are the modules that the plan places. An op outside of them runs where the largest of its operands is
-    (of equals the one made last); one that has only parameters and inputs of the step runs where it is first used, or
+    (of equals the one on the mesh that came last in the model); one that has only parameters and inputs of the step runs where it is first used, or
     on the whole mesh. A gradient is computed where its op ran, a parameter updated where it lives, which is where it
     is first used. Raises MeshError with the user's line for devices that the mesh lacks, PlanError for devices of the
     mesh that get nothing to do.
@@ -48,6 +48,7 @@ class _Mapper:
     calls: dict[int, Mesh] = field(default_factory=dict)  # forward op -> where it ran
     params: dict[str, Mesh] = field(default_factory=dict)
     order: dict[fx.Node, int] = field(default_factory=dict)
+    seen: dict[Mesh, int] = field(default_factory=dict)  # meshes in the order in which they get their first op
 
     def run(self) -> None:
         self.order = {n: i for i, n in enumerate(self.step.graph.nodes)}
@@ -72,6 +73,7 @@ class _Mapper:
     def _set(self, node: fx.Node, mesh: Mesh | None) -> None:
         if mesh is not None:
             self.homes[node] = mesh
+            self.seen.setdefault(mesh, len(self.seen))
 
     def _forward(self, node: fx.Node) -> Mesh | None:
         if node.target is PIN:
@@ -95,11 +97,11 @@ class _Mapper:
         return wanted
 
     def _operands(self, node: fx.Node) -> Mesh | None:
-        """Where the largest operand is that is somewhere; of equals the one made last."""
+        """Where the largest operand is that is somewhere; of equals the one that is furthest: whose mesh came last."""
         placed = [n for n in tensor_inputs(node) or node.all_input_nodes if n in self.homes]
         if not placed:
             return None
-        return self.homes[max(placed, key=lambda n: (_size(n), self.order[n]))]
+        return self.homes[max(placed, key=lambda n: (_size(n), self.seen.get(self.homes[n], -1)))]
 
     def _first_use(self, node: fx.Node) -> Mesh | None:
         """Where an op without a place is first used. What an operator takes elsewhere was on the whole mesh before."""
