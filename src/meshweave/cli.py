@@ -252,7 +252,7 @@ def _plan(screen: Screen, job: Job, show_all: bool) -> int:
     source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
     with screen.stages() as stage:
         program = _compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
-    rows: Sequence[MoveRow] = move_rows(program.placed)
+    rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
     screen.out.print(moves_table(rows, show_all=show_all))
     screen.out.print(totals_table(rows))
     shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in fold(rows, twins=not show_all)]

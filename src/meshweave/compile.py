@@ -194,7 +194,7 @@ class TrainStep:
 
     def explain(self) -> list[MoveRow]:
         """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""
-        return move_rows(self.program.placed)
+        return move_rows(self.program.placed, self.program.mesh)
 
 
 def compile(

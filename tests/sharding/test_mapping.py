@@ -87,7 +87,7 @@ def test_one_mapping_gives_no_copies() -> None:
     assert (crossings(made), len(made.roles)) == ([], 1)
     everywhere = program(MLP(), "dp=2")
     assert (crossings(everywhere), len(everywhere.roles)) == ([], 1)
-    assert [r for r in move_rows(everywhere.placed) if "transfer" in r.kind] == []
+    assert [r for r in move_rows(everywhere.placed, everywhere.mesh) if "transfer" in r.kind] == []
 
 
 def test_a_value_goes_once_to_a_place_however_many_use_it_in_both_phases() -> None:
@@ -98,7 +98,7 @@ def test_a_value_goes_once_to_a_place_however_many_use_it_in_both_phases() -> No
 
     made = program(Shared(), "pp=2", Plan.on({"first": 0, "second": 1, "third": 1}))
     forward = [c for c in crossings(made) if c[0] == "forward"]
-    assert [c[1:] for c in forward] == [("tanh_default", [0], [1])]
+    assert [c[1:] for c in forward] == [("tanh_default", [0], [1]), ("div_tensor", [1], [0, 1])]
     assert [c[2:] for c in crossings(made) if c[0] == "backward"] == [([1], [0])]  # the summed gradient, once
 
 

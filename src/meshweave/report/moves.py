@@ -9,7 +9,10 @@ from torch import fx
 
 from meshweave.ir import ops
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
 from meshweave.movement.plan import MovePlan
+from meshweave.movement.steps import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,12 @@ class MoveRow:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def move_rows(placed: StepGraph) -> list[MoveRow]:
-    """A row for every move of an expanded step, in the order in which they stand in the graph."""
-    return [_row(node, placed) for node in placed.graph.nodes if node.target is ops.move]
+def move_rows(placed: StepGraph, program: Mesh) -> list[MoveRow]:
+    """A row for every move of an expanded step on `program`'s mesh, in the order in which they stand in the graph."""
+    return [_row(node, program) for node in placed.graph.nodes if node.target is ops.move]
 
 
-def _row(node: fx.Node, placed: StepGraph) -> MoveRow:
+def _row(node: fx.Node, program: Mesh) -> MoveRow:
     plan: MovePlan = node.meta["plan"]
     origin = origin_of(node)
     source = node.args[0]
@@ -46,9 +49,9 @@ def _row(node: fx.Node, placed: StepGraph) -> MoveRow:
     return MoveRow(
         name=source.name,
         phase=origin.phase,
-        kind="+".join(step.kind for step in plan.steps) or "none",
-        source=str(source.meta["layout"]),
-        target=str(node.meta["layout"]),
+        kind="+".join(step.kind for step in plan.steps if _takes_part(step)) or "none",
+        source=_where(source.meta["layout"], program),
+        target=_where(node.meta["layout"], program),
         value=str(spec_of(node)),
         steps=tuple(str(step) for step in plan.steps),
         bytes_received=round(sum(step.bytes_received for step in plan.steps)),
@@ -57,6 +60,20 @@ def _row(node: fx.Node, placed: StepGraph) -> MoveRow:
         line=origin.source,
         module=origin.module,
     )
+
+
+def _takes_part(step: Step) -> bool:
+    """A transfer from which every device keeps what it has is no work."""
+    return step.kind != "transfer" or step.bytes_received > 0
+
+
+def _where(layout: Layout, program: Mesh) -> str:
+    """The layout; with its devices where they are not those of the program."""
+    return str(layout) if layout.mesh == program else f"{layout} on {_few(layout.mesh.devices)}"
+
+
+def _few(devices: tuple[int, ...]) -> str:
+    return ",".join(map(str, devices)) if len(devices) <= 4 else f"{devices[0]},{devices[1]}..{devices[-1]}"
 
 
 def _why(node: fx.Node, source: fx.Node) -> str:

@@ -26,11 +26,11 @@ Homes = Mapping[fx.Node, Mesh]
 def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dict[fx.Node, Mesh]:
     """The mesh of every op and of every placeholder: where a parameter lives, and its gradient and state with it.
 
-    `modules` are the modules that the plan places. An op outside of them runs where the largest of its operands is
-    (of equals the one on the mesh that came last in the model); one that has only parameters and inputs of the step runs where it is first used, or
-    on the whole mesh. A gradient is computed where its op ran, a parameter updated where it lives, which is where it
-    is first used. Raises MeshError with the user's line for devices that the mesh lacks, PlanError for devices of the
-    mesh that get nothing to do.
+    `modules` are the modules that the plan places. An op outside of them runs where the largest of its operands is (of
+    equals the one on the mesh that came last in the model); one that has only parameters and inputs of the step runs
+    where it is first used, or on the whole mesh. A gradient is computed where its op ran, a parameter updated where it
+    lives, which is where it is first used. Raises MeshError with the user's line for devices that the mesh lacks,
+    PlanError for devices of the mesh that get nothing to do.
     """
     mapper = _Mapper(step, modules, mesh)
     if mesh.num_devices > 1:
