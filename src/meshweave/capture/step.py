@@ -254,11 +254,12 @@ def _step(
             out = torch.func.functional_call(runner, substituted, (data,))
         tracker.phase = "loss"
         value = _scalar_loss(loss(out, data))
+    told = value.detach().float()
     tracker.phase = "backward"
     trained = {n: p for n, p in leaves.items() if p.requires_grad}
     found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
-    results = {("loss", ""): value.detach().float(), **{("buffer", n): b for n, b in buffers.items()}}
+    results = {("loss", ""): told, **{("buffer", n): b for n, b in buffers.items()}}
     if options.accumulate > 1:
         grads = {n: values.acc[n] + g * (1.0 / options.accumulate) for n, g in grads.items()}
     results |= {("grad", n): g for n, g in grads.items()}

@@ -284,7 +284,7 @@ class _Placer:
             raise RuleError(
                 error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}"
             ) from error
-        if phase == "forward":
+        if phase != "update":
             self._said(node, operands, option)
         values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
         new = self._emit(node, values, origin_of(node).phase)
@@ -313,13 +313,14 @@ class _Placer:
         """What operators pinned goes on to hold downstream, as far as the axes go on to act.
 
         Raises LayoutError where that has made an operand partial and this op, not being linear, needs it whole. Inside
-        one op of the model (the pieces of a softmax) partial values come and go.
+        one op of the model (the pieces of a softmax), for a cast and in backward, partial values come and go.
         """
         pinned: set[str] = set()
         for operand, wanted in zip(operands, option.operands, strict=True):
             axes = self.said.get(operand, frozenset())
             pinned |= axes
-            if not axes or origin_of(operand).call == origin_of(node).call:
+            is_inside = origin_of(operand).call == origin_of(node).call
+            if not axes or is_inside or node.target in _CASTS or _phase(node) != "forward":
                 continue
             held = self.copies[operand][0].layout
             lost = [a for a in held.partial_axes if a in axes and a not in wanted.partial_axes]
@@ -332,6 +333,7 @@ class _Placer:
         source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
         layout = layouts[node.args[1]]  # type: ignore[index]
         assert layout is not None
+        self.said[node] = self.said.get(node.args[0], frozenset())  # type: ignore[arg-type]
         new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])), layout=layout)
         self.copies[node] = [_Copy(new, layout, _phase(new))]
 
@@ -348,6 +350,7 @@ class _Placer:
             target = pin.layout(held, bool(is_grad))
         elif self.placement.mesh.num_devices > 1 and is_grad:
             target = layout_back(pin, held, self.before[call])
+            self.said[node] = pin.acting(target, self.said.get(value, frozenset()))
         elif self.placement.mesh.num_devices > 1:
             target = pin.layout_for(held, spec.shape, str(origin_of(node)))
             self.before[call] = held
