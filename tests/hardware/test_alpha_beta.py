@@ -47,10 +47,18 @@ def test_groups_of_one_device_do_not_communicate() -> None:
     assert PROFILE.bytes_received("permute", 1, 1000) == 0
 
 
-def test_a_transfer_without_axes_crosses_the_slowest_link() -> None:
-    assert PROFILE.seconds("transfer", MESH, (), 1000) == 1e-5 + 1000 / 1e9
-    with pytest.raises(MeshweaveError, match="a mesh without axes has no link"):
-        PROFILE.seconds("transfer", Mesh(), (), 1000)
+def test_a_transfer_between_meshes_has_the_slowest_bandwidth_of_the_profile() -> None:
+    """The stages of a pipeline lack the axis between them; a mesh of one device has none at all."""
+    assert PROFILE.seconds("transfer", Mesh("b=4"), (), 1000) == 1e-5 + 1000 / 1e9
+    assert PROFILE.seconds("transfer", Mesh(), (), 1000) == 1e-5 + 1000 / 1e9
+    assert PROFILE.seconds("transfer", MESH, ("b",), 1000) == 1e-5 + 1000 / 400e9
+    assert AlphaBeta(0.0, 1e9).seconds("transfer", Mesh(), (), 1000) == 1e-6
+    with pytest.raises(MeshweaveError) as error:
+        AlphaBeta(bandwidth={}).seconds("transfer", MESH, (), 1000)
+    assert str(error.value) == (
+        "the profile has no bandwidth\n  where: AlphaBeta\n  got: an empty table\n"
+        "  expected: a bandwidth for every axis, or one number"
+    )
 
 
 def test_one_number_serves_every_axis() -> None:

@@ -61,7 +61,7 @@ def test_replicas_share_the_sending() -> None:
 
 
 def test_the_one_that_sent_less_comes_before_the_one_opposite() -> None:
-    """Device 3 keeps what it holds; the long first tile goes from 0, so the short ones go from 3."""
+    """A tile that a device keeps (the first one here on device 3, in the second case) does not count as sent."""
     target = Mesh("a=3", devices=[1, 2, 4])
     source = Mesh("a=2", devices=[0, 3])
     made = between("[{}]", "[{a}x3]", (7,), (source, target))

@@ -388,12 +388,6 @@ def test_integers_keep_an_average_that_stays() -> None:
     assert [step.kind for step in made.steps] == ["all_gather"]
 
 
-def test_two_meshes_are_refused() -> None:
-    other = Mesh("dp=2,tp=2", devices=[3, 2, 1, 0])
-    with pytest.raises(LayoutError, match="moves between meshes arrive with the transfer engine"):
-        plan_move(Layout.replicated(DP_TP, 1), Layout.replicated(other, 1), (8,), torch.float32)
-
-
 def test_an_axis_without_bandwidth_is_named() -> None:
     with pytest.raises(MeshweaveError, match="no bandwidth for axis 'tp'"):
         plan("[{tp}, {}]", "[{}, {}]", profile=AlphaBeta(bandwidth={"dp": 1e9}))

@@ -8,6 +8,8 @@ import torch
 from meshweave.errors import VerifyError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import Box
+from meshweave.ir.routes import Message, Routes, routes
 from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.movement.replay import replay
 from meshweave.movement.steps import Step, apply
@@ -158,3 +160,107 @@ def test_apply_does_not_read_the_layouts_of_the_step() -> None:
     for bad in (replace(step, to_dim=0), replace(step, to_dim=None), replace(step, axes=("b",)), replace(step, dim=5)):
         with pytest.raises(VerifyError, match="the step does not fit the layout"):
             apply(Layout.parse("[{b,a}x2, {c}]", MESH), bad)
+
+
+LEFT, RIGHT = Mesh("dp=2", devices=[0, 1]), Mesh("dp=2", devices=[2, 3])
+
+
+def crossing(source: str, target: str) -> MovePlan:
+    return plan_move(Layout.parse(source, LEFT), Layout.parse(target, RIGHT), (4, 2), torch.float32)
+
+
+def rows(sender: int, receiver: int, start: int, size: int) -> Message:
+    return Message(sender, receiver, Box((start, 0), (size, 2)))
+
+
+TO_2, TO_3 = [rows(0, 2, 0, 2), rows(1, 2, 2, 2)], [rows(0, 3, 0, 2), rows(1, 3, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "got"),
+    [
+        ([*TO_2, TO_3[0]], "device 3 does not receive elements [4, 5, 6, 7]"),
+        ([*TO_2, *TO_3, TO_2[0]], "message 0 -> 2: elements [0:2, 0:2] arrive twice"),
+        ([TO_2[0], rows(0, 2, 2, 2), *TO_3], "message 0 -> 2: device 0 does not hold elements [2:4, 0:2]"),
+        ([rows(0, 2, 1, 2), TO_2[1], *TO_3], "message 0 -> 2: device 0 does not hold elements [1:3, 0:2]"),
+        ([rows(0, 2, 0, 1), TO_2[1], *TO_3], "device 2 does not receive elements [2, 3]"),
+        ([TO_2[0], rows(1, 2, 3, 2), *TO_3], "message 1 -> 2: device 1 does not hold elements [3:5, 0:2]"),
+        ([TO_2[0], rows(3, 2, 2, 2), *TO_3], "message 3 -> 2: device 3 holds nothing"),
+        ([*TO_2, *TO_3, rows(0, 1, 0, 2)], "message 0 -> 1: elements [0:2, 0:2] are not of the piece of device 1"),
+    ],
+)
+def test_messages_that_do_not_bring_each_element_once_are_refused(messages: list[Message], got: str) -> None:
+    made = crossing("[{dp}, {}]", "[{}, {}]")
+    right = Routes((*TO_2, *TO_3))
+    replay(made, (4, 2), lambda source, target, shape: right)
+    assert sorted(map(str, routes(made.source, made.target, (4, 2)).messages)) == sorted(map(str, right.messages))
+    with pytest.raises(VerifyError) as error:
+        replay(made, (4, 2), lambda source, target, shape: Routes(tuple(messages)))
+    assert str(error.value) == (
+        "the step cannot run on what the devices hold\n  where: step 1: transfer to dp=2 on [2, 3]\n  got: " + got
+    )
+
+
+def test_what_the_receiver_does_not_want_is_refused() -> None:
+    made = crossing("[{}, {}]", "[{dp}, {}]")
+    replay(made, (4, 2))
+    wrong = Routes((rows(0, 2, 0, 3), rows(1, 3, 2, 2)))
+    with pytest.raises(
+        VerifyError, match=r"got: message 0 -> 2: elements \[0:3, 0:2\] are not of the piece of device 2"
+    ):
+        replay(made, (4, 2), lambda source, target, shape: wrong)
+
+
+def test_a_transfer_that_states_another_source_is_refused() -> None:
+    """Where a device's array lies is read from the layouts; the element numbers show that it does not lie there."""
+    turned = Layout.parse("[{dp}, {}]", Mesh("dp=2", devices=[1, 0]))
+    made = crossing("[{dp}, {}]", "[{dp}, {}]")
+    lying = replace(made.steps[0], source=turned)
+    with pytest.raises(VerifyError, match=r"got: message 1 -> 2: device 1 does not hold elements \[0:2, 0:2\]"):
+        replay(replace(made, steps=(lying,)), (4, 2))
+
+
+def test_a_partial_value_does_not_cross() -> None:
+    made = crossing("[{}, {}] partial(sum: dp)", "[{}, {}]")
+    assert [step.kind for step in made.steps] == ["reduce_scatter", "transfer"]
+    whole = replace(made.steps[1], source=Layout.replicated(LEFT, 2))
+    with pytest.raises(VerifyError, match="got: message 0 -> 2: a contribution is missing on device 0"):
+        replay(replace(made, steps=(whole,)), (4, 2))
+
+
+def test_no_step_of_a_crossing_can_be_dropped_or_moved() -> None:
+    mesh = Mesh("a=2,b=2", devices=[2, 3, 4, 5])
+    source, target = Layout.parse("[{}, {}] partial(avg: dp)", LEFT), Layout.parse("[{b}, {}] partial(sum: a)", mesh)
+    made = plan_move(source, target, (4, 2), torch.float32)
+    assert [step.kind for step in made.steps] == ["reduce_scatter", "scale", "transfer", "to_partial"]
+    for i in range(4):
+        without = (*made.steps[:i], *made.steps[i + 1 :])
+        for steps in (without, (*without, made.steps[i]) if i < 3 else (made.steps[i], *without)):
+            with pytest.raises(VerifyError):
+                replay(replace(made, steps=steps), (4, 2))
+
+
+def test_a_plan_that_ends_on_other_devices_is_refused() -> None:
+    made = crossing("[{dp}, {}]", "[{dp}, {}]")
+    with pytest.raises(VerifyError) as error:
+        replay(replace(made, steps=()), (4, 2))
+    assert str(error.value) == (
+        "the steps do not lead to the devices of the target\n  where: [{dp}, {}] -> [{dp}, {}]\n"
+        "  got: devices [0, 1]\n  expected: devices [2, 3]"
+    )
+
+
+def test_a_reduction_on_another_mesh_is_refused() -> None:
+    made = crossing("[{dp}, {}]", "[{}, {}]")
+    whole = made.steps[-1].target
+    partial = replace(whole, partial=(("dp", "sum"),))
+    detour = (
+        Step("to_partial", ("dp",), whole, partial, op="sum"),
+        Step("all_reduce", ("dp",), partial, whole, op="sum"),
+    )
+    with pytest.raises(VerifyError) as error:
+        replay(replace(made, steps=(*made.steps, *detour)), (4, 2))
+    assert str(error.value) == (
+        "a value is reduced on another mesh than its own\n  where: all_reduce(sum) over dp\n"
+        "  got: mesh dp=2 on [2, 3]\n  expected: mesh dp=2"
+    )

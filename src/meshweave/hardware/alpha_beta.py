@@ -68,9 +68,14 @@ class AlphaBeta:
         return _RECEIVED[op](group_size, local_bytes) if group_size > 1 or op == "transfer" else 0
 
     def seconds(self, op: str, mesh: Mesh, axes: Sequence[str], local_bytes: float) -> float:
-        """Duration of `op` over the flattened `axes` of `mesh`. A transfer without axes crosses the slowest.
+        """Duration of `op` over the flattened `axes` of `mesh`.
 
-        Raises MeshweaveError as `bytes_received` does, and for an axis whose bandwidth is not given.
+        A transfer without axes goes between meshes, of which neither need have the axis that it crosses (the stages
+        of a pipeline): it has the slowest bandwidth that the profile gives. Its `local_bytes` are the most that one
+        device sends to others, or receives from them.
+
+        Raises MeshweaveError as `bytes_received` does, for an axis whose bandwidth is not given, and for a transfer
+        where none is.
         """
         group_size = mesh.flat_size(axes)
         received = self.bytes_received(op, group_size, local_bytes)
@@ -81,12 +86,8 @@ class AlphaBeta:
     def _slowest(self, mesh: Mesh, axes: Sequence[str]) -> float:
         if isinstance(self.bandwidth, int | float):
             return self.bandwidth
-        table, crossed = dict(self.bandwidth), axes or mesh.axis_names
-        if not crossed:
-            raise MeshweaveError(
-                "a mesh without axes has no link", where="AlphaBeta", expected="one number as bandwidth"
-            )
-        for axis in crossed:
+        table = dict(self.bandwidth)
+        for axis in axes:
             if axis not in table:
                 raise MeshweaveError(
                     f"the profile has no bandwidth for axis '{axis}'",
@@ -95,7 +96,14 @@ class AlphaBeta:
                     expected=f"one for '{axis}'",
                     hint=f"add it: AlphaBeta(bandwidth={{..., '{axis}': 50e9}}), or give one number for all axes",
                 )
-        return min(table[axis] for axis in crossed)
+        if not table:
+            raise MeshweaveError(
+                "the profile has no bandwidth",
+                where="AlphaBeta",
+                got="an empty table",
+                expected="a bandwidth for every axis, or one number",
+            )
+        return min(table[axis] for axis in axes or table)
 
 
 def _bad_figure(name: str, got: float, expected: str) -> MeshweaveError:

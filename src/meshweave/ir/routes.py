@@ -76,7 +76,7 @@ class Routes:
         return itemsize * sum(m.box.num_elements for m in self.messages if m.sender != m.receiver)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=512)
 def routes(source: Layout, target: Layout, shape: tuple[int, ...]) -> Routes:
     """How a value of `shape` gets from `source` to `target`, on any two meshes: the same for equal arguments.
 

@@ -2,7 +2,9 @@
 
 Every device holds an array of element numbers of the global tensor and, for each element, the set of contributions
 (coordinates along the partial axes of the source) that its value sums up. Steps cut, join and unite these arrays by
-their own definition; nothing is looked up in the layouts between the first and the last.
+their own definition; nothing is looked up in the layouts between the first and the last. Only a transfer's messages
+name boxes of the global index space: there the step's layouts say where a device's array should lie in it, and the
+element numbers whether it does.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from math import isclose, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.errors import VerifyError
+from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.layout import Layout
-from meshweave.ir.pieces import nested_chunk
+from meshweave.ir.pieces import Box, nested_chunk
+from meshweave.ir.routes import Routes, routes
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import REDUCTIONS, Kind, Step, apply
 
@@ -40,30 +43,92 @@ class _Held:
 
 
 _Group = list[_Held]  # what the devices of one group hold, in its order
+_HeldBy = dict[int, _Held]  # by device; a device that is not of the mesh holds nothing
+FindRoutes = Callable[[Layout, Layout, tuple[int, ...]], Routes]
 
 
-def replay(plan: MovePlan, shape: Sequence[int]) -> None:
+def replay(plan: MovePlan, shape: Sequence[int], find_routes: FindRoutes = routes) -> None:
     """Raise VerifyError unless the steps take every element from the source's pieces to the target's.
 
     At the end each device must hold its piece of the target in order; over every group of the target's partial axes
     each contribution to each element must be there exactly once, and once on every device when nothing is partial.
     The steps must also be order-sound, scale by 1 / the axes averaged, and state the layouts that they lead through.
+    The messages of a transfer (`find_routes` gives them) must bring each device of the target every element of its
+    piece once, complete, from a device that holds it.
     For small shapes: it holds every element of every device.
     """
-    mesh, source, target = plan.source.mesh, plan.source.normalized(shape), plan.target.normalized(shape)
+    shape, mesh = tuple(shape), plan.source.mesh
+    source, target = plan.source.normalized(shape), plan.target.normalized(shape)
     held = _start(source, shape)
     for number, step in enumerate(plan.steps, 1):
         where = f"step {number}: {step}"
         try:
+            if step.kind == "transfer":
+                made = find_routes(step.source, step.target, shape)
+                held, mesh = _transfer(step, held, made, shape, _every(source)), step.target.mesh
+                continue
             for group in mesh.groups(step.axes):
                 sizes = [mesh.size(axis) for axis in step.axes]
                 held.update(zip(group, _RUN[step.kind](step, [held[d] for d in group], sizes), strict=True))
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, MeshweaveError) as error:
             raise VerifyError("the step cannot run on what the devices hold", where=where, got=str(error)) from error
     _check_end(held, source, target, shape)
     _check_scale(plan.steps, source, target)
     _check_order(plan.steps, source)
     _check_layouts(plan.steps, source, target, shape)
+
+
+def _every(source: Layout) -> int:
+    """The bit set of all contributions."""
+    return (1 << source.mesh.flat_size(source.partial_axes)) - 1
+
+
+def _transfer(step: Step, held: _HeldBy, made: Routes, shape: tuple[int, ...], every: int) -> _HeldBy:
+    """What the devices of the target's mesh hold when all messages have arrived."""
+    numbers = np.arange(prod(shape)).reshape(shape)
+    before, after = step.source.pieces(shape), step.target.pieces(shape)
+    arrived = {device: np.full(box.size, -1) for device, box in after.items()}
+    for message in made.messages:
+        sender, receiver, name = message.sender, message.receiver, f"{message.sender} -> {message.receiver}"
+        if sender not in held or sender not in before:
+            raise ValueError(f"message {name}: device {sender} holds nothing")
+        part = _part(held[sender], before[sender], message.box)
+        if part is None or not np.array_equal(part.elements, numbers[message.box.slices()]):
+            raise ValueError(f"message {name}: device {sender} does not hold {_text(message.box)}")
+        if np.any(part.contributions != every):
+            raise ValueError(f"message {name}: a contribution is missing on device {sender}")
+        at = _relative(message.box, after[receiver]) if receiver in after else None
+        if at is None:
+            raise ValueError(f"message {name}: {_text(message.box)} are not of the piece of device {receiver}")
+        if np.any(arrived[receiver][at] >= 0):
+            raise ValueError(f"message {name}: {_text(message.box)} arrive twice")
+        arrived[receiver][at] = part.elements
+    for device, elements in arrived.items():
+        if np.any(elements < 0):
+            missing = numbers[after[device].slices()][elements < 0]
+            raise ValueError(f"device {device} does not receive elements {missing.tolist()}")
+    return {
+        device: _Held(elements, np.full(elements.shape, every, dtype=object)) for device, elements in arrived.items()
+    }
+
+
+def _part(held: _Held, piece: Box, box: Box) -> _Held | None:
+    """The part of a device's array that is `box`, if the array is `piece`; None where it reaches beyond."""
+    at = _relative(box, piece)
+    if at is None or held.elements.shape != piece.size:
+        return None
+    return _Held(held.elements[at], np.asarray(held.contributions, dtype=object)[at])
+
+
+def _relative(box: Box, piece: Box) -> tuple[slice, ...] | None:
+    """The index of `box` in the array of `piece`; None where it reaches beyond."""
+    if box.intersect(piece) != box:
+        return None
+    return Box(tuple(o - p for o, p in zip(box.offset, piece.offset, strict=True)), box.size).slices()
+
+
+def _text(box: Box) -> str:
+    return f"elements [{', '.join(f'{o}:{o + s}' for o, s in zip(box.offset, box.size, strict=True))}]"
 
 
 def _start(source: Layout, shape: Sequence[int]) -> dict[int, _Held]:
@@ -138,7 +203,14 @@ _RUN: dict[Kind, Callable[[Step, _Group, Sequence[int]], _Group]] = {
 
 def _check_end(held: dict[int, _Held], source: Layout, target: Layout, shape: Sequence[int]) -> None:
     elements, boxes = np.arange(prod(shape)).reshape(tuple(shape)), target.pieces(shape)
-    every = (1 << source.mesh.flat_size(source.partial_axes)) - 1
+    every = _every(source)
+    if set(held) != set(boxes):
+        raise VerifyError(
+            "the steps do not lead to the devices of the target",
+            where=f"{source} -> {target}",
+            got=f"devices {sorted(held)}",
+            expected=f"devices {sorted(boxes)}",
+        )
     for device, box in boxes.items():
         if not np.array_equal(held[device].elements, elements[box.slices()]):
             raise VerifyError(
@@ -166,7 +238,7 @@ def _wrong_value(group: Sequence[int], source: Layout, target: Layout, got: str)
 
 
 def _check_scale(steps: Sequence[Step], source: Layout, target: Layout) -> None:
-    kept = [axis for axis, op in target.partial if op == "avg"]
+    kept = [axis for axis, op in target.partial if op == "avg" and target.mesh == source.mesh]
     averaged = [axis for axis, op in source.partial if op == "avg" and axis not in kept]
     scales = [step for step in steps if step.kind == "scale"]
     factor, expected = prod(step.factor for step in scales), 1 / source.mesh.flat_size(averaged)
@@ -184,6 +256,13 @@ def _check_order(steps: Sequence[Step], source: Layout) -> None:
     """A reduction runs only while every axis replicated now was replicated in the source, the all_reduce last."""
     reductions = [step for step in steps if step.kind in REDUCTIONS]
     for step in reductions:
+        if step.source.mesh != source.mesh:
+            raise VerifyError(
+                "a value is reduced on another mesh than its own",
+                where=str(step),
+                got=f"mesh {step.source.mesh}",
+                expected=f"mesh {source.mesh}",
+            )
         lost = set(step.source.replicated_axes) - set(source.replicated_axes)
         if lost:
             raise VerifyError(

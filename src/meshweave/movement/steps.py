@@ -8,8 +8,9 @@ from typing import Literal
 
 from meshweave.errors import VerifyError
 from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
 
-Kind = Literal["slice", "reduce_scatter", "all_reduce", "scale", "all_to_all", "all_gather", "to_partial"]
+Kind = Literal["slice", "reduce_scatter", "all_reduce", "scale", "all_to_all", "all_gather", "to_partial", "transfer"]
 REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter", "all_reduce")
 
 
@@ -25,9 +26,12 @@ class Step:
     to_partial      index 0 of the group keeps the value, the others hold the identity of `op`
     scale           multiply by `factor`: turns the sum over `axes` into the average. From the first reduction of an
                     avg axis to this step the value is 1 / `factor` times the global value.
+    transfer        every device of the target's mesh gets its piece from devices of the source's, as `ir.routes` says;
+                    no axes, and nothing is partial. The only step whose layouts differ in their meshes.
 
     `dim` is -1, `to_dim` None and `op` empty where the kind has none. `op` is sum, max or min, never avg.
-    `seconds` and `bytes_received` (per device) are those of the largest piece under the profile of the plan.
+    `seconds` and `bytes_received` (per device) are those of the largest piece under the profile of the plan; of a
+    transfer those of the busiest device.
     """
 
     kind: Kind
@@ -53,11 +57,17 @@ class Step:
             "all_gather": f"all_gather dim {self.dim} over {axes}",
             "to_partial": f"to_partial({self.op}) over {axes}",
             "scale": f"scale by {self.factor:g} over {axes}",
+            "transfer": f"transfer to {_place(self.target.mesh)}",
         }[self.kind]
 
 
+def _place(mesh: Mesh) -> str:
+    return mesh.text if mesh.axis_names else f"device {mesh.devices[0]}"
+
+
 def apply(layout: Layout, step: Step) -> Layout:
-    """The layout after `step` (its kind, axes, dims, unit and op; its own source and target are not read).
+    """The layout after `step` (its kind, axes, dims, unit and op; its own layouts are not read, but for a transfer's
+    target, to which it leads from anywhere).
 
     An appended axis sets the unit of the whole dim, which for a non-empty dim must leave the pieces before it as they
     are. The result is not normalised. Raises VerifyError where the step does not fit the layout.
@@ -101,6 +111,12 @@ def _scale(layout: Layout, step: Step) -> Layout:
     return replace(layout, partial=tuple((a, "sum" if a in step.axes else op) for a, op in layout.partial))
 
 
+def _transfer(layout: Layout, step: Step) -> Layout:
+    _need(not layout.partial and not step.target.partial, layout, step, "nothing partial, before and after")
+    _need(len(layout.dims) == len(step.target.dims), layout, step, f"{len(step.target.dims)} dims")
+    return step.target
+
+
 _APPLY: dict[Kind, Callable[[Layout, Step], Layout]] = {
     "slice": lambda layout, step: _append(layout, step, step.dim),
     "reduce_scatter": lambda layout, step: _append(_reduce(layout, step), step, step.dim),
@@ -109,6 +125,7 @@ _APPLY: dict[Kind, Callable[[Layout, Step], Layout]] = {
     "all_gather": _pop,
     "to_partial": _to_partial,
     "scale": _scale,
+    "transfer": _transfer,
 }
 
 
