@@ -123,7 +123,7 @@ class TrainStep:
         settings: Settings,
     ) -> None:
         self.program, self.optimizer = program, optimizer
-        self.session = Session(program.rank, world, settings)
+        self.session = Session(program.roles, world, settings)
         held = initial_state(optimizer, model) if optimizer is not None else None
         self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
         self.session.state.num_steps = held.num_steps if held else 0
@@ -134,20 +134,41 @@ class TrainStep:
         Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite.
         """
         with self.session.world.guard():
-            loss = self.session.run(self._micros(batch), current_lrs(self.optimizer) if self.optimizer else [])
+            micros = self._micros(batch, self.program.options.accumulate)
+            loss = self.session.run(micros, current_lrs(self.optimizer) if self.optimizer else [])
         if self.optimizer is not None:
             mark_stepped(self.optimizer)
         return loss
 
-    def _micros(self, batch: Any) -> list[Mapping[str, Tensor]]:
+    def forward(self, batch: Any) -> float:
+        """Forward and loss of one microbatch (the batch, unless gradients are accumulated); returns its loss.
+
+        `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
+        Each raises StepError when it is not what comes next; a failure ends the step.
+        """
+        (micro,) = self._micros(batch, 1)
+        with self.session.world.guard():
+            return self.session.forward(micro)
+
+    def backward(self) -> None:
+        """Gradients of the microbatch that went forward, reduced over the mesh."""
+        self.session.backward()
+
+    def update(self) -> None:
+        """New parameters and optimizer state, when every microbatch has gone backward."""
+        self.session.update(current_lrs(self.optimizer) if self.optimizer else [])
+        if self.optimizer is not None:
+            mark_stepped(self.optimizer)
+
+    def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
         held = Batch.of(batch)
-        expected = [i.name for i in self.program.rank.inputs if i.kind == "batch"]
+        expected = [i.name for i in self.program.placed.inputs if i.kind == "batch"]
         missing = [n for n in expected if n not in held.names]
         if missing:
             raise LayoutError(
                 "the batch lacks entries of the example", got=", ".join(held.names), expected=", ".join(expected)
             )
-        return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(self.program.options.accumulate)]
+        return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -182,6 +203,7 @@ class TrainStep:
         return {
             item.name: dtensor_from_piece(pieces[0], layout, item.spec.shape)
             for item, layout, pieces in self.session.pieces(kind)
+            if pieces
         }
 
     def save(self, path: str) -> None:

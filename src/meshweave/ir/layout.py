@@ -183,6 +183,10 @@ class Layout:
         ]
         return Box(tuple(o for o, _ in spans), tuple(s for _, s in spans))
 
+    def box_of(self, shape: Sequence[int], device: int) -> Box:
+        """The piece that a device of the mesh holds, by its id."""
+        return self.box(shape, self.mesh.coordinates(self.mesh.index(device)))
+
     def pieces(self, shape: Sequence[int]) -> dict[int, Box]:
         """Device id -> the box it holds. Along replicated and partial axes devices hold the same box."""
         self.check_rank(shape)

@@ -15,10 +15,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from meshweave.errors import LayoutError, MeshError, StepError
+from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, collectives
-from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
+from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
+from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost, Group
 from meshweave.runtime.watch import LINGER, Watch
 
 
@@ -34,7 +36,7 @@ class ClusterWorld:
     def __init__(self, mesh: Mesh, device: torch.device | str | None = None) -> None:
         _check_ranks(mesh)
         self.mesh, self.rank = mesh, dist.get_rank()
-        self.positions = (mesh.devices.index(self.rank),)
+        self.devices = (self.rank,)
         self.device = _device(device)
         self.communicator = ClusterCommunicator(mesh, self.rank, self.device.type == "cuda")
         store = distributed_c10d._get_default_store()
@@ -50,38 +52,50 @@ class ClusterWorld:
         self._depth = self._num_guards = 0
         finalize(self, self._watch.close).atexit = False
 
-    def prepare(self, graph: RankGraph) -> None:
-        """Make the process groups that `graph` uses. All ranks call it together, before the first step."""
+    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
+        """What runs this rank, and the process groups that the roles use. All ranks call it together."""
         with self.guard():
-            self.communicator.prepare(graph)
+            self.communicator.prepare(roles)
+        return SerialExecutor(ranks[0], self.rank, self.communicator, meter)
 
     def close(self) -> None:
         """Stop watching the other ranks. The world is not used afterwards."""
         self._watch.close(LINGER)
 
-    def assemble(self, shape: Sequence[int], layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
+    def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         """The full tensor, bit for bit, on every process: pieces are gathered over the axes that shard the value.
 
         Replicas are not sent. Raises LayoutError for a partial value, which has no full tensor before it is reduced.
         """
-        if any(self.mesh.size(axis) > 1 for axis in layout.partial_axes):
+        if any(layout.mesh.size(axis) > 1 for axis in layout.partial_axes):
             raise LayoutError("a partial value cannot be put together", got=str(layout), hint="reduce it first")
-        (piece,) = pieces
-        axes = tuple(a for a in self.mesh.axis_names if a in layout.sharded_axes and self.mesh.size(a) > 1)
+        mesh = layout.mesh
+        axes = tuple(a for a in mesh.axis_names if a in layout.sharded_axes and mesh.size(a) > 1)
+        with self.guard():
+            group = self.communicator.group(axes, mesh)  # every rank takes part in making it
+            full = self._gathered(spec.shape, layout, group, axes, pieces[0]) if pieces else None
+            if full is not None and mesh.covers(self.mesh.devices):
+                return full
+            held = full if full is not None else torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            return self.communicator.broadcast(held, mesh.devices[0])
+
+    def _gathered(
+        self, shape: tuple[int, ...], layout: Layout, group: Group, axes: tuple[str, ...], piece: Tensor
+    ) -> Tensor:
+        """The full tensor on the ranks of the layout's mesh."""
         if not axes:
             return piece.detach().clone()
-        members = next(g for g in self.mesh.groups(axes) if self.rank in g)
-        boxes = [layout.box(shape, self.mesh.coordinates(self.mesh.devices.index(r))) for r in members]
+        members = next(g for g in layout.mesh.groups(axes) if self.rank in g)
+        boxes = [layout.box_of(shape, rank) for rank in members]
         largest = max(box.num_elements for box in boxes)
         block = piece.new_zeros(largest)
         block[: piece.numel()] = piece.detach().reshape(-1)
-        with self.guard():
-            started = self.communicator.start(collectives.all_gather_into_tensor.default, axes, [block], [len(members)])
-            (gathered,) = self.communicator.wait(started)
-            full = piece.new_empty(tuple(shape))
-            for box, part in zip(boxes, gathered.split(largest) if largest else [block] * len(boxes), strict=True):
-                full[box.slices()] = part[: box.num_elements].view(box.size)
-            return full
+        op = collectives.all_gather_into_tensor.default
+        gathered = self.communicator.wait(self.communicator.collect(op, group, block, [len(members)]))
+        full = piece.new_empty(shape)
+        for box, part in zip(boxes, gathered.split(largest) if largest else [block] * len(boxes), strict=True):
+            full[box.slices()] = part[: box.num_elements].view(box.size)
+        return full
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -1,41 +1,50 @@
-"""Runs a rank graph for the devices that this process holds: all virtual ones, or the one of this rank."""
+"""Rank graphs as tasks of one device, and the runner of a process that holds one device."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols
 
-Values = list[Any]  # one value per held device
+FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run one after the other
 
-
-class Communicator(Protocol):
-    """What collectives become where the graph runs. Lists are in the order of the held devices."""
-
-    def start(self, op: Any, axes: tuple[str, ...], operands: Sequence[Tensor], args: Sequence[Any]) -> Values:
-        """Begin a collective over the groups of the flattened `axes`; the values may be used after `wait`."""
-        ...
-
-    def wait(self, values: Values) -> Values:
-        """The finished values of a start."""
-        ...
+Env = list[Any]  # what one device holds: a cell per node of its rank graph
+After = Callable[[int, "Task"], None]
 
 
 class Meter(Protocol):
-    """Told of every value as it appears and disappears, for measurements."""
+    """Told of every value of held device `index` as it appears and disappears, for measurements."""
 
-    def made(self, node: fx.Node, values: Values) -> None: ...
+    def made(self, index: int, node: fx.Node, value: Any) -> None: ...
 
-    def freed(self, node: fx.Node) -> None: ...
+    def freed(self, index: int, node: fx.Node) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs rank graphs on the devices that a process holds, part by part."""
+
+    meter: Meter | None
+
+    def environment(self) -> list[Env]:
+        """A fresh environment per held device, with its symbols filled in."""
+        ...
+
+    def begin(self, envs: list[Env]) -> None:
+        """Start a pass over the step. What an earlier pass left undone is dropped."""
+        ...
+
+    def run(self, part: int, after: After | None = None) -> None:
+        """Run one part to its end on all held devices. `after(i, task)` is told when the result of a task is in place
+        on held device i, on whatever thread. Raises StepError with the first cause when a task fails."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +64,25 @@ class Task:
     frees: tuple[int, ...]
     is_flat: bool
 
+    @property
+    def is_start(self) -> bool:
+        return self.function in STARTS
+
+    @property
+    def is_wait(self) -> bool:
+        return self.function is WAIT
+
 
 @dataclass(slots=True)
 class Compiled:
-    """The tasks of a rank graph in two parts: what runs once per microbatch, and the update.
+    """The tasks of a rank graph in three parts: forward with loss, backward, update.
 
     A value is freed after its last use: an output that `keep` does not name, too, and an input that an output of the
     same name replaces.
     """
 
     graph: RankGraph
-    tasks: tuple[tuple[Task, ...], tuple[Task, ...]]
+    tasks: tuple[tuple[Task, ...], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     num_slots: int
@@ -87,9 +104,6 @@ def compile_tasks(
     for node in nodes:
         for used in node.all_input_nodes:
             last[used] = node
-    split = next(
-        (i for i, n in enumerate(nodes) if origin_of(n).phase == "update" and n.target not in SYMBOLS), len(nodes)
-    )
     replaced = {key for key in graph.outputs if key[0] in ("param", "state")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     held = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
@@ -108,97 +122,116 @@ def compile_tasks(
         function: Any = KERNELS.get(node.target, node.target)
         return Task(node, function, args, kwargs, slot[node], (*frees.get(node, ()), *unused), is_flat)
 
-    parts = tuple(tuple(task(n) for n in part if n.target not in SYMBOLS) for part in (nodes[:split], nodes[split:]))
-    inputs = tuple(slot[n] for n in graph.graph.nodes if n.op == "placeholder")
-    return Compiled(graph, parts, inputs, tuple(slot[n] for n in results), len(slot), tuple(slot))  # type: ignore[arg-type]
+    parts = tuple(tuple(task(n) for n in part) for part in _parts(nodes))
+    inputs = tuple(slot[n] for n in sources)
+    return Compiled(graph, parts, inputs, tuple(slot[n] for n in results), len(slot), tuple(slot))
+
+
+def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes that run, cut before the first of backward and the first of update."""
+    run = [n for n in nodes if n.target not in SYMBOLS]
+    phases = [origin_of(n).phase for n in run]
+    update = phases.index("update") if "update" in phases else len(run)
+    backward = min(next((i for i, phase in enumerate(phases) if phase == "backward"), update), update)
+    return [run[:backward], run[backward:update], run[update:]]
+
+
+def environment(compiled: Compiled, device: int) -> Env:
+    """The cells of one device, empty but for its symbols."""
+    env: Env = [None] * compiled.num_slots
+    slot = {n: i for i, n in enumerate(compiled.nodes)}
+    for node, value in bind_symbols(compiled.graph.graph, compiled.graph.coordinates(device)).items():
+        env[slot[node]] = value
+    return env
+
+
+def evaluate(task: Task, env: Env, device: int) -> Any:
+    """The result of a local task on a device. Raises StepError that names op, source line and device."""
+    try:
+        if task.is_flat:
+            return task.function(*[env[a.index] if type(a) is Slot else a for a in task.args])
+        args = [fill(a, env) for a in task.args]
+        return task.function(*args, **{k: fill(v, env) for k, v in task.kwargs.items()})
+    except MeshweaveError:
+        raise
+    except Exception as error:
+        raise failed(task, f"failed on device {device}", error) from error
+
+
+def failed(task: Task, how: str, error: Exception) -> StepError:
+    got = f"{type(error).__name__}: {error}"
+    return StepError(f"{op_name(task.node.target)} {how}", where=str(origin_of(task.node)), got=got)
+
+
+def fill(value: Any, env: Env) -> Any:
+    """`value` with every slot in it, however deep, replaced by what the device holds there."""
+    if type(value) is Slot:
+        return env[value.index]
+    if isinstance(value, (list, tuple)):
+        return [fill(v, env) for v in value]
+    return value
+
+
+class Communicator(Protocol):
+    """What the communications of one device become where the process holds only that."""
+
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
+        """Begin a collective or a transfer. `args` are those of the node without its operand."""
+        ...
+
+    def wait(self, started: Any) -> Any:
+        """The finished value of a start; None where this device receives nothing."""
+        ...
 
 
 @dataclass(slots=True)
-class Executor:
-    """Runs compiled tasks in lockstep on the held devices.
-
-    `positions` are row-major positions of the held devices in the mesh. Raises StepError that names the op, its
-    source line and the device when an op fails.
-    """
+class SerialExecutor:
+    """Runs the tasks of one device in order, its communications through a communicator."""
 
     compiled: Compiled
-    positions: Sequence[int]
+    device: int
     communicator: Communicator
-    device: torch.device
     meter: Meter | None = None
-    symbols: list[dict[int, int]] = field(default_factory=list)
+    _fresh: Env = field(init=False)
+    _env: Env = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        graph = self.compiled.graph
-        slot = {n: i for i, n in enumerate(graph.graph.nodes)}
-        for position in self.positions:
-            bound = bind_symbols(graph.graph, graph.mesh.coordinates(position))
-            self.symbols.append({slot[n]: value for n, value in bound.items()})
+        self._fresh = environment(self.compiled, self.device)
 
-    def environment(self) -> list[Values | None]:
-        """One entry per node; symbolic integers are filled in."""
-        env: list[Values | None] = [None] * self.compiled.num_slots
-        for index in self.symbols[0] if self.symbols else ():
-            env[index] = [bound[index] for bound in self.symbols]
-        return env
+    def environment(self) -> list[Env]:
+        return [list(self._fresh)]
 
-    def run(self, env: list[Values | None], part: int, after: Callable[[Task], None] | None = None) -> None:
-        """Run one part over `env`. `after(task)` is called when a task's result is in place."""
+    def begin(self, envs: list[Env]) -> None:
+        (self._env,) = envs
+
+    def run(self, part: int, after: After | None = None) -> None:
+        env = self._env
         with torch.no_grad():
             for task in self.compiled.tasks[part]:
                 env[task.out] = self._result(task, env)
-                if self.meter is not None:
-                    self.meter.made(task.node, env[task.out] or [])
-                if after is not None:
-                    after(task)
-                for index in task.frees:
-                    env[index] = None
-                    if self.meter is not None:
-                        self.meter.freed(self.compiled.nodes[index])
+                finish(task, env, 0, self.meter, after, self.compiled)
 
-    def _result(self, task: Task, env: list[Values | None]) -> Values:
-        if task.function in STARTS:
-            return self._start(task, env)
-        if task.function is WAIT:
-            return self.communicator.wait(env[task.args[0].index])  # type: ignore[arg-type]
-        if task.function is operator.getitem:
-            source, index = env[task.args[0].index], task.args[1]
-            return [value[index] for value in source]  # type: ignore[union-attr]
-        return [self._call(task, env, rank) for rank in range(len(self.positions))]
-
-    def _call(self, task: Task, env: list[Values | None], rank: int) -> Any:
+    def _result(self, task: Task, env: Env) -> Any:
+        if task.is_wait:
+            return self.communicator.wait(env[task.args[0].index])
+        if not task.is_start:
+            return evaluate(task, env, self.device)
+        operand, *rest = (fill(a, env) for a in task.args)
         try:
-            if task.is_flat:
-                return task.function(*[env[a.index][rank] if type(a) is Slot else a for a in task.args])  # type: ignore[index]
-            args = [_fill(a, env, rank) for a in task.args]
-            return task.function(*args, **{k: _fill(v, env, rank) for k, v in task.kwargs.items()})
+            return self.communicator.start(self.compiled.graph, task.function, operand, rest)
         except MeshweaveError:
             raise
         except Exception as error:
-            device = self.compiled.graph.mesh.devices[self.positions[rank]]
-            raise StepError(
-                f"{op_name(task.node.target)} failed on device {device}",
-                where=str(origin_of(task.node)),
-                got=f"{type(error).__name__}: {error}",
-            ) from error
-
-    def _start(self, task: Task, env: list[Values | None]) -> Values:
-        *rest, group = task.args[1:]
-        operands = env[task.args[0].index]
-        args = [_fill(a, env, 0) for a in rest]
-        try:
-            return self.communicator.start(task.function, tuple(group.split(",")), operands, args)  # type: ignore[arg-type]
-        except MeshweaveError:
-            raise
-        except Exception as error:
-            raise StepError(
-                f"{op_name(task.node.target)} over {group} failed", where=str(origin_of(task.node)), got=str(error)
-            ) from error
+            raise failed(task, f"over {rest[-1]} failed", error) from error
 
 
-def _fill(value: Any, env: list[Values | None], rank: int) -> Any:
-    if type(value) is Slot:
-        return env[value.index][rank]  # type: ignore[index]
-    if isinstance(value, (list, tuple)):
-        return [_fill(v, env, rank) for v in value]
-    return value
+def finish(task: Task, env: Env, index: int, meter: Meter | None, after: After | None, compiled: Compiled) -> None:
+    """Tell who wants to know that a task's result is in place, and let go what nobody needs any more."""
+    if meter is not None:
+        meter.made(index, task.node, env[task.out])
+    if after is not None:
+        after(index, task)
+    for slot in task.frees:
+        env[slot] = None
+        if meter is not None:
+            meter.freed(index, compiled.nodes[slot])

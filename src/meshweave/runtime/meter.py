@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.runtime.state import State
 
 KINDS = ("param", "grad", "state")
 
@@ -55,37 +56,41 @@ class StateMeter:
     A storage is counted once per device however many views there are of it; a view counts its whole storage.
     """
 
-    def __init__(self, graph: RankGraph, num_devices: int) -> None:
-        self.kinds = classify(graph)
-        self.live: list[Counter[int]] = [Counter() for _ in range(num_devices)]
-        self.bytes = [0] * num_devices
-        self.peak = [0] * num_devices
-        self._storages: dict[fx.Node, list[list[tuple[int, int]]]] = {}
-        self._inputs = dict(zip(((i.kind, i.name) for i in graph.inputs), graph.graph.nodes, strict=False))
+    def __init__(self, ranks: Sequence[RankGraph]) -> None:
+        """`ranks[i]` is the rank graph of held device i."""
+        kinds = {id(rank): classify(rank) for rank in ranks}
+        self.kinds = [kinds[id(rank)] for rank in ranks]
+        self.live: list[Counter[int]] = [Counter() for _ in ranks]
+        self.bytes = [0] * len(ranks)
+        self.peak = [0] * len(ranks)
+        self._storages: list[dict[fx.Node, tuple[int, int]]] = [{} for _ in ranks]
+        self._inputs = [dict(zip(((i.kind, i.name) for i in r.inputs), r.graph.nodes, strict=False)) for r in ranks]
 
-    def begin(self, pieces: Mapping[tuple[str, str], list[Tensor]]) -> None:
+    def begin(self, state: State) -> None:
         """Count the state that a step begins with."""
-        for node in list(self._storages):
-            self.freed(node)
-        for key, values in pieces.items():
-            if key[0] in KINDS:
-                self.made(self._inputs[key], values)
+        for i, held in enumerate(self._storages):
+            for node in list(held):
+                self.freed(i, node)
+        for item, layout in state.items:
+            if item.kind in KINDS:
+                pieces = state.pieces[item.kind, item.name]
+                for device, piece in zip(state.holders(layout), pieces, strict=True):
+                    i = state.devices.index(device)
+                    self.made(i, self._inputs[i][item.kind, item.name], piece)
 
-    def made(self, node: fx.Node, values: list[Any]) -> None:
-        if node not in self.kinds:
+    def made(self, index: int, node: fx.Node, value: Any) -> None:
+        if node not in self.kinds[index] or not isinstance(value, Tensor):
             return
-        self._storages[node] = [[_storage(v)] if isinstance(v, Tensor) else [] for v in values]
-        for i, storages in enumerate(self._storages[node]):
-            for pointer, size in storages:
-                self.bytes[i] += size if not self.live[i][pointer] else 0
-                self.live[i][pointer] += 1
-            self.peak[i] = max(self.peak[i], self.bytes[i])
+        pointer, size = self._storages[index][node] = _storage(value)
+        self.bytes[index] += size if not self.live[index][pointer] else 0
+        self.live[index][pointer] += 1
+        self.peak[index] = max(self.peak[index], self.bytes[index])
 
-    def freed(self, node: fx.Node) -> None:
-        for i, storages in enumerate(self._storages.pop(node, ())):
-            for pointer, size in storages:
-                self.live[i][pointer] -= 1
-                self.bytes[i] -= size if not self.live[i][pointer] else 0
+    def freed(self, index: int, node: fx.Node) -> None:
+        if node in self._storages[index]:
+            pointer, size = self._storages[index].pop(node)
+            self.live[index][pointer] -= 1
+            self.bytes[index] -= size if not self.live[index][pointer] else 0
 
 
 def _storage(x: Tensor) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from meshweave.errors import StepError
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import STARTS, RankGraph, collectives
-from meshweave.runtime.executor import Values
-from meshweave.runtime.local import reduce_in_order
+from meshweave.ir.rank import COLLECTIVES, RankGraph, Transfer, collectives, transfer
+from meshweave.ir.routes import routes
+from meshweave.runtime.local import piece_of, receive, reduce_in_order
 from meshweave.runtime.watch import await_work
 
 # A peer that is alive and silent for so long is taken for stuck. Dead ones are noticed sooner (see watch.py).
@@ -58,11 +58,12 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A started collective. `held` are buffers that must live until it is done; `finish` makes the value of them."""
+    """A started communication. `held` are buffers that must live until it is done; `finish` makes the value of them."""
 
-    work: dist.Work
+    works: tuple[dist.Work, ...]
     held: tuple[Tensor, ...]
-    finish: Callable[[], Tensor | Pending]
+    finish: Callable[[], Tensor | Pending | None]
+    is_done: bool = False
     value: Tensor | None = None
 
 
@@ -72,7 +73,7 @@ class ConnectionLost(StepError):
 
 @dataclass(slots=True)
 class ClusterCommunicator:
-    """Collectives of one rank over process groups.
+    """Collectives of one rank over process groups, and its part in transfers between meshes.
 
     On CPU (Gloo) only bytes are moved, and reductions are local, in the order of the group: so every dtype works and
     the bits are those of the virtual devices of one process. On CUDA (NCCL) reductions are the library's.
@@ -86,75 +87,133 @@ class ClusterCommunicator:
     num_started: int = 0
     num_waited: int = 0
     open: set[Pending] = field(default_factory=set)
-    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
-    def prepare(self, graph: RankGraph) -> None:
-        """Make the process groups of every collective in `graph`. All ranks of the world call it together."""
-        used = {str(n.args[-1]) for n in graph.graph.nodes if n.op == "call_function" and n.target in STARTS}
-        for axes in sorted(used):
-            self.group(tuple(axes.split(",")))
+    def prepare(self, roles: Sequence[RankGraph]) -> None:
+        """Make the process groups of every collective of every role. All ranks of the world call it together."""
+        used = {
+            str(node.args[-1]): rank
+            for rank in roles
+            for node in rank.graph.nodes
+            if node.op == "call_function" and node.target in COLLECTIVES
+        }
+        for name in sorted(used):
+            mesh, axes = used[name].group_axes(name)
+            self.group(axes, mesh)
 
-    def group(self, axes: tuple[str, ...]) -> Group:
-        """The group of `axes`; made when first asked for, then by all ranks of the world together."""
-        if axes not in self._groups:
-            self._groups[axes] = self._make(axes)
-        return self._groups[axes]
+    def group(self, axes: tuple[str, ...], mesh: Mesh | None = None) -> Group:
+        """The group of `axes` of a mesh (without one: the world's). Made when first asked for, then by all ranks of the
+        world together, those that are not of the mesh too."""
+        key = (mesh or self.mesh, axes)
+        if key not in self._groups:
+            self._groups[key] = self._make(*key)
+        return self._groups[key]
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return tuple(self._made.values())
 
-    def _make(self, axes: tuple[str, ...]) -> Group:
-        groups = self.mesh.groups(axes)
-        members = next(g for g in groups if self.rank in g)
+    def _make(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
+        groups = mesh.groups(axes)
+        # Every rank calls new_group for every group, in one order: torch names groups by counting the calls.
+        for ranks in sorted(tuple(sorted(g)) for g in groups if len(g) > 1):
+            if ranks not in self._made:
+                self._made[ranks] = dist.new_group(list(ranks), timeout=self.timeout, group_desc=",".join(axes))
+        members = next((g for g in groups if self.rank in g), (self.rank,))
         ranks = tuple(sorted(members))
         order = tuple(ranks.index(r) for r in members)
-        if len(members) == 1:
-            return Group(None, order, True)
-        if ranks not in self._made:
-            # Every rank calls new_group for every group, in one order: torch names groups by counting the calls.
-            for group in sorted(sorted(g) for g in groups):
-                made = dist.new_group(group, timeout=self.timeout, group_desc=",".join(axes))
-                if self.rank in group:
-                    self._made[ranks] = made
-        return Group(self._made[ranks], order, ranks == members)
+        return Group(self._made.get(ranks), order, ranks == members)
 
-    def start(self, op: Any, axes: tuple[str, ...], operands: Sequence[Tensor], args: Sequence[Any]) -> Values:
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
+        """Begin a communication of a rank graph; `args` are those of its node without the operand."""
+        *rest, name = args
+        if op is transfer:
+            return self.transfer(graph.transfers[name], operand, int(name[1:]))
+        mesh, axes = graph.group_axes(name)
+        return self.collect(op, self.group(axes, mesh), operand, rest)
+
+    def collect(self, op: Any, group: Group, operand: Tensor, args: Sequence[Any]) -> Any:
         """Begin a collective. Its value is a `Pending` until waited for, or the operand in a group of one."""
-        (operand,) = operands
-        group = self.group(axes)
         self.num_started += 1
         if group.process_group is None:
-            return [operand]
+            return operand
         self.check()
         begin = (_NATIVE if self.is_native else _MOVED)[op]
-        return [self._begun(lambda: begin(group, operand.contiguous(), args))]
+        return self._begun(lambda: begin(group, operand.contiguous(), args))
 
-    def wait(self, values: Values) -> Values:
-        """The finished values. Raises StepError, within seconds, when a peer has failed."""
-        return [self._finished(v) if isinstance(v, Pending) else v for v in values]
+    def transfer(self, made: Transfer, operand: Tensor | None, tag: int) -> Any:
+        """Begin this rank's part of a transfer: it sends of its piece of the source what others need, and receives what
+        it lacks of its piece of the target. Every receive is posted before anything is waited for."""
+        self.num_started += 1
+        self.check()
+        return self._begun(lambda: self._send(made, operand, tag))
+
+    def _send(self, made: Transfer, operand: Tensor | None, tag: int) -> Pending:
+        found, shape = routes(made.source, made.target, made.spec.shape), made.spec.shape
+        sent = [m for m in found.sent_by(self.rank) if m.receiver != self.rank]
+        received = found.received_by(self.rank)
+        calls: list[tuple[Callable[..., Any], Tensor, int]] = []
+        held: list[Tensor] = []
+        device = torch.device("cuda", torch.cuda.current_device()) if self.is_native else torch.device("cpu")
+        parts: dict[int, list[Tensor]] = {self.rank: []}
+        for message in received:
+            if message.sender != self.rank:
+                part = torch.empty(message.box.size, dtype=made.spec.dtype, device=device)
+                calls.append((dist.irecv, _bytes(part), message.sender))
+                parts.setdefault(message.sender, []).append(part)
+        for message in sent:
+            assert operand is not None
+            part = operand[piece_of(message.box, made.source.box_of(shape, self.rank))].contiguous()
+            calls.append((dist.isend, _bytes(part), message.receiver))
+            held.append(part)
+        if self.is_native and calls:
+            works = tuple(dist.batch_isend_irecv([dist.P2POp(call, part, peer) for call, part, peer in calls]))
+        else:
+            works = tuple(call(part, peer, tag=tag) for call, part, peer in calls)
+
+        def finish() -> Tensor | None:
+            if self.rank not in made.target.mesh:
+                return None
+            taken = {sender: iter(those) for sender, those in parts.items()}
+            return receive(made, self.rank, received, operand, lambda m: next(taken[m.sender]), device)
+
+        return Pending(works, (*held, *(part for those in parts.values() for part in those)), finish)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """What rank `source` has in `x`, on every rank of the world, in place."""
+        self.num_started += 1
+        self.check()
+        x = x.contiguous()
+        work = lambda: dist.broadcast(_bytes(x), source, async_op=True)  # noqa: E731
+        return self.wait(self._begun(lambda: Pending((work(),), (x,), lambda: x)))
+
+    def wait(self, started: Any) -> Any:
+        """The finished value of a start. Raises StepError, within seconds, when a peer has failed."""
+        return self._finished(started) if isinstance(started, Pending) else started
 
     def drain(self) -> None:
         """Wait for everything that was started."""
-        self.wait(list(self.open))
+        for pending in list(self.open):
+            self.wait(pending)
 
     def _begun(self, begin: Callable[[], Pending]) -> Pending:
         try:
             pending = begin()
         except RuntimeError as error:
-            raise ConnectionLost("a collective could not start", got=str(error)) from error
+            raise ConnectionLost("a communication could not start", got=str(error)) from error
         self.open.add(pending)
         return pending
 
-    def _finished(self, pending: Pending) -> Tensor:
-        if pending.value is None:
-            self._await(pending.work)
+    def _finished(self, pending: Pending) -> Tensor | None:
+        if not pending.is_done:
+            for work in pending.works:
+                self._await(work)
             self.num_waited += 1
             self.open.discard(pending)
             made = pending.finish()
             pending.value = self._finished(self._begun(lambda: made)) if isinstance(made, Pending) else made
-            pending.held = ()
+            pending.held, pending.is_done = (), True
         return pending.value
 
     def _await(self, work: dist.Work) -> None:
@@ -164,7 +223,7 @@ class ClusterCommunicator:
             else:
                 await_work(work, self.check)
         except RuntimeError as error:
-            raise ConnectionLost("a collective broke off", got=str(error)) from error
+            raise ConnectionLost("a communication broke off", got=str(error)) from error
 
 
 # What a collective becomes. Blocks are along dim 0, in the order of the flattened axes.
@@ -179,7 +238,7 @@ def _gather(group: Group, x: Tensor, finish: Callable[[Tensor], Tensor]) -> Pend
     out = x.new_empty((group.size, *x.shape))
     work = all_gather_single(_bytes(out), _bytes(x), group=group.process_group, async_op=True)
     return Pending(
-        work, (x, out), lambda: finish(out if group.is_sorted else torch.stack(group.from_ranks(out.unbind(0))))
+        (work,), (x, out), lambda: finish(out if group.is_sorted else torch.stack(group.from_ranks(out.unbind(0))))
     )
 
 
@@ -197,7 +256,7 @@ def _exchange(
         _bytes(out), _bytes(send), [n * row for n in came], [n * row for n in went], group.process_group, async_op=True
     )
     ordered = (lambda: out) if group.is_sorted else (lambda: torch.cat(group.from_ranks(out.split(came))))
-    return Pending(work, (send, out), lambda: finish(ordered()))
+    return Pending((work,), (send, out), lambda: finish(ordered()))
 
 
 def _all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
@@ -233,14 +292,14 @@ def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 def _native_all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     out = _countable(x).clone()
     work = dist.all_reduce(out, _REDUCE[args[0]], group.process_group, async_op=True)
-    return Pending(work, (out,), lambda: out.view(x.dtype))
+    return Pending((work,), (out,), lambda: out.view(x.dtype))
 
 
 def _native_reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     dealt = _countable(x if group.is_sorted else torch.cat(group.to_ranks(x.chunk(group.size))))
     out = dealt.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     work = reduce_scatter_single(out, dealt, _REDUCE[args[0]], group.process_group, async_op=True)
-    return Pending(work, (dealt, out), lambda: out.view(x.dtype))
+    return Pending((work,), (dealt, out), lambda: out.view(x.dtype))
 
 
 def _countable(x: Tensor) -> Tensor:

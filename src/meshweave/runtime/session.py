@@ -17,13 +17,13 @@ from torch import Tensor
 from meshweave.errors import CheckpointError, LayoutError, StepError
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
+from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime import checkpoint
-from meshweave.runtime.executor import Executor, Meter, Task, Values, compile_tasks
-from meshweave.runtime.state import LASTING, Key, State
-from meshweave.runtime.world import World, boxes_of
-
-MICRO, UPDATE = 0, 1
+from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Meter, Task, compile_tasks
+from meshweave.runtime.progress import Progress
+from meshweave.runtime.state import Key, State
+from meshweave.runtime.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,32 @@ class Settings:
 
 
 class Session:
-    """Runs one rank graph step by step on the devices of a world.
+    """Runs the rank graphs of a program step by step on the devices of a world.
 
-    A failed step leaves the state of the last completed one, unless the failure came during the update: then the
-    state says so and refuses to go on.
+    A step is forward and backward, once per microbatch, then update; `run` does all of it. A failed step leaves the
+    state of the last completed one, unless the failure came during the update: then the state says so and refuses to
+    go on.
     """
 
-    def __init__(self, graph: RankGraph, world: World, settings: Settings, meter: Meter | None = None) -> None:
-        self.graph, self.world, self.settings = graph, world, settings
-        world.prepare(graph)
+    def __init__(
+        self, roles: Sequence[RankGraph], world: World, settings: Settings, meter: Meter | None = None
+    ) -> None:
+        self.roles, self.world, self.settings = tuple(roles), world, settings
         kept = {"loss", "norm", "buffer", "param", "state"} | ({"grad"} if self._needs_gradients() else set())
-        compiled = compile_tasks(graph, world.device, lambda kind, name: kind in kept)
-        self.executor = Executor(compiled, world.positions, world.communicator, world.device, meter)
-        self.state = State(graph, world.positions, world.device)
+        by_device = {d: rank for rank in self.roles for d in rank.devices}
+        compiled: dict[int, Compiled] = {}
+        for rank in (by_device[d] for d in world.devices):
+            if id(rank) not in compiled:
+                compiled[id(rank)] = compile_tasks(rank, world.device, lambda kind, name: kind in kept)
+        self.ranks = tuple(compiled[id(by_device[d])] for d in world.devices)
+        self.executor = world.executor(self.roles, self.ranks, meter)
+        self.state = State(self.roles, world.devices, world.device)
         self.metrics: dict[str, float] = {}
+        self.progress = Progress(settings.accumulate)
         self._gradients: dict[str, list[Tensor]] = {}
-        self._slots = {(i.kind, i.name): s for i, s in zip(graph.inputs, compiled.inputs, strict=True)}
-        self._results = list(zip(graph.outputs, compiled.outputs, strict=True))
+        self._envs: list[Env] = []
+        self._carried: list[dict[Key, Tensor]] = []
+        self._losses: list[float] = []
 
     def _needs_gradients(self) -> bool:
         return self.settings.keep_gradients or self.settings.accumulate > 1
@@ -65,9 +74,48 @@ class Session:
 
         Raises StepError when the loss is not finite, before anything is updated.
         """
-        self.state.check_usable()
+        self.progress.check_idle("a whole step")
         with self.world.guard():
-            env, loss = self._forward_backward(micros)
+            for batch in micros:
+                self.forward(batch)
+                self.backward()
+            self.update(lrs)
+        return self.metrics["loss"]
+
+    def forward(self, batch: Mapping[str, Tensor]) -> float:
+        """Forward and loss of one microbatch. Returns its loss. StepError when that is not what comes next."""
+        self.progress.check("forward")
+        self.state.check_usable()
+        with self._attempt("forward"):
+            draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
+            if not self.progress.num_done:
+                self._carried, self._losses = [{} for _ in self.ranks], []
+            self._envs = self._inputs(batch, draw)
+            self.executor.begin(self._envs)
+            self.executor.run(FORWARD)
+            self._losses.append(self._number("loss"))
+        return self._losses[-1]
+
+    def backward(self) -> None:
+        """Backward of the microbatch that went forward; its gradients are kept or added to those before."""
+        self.progress.check("backward")
+        with self._attempt("backward"):
+            self.executor.run(BACKWARD)
+            is_last = self.progress.num_done + 1 == self.settings.accumulate
+            self._carried = [
+                {
+                    ("acc" if kind == "grad" else kind, name): env[slot]
+                    for (kind, name), slot in outputs(rank)
+                    if kind == "buffer" or (kind == "grad" and not is_last)
+                }
+                for rank, env in zip(self.ranks, self._envs, strict=True)
+            ]
+
+    def update(self, lrs: Sequence[float]) -> None:
+        """New parameters and optimizer state, after every microbatch of the step has gone backward."""
+        self.progress.check("update")
+        with self._attempt("update"):
+            loss = sum(self._losses) / len(self._losses)
             if self.settings.check_finite and not math.isfinite(loss):
                 raise StepError(
                     f"the loss of step {self.state.num_steps + 1} is {loss}",
@@ -75,104 +123,124 @@ class Session:
                     hint="lower the learning rate, clip gradients or look at the batch; "
                     "check_finite=False carries on regardless",
                 )
-            self._update(env, lrs)
-        if self.settings.keep_gradients:
-            self._gradients = {n: env[slot] for (kind, n), slot in self._results if kind == "grad"}  # type: ignore[misc]
-        self.metrics = {"loss": loss, **self._norm(env)}
-        return loss
+            self._update(lrs)
+            if self.settings.keep_gradients:
+                self._gradients = self._held("grad")
+            has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
+            self.metrics = {"loss": loss, **({"grad_norm": self._number("norm")} if has_norm else {})}
+        self._envs, self._carried = [], []
 
-    def _forward_backward(self, micros: Sequence[Mapping[str, Tensor]]) -> tuple[list[Values | None], float]:
-        losses = []
-        carried: dict[Key, list[Tensor]] = {}
-        env: list[Values | None] = []
-        for i, batch in enumerate(micros):
-            env = self._inputs(batch, self.state.num_steps * len(micros) + i, carried)
-            self.executor.run(env, MICRO)
-            losses.append(float(self._result(env, "loss", "")[0]))
-            carried = {
-                ("acc" if kind == "grad" else kind, name): env[slot]  # type: ignore[misc]
-                for (kind, name), slot in self._results
-                if kind == "buffer" or (kind == "grad" and self.settings.accumulate > 1)
-            }
-        self._buffers = {key: value for key, value in carried.items() if key[0] == "buffer"}
-        return env, sum(losses) / len(losses)
+    @contextmanager
+    def _attempt(self, part: str) -> Iterator[None]:
+        """One part of a step; a failure ends the step, and the next one begins afresh."""
+        try:
+            with self.world.guard():
+                yield
+        except BaseException:
+            self._envs, self._carried = [], []
+            self.progress.reset()
+            raise
+        self.progress.advance(part)
 
-    def _inputs(
-        self, batch: Mapping[str, Tensor], draw: int, carried: Mapping[Key, list[Tensor]]
-    ) -> list[Values | None]:
-        env = self.executor.environment()
-        count = len(self.world.positions)
-        for item, layout in zip(self.graph.inputs, self.graph.layouts, strict=True):
-            slot = self._slots[item.kind, item.name]
-            if (item.kind, item.name) in carried:
-                env[slot] = carried[item.kind, item.name]
-            elif item.kind in LASTING:
-                env[slot] = self.state.pieces[item.kind, item.name]
-            elif item.kind == "batch":
-                env[slot] = self._batch_pieces(item, layout, batch[item.name])
-            elif item.kind == "acc":
-                env[slot] = [
-                    torch.zeros(b.size, dtype=item.spec.dtype, device=self.world.device)
-                    for b in boxes_of(layout, item.spec.shape, self.world.positions)
-                ]
-            elif item.kind == "constant":
-                env[slot] = [self.graph.constants[item.name].to(self.world.device)] * count
-            elif item.name == "draw":
-                env[slot] = [torch.tensor(draw, dtype=torch.int64, device=self.world.device)] * count
-        return env
+    def _number(self, kind: str) -> float:
+        (slot,) = (slot for key, slot in outputs(self.ranks[0]) if key == (kind, ""))
+        return float(self._envs[0][slot])
 
-    def _batch_pieces(self, item: Input, layout: Layout, value: Tensor) -> Values:
-        """Pieces of a global tensor; or the tensor itself where a process holds one device and was given its piece."""
-        boxes = boxes_of(layout, item.spec.shape, self.world.positions)
+    def _held(self, kind: str) -> dict[str, list[Tensor]]:
+        """Outputs of one kind by name: a piece per held device that has one."""
+        found: dict[str, list[Tensor]] = {}
+        for rank, env in zip(self.ranks, self._envs, strict=True):
+            for (its_kind, name), slot in outputs(rank):
+                if its_kind == kind:
+                    found.setdefault(name, []).append(env[slot])
+        return found
+
+    def _inputs(self, batch: Mapping[str, Tensor], draw: int) -> list[Env]:
+        envs = self.executor.environment()
+        where = {device: i for i, device in enumerate(self.world.devices)}
+        kept: dict[Key, dict[int, Tensor]] = {}
+        for item, layout in self.state.items:
+            held = zip(self.state.holders(layout), self.state.pieces[item.kind, item.name], strict=True)
+            kept[item.kind, item.name] = {where[device]: piece for device, piece in held}
+        number = torch.tensor(draw, dtype=torch.int64, device=self.world.device)
+        constants: dict[str, Tensor] = {}
+        for i, (device, rank, env) in enumerate(zip(self.world.devices, self.ranks, envs, strict=True)):
+            for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
+                key = (item.kind, item.name)
+                if key in self._carried[i]:
+                    env[slot] = self._carried[i][key]
+                elif key in kept:
+                    env[slot] = kept[key][i]
+                elif item.kind == "batch":
+                    env[slot] = self._batch_piece(item, layout.box_of(item.spec.shape, device), batch[item.name])
+                elif item.kind == "acc":
+                    size = layout.box_of(item.spec.shape, device).size
+                    env[slot] = torch.zeros(size, dtype=item.spec.dtype, device=self.world.device)
+                elif item.kind == "constant":
+                    made = constants.setdefault(item.name, rank.graph.constants[item.name].to(self.world.device))
+                    env[slot] = made
+                elif item.name == "draw":
+                    env[slot] = number
+        return envs
+
+    def _batch_piece(self, item: Input, box: Box, value: Tensor) -> Tensor:
+        """The piece of a global tensor; or the tensor itself where a process holds one device and was given its piece."""
         if value.dtype != item.spec.dtype:
             raise _other_batch(item, value, self.settings)
         if tuple(value.shape) == item.spec.shape:
-            return [value[b.slices()].to(self.world.device) for b in boxes]
-        if self.world.is_distributed and tuple(value.shape) == boxes[0].size:
-            return [value.to(self.world.device)]
+            return value[box.slices()].to(self.world.device)
+        if self.world.is_distributed and tuple(value.shape) == box.size:
+            return value.to(self.world.device)
         raise _other_batch(item, value, self.settings)
 
-    def _update(self, env: list[Values | None], lrs: Sequence[float]) -> None:
-        count = len(self.world.positions)
+    def _update(self, lrs: Sequence[float]) -> None:
         numbers = {"step": float(self.state.num_steps + 1), **{f"lr.{g}": lr for g, lr in enumerate(lrs)}}
-        for name, number in numbers.items():
-            slot = self._slots.get(("scalar", name))
-            if slot is not None:
-                env[slot] = [torch.tensor(number, dtype=torch.float32, device=self.world.device)] * count
-        replaced = {slot: key for key, slot in self._results if key[0] in ("param", "state")}
+        scalars = {n: torch.tensor(v, dtype=torch.float32, device=self.world.device) for n, v in numbers.items()}
+        replaced: list[dict[int, tuple[list[Any], int]]] = []  # per device: slot -> where its new value is kept
+        new: dict[Key, list[Any]] = {}
+        for rank, env in zip(self.ranks, self._envs, strict=True):
+            for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True):
+                if item.kind == "scalar" and item.name in scalars:
+                    env[slot] = scalars[item.name]
+            targets = {}
+            for key, slot in outputs(rank):
+                if key[0] in ("param", "state"):
+                    cells = new.setdefault(key, [])
+                    targets[slot] = (cells, len(cells))
+                    cells.append(None)
+            replaced.append(targets)
+
+        def commit(i: int, task: Task) -> None:
+            target = replaced[i].get(task.out)
+            if target is not None:
+                target[0][target[1]] = self._envs[i][task.out]
+
+        buffers = [(key, v) for held in self._carried for key, v in held.items() if key[0] == "buffer"]
         with _uninterrupted():
-            self.state.torn = bool(replaced)
-            for key in replaced.values():
-                del self.state.pieces[key]
-
-            def commit(task: Task) -> None:
-                if task.out in replaced:
-                    self.state.pieces[replaced[task.out]] = env[task.out]  # type: ignore[assignment]
-
-            self.executor.run(env, UPDATE, commit)
-            # A buffer may be a view of the batch, which is the caller's.
-            self.state.pieces.update({key: [piece.clone() for piece in held] for key, held in self._buffers.items()})
-            self._buffers = {}
+            self.state.torn = bool(new)
+            for key in new:
+                self.state.pieces[key] = new[key]
+            self.executor.run(UPDATE, commit)
+            renewed: dict[Key, list[Tensor]] = {}
+            for key, piece in buffers:
+                renewed.setdefault(key, []).append(piece.clone())  # it may be a view of the batch, the caller's
+            self.state.pieces.update(renewed)
             self.state.num_steps += 1
             self.state.torn = False
-
-    def _result(self, env: list[Values | None], kind: str, name: str) -> Values:
-        slot = next(slot for key, slot in self._results if key == (kind, name))
-        return env[slot]  # type: ignore[return-value]
-
-    def _norm(self, env: list[Values | None]) -> dict[str, float]:
-        return {"grad_norm": float(self._result(env, "norm", "")[0])} if ("norm", "") in self.graph.outputs else {}
 
     # looking at values
 
     def full(self, kind: str, pieces: Mapping[str, list[Tensor]] | None = None) -> dict[str, Tensor]:
         """Full tensors by name of one kind (param, buffer, state), or of gradients handed in. All processes call it."""
         source = "param" if kind == "grad" else kind
+        named = {name for rank in self.roles for its_kind, name in rank.outputs if its_kind == kind}
         found = {}
-        for item, layout in zip(self.graph.inputs, self.graph.layouts, strict=True):
-            held = pieces.get(item.name) if pieces is not None else self.state.pieces.get((kind, item.name))
-            if item.kind == source and held is not None:
-                found[item.name] = self.world.assemble(item.spec.shape, layout, held)
+        for item, layout in self.state.items:
+            if item.kind == source and (pieces is None or item.name in named):
+                held = (self.state.pieces if pieces is None else {(source, n): p for n, p in pieces.items()}).get(
+                    (item.kind, item.name), []
+                )
+                found[item.name] = self.world.assemble(item.spec, layout, held)
         return found
 
     def gradients(self) -> dict[str, Tensor]:
@@ -191,6 +259,7 @@ class Session:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
+        self.progress.check_idle("a checkpoint")
         self.state.check_usable()
         info = {"num_steps": self.state.num_steps, "seed": self.settings.seed}
         with self.world.guard():
@@ -201,6 +270,7 @@ class Session:
 
         The old state lives until the new one is whole, so that a load that fails changes nothing.
         """
+        self.progress.check_idle("a checkpoint")
         with self.world.guard():
             loaded = self.state.blank()
             info = checkpoint.load(path, loaded.views())
@@ -214,6 +284,11 @@ class Session:
                 )
             loaded.num_steps = int(info["num_steps"])
             self.state = loaded
+
+
+def outputs(rank: Compiled) -> Iterator[tuple[Key, int]]:
+    """(kind, name) and slot of every output of a rank."""
+    return zip(rank.graph.outputs, rank.outputs, strict=True)
 
 
 def _other_batch(item: Input, value: Tensor, settings: Settings) -> LayoutError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,26 +22,31 @@ LASTING = ("param", "buffer", "state")
 
 @dataclass(slots=True)
 class State:
-    """Pieces by (kind, name), one per held device, and the number of completed steps.
+    """Pieces by (kind, name), one per held device that is of the value's mesh, and the number of completed steps.
 
     While an update runs, old pieces are given up one by one as new ones appear; `torn` is set meanwhile. A state
     that an interrupted update left torn refuses to be used.
     """
 
-    graph: RankGraph
-    positions: Sequence[int]
+    roles: Sequence[RankGraph]
+    devices: Sequence[int]
     device: torch.device
     pieces: dict[Key, list[Tensor]] = field(default_factory=dict)
     num_steps: int = 0
     torn: bool = False
 
     @property
-    def items(self) -> Iterator[tuple[Input, Layout]]:
-        return ((i, a) for i, a in zip(self.graph.inputs, self.graph.layouts, strict=True) if i.kind in LASTING)
+    def items(self) -> Iterable[tuple[Input, Layout]]:
+        """Every lasting value of the program, whether or not a piece of it is held here."""
+        return lasting(self.roles)
+
+    def holders(self, layout: Layout) -> list[int]:
+        """The held devices that are of a layout's mesh, in the order in which pieces are kept."""
+        return [device for device in self.devices if device in layout.mesh]
 
     def boxes(self, item: Input, layout: Layout) -> list[Box]:
-        """The box of each held device."""
-        return boxes_of(layout, item.spec.shape, self.positions)
+        """The box of each holder."""
+        return boxes_of(layout, item.spec.shape, self.holders(layout))
 
     def fill(
         self, values: Iterable[tuple[str, Tensor]], state: Mapping[str, Mapping[str, Tensor]] | None = None
@@ -78,7 +83,7 @@ class State:
             ]
             for item, layout in self.items
         }
-        return State(self.graph, self.positions, self.device, pieces)
+        return State(self.roles, self.devices, self.device, pieces)
 
     def check_usable(self) -> None:
         if self.torn:
@@ -102,4 +107,18 @@ class State:
     @property
     def num_bytes(self) -> list[int]:
         """Bytes held by each device."""
-        return [sum(p[i].nbytes for p in self.pieces.values()) for i in range(len(self.positions))]
+        total = dict.fromkeys(self.devices, 0)
+        for item, layout in self.items:
+            for device, piece in zip(self.holders(layout), self.pieces[item.kind, item.name], strict=True):
+                total[device] += piece.nbytes
+        return list(total.values())
+
+
+def lasting(roles: Sequence[RankGraph]) -> list[tuple[Input, Layout]]:
+    """The parameters, buffers and optimizer state of a program, each once."""
+    found: dict[Key, tuple[Input, Layout]] = {}
+    for rank in roles:
+        for item, layout in zip(rank.inputs, rank.layouts, strict=True):
+            if item.kind in LASTING:
+                found.setdefault((item.kind, item.name), (item, layout))
+    return list(found.values())

@@ -10,38 +10,37 @@ import torch
 from torch import Tensor
 
 from meshweave.errors import MeshError
+from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.executor import Communicator
-from meshweave.runtime.local import LocalCommunicator
+from meshweave.runtime.executor import Compiled, Executor, Meter
+from meshweave.runtime.local import LocalExecutor
 
 
 class World(Protocol):
-    """One process's part of a mesh. `positions` are the row-major positions of the devices that it holds."""
+    """One process's part of a mesh: `devices` are the ids of those that it holds."""
 
     @property
     def mesh(self) -> Mesh: ...
 
     @property
-    def positions(self) -> tuple[int, ...]: ...
+    def devices(self) -> tuple[int, ...]: ...
 
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def communicator(self) -> Communicator: ...
-
-    @property
     def is_distributed(self) -> bool: ...
 
-    def prepare(self, graph: RankGraph) -> None:
-        """Make what the graph's collectives need; every process calls it, with every graph, before the first step."""
+    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
+        """What runs `ranks[i]` on held device i. Every process calls it with the same `roles`, before the first step."""
         ...
 
-    def assemble(self, shape: Sequence[int], layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
-        """The full tensor, on every process, of the pieces that all processes hold."""
+    def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
+        """The full tensor, on every process, of the pieces that they hold. `pieces` are those of the held devices that
+        are of the layout's mesh; there may be none."""
         ...
 
     def guard(self) -> AbstractContextManager[None]:
@@ -49,8 +48,8 @@ class World(Protocol):
         ...
 
 
-def boxes_of(layout: Layout, shape: Sequence[int], positions: Sequence[int]) -> list[Box]:
-    return [layout.box(shape, layout.mesh.coordinates(p)) for p in positions]
+def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> list[Box]:
+    return [layout.box_of(shape, device) for device in devices]
 
 
 class LocalWorld:
@@ -59,19 +58,18 @@ class LocalWorld:
     is_distributed = False
 
     def __init__(self, mesh: Mesh, device: torch.device | str | None = None) -> None:
-        self.mesh = mesh
-        self.positions = tuple(range(mesh.num_devices))
+        self.mesh, self.devices = mesh, mesh.devices
         self.device = torch.device(device or "cpu")
         if self.device.type == "meta":
             raise MeshError("a step cannot run on the meta device", hint="leave device out, or name cpu or cuda")
-        self.communicator = LocalCommunicator(mesh)
 
-    def prepare(self, graph: RankGraph) -> None:
-        pass
+    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
+        return LocalExecutor(roles, ranks, self.devices, self.device, meter)
 
-    def assemble(self, shape: Sequence[int], layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
-        full = pieces[0].new_empty(tuple(shape))
-        for box, piece in zip(boxes_of(layout, shape, self.positions), pieces, strict=True):
+    def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
+        full = pieces[0].new_empty(spec.shape)
+        held = [device for device in self.devices if device in layout.mesh]
+        for box, piece in zip(boxes_of(layout, spec.shape, held), pieces, strict=True):
             full[box.slices()] = piece
         return full
 
