@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -60,11 +63,62 @@ class Group:
 class Pending:
     """A started communication. `held` are buffers that must live until it is done; `finish` makes the value of them."""
 
-    works: tuple[dist.Work, ...]
+    works: tuple[Any, ...]
     held: tuple[Tensor, ...]
     finish: Callable[[], Tensor | Pending | None]
     is_done: bool = False
     value: Tensor | None = None
+
+
+class Background:
+    """A thread that waits for sends and receives of Gloo: a wait for one of them that times out closes its connection
+    (torch 2.13, gloo/transport/tcp/unbound_buffer.cc), so it cannot be watched like a collective."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Sends | None] = SimpleQueue()
+        self._started = False
+
+    def add(self, works: Sequence[Any]) -> Sends:
+        """The works as one, which may be waited for with a timeout."""
+        if not self._started:
+            self._started = True
+            Thread(target=_serve, args=(self._queue,), name="meshweave transfers", daemon=True).start()
+            finalize(self, self._queue.put, None)
+        sends = Sends(tuple(works))
+        self._queue.put(sends)
+        return sends
+
+
+def _serve(queue: SimpleQueue[Sends | None]) -> None:
+    while (sends := queue.get()) is not None:
+        sends.finish()
+
+
+class Sends:
+    """Sends and receives that a thread waits for; `wait` is that of a torch Work."""
+
+    def __init__(self, works: tuple[Any, ...]) -> None:
+        self._works, self._done = works, Event()
+        self._error: BaseException | None = None
+
+    def finish(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except BaseException as error:
+            self._error = error
+        self._works = ()
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """RuntimeError when the time is over, or with what went wrong."""
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("a transfer is not done yet")
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
 
 
 class ConnectionLost(StepError):
@@ -89,6 +143,7 @@ class ClusterCommunicator:
     open: set[Pending] = field(default_factory=set)
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _background: Background = field(default_factory=Background)
 
     def prepare(self, roles: Sequence[RankGraph]) -> None:
         """Make the process groups of every collective of every role. All ranks of the world call it together."""
@@ -167,10 +222,11 @@ class ClusterCommunicator:
             part = operand[piece_of(message.box, made.source.box_of(shape, self.rank))].contiguous()
             calls.append((dist.isend, _bytes(part), message.receiver))
             held.append(part)
+        works: tuple[Any, ...]
         if self.is_native and calls:
             works = tuple(dist.batch_isend_irecv([dist.P2POp(call, part, peer) for call, part, peer in calls]))
         else:
-            works = tuple(call(part, peer, tag=tag) for call, part, peer in calls)
+            works = (self._background.add([call(part, peer, tag=tag) for call, part, peer in calls]),) if calls else ()
 
         def finish() -> Tensor | None:
             if self.rank not in made.target.mesh:
@@ -216,7 +272,7 @@ class ClusterCommunicator:
             pending.held, pending.is_done = (), True
         return pending.value
 
-    def _await(self, work: dist.Work) -> None:
+    def _await(self, work: Any) -> None:
         try:
             if self.is_native:
                 work.wait()  # orders the streams and returns

@@ -184,7 +184,7 @@ class Session:
         return envs
 
     def _batch_piece(self, item: Input, box: Box, value: Tensor) -> Tensor:
-        """The piece of a global tensor; or the tensor itself where a process holds one device and was given its piece."""
+        """The piece of a global tensor; or the tensor itself where a process with one device was given its piece."""
         if value.dtype != item.spec.dtype:
             raise _other_batch(item, value, self.settings)
         if tuple(value.shape) == item.spec.shape:

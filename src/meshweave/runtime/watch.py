@@ -19,7 +19,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshweave.errors import StepError
@@ -198,8 +197,8 @@ class Watch:
         self._on_failure()
 
 
-def await_work(work: dist.Work, check: Callable[[], None]) -> None:
-    """Wait for a Gloo work, calling `check` (which may raise) every POLL seconds.
+def await_work(work: Any, check: Callable[[], None]) -> None:
+    """Wait for a Gloo work (or what waits like one), calling `check` (which may raise) every POLL seconds.
 
     Costs nothing while the work runs, for `wait` with a timeout sleeps on the work's own condition variable.
     """

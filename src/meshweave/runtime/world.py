@@ -35,7 +35,7 @@ class World(Protocol):
     def is_distributed(self) -> bool: ...
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
-        """What runs `ranks[i]` on held device i. Every process calls it with the same `roles`, before the first step."""
+        """What runs `ranks[i]` on held device i. Every process calls it, with the same `roles`, before a first step."""
         ...
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
