@@ -63,14 +63,8 @@ class Task:
     out: int
     frees: tuple[int, ...]
     is_flat: bool
-
-    @property
-    def is_start(self) -> bool:
-        return self.function in STARTS
-
-    @property
-    def is_wait(self) -> bool:
-        return self.function is WAIT
+    is_start: bool = False
+    is_wait: bool = False
 
 
 @dataclass(slots=True)
@@ -120,7 +114,8 @@ def compile_tasks(
         unused = [] if node in last or node in kept else [slot[node]]
         is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
         function: Any = KERNELS.get(node.target, node.target)
-        return Task(node, function, args, kwargs, slot[node], (*frees.get(node, ()), *unused), is_flat)
+        free = (*frees.get(node, ()), *unused)
+        return Task(node, function, args, kwargs, slot[node], free, is_flat, node.target in STARTS, node.target is WAIT)
 
     parts = tuple(tuple(task(n) for n in part) for part in _parts(nodes))
     inputs = tuple(slot[n] for n in sources)
@@ -227,7 +222,7 @@ class SerialExecutor:
 
 def finish(task: Task, env: Env, index: int, meter: Meter | None, after: After | None, compiled: Compiled) -> None:
     """Tell who wants to know that a task's result is in place, and let go what nobody needs any more."""
-    if meter is not None:
+    if meter is not None and not (task.is_wait and env[task.out] is None):
         meter.made(index, task.node, env[task.out])
     if after is not None:
         after(index, task)

@@ -16,7 +16,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.executor import Compiled, Executor, Meter
-from meshweave.runtime.local import LocalExecutor
+from meshweave.runtime.virtual import LocalExecutor
 
 
 class World(Protocol):
@@ -64,7 +64,7 @@ class LocalWorld:
             raise MeshError("a step cannot run on the meta device", hint="leave device out, or name cpu or cuda")
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
-        return LocalExecutor(roles, ranks, self.devices, self.device, meter)
+        return LocalExecutor(ranks, self.devices, self.device, meter)
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         full = pieces[0].new_empty(spec.shape)

@@ -1,0 +1,225 @@
+"""Rank graphs as schedules: a stream per device or role, a stream per channel, and who waits for whom.
+
+A communication is a task of its own, a `Copy`, between the nodes that start it and those that wait for it. Copies run
+in channels: one per group of devices, and for transfers one per pair of meshes and receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from meshweave.engine.machine import ANY_PART, Schedule
+from meshweave.engine.match import Channel, Matches, Start, agreed, devices_text, plain_args
+from meshweave.errors import VerifyError
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, Transfer, transfer
+from meshweave.ir.routes import Message, routes
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a task of a channel does: a collective in one group, or the part of a transfer that one device receives.
+
+    `sources` are the tasks that post the operands, in the order of the group (those of a transfer's senders in the
+    order of its messages); `targets` the waits that take the results, in the order of the group (one for a transfer).
+    A copy between roles says no more than what is started.
+    """
+
+    op: Any
+    key: str
+    args: tuple[Any, ...] = ()
+    sources: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+    messages: tuple[Message, ...] = ()
+
+    def __str__(self) -> str:
+        to = f" to device {self.messages[0].receiver}" if self.messages else ""
+        return f"{op_name(self.op)} over {self.key}{to}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A schedule and what its tasks are. Stream i runs `nodes[i]` for `owners[i]`, a device or the devices of a role;
+    the streams after these are channels, of no part, and run the `copies`, which are the last tasks, in order."""
+
+    schedule: Schedule
+    owners: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def first_copy(self) -> int:
+        """The number of the first copy among the tasks."""
+        return self.schedule.num_tasks - len(self.copies)
+
+    def node(self, task: int) -> fx.Node:
+        """The node that a task runs; of a copy, the one that starts it."""
+        start = task if task < self.first_copy else self.schedule.needs[task][0]
+        return self.nodes[self.schedule.stream_of[start]][self.schedule.index_of[start]]
+
+    def describe(self, task: int) -> str:
+        """One line for messages: what a task does, for whom, and where that comes from."""
+        node = self.node(task)
+        if task >= self.first_copy:
+            return f"{self.copies[task - self.first_copy]} ({node.name}) {origin_of(node)}"
+        owner = devices_text(self.owners[self.schedule.stream_of[task]])
+        return f"{op_name(node.target)} ({node.name}) on {owner} {origin_of(node)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A copy, the tasks that it needs and those that need it."""
+
+    copy: Copy
+    needs: tuple[int, ...]
+    users: tuple[int, ...]
+
+
+def lower(
+    roles: Sequence[RankGraph], devices: Sequence[int] | None = None, sizes: Sequence[Sequence[int]] | None = None
+) -> Lowered:
+    """The tasks of every device (default: all of the program's mesh): all nodes but symbols. `sizes[r]` says how many
+    tasks of role r are in part 0, 1, ...; by default all are in part 0.
+
+    A wait needs the copies that bring its device something, and those of a transfer that read from its device. Raises
+    VerifyError where the starts of several devices do not belong together.
+    """
+    ids = tuple(roles[0].mesh.devices if devices is None else devices)
+    role_of = {device: i for i, role in enumerate(roles) for device in role.devices}
+    rows = [tuple(n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS) for role in roles]
+    calls = [_calls(row) for row in rows]
+    matches, parts, streams = Matches(), list[int](), list[tuple[int, ...]]()
+    for device in ids:
+        number, base = role_of[device], len(parts)
+        parts += _parts(len(rows[number]), sizes[number] if sizes is not None else None)
+        streams.append(tuple(range(base, len(parts))))
+        for at, wait, node, args in calls[number]:
+            channel = _channel(node)
+            if node.target is not transfer:
+                channel = (*channel, *roles[number].group_members(channel[1], device))
+            matches.add(channel, device, Start(base + at, base + wait, node, (device,), args))
+    planned: dict[Channel, list[_Planned]] = {}
+    for channel, numbered in matches.table.items():
+        if channel[0] == "group":
+            matches.check(channel, {device: (device,) for device in channel[2:]})
+            planned[channel] = [_collective(channel, starts) for starts in numbered]
+            continue
+        made = agreed(roles, channel[1])
+        meshes = made.source.mesh, made.target.mesh
+        matches.check(channel, {device: (device,) for mesh in meshes for device in mesh.devices})
+        for starts in numbered:
+            for receiver in made.target.mesh.devices:
+                planned.setdefault((*meshes, receiver), []).append(_received(channel[1], made, receiver, starts))
+    owners = tuple((device,) for device in ids)
+    return _assemble(owners, tuple(rows[role_of[d]] for d in ids), streams, parts, list(planned.values()))
+
+
+def lower_roles(roles: Sequence[RankGraph]) -> Lowered:
+    """The starts of every role, under the strictest runtime that there could be: a role goes on to its next one when
+    the one before has been completed by all roles of its mesh, or of both meshes of a transfer.
+
+    If this runs to its end, so does every runtime that waits for less. The cost grows with roles and nodes, not with
+    devices. Raises VerifyError where the starts of several roles do not belong together.
+    """
+    rows = [tuple(n for n in role.graph.nodes if n.target in STARTS) for role in roles]
+    matches, streams, total = Matches(), list[tuple[int, ...]](), 0
+    for number, (role, row) in enumerate(zip(roles, rows, strict=True)):
+        for at, node in enumerate(row):
+            following = total + at + 1 if at + 1 < len(row) else -1
+            start = Start(total + at, following, node, role.devices, plain_args(node))
+            matches.add(_channel(node), number, start)
+        streams.append(tuple(range(total, total + len(row))))
+        total += len(row)
+    planned: list[list[_Planned]] = []
+    for channel, numbered in matches.table.items():
+        matches.check(channel, _roles_of(channel, roles))
+        planned.append([_rendezvous(channel, starts) for starts in numbered])
+    return _assemble(tuple(role.devices for role in roles), tuple(rows), streams, [0] * total, planned)
+
+
+def _channel(node: fx.Node) -> Channel:
+    return ("transfer" if node.target is transfer else "group", str(node.args[-1]))
+
+
+def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[int, ...]]:
+    """Number and devices of the roles that take part in a channel. One device of a role stands for all: they are of the
+    same meshes."""
+    kind, key = channel
+    if kind == "group":
+        meshes = [roles[0].group_axes(key)[0]]
+    else:
+        made = agreed(roles, key)
+        meshes = [made.source.mesh, made.target.mesh]
+    return {i: role.devices for i, role in enumerate(roles) if any(role.devices[0] in mesh for mesh in meshes)}
+
+
+def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
+    """Per communication the index of its start, that of its wait, its node and its arguments."""
+    index = {node: i for i, node in enumerate(row)}
+    found = []
+    for at, node in enumerate(row):
+        if node.target not in STARTS:
+            continue
+        waits = [user for user in node.users if user.target is WAIT]
+        if len(waits) != 1:
+            raise VerifyError(
+                f"{node.name} has {len(waits)} waits", where=str(origin_of(node)), expected="one wait for every start"
+            )
+        found.append((at, index[waits[0]], node, plain_args(node)))
+    return found
+
+
+def _parts(num: int, sizes: Sequence[int] | None) -> list[int]:
+    """The part of each of a device's tasks."""
+    parts = [part for part, size in enumerate(sizes or (num,)) for _ in range(size)]
+    assert len(parts) == num, "every task is in one part"
+    return parts
+
+
+def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:
+    members = [starts[device] for device in channel[2:]]
+    tasks, waits = tuple(s.task for s in members), tuple(s.wait for s in members)
+    return _Planned(Copy(members[0].node.target, channel[1], members[0].args, tasks, waits), tasks, waits)
+
+
+def _received(key: str, made: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
+    """The copy to one device of a transfer's target, which reads from those that send to it."""
+    messages = routes(made.source, made.target, made.spec.shape).received_by(receiver)
+    own = starts[receiver]
+    senders = [starts[device] for device in dict.fromkeys(m.sender for m in messages)]
+    sources = tuple(starts[m.sender].task for m in messages)
+    copy = Copy(transfer, key, (), sources, (own.wait,), messages)
+    joined = tuple(dict.fromkeys([own, *senders]))
+    return _Planned(copy, tuple(s.task for s in joined), tuple(s.wait for s in joined))
+
+
+def _rendezvous(channel: Channel, starts: dict[int, Start]) -> _Planned:
+    first, tasks = next(iter(starts.values())), tuple(s.task for s in starts.values())
+    return _Planned(Copy(first.node.target, channel[1]), tasks, tuple(s.wait for s in starts.values() if s.wait >= 0))
+
+
+def _assemble(
+    owners: tuple[tuple[int, ...], ...],
+    nodes: tuple[tuple[fx.Node, ...], ...],
+    streams: list[tuple[int, ...]],
+    parts: list[int],
+    channels: Sequence[Sequence[_Planned]],
+) -> Lowered:
+    """The schedule of the owners' streams followed by one stream per channel."""
+    needs: list[list[int]] = [[] for _ in parts]
+    all_parts, copies, lines = list(parts), list[Copy](), list(streams)
+    for channel in channels:
+        first = len(needs)
+        for task, planned in enumerate(channel, first):
+            copies.append(planned.copy)
+            needs.append(list(planned.needs))
+            all_parts.append(ANY_PART)
+            for user in planned.users:
+                needs[user].append(task)
+        lines.append(tuple(range(first, len(needs))))
+    schedule = Schedule(tuple(lines), tuple(map(tuple, needs)), tuple(all_parts))
+    return Lowered(schedule, owners, nodes, tuple(copies))

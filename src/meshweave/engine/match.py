@@ -1,0 +1,141 @@
+"""Which starts of communications belong together: the k-th of every process on one channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from meshweave.errors import VerifyError
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import RankGraph, Transfer
+
+Channel = tuple[Any, ...]  # what tells one channel from another: "group" or "transfer", its key, the members of a group
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A communication as one process starts it: as task `task`. Task `wait` waits for it, if that is not below 0."""
+
+    task: int
+    wait: int
+    node: fx.Node
+    devices: tuple[int, ...]  # of the process
+    args: tuple[Any, ...]  # of the node, as `plain_args` gives them
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(_shown, (*self.args, self.node.args[-1])))
+        return f"{self.node.name} = {op_name(self.node.target)}({shown}) on {devices_text(self.devices)}"
+
+
+@dataclass(slots=True)
+class Matches:
+    """Per channel and number, the starts by process."""
+
+    table: dict[Channel, list[dict[int, Start]]] = field(default_factory=dict)
+    _counts: dict[tuple[Channel, int], int] = field(default_factory=dict)
+
+    def add(self, channel: Channel, process: int, start: Start) -> None:
+        """Put a start with those of the other processes that have the same number on its channel."""
+        count = self._counts.get((channel, process), 0)
+        self._counts[channel, process] = count + 1
+        numbered = self.table.setdefault(channel, [])
+        if count == len(numbered):
+            numbered.append({})
+        numbered[count][process] = start
+
+    def check(self, channel: Channel, processes: Mapping[int, tuple[int, ...]]) -> None:
+        """Raise VerifyError unless every one of the processes (given with their devices) has every start of a channel,
+        and all of them the same."""
+        for number, starts in enumerate(self.table[channel]):
+            first = next(iter(starts.values()))
+            missing = [process for process in processes if process not in starts]
+            if missing:
+                raise self._missing(channel, number, first, processes[missing[0]], missing[0])
+            for process, start in starts.items():
+                if process not in processes:
+                    raise VerifyError(
+                        f"{devices_text(start.devices)} takes part in {_name(channel)}, of which it is not",
+                        where=_where(start),
+                        got=str(start),
+                        expected=f"only {devices_text(sorted({d for ids in processes.values() for d in ids}))}",
+                    )
+                if start.node is not first.node and (start.node.target, start.args) != (first.node.target, first.args):
+                    raise VerifyError(
+                        f"start {number + 1} of {_name(channel)} differs between its devices",
+                        where=_where(start),
+                        got=str(start),
+                        expected=f"{first}, {_where(first)}",
+                    )
+
+    def _missing(
+        self, channel: Channel, number: int, there: Start, devices: tuple[int, ...], process: int
+    ) -> VerifyError:
+        """The error for a process that has fewer starts than another, with the last one that it has."""
+        numbered = self.table[channel]
+        last = numbered[number - 1].get(process) if number else None
+        return VerifyError(
+            f"{devices_text(devices)} does not take part in start {number + 1} of {_name(channel)}",
+            where=_where(there),
+            got=f"last {last}, {_where(last)}" if last is not None else "no start of it there",
+            expected=f"as many as {devices_text(there.devices)} has: {there}",
+        )
+
+
+def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
+    """What all roles say that a transfer is. Raises VerifyError where two of them differ."""
+    said = [(role, role.transfers[key]) for role in roles if key in role.transfers]
+    if not said:
+        raise VerifyError(f"no role says what transfer {key} is")
+    first, made = said[0]
+    for role, other in said:
+        if other != made:
+            raise VerifyError(
+                f"two roles differ in what transfer {key} is",
+                got=f"{_moved(other)} on {devices_text(role.devices)}",
+                expected=f"{_moved(made)} as on {devices_text(first.devices)}",
+            )
+    return made
+
+
+def plain_args(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a start without operand and group, and with symbols written out, so that those of two graphs
+    compare."""
+    return tuple(_plain(arg) for arg in node.args[1:-1])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return (value.target, *map(_plain, value.args))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and value and callable(value[0]):
+        return f"{op_name(value[0])}({', '.join(map(_shown, value[1:]))})"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return str(value)
+
+
+def devices_text(devices: Sequence[int]) -> str:
+    """`device 3`, `devices 0, 1`, or the first few of many."""
+    shown = ", ".join(map(str, devices[:4])) + (f", ... ({len(devices)})" if len(devices) > 4 else "")
+    return f"device{'s' * (len(devices) > 1)} {shown}"
+
+
+def _where(start: Start) -> str:
+    return str(origin_of(start.node))
+
+
+def _name(channel: Channel) -> str:
+    kind, key, *members = channel
+    return f"{kind} {key}" + (f" {members}" if members else "")
+
+
+def _moved(made: Transfer) -> str:
+    return f"{made.spec} {made.source} on {made.source.mesh} -> {made.target} on {made.target.mesh}"

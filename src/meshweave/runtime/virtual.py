@@ -1,0 +1,310 @@
+"""The executor of virtual devices: the event machine, with a worker thread per device and one per channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from meshweave.engine.lower import Copy, lower
+from meshweave.engine.machine import Action, Done, Failed, Idle, Machine, Release, Run
+from meshweave.errors import MeshweaveError, StepError
+from meshweave.ir.rank import transfer
+from meshweave.ir.routes import Message
+from meshweave.runtime.executor import After, Compiled, Env, Meter, Task, environment, evaluate, failed, fill, finish
+from meshweave.runtime.local import exchange, piece_of, receive
+
+# A copy of so few bytes is done by the worker that found it ready: waking another costs more than it takes (a wake-up
+# is about 20 us under a contended interpreter lock; 2 shared cores copy 1 MiB in about 100 us; 2026-11, torch 2.13).
+INLINE_BYTES = 1 << 20
+
+
+class Workers:
+    """Threads that do what they are handed, each in order. They hold nothing but their queues, and end with them."""
+
+    def __init__(self, count: int) -> None:
+        self._queues: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(count)]
+        self._started = [False] * count
+        finalize(self, _stop, self._queues)
+
+    def hand(self, worker: int, job: Callable[[], None]) -> None:
+        """Give a worker something to do next. Its thread begins with its first job."""
+        if not self._started[worker]:
+            self._started[worker] = True
+            queue = self._queues[worker]
+            Thread(target=_serve, args=(queue,), name=f"meshweave worker {worker}", daemon=True).start()
+        self._queues[worker].put(job)
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    with torch.no_grad():
+        while (job := queue.get()) is not None:
+            job()
+            del job  # or the thread would keep alive what it did last
+
+
+def _stop(queues: Iterable[SimpleQueue[Any]]) -> None:
+    for queue in queues:
+        queue.put(None)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over the step: its environments, and what the workers share of its part that runs."""
+
+    envs: list[Env]
+    lock: Lock = field(default_factory=Lock)
+    idle: Event = field(default_factory=Event)
+    num_active: int = 0  # runs that are being worked on
+    is_stopped: bool = False
+    reached: int = -1  # every task up to this part is settled
+    broken: BaseException | None = None  # a worker itself has failed: a bug of ours
+    after: After | None = None
+
+
+class LocalExecutor:
+    """Runs the tasks of all virtual devices: `ranks[i]` on device `devices[i]`, compute and communication side by side.
+
+    The machine says what may run. A worker that has finished a run tells it, goes on with what it may do itself (its
+    own stream, and copies that are not worth waking another for) and hands the rest to their workers.
+
+    An operand that a start has posted stands in the cell of the start, until the copy has been made (a collective) or
+    this device need not send any more (a transfer); a copy writes its result to the cell of the wait.
+    """
+
+    def __init__(
+        self, ranks: Sequence[Compiled], devices: Sequence[int], on: torch.device, meter: Meter | None = None
+    ) -> None:
+        self.ranks, self.devices, self.on, self.meter = tuple(ranks), tuple(devices), on, meter
+        roles = list({id(rank): rank for rank in self.ranks}.values())
+        sizes = [[len(part) for part in rank.tasks] for rank in roles]
+        self.lowered = lower([rank.graph for rank in roles], self.devices, sizes)
+        self._machine = Machine(self.lowered.schedule)
+        self._tasks = [[task for part in rank.tasks for task in part] for rank in self.ranks]
+        self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]
+        self._streams = Streams(on, len(self.lowered.schedule.streams))
+        self._workers = Workers(2 * len(self.devices))
+        self._meter_lock = Lock()
+        self._pass = _Pass([])
+
+    def environment(self) -> list[Env]:
+        return [list(fresh) for fresh in self._fresh]
+
+    def begin(self, envs: list[Env]) -> None:
+        self._machine.reset()
+        self._streams.reset()
+        self._pass = _Pass(envs)
+
+    def run(self, part: int, after: After | None = None) -> None:
+        now, machine = self._pass, self._machine
+        now.after = after
+        now.idle.clear()
+        try:
+            with torch.no_grad():
+                with now.lock:
+                    mine = self._deal(now, machine.handle(Release(part)), -1)
+                self._work(now, mine)
+                now.idle.wait()
+        except BaseException:  # Ctrl-C: tasks that run end, no other begins
+            now.is_stopped = True
+            now.idle.wait()
+            raise
+        finally:
+            now.after = None
+        if now.broken is not None:
+            raise now.broken
+        if machine.cause is not None:
+            cause = machine.cause[1]
+            assert isinstance(cause, BaseException)
+            raise cause
+        if now.reached < part:
+            lines = map(self.lowered.describe, machine.cycle() or machine.unfinished()[:1])
+            raise StepError(
+                "devices wait for each other",
+                got="\n    waits for ".join(lines),
+                hint="meshweave check finds this before anything runs",
+            )
+        self._streams.join()
+
+    # workers
+
+    def _deal(self, now: _Pass, actions: Iterable[Action], own: int) -> list[Run]:
+        """Hand out what may run now. Returns what the caller, who works on stream `own`, should run itself. Called with
+        the lock held."""
+        mine: list[Run] = []
+        for action in actions:
+            if type(action) is Run:
+                now.num_active += 1
+                if action.stream == own or self._is_small(now, action):
+                    mine.append(action)
+                else:
+                    self._workers.hand(self._worker_of(action.stream), partial(self._work, now, [action]))
+            elif type(action) is Idle:
+                now.reached = action.part
+        if not now.num_active:
+            now.idle.set()
+        return mine
+
+    def _worker_of(self, stream: int) -> int:
+        """Compute streams have a worker each, channels share as many."""
+        count = len(self.devices)
+        return stream if stream < count else count + stream % count
+
+    def _work(self, now: _Pass, todo: list[Run]) -> None:
+        """Do runs, and what follows from them on this thread."""
+        try:
+            while todo:
+                run = todo.pop()
+                event = self._do(now, run)
+                with now.lock:
+                    actions = [] if event is None else self._machine.handle(event)
+                    now.is_stopped |= type(event) is Failed
+                    now.num_active -= 1
+                    todo += self._deal(now, [] if now.is_stopped else actions, run.stream)
+        except BaseException as error:
+            now.broken, now.is_stopped = error, True
+            now.idle.set()
+
+    def _do(self, now: _Pass, run: Run) -> Done | Failed | None:
+        """Run tasks of one stream. None when the pass was stopped on the way."""
+        index, count = run.start, len(self.devices)
+        try:
+            with self._streams.entered(run.stream):
+                for index in range(run.start, run.stop):
+                    if now.is_stopped:
+                        return None
+                    task = self.lowered.schedule.streams[run.stream][index]
+                    self._streams.await_needs(self.lowered.schedule.needs[task])
+                    if run.stream < count:
+                        self._compute(now, run.stream, self._tasks[run.stream][index])
+                    else:
+                        self._copy(now, self.lowered.copies[task - self.lowered.first_copy])
+                self._streams.record(self.lowered.schedule.streams[run.stream][run.stop - 1])
+            return Done(run.stream, run.stop)
+        except BaseException as error:
+            return Failed(run.stream, index, error)
+
+    def _compute(self, now: _Pass, i: int, task: Task) -> None:
+        env = now.envs[i]
+        if task.is_start:
+            env[task.out] = fill(task.args[0], env)
+        elif not task.is_wait:
+            env[task.out] = evaluate(task, env, self.devices[i])
+        if self.meter is None:
+            finish(task, env, i, None, now.after, self.ranks[i])
+        else:
+            with self._meter_lock:
+                finish(task, env, i, self.meter, now.after, self.ranks[i])
+
+    # communication
+
+    def _at(self, task: int) -> tuple[int, Task]:
+        """The held device that a task of the schedule runs on, and its task."""
+        schedule = self.lowered.schedule
+        i = schedule.stream_of[task]
+        return i, self._tasks[i][schedule.index_of[task]]
+
+    def _is_small(self, now: _Pass, run: Run) -> bool:
+        """Whether a run is a copy that is not worth a hand-over."""
+        schedule = self.lowered.schedule
+        if run.stream < len(self.devices) or run.stop - run.start > 1:
+            return False
+        copy = self.lowered.copies[schedule.streams[run.stream][run.start] - self.lowered.first_copy]
+        operands = (now.envs[i][task.out] for i, task in map(self._at, copy.sources))
+        return sum(x.nbytes for x in operands if isinstance(x, Tensor)) <= INLINE_BYTES
+
+    def _copy(self, now: _Pass, copy: Copy) -> None:
+        starts, waits = [self._at(t) for t in copy.sources], [self._at(t) for t in copy.targets]
+        operands = [now.envs[i][task.out] for i, task in starts]
+        i, task = (starts or waits)[0]
+        try:
+            if copy.op is transfer:
+                results = [self._received(copy, operands, waits[0][0])]
+            else:
+                args = [fill(a, now.envs[i]) for a in task.args[1:-1]]
+                results = exchange(copy.op, operands, args)
+        except MeshweaveError:
+            raise
+        except Exception as error:
+            raise failed(task, f"over {copy.key} failed", error) from error
+        self._streams.share([*operands, *results], [i for i, _ in (*starts, *waits)])
+        for (i, wait), value in zip(waits, results, strict=True):
+            now.envs[i][wait.out] = value
+            self._tell(i, wait, value)
+        if copy.op is not transfer:
+            for i, start in starts:
+                now.envs[i][start.out] = None
+                self._tell(i, start, None)
+
+    def _received(self, copy: Copy, operands: Sequence[Tensor], i: int) -> Tensor:
+        made, device = self.ranks[i].graph.transfers[copy.key], self.devices[i]
+        sent = {message.sender: x for message, x in zip(copy.messages, operands, strict=True)}
+
+        def part(message: Message) -> Tensor:
+            inside = made.source.box_of(made.spec.shape, message.sender)
+            return sent[message.sender][piece_of(message.box, inside)]
+
+        return receive(made, device, copy.messages, sent.get(device), part, self.on)
+
+    def _tell(self, i: int, task: Task, value: Tensor | None) -> None:
+        """Tell the meter of a result that a copy has made, or of an operand that it has let go."""
+        if self.meter is not None:
+            with self._meter_lock:
+                if value is None:
+                    self.meter.freed(i, task.node)
+                else:
+                    self.meter.made(i, task.node, value)
+
+
+class Streams:
+    """On CUDA, a stream per stream of the schedule, and events between them; on CPU nothing at all.
+
+    A task that needs others waits, on the device, for the events that were recorded after them; a tensor that crosses
+    streams is recorded with the allocator. So the host runs ahead, and what it was told done was only enqueued.
+    """
+
+    def __init__(self, on: torch.device, count: int) -> None:
+        self._cuda = [torch.cuda.Stream(on) for _ in range(count)] if on.type == "cuda" else []
+        self._events: dict[int, torch.cuda.Event] = {}
+
+    def reset(self) -> None:
+        self._events = {}
+        for stream in self._cuda:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def entered(self, stream: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._cuda[stream]) if self._cuda else nullcontext()
+
+    def await_needs(self, needs: Sequence[int]) -> None:
+        if self._cuda:
+            for task in needs:
+                torch.cuda.current_stream().wait_event(self._events[task])
+
+    def record(self, task: int) -> None:
+        """After a task that others may need: the last of a run."""
+        if self._cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._events[task] = event
+
+    def share(self, tensors: Iterable[Any], streams: Iterable[int]) -> None:
+        """Tensors of the current stream are used on others, and the other way round."""
+        if self._cuda:
+            used = [torch.cuda.current_stream(), *(self._cuda[i] for i in streams)]
+            for tensor in tensors:
+                for stream in used:
+                    if isinstance(tensor, Tensor):
+                        tensor.record_stream(stream)
+
+    def join(self) -> None:
+        """The caller's stream goes on after all of these."""
+        for stream in self._cuda:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
