@@ -36,8 +36,10 @@ class LiveBytes:
     now: int = 0
     peak: int = 0
 
-    def made(self, node: fx.Node, values: list[Any]) -> None:
-        tensors = values[0] if isinstance(values[0], (tuple, list)) else [values[0]]
+    def made(self, index: int, node: fx.Node, value: Any) -> None:
+        if index != 0:
+            return
+        tensors = value if isinstance(value, (tuple, list)) else [value]
         self.of[node] = []
         for storage in (t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)):
             held = self.live.setdefault(storage.data_ptr(), [0, storage.nbytes()])
@@ -46,8 +48,8 @@ class LiveBytes:
             self.of[node].append(storage.data_ptr())
         self.peak = max(self.peak, self.now)
 
-    def freed(self, node: fx.Node) -> None:
-        for pointer in self.of.pop(node, []):
+    def freed(self, index: int, node: fx.Node) -> None:
+        for pointer in self.of.pop(node, []) if index == 0 else ():
             held = self.live[pointer]
             held[0] -= 1
             if held[0] == 0:

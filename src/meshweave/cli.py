@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,13 +24,15 @@ from torch import nn
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import Batch, CaptureOptions
+from meshweave.check.completeness import check_complete
+from meshweave.check.deadlock import check_deadlock
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, NumericsReport, Recipe, check_numerics
 from meshweave.compile import Program, TrainStep, build_program, make_world
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.mesh import Mesh
+from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows
-from meshweave.report.tables import failures_table, fold, moves_table, numerics_table, totals, totals_table
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plan_text import data_parallel_size, parse_plan
@@ -177,7 +179,8 @@ def check(
     accumulate: Accumulate = 1, clip_grad_norm: Clip = None, seed: Seed = 0, json: Json = False, debug: Debug = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS,
 ) -> None:  # fmt: skip
-    """Compare MODEL on a mesh with one device, and that with eager PyTorch. Exit code 0 when they are equal."""
+    """Prove that MODEL's program on a mesh is complete and free of deadlock, and compare it with one device, and that
+    with eager PyTorch. Exit code 0 when all holds."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, seed, json, debug
     )
@@ -253,12 +256,12 @@ def _plan(screen: Screen, job: Job, show_all: bool) -> int:
     with screen.stages() as stage:
         program = _compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
     rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
-    screen.out.print(moves_table(rows, show_all=show_all))
-    screen.out.print(totals_table(rows))
-    shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in fold(rows, twins=not show_all)]
-    sums = [total.as_dict() for total in totals(rows)]
-    screen.result(True, mesh=str(mesh), num_moves=len(rows), bytes_received=sum(r.bytes_received for r in rows),
-                  moves=shown, totals=sums)  # fmt: skip
+    screen.out.print(tables.moves_table(rows, show_all=show_all))
+    screen.out.print(tables.totals_table(rows))
+    folded = tables.fold(rows, twins=not show_all)
+    shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in folded]
+    sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
+    screen.result(True, mesh=str(mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
     return 0
 
 
@@ -280,28 +283,30 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)
 
-    recipe = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed)
+    recipe, batches = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed), source.make_batch
     with screen.stages() as stage:
-        report = check_numerics(
-            make_model, source.make_batch, recipe, mesh, plan, compiler, steps=steps, progress=stage
-        )
+        program = _compiled(job, source, mesh, plan, job.make_optimizer(source.model, lr), stage)
+        stage("prove")
+        complete, deadlock = check_complete(program.placed, program.roles), check_deadlock(program.roles)
+        report = check_numerics(make_model, batches, recipe, mesh, plan, compiler, steps=steps, progress=stage)
+    screen.say(tables.proof_text(complete, deadlock))
     _show_check(screen, report)
-    screen.result(**report.as_dict())
+    screen.result(**report.as_dict(), complete=asdict(complete), deadlock=asdict(deadlock))
     return 0 if report.ok else 1
 
 
 def _show_check(screen: Screen, report: NumericsReport) -> None:
-    screen.out.print(numerics_table(report))
+    screen.out.print(tables.numerics_table(report))
     if report.failed:
         screen.say(f"\n{len(report.failed)} of {len(report.errors)} comparisons failed, the worst first:")
-        screen.out.print(failures_table(report.failed[:20]))
+        screen.out.print(tables.failures_table(report.failed[:20]))
     if report.within_rounding:
         screen.say(
             f"{len(report.within_rounding)} tensors are beyond the bound, as one device is: nothing but rounding"
         )
     verdict = "[green]equal[/]" if report.ok else "[bold red]NOT equal[/]"
-    mesh = f"mesh {report.mesh}" if report.mesh else "one device"
-    screen.say(f"{verdict}: {len(report.errors)} comparisons over {report.num_steps} steps on {mesh}")
+    where = f"mesh {report.mesh}" if report.mesh else "one device"
+    screen.say(f"{verdict}: {len(report.errors)} comparisons over {report.num_steps} steps on {where}")
 
 
 def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int) -> int:

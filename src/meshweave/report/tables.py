@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from meshweave.check.completeness import Completeness
+from meshweave.check.deadlock import DeadlockFreedom
 from meshweave.check.numerics import NumericsReport, TensorError
 from meshweave.report.moves import MoveRow
 
@@ -98,6 +100,16 @@ def totals_table(rows: Sequence[MoveRow]) -> Table:
     table.add_section()
     table.add_row("all", "", str(len(rows)), bytes_text(sum(row.bytes_received for row in rows)))
     return table
+
+
+def proof_text(complete: Completeness, deadlock: DeadlockFreedom) -> str:
+    """What was proven of the rank graphs, in two lines."""
+    roles = "all devices" if complete.num_roles == 1 else f"{complete.num_roles} roles"
+    return (
+        f"[green]complete[/]: {complete.num_values:,} values on {complete.num_devices} devices ({roles}) hold every "
+        f"contribution; {complete.num_steps} steps of moves replayed, {complete.num_twins} more are their twins\n"
+        f"[green]free of deadlock[/]: {deadlock.num_communications:,} communications in one order"
+    )
 
 
 def numerics_table(report: NumericsReport) -> Table:
