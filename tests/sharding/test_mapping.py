@@ -12,7 +12,7 @@ import meshweave as mw
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.compile import Program, build_program
-from meshweave.errors import MeshError, PlanError
+from meshweave.errors import MeshError, PlanError, VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import origin_of
 from meshweave.ir.mesh import Mesh
@@ -230,3 +230,22 @@ def test_a_device_without_a_layer_is_an_error() -> None:
     with pytest.raises(PlanError, match="devices of the mesh have no layer") as error:
         program(MLP(), "pp=3", Plan.on({"first": 0, "second": 0, "third": 1}))
     assert error.value.got == "nothing runs on device 2"
+
+
+# passes refuse what they were applied to
+
+
+def test_a_placed_graph_is_not_placed_again_and_an_expanded_one_not_expanded_again() -> None:
+    from meshweave.expand.expand import expand
+    from meshweave.movement.plan import plan_move
+    from meshweave.sharding.place import place
+
+    made = program(MLP(), "pp=2,dp=2", Plan.on({"first": "pp=0", "second": "pp=1", "third": "pp=1"}) + Plan.dp("dp"))
+    with pytest.raises(VerifyError, match="placement: the graph has been placed already") as again:
+        place(made.placed, made.placement, lambda source, target, spec: 0.0)
+    assert again.value.expected == "a captured graph, without layouts and moves"
+    with pytest.raises(VerifyError, match="expansion: the graph has been expanded already"):
+        expand(made.placed, made.mesh, plan_move)
+    with pytest.raises(VerifyError, match="expansion: a value has no layout") as early:
+        expand(made.captured, made.mesh, plan_move)
+    assert early.value.where.startswith("first_weight")

@@ -18,6 +18,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.routes import routes
+from meshweave.ir.verify import check_placed
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Step
 from meshweave.sharding.registry import row_for
@@ -223,6 +224,7 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
     `plan_move(source, target, shape, dtype)` says which steps a move takes. Every role has its moves in the order of
     the placed graph, so that no two wait for each other.
     """
+    check_placed(step)
     meshes = {mesh: None}
     crossing: list[tuple[fx.Node, Transfer]] = []
     for node in step.graph.nodes:

@@ -112,6 +112,27 @@ def verify_step(step: StepGraph) -> StepGraph:
     return step
 
 
+def check_captured(step: StepGraph) -> None:
+    """What placement needs: a graph that has not been placed. Raises VerifyError."""
+    for node in step.graph.nodes:
+        if node.target is ops.move or "layout" in node.meta:
+            raise VerifyError(
+                "placement: the graph has been placed already",
+                where=f"{node.name}, {origin_of(node)}",
+                expected="a captured graph, without layouts and moves",
+            )
+
+
+def check_placed(step: StepGraph) -> None:
+    """What expansion needs: a graph that has been placed and not expanded. Raises VerifyError."""
+    for node in step.graph.nodes:
+        where = f"{node.name}, {origin_of(node)}"
+        if node.op != "output" and "layout" not in node.meta:
+            raise VerifyError("expansion: a value has no layout", where=where, expected="a placed graph")
+        if "plan" in node.meta:
+            raise VerifyError("expansion: the graph has been expanded already", where=where, expected="a placed graph")
+
+
 def verify_placed(step: StepGraph) -> StepGraph:
     """Raise VerifyError unless every value has a layout in normal form and every op takes what its assignment asks."""
     _check_counts("placed graph", step)

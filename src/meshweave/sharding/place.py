@@ -26,6 +26,7 @@ from meshweave.ir.graph import (
 )
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Held, Price, cheapest, follow_result
 from meshweave.sharding.mapping import Homes
@@ -384,4 +385,5 @@ def place(
     `price(source, target, spec)` is the time in seconds of a move. `decided` may be handed from one placement of the
     same step to the next, which then reuses what was decided for equal ops. Raises RuleError for an op without a rule.
     """
+    check_captured(step)
     return _Placer(step, placement, price, decided={} if decided is None else decided).run()
