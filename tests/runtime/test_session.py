@@ -62,17 +62,17 @@ class Watch:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.held: dict[fx.Node, list[weakref.ref[Tensor]]] = {}
+        self.held: dict[tuple[int, fx.Node], list[weakref.ref[Tensor]]] = {}
         self.lost: list[str] = []
         self.peak = 0
 
-    def made(self, node: fx.Node, values: list[Any]) -> None:
-        flat = [t for v in values for t in (v if isinstance(v, (tuple, list)) else [v]) if isinstance(t, Tensor)]
-        self.held[node] = [weakref.ref(t) for t in flat]
-        self.peak = max(self.peak, len(self.held))
+    def made(self, index: int, node: fx.Node, value: Any) -> None:
+        flat = [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
+        self.held[index, node] = [weakref.ref(t) for t in flat]
+        self.peak = max(self.peak, sum(i == index for i, _ in self.held))
 
-    def freed(self, node: fx.Node) -> None:
-        left = [r() for r in self.held.pop(node, []) if r() is not None]
+    def freed(self, index: int, node: fx.Node) -> None:
+        left = [r() for r in self.held.pop((index, node), []) if r() is not None]
         shared = self.lasting() | _storages(r() for refs in self.held.values() for r in refs)
         if _storages(left) - shared:
             self.lost.append(node.name)
@@ -87,13 +87,13 @@ class Trips:
     def __init__(self, phase: str, count: int, action: Callable[[], None]) -> None:
         self.phase, self.left, self.action = phase, count, action
 
-    def made(self, node: fx.Node, values: list[Any]) -> None:
-        if origin_of(node).phase == self.phase:
+    def made(self, index: int, node: fx.Node, value: Any) -> None:
+        if index == 0 and origin_of(node).phase == self.phase:
             self.left -= 1
             if self.left == 0:
                 self.action()
 
-    def freed(self, node: fx.Node) -> None:
+    def freed(self, index: int, node: fx.Node) -> None:
         pass
 
 
@@ -193,12 +193,12 @@ def test_fsdp_holds_its_share_and_at_most_two_gathered_layers(mesh: str) -> None
     model = nn.Sequential(*(Layer(width) for _ in range(depth)))
     batch = {"input": torch.randn(4, width), "y": torch.randn(4, width)}
     step = mw.compile(model, loss=mse, example=batch, optimizer=ADAM(model.parameters()), mesh=mesh)
-    meter = StateMeter(step.program.rank, 4)
+    meter = StateMeter([step.program.rank] * 4)
     step.session.executor.meter = meter
     params = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model[0].parameters())
     for _ in range(2):
-        meter.begin(step.session.state.pieces)
+        meter.begin(step.session.state)
         step(batch)
         total = 4 * params  # parameters, gradients and two moments
         assert max(meter.peak) <= total / 4 + 2 * layer
@@ -212,8 +212,8 @@ def test_without_fsdp_every_device_holds_everything() -> None:
     model = nn.Sequential(*(Layer(16) for _ in range(4)))
     batch = {"input": torch.randn(4, 16), "y": torch.randn(4, 16)}
     step = mw.compile(model, loss=mse, example=batch, optimizer=ADAM(model.parameters()), mesh="dp=2")
-    meter = step.session.executor.meter = StateMeter(step.program.rank, 2)
-    meter.begin(step.session.state.pieces)
+    meter = step.session.executor.meter = StateMeter([step.program.rank] * 2)
+    meter.begin(step.session.state)
     step(batch)
     params = sum(p.nbytes for p in model.parameters())
     assert min(meter.peak) >= 3 * params

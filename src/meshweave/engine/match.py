@@ -94,8 +94,8 @@ def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
         if other != made:
             raise VerifyError(
                 f"two roles differ in what transfer {key} is",
-                got=f"{_moved(other)} on {devices_text(role.devices)}",
-                expected=f"{_moved(made)} as on {devices_text(first.devices)}",
+                got=f"{_moved(other)} (so {devices_text(role.devices)})",
+                expected=f"{_moved(made)} (so {devices_text(first.devices)})",
             )
     return made
 
@@ -138,4 +138,5 @@ def _name(channel: Channel) -> str:
 
 
 def _moved(made: Transfer) -> str:
-    return f"{made.spec} {made.source} on {made.source.mesh} -> {made.target} on {made.target.mesh}"
+    ends = (f"{layout} on {devices_text(layout.mesh.devices)}" for layout in (made.source, made.target))
+    return f"{made.spec} from {' to '.join(ends)}"

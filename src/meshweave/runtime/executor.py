@@ -41,6 +41,10 @@ class Executor(Protocol):
         """Start a pass over the step. What an earlier pass left undone is dropped."""
         ...
 
+    def end(self) -> None:
+        """Let go of what the pass holds."""
+        ...
+
     def run(self, part: int, after: After | None = None) -> None:
         """Run one part to its end on all held devices. `after(i, task)` is told when the result of a task is in place
         on held device i, on whatever thread. Raises StepError with the first cause when a task fails."""
@@ -199,11 +203,16 @@ class SerialExecutor:
     def begin(self, envs: list[Env]) -> None:
         (self._env,) = envs
 
+    def end(self) -> None:
+        self._env = []
+
     def run(self, part: int, after: After | None = None) -> None:
         env = self._env
         with torch.no_grad():
             for task in self.compiled.tasks[part]:
                 env[task.out] = self._result(task, env)
+                if self.meter is not None:
+                    self.meter.made(0, task.node, env[task.out])
                 finish(task, env, 0, self.meter, after, self.compiled)
 
     def _result(self, task: Task, env: Env) -> Any:
@@ -222,8 +231,6 @@ class SerialExecutor:
 
 def finish(task: Task, env: Env, index: int, meter: Meter | None, after: After | None, compiled: Compiled) -> None:
     """Tell who wants to know that a task's result is in place, and let go what nobody needs any more."""
-    if meter is not None and not (task.is_wait and env[task.out] is None):
-        meter.made(index, task.node, env[task.out])
     if after is not None:
         after(index, task)
     for slot in task.frees:

@@ -128,7 +128,11 @@ class Session:
                 self._gradients = self._held("grad")
             has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
             self.metrics = {"loss": loss, **({"grad_norm": self._number("norm")} if has_norm else {})}
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._envs, self._carried = [], []
+        self.executor.end()
 
     @contextmanager
     def _attempt(self, part: str) -> Iterator[None]:
@@ -137,7 +141,7 @@ class Session:
             with self.world.guard():
                 yield
         except BaseException:
-            self._envs, self._carried = [], []
+            self._let_go()
             self.progress.reset()
             raise
         self.progress.advance(part)

@@ -103,6 +103,9 @@ class LocalExecutor:
         self._streams.reset()
         self._pass = _Pass(envs)
 
+    def end(self) -> None:
+        self._pass = _Pass([])
+
     def run(self, part: int, after: After | None = None) -> None:
         now, machine = self._pass, self._machine
         now.after = after
@@ -202,6 +205,8 @@ class LocalExecutor:
             finish(task, env, i, None, now.after, self.ranks[i])
         else:
             with self._meter_lock:
+                if not task.is_wait:  # what a copy has brought, the copy has told
+                    self.meter.made(i, task.node, env[task.out])
                 finish(task, env, i, self.meter, now.after, self.ranks[i])
 
     # communication
@@ -236,6 +241,7 @@ class LocalExecutor:
         except Exception as error:
             raise failed(task, f"over {copy.key} failed", error) from error
         self._streams.share([*operands, *results], [i for i, _ in (*starts, *waits)])
+        operands.clear()
         for (i, wait), value in zip(waits, results, strict=True):
             now.envs[i][wait.out] = value
             self._tell(i, wait, value)

@@ -1,0 +1,290 @@
+"""Completeness: every consumer of a value sees every contribution to it, proven on the rank graphs of all roles.
+
+Trusted are the placed graph as the meaning of every op, the rule table, and the layouts of the inputs. Everything
+between is replayed: which value each local array is a form of, which boxes of it every device holds, and which
+reductions are still to come. Nothing depends on what the rank graphs claim about layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from meshweave.check.exchanges import EXCHANGES, apart, check_messages, group_ids, groups_among, together
+from meshweave.check.holdings import Holding
+from meshweave.check.numbers import concatenated
+from meshweave.check.role_replay import Known, RoleReplay, Value, first_layout
+from meshweave.errors import VerifyError
+from meshweave.ir import ops
+from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
+from meshweave.ir.rank import RankGraph, Transfer, transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """What was proven: `num_values` local values hold what the placed graph says they do.
+
+    Of the steps of moves (communications and the local steps around them) `num_steps` differ and were replayed;
+    `num_twins` are equal to one of these.
+    """
+
+    num_roles: int
+    num_devices: int
+    num_values: int
+    num_communications: int
+    num_steps: int
+    num_twins: int
+
+
+def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completeness:
+    """Raise VerifyError for the first value that is not what its consumer needs; else say what was proven.
+
+    `roles` are the rank graphs of `placed`. The first only: what follows a wrong value is about no value with a name.
+    """
+    known = Known(placed)
+    replays = [RoleReplay(rank, known) for rank in roles]
+    _check_devices(known, replays)
+    for role in replays:
+        _check_inputs(known, role)
+        role.advance()
+    num_communications, members, uses = 0, _Members(replays), _Uses()
+    while any(role.at is not None for role in replays):
+        ready = next((them for them in map(members.ready_with, replays) if them), None)
+        if ready is None:
+            raise _stuck(replays)
+        _communicate(known, ready, uses)
+        num_communications += 1
+        for role in ready:
+            role.advance()
+    uses.check()
+    for role in replays:
+        _check_outputs(known, role)
+        _check_all_ran(known, role)
+    num_devices = sum(len(r.devices) for r in replays)
+    return Completeness(
+        len(replays), num_devices, known.num_values, num_communications, known.num_steps, known.num_twins
+    )
+
+
+# communications
+
+
+class _Members:
+    """Which roles take part in a communication."""
+
+    def __init__(self, roles: Sequence[RoleReplay]) -> None:
+        self.roles = roles
+        self._of_group: dict[Any, list[RoleReplay]] = {}
+
+    def ready_with(self, role: RoleReplay) -> list[RoleReplay] | None:
+        """The roles of the communication that `role` has come to, if all have come to it."""
+        if role.at is None:
+            return None
+        them, call = self._of(role, role.at), _call_of(role.at)
+        return them if all(r.at is not None and _call_of(r.at) == call for r in them) else None
+
+    def _of(self, role: RoleReplay, node: fx.Node) -> list[RoleReplay]:
+        if node.target is transfer:
+            made = _transfer_of(role, node)
+            return self._reached({*made.source.mesh.devices, *made.target.mesh.devices})
+        key = (role.devices, node.args[-1])
+        if key not in self._of_group:
+            groups = group_ids(*role.rank.group_axes(str(node.args[-1]))).tolist()
+            them: list[RoleReplay] = [role]
+            for _ in self.roles:  # the groups of these roles may reach devices of further ones
+                mine = {d for r in them for d in r.devices}
+                them = self._reached(mine | {d for group in groups if not mine.isdisjoint(group) for d in group})
+            self._of_group[key] = them
+        return self._of_group[key]
+
+    def _reached(self, devices: set[int]) -> list[RoleReplay]:
+        return [r for r in self.roles if not devices.isdisjoint(r.devices)]
+
+
+def _call_of(node: fx.Node) -> tuple[Any, ...]:
+    """What must be equal where roles meet: the op, its reduce op, the size and name of its group, or its key."""
+    return node.target, tuple(a for a in node.args[1:] if isinstance(a, (str, int)))
+
+
+def _transfer_of(role: RoleReplay, node: fx.Node) -> Transfer:
+    made = role.rank.transfers.get(str(node.args[1]))
+    if made is None:
+        raise role.at_node(node, VerifyError("is a transfer that the role does not know", got=str(node.args[1])))
+    return made
+
+
+class _Uses:
+    """Which communications bring what is used: one that no role uses has no business being there.
+
+    Roles may take part in a step of a move for others' sake, or do it in their own groups because others need it in
+    theirs. So the k-th communication of a value by one call is looked at in all roles together.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[Any, int] = {}
+        self._found: dict[Any, tuple[bool, RoleReplay, fx.Node]] = {}
+
+    def add(self, role: RoleReplay, node: fx.Node, root: fx.Node) -> None:
+        call = (_call_of(node), root)
+        number = self._counts.get((role.devices, call), 0)
+        self._counts[role.devices, call] = number + 1
+        used = any(wait.users for wait in node.users) or self._found.get((call, number), (False,))[0]
+        self._found[call, number] = (used, role, node)
+
+    def check(self) -> None:
+        for used, role, node in self._found.values():
+            if not used:
+                raise role.at_node(node, VerifyError("nobody uses what is communicated"))
+
+
+def _communicate(known: Known, roles: list[RoleReplay], uses: _Uses) -> None:
+    """Replay the communication that these roles have come to."""
+    nodes = [r.at for r in roles if r.at is not None]
+    try:
+        made = (_transferred if nodes[0].target is transfer else _exchanged)(known, roles, nodes)
+    except VerifyError as error:
+        raise roles[0].at_node(nodes[0], error) from error
+    root = next(v.root for v in made if v is not None)
+    for role, node, state in zip(roles, nodes, made, strict=True):
+        role.states[node] = state
+        uses.add(role, node, root)
+
+
+def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
+    """What each role hands in: forms of one value, or None."""
+    values = []
+    for role, node in zip(roles, nodes, strict=True):
+        state = role.states[node.args[0]] if isinstance(node.args[0], fx.Node) else None
+        if not isinstance(state, Value | None):
+            raise VerifyError("hands in several values at once", where=str(role))
+        values.append(state)
+    names = sorted({v.root.name for v in values if v is not None})
+    if len(names) != 1:
+        raise VerifyError("roles hand in different values", got=", ".join(names) or "none", expected="forms of one")
+    return values
+
+
+def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
+    """A collective in every group of the devices of these roles."""
+    values = [v for v in _given(roles, nodes) if v is not None]
+    if len(values) < len(roles):
+        raise VerifyError("a role hands in nothing")
+    first, holdings = nodes[0], [v.held for v in values]
+    mesh, axes = roles[0].rank.group_axes(str(first.args[-1]))
+    numbers = [
+        concatenated([(r.numbers, n.args[i]) for r, n in zip(roles, nodes, strict=True)])
+        for i in range(1, len(first.args) - 1)
+    ]
+
+    def exchange() -> list[Holding]:
+        held = together(holdings)
+        done = EXCHANGES[first.target](held, groups_among(mesh, axes, held.devices), *numbers)
+        return apart(done, [h.devices for h in holdings])
+
+    keys = [r.numbers.key(a) for r, n in zip(roles, nodes, strict=True) for a in n.args[1:]]
+    made = known.once((first.target, mesh, axes, *keys, *holdings), exchange)
+    return [Value(v.root, held) for v, held in zip(values, made, strict=True)]
+
+
+def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
+    """A transfer between the meshes of these roles."""
+    made = {_transfer_of(r, n) for r, n in zip(roles, nodes, strict=True)}
+    if len(made) > 1:
+        raise VerifyError("roles know different transfers by one name", got="; ".join(sorted(map(str, made))))
+    (plan,) = made
+    values = _given(roles, nodes)
+    for role, value in zip(roles, values, strict=True):
+        if (value is not None) != plan.source.mesh.covers(role.devices):
+            raise VerifyError(f"{role} hand in {'a piece' if value is not None else 'nothing'}", expected=str(plan))
+        if value is not None:
+            role.held_as(value, plan.source)
+    root = next(v.root for v in values if v is not None)
+    if spec_of(root) != plan.spec:
+        raise VerifyError("the transfer is of another shape", got=str(plan.spec), expected=str(spec_of(root)))
+    key = ("messages", plan.source, plan.target, plan.spec.shape)
+    known.once(key, lambda: check_messages(plan.source, plan.target, plan.spec.shape))
+    return [r.in_layout(root, plan.target) if plan.target.mesh.covers(r.devices) else None for r in roles]
+
+
+def _text(node: fx.Node) -> str:
+    target, args = _call_of(node)
+    return " ".join([op_name(target), *map(str, args)])
+
+
+def _stuck(roles: Sequence[RoleReplay]) -> VerifyError:
+    waiting = [(r, r.at) for r in roles if r.at is not None]
+    return VerifyError(
+        "roles do not agree about their next communication",
+        where=str(origin_of(waiting[0][1])),
+        got="; ".join(f"{r} at {n.name} ({_text(n)})" for r, n in waiting),
+        expected="every role of a communication to come to it next",
+    )
+
+
+# beginning and end
+
+
+def _check_devices(known: Known, roles: Sequence[RoleReplay]) -> None:
+    if other := next((r for r in roles if r.rank.meshes != roles[0].rank.meshes), None):
+        got, expected = ("; ".join(map(str, r.rank.meshes)) for r in (other, roles[0]))
+        raise VerifyError(
+            "roles number the meshes of the program differently", where=str(other), got=got, expected=expected
+        )
+    found = sorted(d for r in roles for d in r.devices)
+    meshes = {first_layout(n.meta["layout"]).mesh for n in known.placed.graph.nodes if n.op != "output"}
+    needed = {d for mesh in meshes for d in mesh.devices}
+    if len(set(found)) < len(found) or not needed <= set(found):
+        raise VerifyError("the roles are not the devices of the program", got=str(found), expected=str(sorted(needed)))
+    for mesh in meshes:
+        for role in roles:
+            if not mesh.covers(role.devices) and any(d in mesh for d in role.devices):
+                raise VerifyError(
+                    "some devices of a role have values that others have not", where=str(role), got=str(mesh)
+                )
+
+
+def _check_inputs(known: Known, role: RoleReplay) -> None:
+    sources = {(i.kind, i.name): n for n, i in zip(known.placed.placeholders, known.placed.inputs, strict=True)}
+    local = [n for n in role.rank.graph.nodes if n.op == "placeholder"]
+    for node, item, layout in zip(local, role.rank.inputs, role.rank.layouts, strict=True):
+        source, mark = sources.get((item.kind, item.name)), known.meaning(node)
+        if source is None or mark is None or known.roots[mark] is not source or source.meta["layout"] != layout:
+            raise VerifyError(
+                f"input {item.kind} {item.name} is not that of the placed graph",
+                where=str(role),
+                got=f"{layout} on {layout.mesh}",
+                expected="no such input" if source is None else str(source.meta["layout"]),
+            )
+
+
+def _check_outputs(known: Known, role: RoleReplay) -> None:
+    """Every output of the role's meshes, in its layout; what lasts, in the layout that the next step takes it in."""
+    values = dict(zip(known.placed.outputs, known.placed.output_values, strict=True))
+    mine = [key for key, value in values.items() if value.meta["layout"].mesh.covers(role.devices)]
+    if list(role.rank.outputs) != mine:
+        raise VerifyError("gives other outputs", where=str(role), got=str(role.rank.outputs), expected=str(mine))
+    stored = {(i.kind, i.name): a for i, a in zip(role.rank.inputs, role.rank.layouts, strict=True)}
+    end = next(iter(reversed(role.rank.graph.nodes)))
+    for key, layout, local in zip(mine, role.rank.output_layouts, end.args[0], strict=True):  # type: ignore[arg-type]
+        try:
+            value = role.operand(local, values[key])  # type: ignore[arg-type]
+        except VerifyError as error:
+            raise role.at_node(end, error) from error
+        if value.layout != layout or layout != stored.get(key, layout):
+            raise VerifyError(
+                f"output {' '.join(key)} is in another layout",
+                where=str(role),
+                got=str(value.layout),
+                expected=f"{layout}, and {stored.get(key, layout)} for the next step",
+            )
+
+
+def _check_all_ran(known: Known, role: RoleReplay) -> None:
+    for node in known.placed.graph.nodes:
+        if node.op != "call_function" or node.target is ops.move or node in role.ran:
+            continue
+        if first_layout(node.meta["layout"]).mesh.covers(role.devices):
+            raise VerifyError(f"{node.name} is not run", where=f"{origin_of(node)}, {role}")

@@ -1,0 +1,260 @@
+"""Communications replayed over tables of boxes: what every device of a group holds after one, from what they held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshweave.check.holdings import Holding, Ints, Rows, boxes, check_is, describe, split
+from meshweave.errors import VerifyError
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import collectives
+from meshweave.ir.routes import routes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """`members[g, j]`: which of the devices at hand is member j of group g of the flattened `axes` of `mesh`."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    members: Ints
+
+    @property
+    def count(self) -> int:
+        return self.members.shape[1]
+
+
+@lru_cache(maxsize=256)
+def group_ids(mesh: Mesh, axes: tuple[str, ...]) -> Ints:
+    """Device ids of every group of the flattened axes, one group per row."""
+    rest = [a for a in mesh.axis_names if a not in axes]
+    order = [mesh.axis_index(a) for a in (*rest, *axes)]
+    return np.array(mesh.devices).reshape(mesh.shape).transpose(order).reshape(-1, mesh.flat_size(axes))
+
+
+@lru_cache(maxsize=1024)
+def groups_among(mesh: Mesh, axes: tuple[str, ...], devices: tuple[int, ...]) -> Groups:
+    """The groups that the devices are of. Raises VerifyError where a member is not among them."""
+    ids = group_ids(mesh, axes)
+    ids = ids[np.isin(ids, devices).any(1)]
+    order = np.argsort(devices)
+    at = np.searchsorted(np.array(devices)[order], ids.reshape(-1)).clip(max=len(devices) - 1)
+    members = order[at].reshape(ids.shape)
+    if (missing := np.array(devices)[members] != ids).any():
+        raise VerifyError("a group has members that do not take part", got=f"device {ids[missing][0]} is missing")
+    return Groups(mesh, axes, members)
+
+
+def together(holdings: Sequence[Holding]) -> Holding:
+    """What several roles hold, as one table. Raises VerifyError where they differ in what is pending."""
+    first = holdings[0]
+    if len(holdings) == 1:
+        return first
+    for other in holdings[1:]:
+        if (other.pending, other.owed) != (first.pending, first.owed) or (first.pending and other.mesh != first.mesh):
+            raise VerifyError(
+                "roles hand in values that are partial in different ways", got=f"{other.pending} and {first.pending}"
+            )
+    width = max(h.rows.start.shape[1] for h in holdings)
+    offsets = np.cumsum([0, *(len(h.rows.extent) for h in holdings)])
+
+    def stacked(name: str) -> Ints:
+        tables = [getattr(h.rows, name) for h in holdings]
+        return np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1]), (0, 0))) for t in tables])
+
+    rows = Rows(np.concatenate([h.rows.extent for h in holdings]), stacked("start"), stacked("size"), stacked("origin"))
+    where = np.concatenate([h.where + offset for h, offset in zip(holdings, offsets, strict=False)])
+    return replace(first, devices=tuple(d for h in holdings for d in h.devices), rows=rows, where=where)
+
+
+def apart(held: Holding, parts: Sequence[tuple[int, ...]]) -> list[Holding]:
+    """`together` undone: what the devices of each part hold."""
+    ends = np.cumsum([0, *(len(p) for p in parts)])
+    return [
+        replace(held, devices=part, where=held.where[ends[i] : ends[i + 1]]) if len(parts) > 1 else held
+        for i, part in enumerate(parts)
+    ]
+
+
+def _all_gather(held: Holding, groups: Groups, count: Any) -> Holding:
+    _check_count(groups, count)
+    _not_pending(held, groups)
+    inputs = held.where[groups.members]
+    _same_extent(held, inputs)
+    rows = held.rows
+    start = rows.start[inputs].copy()
+    start[..., 0] += (np.arange(groups.count) * rows.extent[inputs[:, :1], 0])[:, :, None]
+    extent = rows.extent[inputs[:, 0]].copy()
+    extent[:, 0] *= groups.count
+    return _by_group(held, groups, Rows(extent, *map(_merged, (start, rows.size[inputs], rows.origin[inputs]))))
+
+
+def _all_reduce(held: Holding, groups: Groups, op: str) -> Holding:
+    return _reduced(held, groups, op)
+
+
+def _reduce_scatter(held: Holding, groups: Groups, op: str, count: Any) -> Holding:
+    _check_count(groups, count)
+    done = _reduced(held, groups, op)
+    blocks, source = split(done, groups.count), done.where[groups.members[:, 0]]
+    return _by_member(done, groups, blocks.take(source))
+
+
+def _all_to_all(held: Holding, groups: Groups, received: Sequence[Any], sent: Sequence[Any]) -> Holding:
+    _not_pending(held, groups)
+    inputs = held.where[groups.members]
+    _same_extent(held, inputs)
+    blocks = split(held, groups.count)
+    height = blocks.extent[held.where, 0, 0]
+    for sizes in (received, sent):
+        if len(sizes) != groups.count or any((np.asarray(s) != height).any() for s in sizes):
+            raise VerifyError(
+                "exchanges other blocks than it has",
+                got=f"{len(sizes)} blocks",
+                expected=f"{groups.count} blocks of {height[0]} on device {held.devices[0]}",
+            )
+    # Of sender i to receiver j: [group, sender, receiver, ...] -> [group, receiver, sender, ...].
+    start, size, origin = (t[inputs].swapaxes(1, 2) for t in (blocks.start, blocks.size, blocks.origin))
+    start = start.copy()
+    start[..., 0] += (np.arange(groups.count) * blocks.extent[inputs[:, :1], 0, 0])[:, None, :, None]
+    extent = blocks.extent[inputs[:, 0]].copy()
+    extent[..., 0] *= groups.count
+    flat = [t.reshape(*t.shape[:2], -1, t.shape[-1]) for t in (start, size, origin)]
+    return _by_member(held, groups, Rows(extent, *flat))
+
+
+EXCHANGES: dict[Any, Callable[..., Holding]] = {
+    collectives.all_gather_into_tensor.default: _all_gather,
+    collectives.all_reduce.default: _all_reduce,
+    collectives.reduce_scatter_tensor.default: _reduce_scatter,
+    collectives.all_to_all_single.default: _all_to_all,
+}
+
+
+def _reduced(held: Holding, groups: Groups, op: str) -> Holding:
+    """Each group's values reduced, where that takes every contribution along the axes once."""
+    pending = {p.axis: p for p in held.pending}
+    for axis in (a for a in groups.axes if groups.mesh.size(a) > 1):
+        due = pending.get(axis)
+        if due is None or held.mesh != groups.mesh:
+            raise VerifyError(
+                f"contributions are counted {groups.mesh.size(axis)} times",
+                got=f"a reduction over {axis}, over which the value is not partial",
+            )
+        if op != ("sum" if due.op == "avg" else due.op):
+            raise VerifyError("reduces with another op", got=f"{op} over {axis}", expected=due.op)
+    if len({"sum" if p.op == "avg" else p.op for p in held.pending}) > 1:
+        raise VerifyError("a value is partial by two ops at once", got=str(held.pending))
+    _same_content(held, groups)
+    kept = tuple(p for p in held.pending if p.axis not in groups.axes)
+    owed = np.prod([groups.mesh.size(p.axis) for p in held.pending if p not in kept and p.op == "avg"])
+    return replace(held, pending=kept, owed=held.owed * float(owed))
+
+
+def _same_content(held: Holding, groups: Groups) -> None:
+    """The members of each group hold the same boxes of the value, in the same places."""
+    rows, inputs = held.rows, held.where[groups.members]
+    pairs = np.unique(np.stack([inputs, np.broadcast_to(inputs[:, :1], inputs.shape)], -1).reshape(-1, 2), axis=0)
+    a, b = rows.take(pairs[:, 0]), rows.take(pairs[:, 1])
+    there = a.is_there
+    same = (a.extent == b.extent).all(-1) & (there == b.is_there).all(-1)
+    for one, other in ((a.start, b.start), (a.size, b.size), (a.origin, b.origin)):
+        same &= (~there | (one == other).all(-1)).all(-1)
+    if not same.all():
+        i, j = (int(np.flatnonzero(held.where == row)[0]) for row in pairs[int(np.argmin(same))])
+        raise VerifyError(
+            "adds up different elements",
+            got=f"device {held.devices[i]} has {describe(held, i)}; device {held.devices[j]} has {describe(held, j)}",
+        )
+
+
+def _not_pending(held: Holding, groups: Groups) -> None:
+    for p in held.pending:
+        if p.axis in groups.axes and held.mesh == groups.mesh:
+            raise VerifyError(f"joins parts of different sums over {p.axis}", expected=f"a {p.op} over {p.axis} before")
+        if held.mesh != groups.mesh:
+            raise VerifyError("joins over a mesh a value that is partial on another", got=str(groups.mesh))
+
+
+def _same_extent(held: Holding, inputs: Ints) -> None:
+    same = (held.rows.extent[inputs] == held.rows.extent[inputs[:, :1]]).all((-1, -2))
+    if not same.all():
+        shapes = np.unique(held.rows.extent[inputs[int(np.argmin(same))]], axis=0).tolist()
+        raise VerifyError("blocks of one group differ in shape", got=f"{shapes[0]} and {shapes[1]}")
+
+
+def _check_count(groups: Groups, count: Any) -> None:
+    if count != groups.count:
+        raise VerifyError("names another size of its group", got=str(count), expected=str(groups.count))
+
+
+def _by_group(held: Holding, groups: Groups, rows: Rows) -> Holding:
+    """One row for each group, held by all its members."""
+    where = np.zeros_like(held.where)
+    where[groups.members] = np.arange(len(groups.members))[:, None]
+    return held.with_rows(rows, where)
+
+
+def _by_member(held: Holding, groups: Groups, blocks: Rows) -> Holding:
+    """One row for each member of each group: blocks [group, member]."""
+    where = np.zeros_like(held.where)
+    where[groups.members] = np.arange(groups.members.size).reshape(groups.members.shape)
+    return held.with_rows(Rows(*map(_joined, (blocks.extent, blocks.start, blocks.size, blocks.origin))), where)
+
+
+def _merged(table: Ints) -> Ints:
+    return table.reshape(len(table), -1, table.shape[-1])
+
+
+def _joined(table: Ints) -> Ints:
+    return table.reshape(-1, *table.shape[2:])
+
+
+@lru_cache(maxsize=1024)
+def check_messages(source: Layout, target: Layout, shape: tuple[int, ...]) -> int:
+    """The number of messages of a transfer, which give every device of the target exactly its piece.
+
+    Raises VerifyError for a message that its sender cannot send, and where pieces are not tiled.
+    """
+    messages = routes(source, target, shape).messages
+    devices, senders = target.mesh.devices, source.mesh.devices
+    place = {d: i for i, d in enumerate(devices)}
+    lists: list[list[Any]] = [[] for _ in devices]
+    held = dict(zip(senders, zip(*(a.tolist() for a in boxes(source, shape, senders)), strict=True), strict=True))
+    for m in messages:
+        if m.receiver not in place or m.sender not in held or not _inside(m.box.offset, m.box.size, held[m.sender]):
+            raise VerifyError("a message takes what its sender does not hold", got=f"{m} of {source} -> {target}")
+        lists[place[m.receiver]].append((m.box.offset, m.box.size))
+    offset, size = boxes(target, shape, devices)
+    width = max(map(len, lists), default=0) or 1
+    origin, extent = np.zeros((2, len(devices), width, len(shape)), np.int64)
+    for i, boxes_here in enumerate(lists):
+        if boxes_here:
+            origin[i, : len(boxes_here)], extent[i, : len(boxes_here)] = (
+                np.array(x) for x in zip(*boxes_here, strict=True)
+            )
+        if _overlap(origin[i, : len(boxes_here)], extent[i, : len(boxes_here)]) or (not shape and len(boxes_here) != 1):
+            raise VerifyError(
+                "a device receives elements twice, or none", got=f"device {devices[i]}, {source} -> {target}"
+            )
+    made = Holding(target.mesh, devices, Rows(size, origin - offset[:, None], extent, origin), np.arange(len(devices)))
+    check_is(made, target, shape)
+    return len(messages)
+
+
+def _inside(offset: Sequence[int], size: Sequence[int], box: tuple[list[int], list[int]]) -> bool:
+    spans = zip(offset, size, *box, strict=True)
+    return all(a <= o and o + s <= a + b for o, s, a, b in spans)
+
+
+def _overlap(origin: Ints, size: Ints) -> bool:
+    """Whether two of the boxes have an element in common."""
+    end = origin + size
+    meet = (np.maximum(origin[:, None], origin) < np.minimum(end[:, None], end)).all(-1)
+    return bool((meet.sum(1) > 1).any())

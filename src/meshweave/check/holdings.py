@@ -1,0 +1,352 @@
+"""What devices hold of one value in the middle of a move, as tables of boxes: moves replayed without tensors.
+
+A device's array is a list of fragments, each a box of the array that holds a box of the global value, in order; the
+rest is padding. Devices that hold the same share a row, so that a gathered value costs one row per group.
+
+Contributions are counted per axis. A value that is partial over some axes is the sum (or maximum) of what stands along
+them; to reduce over one of these axes takes each contribution along it once. So it is enough to know over which axes a
+reduction is still pending: reducing over any other axis would count something twice, and gathering over a pending one
+would join parts of different sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import isclose, prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.errors import VerifyError
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import nested_chunk
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Row n is an array of shape `extent[n]`; its fragment f, of `size[n, f]`, lies at `start[n, f]` of the array.
+
+    It is the part of the global value at `origin[n, f]`. A fragment with a size of 0 is none.
+    """
+
+    extent: Ints
+    start: Ints
+    size: Ints
+    origin: Ints
+
+    @property
+    def is_there(self) -> NDArray[np.bool_]:
+        return np.all(self.size > 0, axis=-1)
+
+    def take(self, index: Ints) -> Rows:
+        return Rows(self.extent[index], self.start[index], self.size[index], self.origin[index])
+
+    def compact(self) -> Rows:
+        """The same without the fragments that are none, as far as every row can spare them."""
+        there = self.is_there
+        width = max(int(there.sum(-1).max(initial=0)), 1)
+        if width == there.shape[1]:
+            return self
+        order = np.argsort(~there, axis=1, kind="stable")[:, :width, None]
+        start, size, origin = (np.take_along_axis(a, order, 1) for a in (self.start, self.size, self.origin))
+        return Rows(self.extent, start, size, origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A reduction over `axis` that is still to come. `is_first`: index 0 holds it all, the others the identity."""
+
+    axis: str
+    op: str
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """Device `devices[i]` holds row `where[i]`. `pending` axes are of `mesh`.
+
+    The value held is `owed` times what it should be, for averages that were taken as sums, until it is scaled.
+    """
+
+    mesh: Mesh
+    devices: tuple[int, ...]
+    rows: Rows
+    where: Ints
+    pending: tuple[Pending, ...] = ()
+    owed: float = 1.0
+
+    def device_of_row(self, bad: NDArray[np.bool_]) -> int:
+        """The first device that holds one of the `bad` rows."""
+        return self.devices[int(np.argmax(bad[self.where]))]
+
+    def refined(self, *args: Any) -> tuple[Rows, Ints, list[Ints]]:
+        """(rows, where, args per row) such that devices of one row have equal `args`.
+
+        An argument is a number, or has one entry per device.
+        """
+        count = len(self.devices)
+        wide = [np.broadcast_to(a, (count, *np.shape(a)[1:])).reshape(count, -1) for a in args]
+        key = np.column_stack([self.where, *wide])
+        _, first, where = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        return self.rows.take(self.where[first]), where.reshape(-1), [w[first] for w in wide]
+
+    def with_rows(self, rows: Rows, where: Ints) -> Holding:
+        return replace(self, rows=rows.compact(), where=where)
+
+
+# what a layout says
+
+
+@lru_cache(maxsize=64)
+def coordinates(mesh: Mesh, devices: tuple[int, ...]) -> dict[str, Ints]:
+    """Coordinate of each of the devices along every axis of a mesh that has them all."""
+    at = np.unravel_index([mesh.index(d) for d in devices], mesh.shape) if mesh.shape else ()
+    return {axis: np.asarray(index, np.int64) for axis, index in zip(mesh.axis_names, at, strict=True)}
+
+
+@lru_cache(maxsize=512)
+def _pieces(size: int, parts: tuple[int, ...], unit: int) -> Ints:
+    """(offset, size) of every piece of a dim, the outermost cut slowest."""
+    every = product(*(range(n) for n in parts))
+    return np.array([nested_chunk(size, list(zip(parts, index, strict=True)), unit) for index in every], np.int64)
+
+
+@lru_cache(maxsize=512)
+def boxes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Offset and size of each device's piece, one row per device."""
+    at = coordinates(layout.mesh, devices)
+    table = np.zeros((len(devices), len(shape), 2), np.int64)
+    for d, (size, dim) in enumerate(zip(shape, layout.dims, strict=True)):
+        parts = layout.parts(d)
+        index = np.zeros(len(devices), np.int64)
+        for axis, count in zip(dim.axes, parts, strict=True):
+            index = index * count + at[axis]
+        table[:, d] = _pieces(size, parts, dim.unit)[index]
+    return table[..., 0], table[..., 1]
+
+
+def holding_of(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> Holding:
+    """What the devices hold of a value in a layout."""
+    offset, size = boxes(layout, shape, devices)
+    key = np.concatenate([offset, size], 1)
+    where = np.zeros(len(devices), np.int64)
+    if shape:
+        key, where = np.unique(key, axis=0, return_inverse=True)
+        where = where.reshape(-1)
+    else:
+        key = key[:1]
+    origin, extent = key[:, None, : len(shape)], key[:, len(shape) :]
+    rows = Rows(extent, np.zeros_like(origin), extent[:, None], origin)
+    pending = tuple(Pending(axis, op) for axis, op in layout.partial)
+    return Holding(layout.mesh, devices, rows, where, pending)
+
+
+def check_is(held: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Raise VerifyError unless every device holds exactly its piece in `layout`, whole, in order and without padding,
+    with exactly the reductions pending that the layout names, and scaled."""
+    _check_pending(held, layout)
+    rows, there = held.rows, held.rows.is_there
+    first = np.argmax(there, 1)
+    shift = rows.origin - rows.start
+    base = np.take_along_axis(shift, first[:, None, None], 1)
+    straight = (~there | (shift == base).all(-1)).all(-1)
+    full = np.where(there, rows.size.prod(-1), 0).sum(-1) == rows.extent.prod(-1)
+    offset, size = boxes(layout, shape, held.devices)
+    placed = (size == 0).any(-1) | (base[held.where, 0] == offset).all(-1)
+    good = (straight & full)[held.where] & (rows.extent[held.where] == size).all(-1) & placed
+    if not good.all():
+        i = int(np.argmin(good))
+        raise VerifyError(
+            f"device {held.devices[i]} does not hold its piece",
+            got=describe(held, i),
+            expected=f"{_box(offset[i], size[i])}, its piece in {layout}",
+        )
+
+
+def _check_pending(held: Holding, layout: Layout) -> None:
+    pending = {(p.axis, p.op) for p in held.pending}
+    if pending != set(layout.partial) or (pending and held.mesh != layout.mesh):
+        raise VerifyError(
+            "contributions are missing" if pending - set(layout.partial) else "a value is taken for a part of a sum",
+            got=_pending_text(held.pending),
+            expected=f"{_pending_text([Pending(*p) for p in layout.partial])}, as in {layout}",
+        )
+    if not isclose(held.owed, 1.0):
+        raise VerifyError("the average is scaled wrongly", got=f"{held.owed:g} times the value", expected="the value")
+
+
+def _pending_text(pending: Sequence[Pending]) -> str:
+    return "still to reduce: " + (", ".join(f"{p.op} over {p.axis}" for p in pending) or "nothing")
+
+
+def describe(held: Holding, i: int) -> str:
+    """What the i-th device holds, in words."""
+    row = held.rows.take(held.where[i : i + 1]).compact()
+    there = row.is_there[0]
+    padding = int(row.extent[0].prod() - np.where(there, row.size[0].prod(-1), 0).sum())
+    shown = [_box(o, s) for o, s in zip(row.origin[0][there], row.size[0][there], strict=True)]
+    more = f" and {len(shown) - 3} more boxes" if len(shown) > 3 else ""
+    held_text = ", ".join(shown[:3]) + more if shown else "nothing"
+    return f"{held_text} in an array of {row.extent[0].tolist()}" + (f", {padding} of it padding" if padding else "")
+
+
+def _box(offset: Ints, size: Ints) -> str:
+    return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offset.tolist(), size.tolist(), strict=True)) + "]"
+
+
+# steps that a device takes by itself
+
+
+def narrow(held: Holding, dim: int, start: Any, size: Any) -> Holding:
+    _check_dim(held, dim)
+    rows, where, (lo, length) = held.refined(start, size)
+    if (bad := (lo < 0) | (length < 0) | (lo + length > rows.extent[:, dim : dim + 1]))[:, 0].any():
+        _refuse(replace(held, rows=rows, where=where), bad[:, 0], "cuts out more than there is")
+    rows = _clip(rows, dim, lo, lo + length)
+    extent = rows.extent.copy()
+    extent[:, dim] = length[:, 0]
+    return held.with_rows(replace(rows, extent=extent), where)
+
+
+def pad(held: Holding, amounts: Sequence[Any]) -> Holding:
+    """`constant_pad_nd`: amounts before and after, for the last dim first."""
+    if len(amounts) % 2:
+        raise VerifyError("pads a dim on one side only", got=f"{len(amounts)} amounts")
+    _check_dim(held, held.rows.extent.shape[1] - len(amounts) // 2)
+    rows, where, wide = held.refined(*amounts)
+    bad = np.any(np.concatenate([np.zeros((len(rows.extent), 1), np.int64), *wide], 1) < 0, axis=1)
+    if bad.any():
+        _refuse(replace(held, rows=rows, where=where), bad, "pads by less than nothing")
+    extent, start = rows.extent.copy(), rows.start.copy()
+    for i in range(0, len(wide), 2):
+        dim = extent.shape[1] - 1 - i // 2
+        extent[:, dim] += wide[i][:, 0] + wide[i + 1][:, 0]
+        start[:, :, dim] += wide[i]
+    return held.with_rows(replace(rows, extent=extent, start=start), where)
+
+
+def join_blocks(held: Holding, count: int, dim: int, table: Any) -> Holding:
+    """`local_ops.join_blocks`: blocks stacked along dim 0, side by side along `dim`, cut to the sizes of the table."""
+    _check_dim(held, dim)
+    rows, where, sizes = held.refined(*([] if table is None else [np.asarray(table)[:, :, 1]]))
+    chunks = split(replace(held, rows=rows, where=where), count)
+    block = chunks.extent[:, 0]
+    length = sizes[0] if sizes else np.repeat(block[:, dim : dim + 1], count, 1)
+    if length.shape[1] != count or (length > block[:, dim : dim + 1]).any():
+        raise VerifyError("joins blocks by a table that is not theirs", got=f"{count} blocks of {block[0].tolist()}")
+    chunks = _clip(chunks, dim, np.zeros_like(length)[:, :, None], length[:, :, None])
+    start = chunks.start.copy()
+    start[..., dim] += (np.cumsum(length, 1) - length)[:, :, None]
+    extent = block.copy()
+    extent[:, dim] = length.sum(1)
+    return held.with_rows(Rows(extent, *(_flat(a) for a in (start, chunks.size, chunks.origin))), where)
+
+
+def deal_blocks(held: Holding, count: int, dim: int, table: Any, block: Any) -> Holding:
+    """`local_ops.deal_blocks`: cut along `dim` into `count` pieces, each padded to `block`, stacked along dim 0."""
+    _check_dim(held, dim)
+    rows, where, args = held.refined(block, *([] if table is None else [np.asarray(table)]))
+    room, reach = args[0], rows.extent[:, dim : dim + 1]
+    if table is None:
+        at, length = np.arange(count) * room, np.repeat(room, count, 1)
+        fits = (reach == count * room).all()
+    else:
+        spans = args[1].reshape(len(room), -1, 2)
+        at, length = spans[..., 0] - spans[:, :1, 0], spans[..., 1]
+        fits = at.shape[1] == count and ((at >= 0) & (at + length <= reach) & (length <= room)).all()
+    if not fits:
+        raise VerifyError(
+            "deals out pieces that the value does not have",
+            got=f"{count} of an array like {rows.extent[0].tolist()} along dim {dim}",
+        )
+    apart = Rows(rows.extent, *(np.repeat(a[:, None], count, 1) for a in (rows.start, rows.size, rows.origin)))
+    apart = _clip(apart, dim, at[:, :, None], (at + length)[:, :, None])
+    extent, start = rows.extent.copy(), apart.start.copy()
+    extent[:, dim] = room[:, 0]
+    start[..., 0] += (np.arange(count) * extent[:, :1])[:, :, None]
+    extent[:, 0] *= count
+    return held.with_rows(Rows(extent, *(_flat(a) for a in (start, apart.size, apart.origin))), where)
+
+
+def keep_first(held: Holding, mesh: Mesh, axes: Sequence[str], op: str) -> Holding:
+    """The value as one part of a partial: from now on a reduction over `axes` is pending."""
+    if (held.pending and held.mesh != mesh) or {p.axis for p in held.pending} & set(axes):
+        raise VerifyError("makes a value partial over an axis over which it is", got=_pending_text(held.pending))
+    return replace(held, mesh=mesh, pending=(*held.pending, *(Pending(axis, op, True) for axis in axes)))
+
+
+def scaled(held: Holding, factor: float) -> Holding:
+    return replace(held, owed=held.owed * factor)
+
+
+def split(held: Holding, count: int) -> Rows:
+    """The arrays cut along dim 0 into `count` equal blocks: rows [n, count], all of the blocks' extent.
+
+    Raises VerifyError where dim 0 cannot be cut so.
+    """
+    rows = held.rows
+    if not rows.extent.shape[1] or (rows.extent[:, 0] % count).any():
+        raise VerifyError(f"cuts an array of {rows.extent[0].tolist()} into {count} equal blocks")
+    height = rows.extent[:, :1] // count
+    low, high = rows.start[..., 0], rows.start[..., 0] + rows.size[..., 0]
+    tall = np.maximum(height, 1)
+    if (rows.is_there & (low // tall != (high - 1) // tall)).any():
+        edges = (np.arange(count) * height)[:, :, None]
+        cut = Rows(rows.extent, *(np.repeat(a[:, None], count, 1) for a in (rows.start, rows.size, rows.origin)))
+        cut = _clip(cut, 0, edges, edges + height[:, :, None], shifted=False)
+        rows = Rows(rows.extent, *(_flat(a) for a in (cut.start, cut.size, cut.origin))).compact()
+    extent = np.repeat(np.concatenate([height, rows.extent[:, 1:]], 1)[:, None], count, 1)
+    return _by_block(rows, tall, count, extent)
+
+
+def _by_block(rows: Rows, height: Ints, count: int, extent: Ints) -> Rows:
+    """Fragments sorted by the block that each lies in."""
+    there = rows.is_there
+    block = np.where(there, rows.start[..., 0] // height, count)
+    order = np.argsort(block, axis=1, kind="stable")
+    block = np.take_along_axis(block, order, 1)
+    held = np.zeros((len(block), count + 1), np.int64)
+    np.add.at(held, (np.arange(len(block))[:, None], block), 1)
+    place = np.arange(block.shape[1]) - np.take_along_axis(np.cumsum(held, 1) - held, block, 1)
+    n, f = np.nonzero(block < count)
+    width = max(int(held[:, :count].max(initial=0)), 1)
+    made = []
+    for table in (rows.start, rows.size, rows.origin):
+        out = np.zeros((len(block), count, width, table.shape[2]), np.int64)
+        out[n, block[n, f], place[n, f]] = table[n, order[n, f]]
+        made.append(out)
+    made[0][..., 0] -= (np.arange(count) * height)[:, :, None] * (made[1] > 0).all(-1)
+    return Rows(extent, *made)
+
+
+def _clip(rows: Rows, dim: int, low: Ints, high: Ints, shifted: bool = True) -> Rows:
+    """The fragments as far as they lie between `low` and `high` along `dim`; counted from `low` where `shifted`."""
+    begin = np.maximum(rows.start[..., dim], low)
+    end = np.minimum(rows.start[..., dim] + rows.size[..., dim], high)
+    start, size, origin = rows.start.copy(), rows.size.copy(), rows.origin.copy()
+    origin[..., dim] += begin - start[..., dim]
+    size[..., dim] = np.maximum(end - begin, 0)
+    start[..., dim] = begin - low if shifted else begin
+    return Rows(rows.extent, start, size, origin)
+
+
+def _flat(table: Ints) -> Ints:
+    """[n, blocks, fragments, dims] as [n, all fragments, dims]."""
+    return table.reshape(table.shape[0], prod(table.shape[1:-1]), table.shape[-1])
+
+
+def _check_dim(held: Holding, dim: int) -> None:
+    if not 0 <= dim < held.rows.extent.shape[1]:
+        raise VerifyError(f"works along dim {dim}", got=f"an array of {held.rows.extent[0].tolist()}")
+
+
+def _refuse(held: Holding, bad: NDArray[np.bool_], problem: str) -> None:
+    device = held.device_of_row(bad)
+    raise VerifyError(problem, where=f"device {device}", got=describe(held, held.devices.index(device)))

@@ -1,0 +1,123 @@
+"""What the sharding rule of an op makes of the layouts that its operands really have.
+
+Nothing is read from the placement: every axis must do one thing in the op, cut one factor or pass partial values in one
+linear way, and the layouts of the results follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshweave.errors import VerifyError
+from meshweave.ir.graph import Spec
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding.factors import Dims, Rule
+
+Placed = tuple[Spec, Layout]
+Cuts = dict[int, DimSharding]  # factor -> how its loop is cut
+
+
+def infer(
+    rule: Rule, mesh: Mesh, operands: Sequence[Placed], results: Sequence[Spec], made: Sequence[Layout | None] = ()
+) -> tuple[Layout, ...]:
+    """Layouts of the results. Raises VerifyError (without its place) where the operands do not fit together.
+
+    `made` says how results are cut along factors that no operand has, for ops that make any piece on demand; whether
+    the op is told to make these pieces is for the caller to check.
+    """
+    if others := [layout for _, layout in operands if layout.mesh != mesh]:
+        raise VerifyError(
+            "operands are on different meshes", got=f"{others[0]} on {others[0].mesh}", expected=str(mesh)
+        )
+    cuts, passed = _cuts(rule, operands), _passed(rule, operands)
+    known = {f for dims in rule.operands for dim in dims for f in dim}
+    for dims, layout in zip(rule.results, made, strict=False):
+        free = {} if layout is None else _dim_cuts(rule, dims, layout)
+        cuts |= {f: cut for f, cut in free.items() if f not in known}
+    _check_axes(cuts, passed, operands)
+    for i, (spec, layout) in enumerate(operands):
+        wanted = _layout(rule, rule.operands[i], cuts, mesh, spec)
+        if layout.dims != wanted.dims:
+            raise VerifyError(f"operand {i} is not cut as the others are", got=str(layout), expected=str(wanted))
+    return tuple(_result(rule, i, cuts, passed, mesh, spec) for i, spec in enumerate(results))
+
+
+def _result(rule: Rule, i: int, cuts: Cuts, passed: dict[str, str], mesh: Mesh, spec: Spec) -> Layout:
+    inside = {f for dim in rule.results[i] for f in dim}
+    gone = [(axis, rule.reduce_op(f)) for f, cut in cuts.items() if f not in inside for axis in cut.axes]
+    layout = _layout(rule, rule.results[i], cuts, mesh, spec)
+    return Layout(mesh, layout.dims, (*gone, *passed.items()))
+
+
+def _layout(rule: Rule, dims: Dims, cuts: Cuts, mesh: Mesh, spec: Spec) -> Layout:
+    """The layout of a tensor made of `dims` when factors are cut."""
+    made = []
+    for d in range(len(dims)):
+        factor = rule.outer(dims, d)
+        cut = cuts.get(factor, DimSharding()) if factor is not None else DimSharding()
+        inner = rule.inner_size(dims, d, factor) if factor is not None else 1
+        made.append(DimSharding(cut.axes, cut.unit * inner))
+    return Layout(mesh, tuple(made)).normalized(spec.shape)
+
+
+def _cuts(rule: Rule, operands: Sequence[Placed]) -> Cuts:
+    """How the operands cut the factors; a unit that changes nothing in one operand may be known from another."""
+    cuts: Cuts = {}
+    for i, (_, layout) in enumerate(operands):
+        for factor, cut in _dim_cuts(rule, rule.operands[i], layout).items():
+            if not rule.is_shardable(factor):
+                raise VerifyError(f"operand {i} is cut along a dim that the op needs whole", got=str(layout))
+            known = cuts.setdefault(factor, cut)
+            if known.axes != cut.axes:
+                raise VerifyError(
+                    f"operand {i} is not cut as the others are",
+                    got=f"{layout}: {','.join(cut.axes)} where another operand has {','.join(known.axes)}",
+                )
+            if known.unit == 1:
+                cuts[factor] = cut
+    return cuts
+
+
+def _dim_cuts(rule: Rule, dims: Dims, layout: Layout) -> Cuts:
+    cuts: Cuts = {}
+    for d, dim in enumerate(layout.dims):
+        if not dim.axes:
+            continue
+        factor = rule.outer(dims, d)
+        if factor is None:
+            raise VerifyError(f"dim {d} is cut, which the op needs whole", got=str(layout))
+        inner = rule.inner_size(dims, d, factor)
+        cuts[factor] = DimSharding(dim.axes, dim.unit // inner if dim.unit % inner == 0 else 1)
+    return cuts
+
+
+def _passed(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
+    """Axis -> reduce op of the partial values that pass, each in one of the rule's linear ways."""
+    passed: dict[str, str] = {}
+    for axis in dict.fromkeys(a for _, layout in operands for a in layout.partial_axes):
+        found = {i: dict(layout.partial).get(axis) for i, (_, layout) in enumerate(operands)}
+        holders = frozenset(i for i, op in found.items() if op is not None)
+        ops = {op for op in found.values() if op is not None}
+        ways = [way for way in rule.linear if way.operands == holders and ops <= way.ops]
+        if len(ops) > 1 or not ways:
+            listed = ", ".join(map(str, sorted(holders)))
+            raise VerifyError(
+                f"operand {listed} is partial over {axis}, and the op is not linear in it alone",
+                got=", ".join(str(layout) for _, layout in operands),
+                expected="every contribution, before the op",
+            )
+        passed[axis] = ops.pop() or ""
+    return passed
+
+
+def _check_axes(cuts: Cuts, passed: dict[str, str], operands: Sequence[Placed]) -> None:
+    """Every axis does one thing."""
+    used = [*passed, *(axis for cut in cuts.values() for axis in cut.axes)]
+    twice = sorted({axis for axis in used if used.count(axis) > 1})
+    if twice:
+        raise VerifyError(
+            f"{', '.join(twice)} would do two things in one op",
+            got=", ".join(str(layout) for _, layout in operands),
+            expected="an axis that cuts one loop of the op, or passes a partial value",
+        )

@@ -1,0 +1,274 @@
+"""How an op of the placed graph must look in a rank graph: the call that each device has to make.
+
+Most ops run as they are. Those that name shapes or positions are listed here with the numbers that every device must
+give, as they follow from the layouts that the operands really have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from meshweave.check.holdings import Ints, boxes
+from meshweave.check.infer import Placed
+from meshweave.errors import VerifyError
+from meshweave.ir import local_ops
+from meshweave.ir.graph import Spec, map_nodes, op_name
+
+aten = torch.ops.aten
+ours = torch.ops.meshweave
+
+Number = Any  # an int, or one per device
+
+
+class _Operand:
+    def __repr__(self) -> str:
+        return "operand"
+
+
+OPERAND = _Operand()  # stands for a tensor in the arguments of a call
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function and its arguments, with OPERAND for tensors and arrays for numbers that differ between devices."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """An op of the placed graph with the layouts that its operands and results have on some devices."""
+
+    node: fx.Node
+    operands: tuple[Placed, ...]
+    results: tuple[Placed, ...]
+    devices: tuple[int, ...]
+
+    def plain(self) -> Call:
+        """The op as it stands in the placed graph."""
+        args, kwargs = map_nodes(self.node, lambda n: OPERAND)
+        return Call(self.node.target, args, kwargs)
+
+    def offsets(self, placed: Placed) -> list[Number]:
+        return _numbers(boxes(placed[1], placed[0].shape, self.devices)[0])
+
+    def sizes(self, placed: Placed) -> list[Number]:
+        return _numbers(boxes(placed[1], placed[0].shape, self.devices)[1])
+
+
+def _numbers(table: Ints) -> list[Number]:
+    return [table[:, d] for d in range(table.shape[1])]
+
+
+def _view(c: Context) -> Call:
+    target = aten.reshape.default if c.node.target is aten.view.default else c.node.target
+    return Call(target, (OPERAND, c.sizes(c.results[0])), c.plain().kwargs)
+
+
+def _full(c: Context) -> Call:
+    plain = c.plain()
+    return Call(plain.target, (c.sizes(c.results[0]), *plain.args[1:]), plain.kwargs)
+
+
+def _arange(c: Context) -> Call:
+    plain = c.plain()
+    start, _, step = plain.args
+    if not c.results[0][1].dims[0].axes:
+        return plain
+    (offset,), (size,) = c.offsets(c.results[0]), c.sizes(c.results[0])
+    first = start + offset * step
+    return Call(plain.target, (first, first + size * step, step), plain.kwargs)
+
+
+def _uniform(c: Context) -> Call:
+    plain, (spec, _) = c.plain(), c.results[0]
+    return Call(
+        plain.target,
+        (*plain.args[:3], list(spec.shape), c.offsets(c.results[0]), c.sizes(c.results[0])),
+        plain.kwargs,
+    )
+
+
+def _embedding(c: Context) -> Call:
+    if not c.operands[0][1].dims[0].axes:
+        return c.plain()
+    return Call(local_ops.embedding, (OPERAND, OPERAND, c.offsets(c.operands[0])[0]), {})
+
+
+def _embedding_backward(c: Context) -> Call:
+    plain, result = c.plain(), c.results[0]
+    if not result[1].dims[0].axes:
+        return plain
+    padding = plain.args[3] if len(plain.args) > 3 else -1
+    numbers = (c.sizes(result)[0], padding, c.offsets(result)[0])
+    return Call(local_ops.embedding_backward, (OPERAND, OPERAND, *numbers), {})
+
+
+def _cut_along(c: Context, dim: int) -> Number | None:
+    """Offsets of the pieces of operand 0 along the dim that is looked up, or None where it is whole."""
+    spec, layout = c.operands[0]
+    if not spec.shape or not layout.dims[dim % len(spec.shape)].axes:
+        return None
+    return c.offsets(c.operands[0])[dim % len(spec.shape)]
+
+
+def _gather(c: Context) -> Call:
+    plain = c.plain()
+    dim: Any = plain.args[1]
+    offset = _cut_along(c, dim)
+    if offset is None:
+        return plain
+    local = local_ops.gather if plain.target is aten.gather.default else local_ops.index_select
+    return Call(local, (OPERAND, dim % len(c.operands[0][0].shape), OPERAND, offset), {})
+
+
+def _scatter(c: Context) -> Call:
+    plain = c.plain()
+    dim: Any = plain.args[1]
+    offset = _cut_along(c, dim)
+    if offset is None:
+        return plain
+    added = plain.target is aten.scatter_add.default
+    rest = (dim % len(c.operands[0][0].shape), OPERAND, plain.args[3], added, offset)
+    return Call(local_ops.scatter, (OPERAND, *rest), {})
+
+
+def _extreme(c: Context) -> Call:
+    plain, (spec, layout) = c.plain(), c.operands[0]
+    dims: Any = plain.args[1] if len(plain.args) > 1 and plain.args[1] else range(len(spec.shape))
+    if not any(layout.dims[d].axes for d in dims):
+        return plain
+    keepdim = bool(plain.args[2]) if len(plain.args) > 2 else False
+    op = "max" if plain.target is aten.amax.default else "min"
+    return Call(local_ops.extreme, (OPERAND, list(dims), keepdim, op), {})
+
+
+def _resized_backward(c: Context) -> Call:
+    plain = c.plain()
+    return Call(plain.target, (*plain.args[:2], c.sizes(c.results[0]), *plain.args[3:]), plain.kwargs)
+
+
+def _grouped(operand: int, position: int) -> Callable[[Context], Call]:
+    """Convolutions: a device runs as many groups as it has input channels of."""
+
+    def call(c: Context) -> Call:
+        plain, (spec, layout) = c.plain(), c.operands[operand]
+        groups: Any = plain.args[position]
+        if groups > 1 and layout.dims[1].axes:
+            groups = c.sizes((spec, layout))[1] // (spec.shape[1] // groups)
+        return Call(plain.target, (*plain.args[:position], groups, *plain.args[position + 1 :]), plain.kwargs)
+
+    return call
+
+
+_RESIZED = [
+    getattr(aten, f"{name}_backward").default
+    for name in (
+        "upsample_nearest1d",
+        "_upsample_nearest_exact1d",
+        "upsample_linear1d",
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+        "upsample_nearest3d",
+        "_upsample_nearest_exact3d",
+        "upsample_trilinear3d",
+    )
+]
+
+CALLS: dict[Any, Callable[[Context], Call]] = {
+    aten.view.default: _view,
+    aten.expand.default: _view,
+    aten.full.default: _full,
+    aten.arange.start_step: _arange,
+    ours.uniform.default: _uniform,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.gather.default: _gather,
+    aten.index_select.default: _gather,
+    aten.scatter.value: _scatter,
+    aten.scatter.src: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.amax.default: _extreme,
+    aten.amin.default: _extreme,
+    aten.convolution.default: _grouped(0, 8),
+    aten.convolution_backward.default: _grouped(1, 9),
+    **dict.fromkeys(_RESIZED, _resized_backward),
+}
+
+# Ops that are told which piece to make: their results may be cut along loops that no operand has.
+MAKERS = frozenset(
+    {
+        aten.full.default,
+        aten.arange.start_step,
+        ours.uniform.default,
+        aten.expand.default,
+        aten.embedding_dense_backward.default,
+    }
+)
+
+
+def check_call(context: Context, actual: Call) -> None:
+    """Raise VerifyError unless `actual` is what every device has to call."""
+    expected = CALLS.get(context.node.target, Context.plain)(context)
+    actual = _unguarded(context, actual)
+    if actual.target is not expected.target:
+        raise VerifyError(
+            "another op is run", got=op_name(actual.target), expected=f"{op_name(expected.target)} for these layouts"
+        )
+    if not _same([actual.args, actual.kwargs], [expected.args, expected.kwargs]):
+        raise VerifyError("the op is run with other arguments", got=_text(actual), expected=_text(expected))
+
+
+def _unguarded(c: Context, call: Call) -> Call:
+    """The call that runs where no operand is empty; the zeros made elsewhere must have the result's shape."""
+    guards = {local_ops.or_zeros: False, local_ops.or_zeros_each: True}
+    if call.target not in guards:
+        return call
+    target, shapes, dtypes, *args = call.args
+    several = guards[call.target]
+    found = list(zip(shapes, dtypes, strict=True)) if several else [(shapes, dtypes)]
+    specs = c.node.meta["spec"] if several else (c.node.meta["spec"],)
+    layouts = iter(c.results)
+    for (shape, dtype), spec in zip(found, specs, strict=True):
+        placed = next(layouts) if isinstance(spec, Spec) else None
+        if not (shape is None and dtype is None if placed is None else _is_like(c, shape, dtype, placed)):
+            raise VerifyError("an empty piece is made in another shape", got=f"{shape} {dtype}", expected=str(placed))
+    return Call(target, tuple(args), call.kwargs)
+
+
+def _is_like(c: Context, shape: Any, dtype: Any, placed: Placed) -> bool:
+    return dtype == placed[0].dtype and _same(list(shape), c.sizes(placed))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, (int, np.ndarray)) and isinstance(b, (int, np.ndarray)) and bool(np.all(a == b))
+    return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
+
+
+def _text(call: Call) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, np.ndarray):
+            return str(value[0]) if (value == value[0]).all() else f"{value[0]}..."
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(map(shown, value)) + "]"
+        return str(value)
+
+    args: Sequence[str] = [*map(shown, call.args), *(f"{k}={shown(v)}" for k, v in call.kwargs.items())]
+    return f"{op_name(call.target)}({', '.join(args)})"

@@ -1,0 +1,82 @@
+"""The symbolic numbers of a rank graph on all devices of its role at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from meshweave.check.holdings import coordinates
+from meshweave.errors import VerifyError
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph, axis_index, linear, qualified
+
+
+class Numbers:
+    """Values of symbols, one per device, and keys by which equal ones are known again.
+
+    A symbol is computed once for every combination of the coordinates that it depends on.
+    """
+
+    def __init__(self, rank: RankGraph) -> None:
+        self.rank, self.devices = rank, tuple(rank.devices)
+        self.values: dict[fx.Node, Any] = {}
+        self.keys: dict[fx.Node, Any] = {}
+        self._known: dict[Any, Any] = {}
+        self._at: dict[str, Any] = {}
+        for i, mesh in enumerate(rank.meshes):
+            if mesh.covers(self.devices):
+                self._at |= {qualified(i, axis): at for axis, at in coordinates(mesh, self.devices).items()}
+
+    def add(self, node: fx.Node) -> Any:
+        """Compute a symbol, whose operands are known."""
+        self.keys[node] = (node.target, *(self.key(a) for a in node.args))
+        if self.keys[node] not in self._known:
+            self._known[self.keys[node]] = self._computed(node)
+        self.values[node] = self._known[self.keys[node]]
+        return self.values[node]
+
+    def _computed(self, node: fx.Node) -> Any:
+        args: Any = fx.map_arg(node.args, lambda n: self.values[n])
+        function: Any = node.target
+        if function is linear:
+            return np.broadcast_to(linear({}, *args), len(self.devices))
+        axes: Sequence[str] = args[0] if function is axis_index else args[1]
+        if unknown := [a for a in axes if a not in self._at]:
+            raise VerifyError("a number depends on axes that the role is not of", got=", ".join(unknown))
+        at = np.stack([np.zeros(len(self.devices), np.int64), *(self._at[a] for a in axes)], 1)
+        each, where = np.unique(at, axis=0, return_inverse=True)
+        made = [function(dict(zip(axes, row[1:], strict=True)), *args) for row in each.tolist()]
+        return np.array(made, np.int64)[where.reshape(-1)]
+
+    def get(self, value: Any) -> Any:
+        """A number, or one per device; None stays None."""
+        return self.values[value] if isinstance(value, fx.Node) else value
+
+    def key(self, value: Any) -> Any:
+        """Something hashable that is equal for equal arguments of one role, and differs between roles."""
+        if isinstance(value, fx.Node):
+            return (self.devices[0], self.keys[value])
+        return tuple(self.key(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+    def axes_of(self, index: Any) -> tuple[Mesh, tuple[str, ...]]:
+        """The mesh and axes that an index in a group is along."""
+        if not isinstance(index, fx.Node) or index.target is not axis_index:
+            raise VerifyError("keeps a part by what is no index in a group", got=str(index))
+        return self.rank.group_axes(",".join(index.args[0]))  # type: ignore[arg-type]
+
+    def wide(self, value: Any) -> Any:
+        """One number per device."""
+        return np.broadcast_to(np.asarray(self.get(value)), len(self.devices))
+
+
+def concatenated(parts: Sequence[tuple[Numbers, Any]]) -> Any:
+    """One argument of a communication as all its roles give it: text and plain numbers, which agree, or per device."""
+    values = [value for _, value in parts]
+    if isinstance(values[0], (list, tuple)):
+        return [concatenated([(n, v[i]) for n, v in parts]) for i in range(len(values[0]))]
+    if any(isinstance(v, fx.Node) for v in values) or len(set(values)) > 1:
+        return np.concatenate([numbers.wide(v) for numbers, v in parts])
+    return values[0]

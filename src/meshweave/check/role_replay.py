@@ -1,0 +1,320 @@
+"""One role's rank graph replayed without tensors: which value each local array is a form of, and how it is held."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.check.holdings import (
+    Holding,
+    check_is,
+    deal_blocks,
+    holding_of,
+    join_blocks,
+    keep_first,
+    narrow,
+    pad,
+    scaled,
+)
+from meshweave.check.infer import Placed, infer
+from meshweave.check.local_calls import MAKERS, OPERAND, Call, Context, check_call
+from meshweave.check.numbers import Numbers
+from meshweave.errors import VerifyError
+from meshweave.ir import local_ops, ops
+from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
+from meshweave.sharding.registry import result_specs, row_for
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A form of the value that placed node `root` makes: in a layout, or in the middle of a move (layout None)."""
+
+    root: fx.Node
+    held: Holding
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """The results of an op that makes several: absent ones have no layout."""
+
+    root: fx.Node
+    layouts: tuple[Layout | None, ...]
+
+
+class Known:
+    """What the roles share: the meaning of every name, and what has been proven.
+
+    Equal steps (the twins of repeated layers) are proven once, so that depth costs next to nothing.
+    """
+
+    def __init__(self, placed: StepGraph) -> None:
+        self.placed = placed
+        self.by_name = {n.name: n for n in placed.graph.nodes}
+        self.roots: dict[fx.Node, fx.Node] = {}  # through moves to what made the value
+        for node in placed.graph.nodes:
+            moved = node.args[0] if node.target is ops.move else None
+            self.roots[node] = self.roots[moved] if isinstance(moved, fx.Node) else node
+        self.num_values = self.num_steps = self.num_twins = 0
+        self._proven: dict[Any, Any] = {}
+        self._holdings: dict[Any, Holding] = {}
+        self._inferred: dict[Any, tuple[Layout, ...]] = {}
+        self._texts: dict[fx.Node, str] = {}
+
+    def meaning(self, node: fx.Node) -> fx.Node | None:
+        """The node of the placed graph whose local value this one is marked to hold."""
+        name = node.meta.get("global")
+        if name is not None and name not in self.by_name:
+            raise VerifyError("is marked as a value that the placed graph lacks", got=str(name))
+        return None if name is None else self.by_name[name]
+
+    def once(self, key: Any, prove: Callable[[], Any]) -> Any:
+        """What `prove` gives, which is called for the first of equal keys."""
+        if key in self._proven:
+            self.num_twins += 1
+        else:
+            self._proven[key] = prove()
+            self.num_steps += 1
+        return self._proven[key]
+
+    def holding(self, layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> Holding:
+        """`holding_of`, one for equal arguments: equal steps are known by what they are taken on."""
+        key = (layout, shape, devices)
+        if key not in self._holdings:
+            self._holdings[key] = holding_of(*key)
+        return self._holdings[key]
+
+    def inferred(self, op: fx.Node, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+        """Layouts of an op's results by its rule; the same for equal ops on equally laid out operands."""
+        if op not in self._texts:
+            self._texts[op] = str(map_nodes(op, lambda n: None))
+        specs, placed = tuple(spec_of(n) for n in tensor_inputs(op)), op.meta["layout"]
+        made = (placed,) if op.target in MAKERS else ()
+        key = (op.target, self._texts[op], specs, str(op.meta["spec"]), tuple(layouts), made)
+        if key not in self._inferred:
+            mesh = layouts[0].mesh if layouts else first_layout(placed).mesh
+            operands: list[Placed] = list(zip(specs, layouts, strict=True))
+            self._inferred[key] = infer(row_for(op).rule(op), mesh, operands, result_specs(op), made)
+        return self._inferred[key]
+
+
+@dataclass(slots=True)
+class RoleReplay:
+    """One role on the way through its graph: the states of its values, and the communication it has come to."""
+
+    rank: RankGraph
+    known: Known
+    devices: tuple[int, ...] = ()
+    states: dict[fx.Node, Any] = field(default_factory=dict)
+    at: fx.Node | None = None
+    ran: set[fx.Node] = field(default_factory=set)
+    numbers: Numbers = field(init=False)
+    _nodes: Iterator[fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.devices = tuple(self.rank.devices)
+        self.numbers, self._nodes = Numbers(self.rank), iter(self.rank.graph.nodes)
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.devices[:4])) + (", ..." if len(self.devices) > 4 else "")
+        return f"device{'s' if len(self.devices) > 1 else ''} {shown}"
+
+    def advance(self) -> None:
+        """Go on to the next communication, or to the end."""
+        self.at = None
+        for node in self._nodes:
+            if node.target in STARTS:
+                self.at = node
+                return
+            try:
+                self.states[node] = self._state(node)
+            except VerifyError as error:
+                raise self.at_node(node, error) from error
+
+    def at_node(self, node: fx.Node, error: VerifyError) -> VerifyError:
+        """The error with the node and the line that it is about."""
+        place = ", ".join(filter(None, [str(origin_of(node)), str(self), error.where]))
+        called = op_name(node.target) if node.op == "call_function" else node.op
+        return VerifyError(f"{node.name} ({called}): {error.what}", where=place, got=error.got, expected=error.expected)
+
+    def in_layout(self, root: fx.Node, layout: Layout) -> Value:
+        return Value(root, self.known.holding(layout, spec_of(root).shape, self.devices), layout)
+
+    def held_as(self, value: Value, layout: Layout) -> Value:
+        """The value, proven to be held in `layout`."""
+        if value.layout == layout:
+            return value
+        shape = spec_of(value.root).shape
+        if not layout.mesh.covers(self.devices):
+            raise VerifyError("is due on other devices", got=str(self), expected=f"{layout} on {layout.mesh}")
+        self.known.once(("is", value.held, layout, shape), lambda: check_is(value.held, layout, shape))
+        return self.in_layout(value.root, layout)
+
+    def operand(self, node: fx.Node, wanted: fx.Node) -> Value:
+        """What a consumer finds where it needs the placed node `wanted`: a form of that value, in some layout."""
+        value = self.states[node]
+        if not isinstance(value, Value) or value.root is not self.known.roots[wanted]:
+            raise VerifyError(
+                f"takes {node.name}, another value", got=_name(value), expected=self.known.roots[wanted].name
+            )
+        try:
+            return self.held_as(value, wanted.meta["layout"])
+        except VerifyError as error:
+            if value.layout is not None:
+                return value  # held in another layout: whether the op can take it so, its rule says
+            what = f"takes {node.name} before it is what {wanted.name} stands for: {error.what}"
+            raise VerifyError(what, where=error.where, got=error.got, expected=error.expected) from error
+
+    def _state(self, node: fx.Node) -> Any:
+        if node.op == "output":
+            return None
+        if node.target in SYMBOLS:
+            return self.numbers.add(node)
+        mark = self.known.meaning(node)
+        operands = [self.states[n] for n in node.all_input_nodes if n.target not in SYMBOLS]
+        if node.op == "placeholder":
+            assert mark is not None, "inputs are checked before"
+            source = self.known.roots[mark]
+            return self._settled(self.in_layout(source, source.meta["layout"]), mark)
+        if node.target is WAIT and operands == [None]:
+            return None  # this role has sent, and does not receive
+        if any(v is None for v in operands):
+            raise VerifyError("uses what other devices receive")
+        if mark is None or node.target in MOVES_ONLY or _is_form(mark, self.known.roots[mark], operands):
+            return self._settled(self._moved(node, operands), mark)
+        return self._settled(self._computed(node, self.known.roots[mark]), mark)
+
+    def _settled(self, state: Any, mark: fx.Node | None) -> Any:
+        """A marked value is exactly what the placed graph says it is, which is proven here."""
+        if mark is None:
+            return state
+        if state.root is not self.known.roots[mark]:
+            raise VerifyError("is a form of another value", got=state.root.name, expected=self.known.roots[mark].name)
+        self.known.num_values += 1
+        self.ran.add(self.known.roots[mark])
+        return self.held_as(state, mark.meta["layout"]) if isinstance(state, Value) else state
+
+    def _moved(self, node: fx.Node, operands: list[Any]) -> Any:
+        """What a step of a move makes of the one value that it is given."""
+        step = STEPS.get(node.target)
+        if step is None or len(operands) != 1 or not isinstance(operands[0], Value):
+            raise VerifyError("is neither an op of the placed graph nor a known step of a move")
+        value: Value = operands[0]
+        if node.target in UNCHANGED:
+            return value
+        key = (node.target, value.held, *(self.numbers.key(a) for a in node.args[1:]))
+        return Value(value.root, self.known.once(key, lambda: step(self.numbers, value.held, node)))
+
+    def _computed(self, node: fx.Node, op: fx.Node) -> Any:
+        """What the placed op makes of the operands as they really are."""
+        if node.target is operator.getitem:
+            return self._item(node, op)
+        wanted = tensor_inputs(op)
+        found = [n for n in _operands(node) if n.target not in SYMBOLS]
+        if len(found) != len(wanted):
+            raise VerifyError("takes another number of operands", got=str(len(found)), expected=str(len(wanted)))
+        operands: list[Placed] = []
+        for local, one in zip(found, wanted, strict=True):
+            value = self.operand(local, one)
+            assert value.layout is not None, "operand() gives values in layouts"
+            operands.append((spec_of(value.root), value.layout))
+        layouts = self.known.inferred(op, [layout for _, layout in operands])
+        results = tuple(zip(result_specs(op), layouts, strict=True))
+        args, kwargs = map_nodes(node, lambda n: self.numbers.values[n] if n.target in SYMBOLS else OPERAND)
+        check_call(Context(op, tuple(operands), results, self.devices), Call(node.target, args, kwargs))
+        if not isinstance(op.meta["spec"], tuple):
+            return self.in_layout(op, layouts[0])
+        rest = iter(layouts)
+        return Several(op, tuple(next(rest) if s is not None else None for s in op.meta["spec"]))
+
+    def _item(self, node: fx.Node, op: fx.Node) -> Value:
+        local, index = node.args
+        source = self.states[local] if isinstance(local, fx.Node) else None
+        if not isinstance(source, Several) or (source.root, index) != (op.args[0], op.args[1]):
+            raise VerifyError(
+                "takes another item", got=f"{_name(source)}[{index}]", expected=f"{op.args[0]}[{op.args[1]}]"
+            )
+        layout = source.layouts[index]  # type: ignore[index]
+        assert layout is not None, "the placed graph takes no absent result"
+        return self.in_layout(op, layout)
+
+
+# Steps of moves that a device takes by itself: numbers of the role, what is held, node -> what is held then.
+
+
+def _narrow(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+    _, dim, start, size = node.args
+    return narrow(held, dim, numbers.get(start), numbers.get(size))  # type: ignore[arg-type]
+
+
+def _pad(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+    return pad(held, [numbers.get(a) for a in node.args[1]])  # type: ignore[union-attr]
+
+
+def _join(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+    _, count, dim, table = node.args
+    return join_blocks(held, count, dim, numbers.get(table))  # type: ignore[arg-type]
+
+
+def _deal(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+    _, count, dim, table, block = node.args
+    return deal_blocks(held, count, dim, numbers.get(table), numbers.get(block))  # type: ignore[arg-type]
+
+
+def _keep(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+    _, index, op = node.args
+    return keep_first(held, *numbers.axes_of(index), str(op))
+
+
+def _scale(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+    factor = node.args[1]
+    if not isinstance(factor, (int, float)):
+        raise VerifyError("scales by what is no number", got=str(factor))
+    return scaled(held, factor)
+
+
+def _same(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+    return held
+
+
+def _is_form(mark: fx.Node, root: fx.Node, operands: Sequence[Any]) -> bool:
+    """Whether a node that is marked as a moved value is a step of that move, and not the op that made the value."""
+    return mark.target is ops.move and all(v.root is root for v in operands)
+
+
+UNCHANGED = frozenset({aten.contiguous.default, WAIT})
+STEPS: dict[Any, Callable[[Numbers, Holding, fx.Node], Holding]] = {
+    **dict.fromkeys(UNCHANGED, _same),
+    aten.narrow.default: _narrow,
+    aten.constant_pad_nd.default: _pad,
+    local_ops.join_blocks: _join,
+    local_ops.deal_blocks: _deal,
+    local_ops.keep_first: _keep,
+    aten.mul.Tensor: _scale,
+}
+MOVES_ONLY = frozenset({WAIT, local_ops.join_blocks, local_ops.deal_blocks, local_ops.keep_first})  # no ops of a model
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, one that stands twice listed twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def first_layout(layout: Any) -> Layout:
+    """The layout of a value, or of the first of several: an op runs on one mesh."""
+    return layout if isinstance(layout, Layout) else next(one for one in layout if one is not None)
+
+
+def _name(state: Any) -> str:
+    return state.root.name if isinstance(state, (Value, Several)) else "nothing"
