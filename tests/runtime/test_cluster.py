@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.collectives import collect
 from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import CheckpointError, LayoutError, StepError
 from meshweave.interop import dtensor_from_piece
+from meshweave.ir.graph import Spec
 from meshweave.ir.rank import collectives
 from meshweave.runtime.cluster import ClusterWorld, init_from_env, shutdown
-from meshweave.runtime.local import LocalCommunicator
 from meshweave.runtime.process_groups import ONE_ROUND_BYTES
-from meshweave.runtime.world import boxes_of
 
 MESH = mw.Mesh("a=2,b=2")
 AXES = [("a",), ("b",), ("a", "b"), ("b", "a")]
@@ -142,17 +142,17 @@ def cases(size: int, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any], 
 
 def job_collectives(pipe: Connection) -> dict[str, Any]:
     """Number of cases, each of which gave what virtual devices give: values, shape and dtype."""
-    world, local, count = ClusterWorld(MESH), LocalCommunicator(MESH), 0
-    (position,) = world.positions
+    world, count = ClusterWorld(MESH), 0
+    position, comm = MESH.index(world.rank), world.communicator
     for axes in AXES:
         size = MESH.flat_size(axes)
         for dtype in DTYPES:
             for name, op, args, rows, width in cases(size, dtype):
                 operands = [integers(r, rows, width, dtype) for r in range(4)]
                 before = operands[position].clone()
-                expected = local.wait(local.start(op, axes, operands, args))[position]
+                expected = collect(MESH, op, axes, operands, args)[position]
                 with world.guard():
-                    (got,) = world.communicator.wait(world.communicator.start(op, axes, [operands[position]], args))
+                    got = comm.wait(comm.collect(op, comm.group(axes), operands[position], args))
                 label = f"{name} {dtype} over {axes}, {rows}x{width}"
                 assert (got.dtype, got.shape) == (expected.dtype, expected.shape), label
                 assert torch.equal(got, expected), f"{label}\n{got}\n{expected}"
@@ -163,35 +163,35 @@ def job_collectives(pipe: Connection) -> dict[str, Any]:
 
 def job_order(pipe: Connection) -> dict[str, Any]:
     """Sums whose bits depend on their order; scalars; splits that differ; several collectives in flight."""
-    world, local = ClusterWorld(MESH), LocalCommunicator(MESH)
-    (position,), comm = world.positions, world.communicator
+    world = ClusterWorld(MESH)
+    position, comm = MESH.index(world.rank), world.communicator
     torch.manual_seed(0)
     for rows in (8, 100001):
         operands = [torch.randn(rows) * 10.0**r for r in range(4)]
         for axes in AXES:
             op = collectives.all_reduce.default
-            expected = local.start(op, axes, operands, ["sum"])[position]
-            assert torch.equal(comm.wait(comm.start(op, axes, [operands[position]], ["sum"]))[0], expected)
+            expected = collect(MESH, op, axes, operands, ["sum"])[position]
+            assert torch.equal(comm.wait(comm.collect(op, comm.group(axes), operands[position], ["sum"])), expected)
     scalars = [torch.tensor(float(r)) for r in range(4)]
     for axes in AXES:
-        started = comm.start(collectives.all_reduce.default, axes, [scalars[position]], ["max"])
-        assert torch.equal(
-            comm.wait(started)[0], local.start(collectives.all_reduce.default, axes, scalars, ["max"])[position]
-        )
-    gathers = [comm.start(collectives.all_gather_into_tensor.default, axes, [operands[position]], []) for axes in AXES]
+        op = collectives.all_reduce.default
+        started = comm.collect(op, comm.group(axes), scalars[position], ["max"])
+        assert torch.equal(comm.wait(started), collect(MESH, op, axes, scalars, ["max"])[position])
+    op = collectives.all_gather_into_tensor.default
+    gathers = [comm.collect(op, comm.group(axes), operands[position], []) for axes in AXES]
     for axes, started in reversed(list(zip(AXES, gathers, strict=True))):
-        expected = local.start(collectives.all_gather_into_tensor.default, axes, operands, [])[position]
-        assert torch.equal(comm.wait(started)[0], expected)
-        assert comm.wait(started)[0] is comm.wait(started)[0]
+        assert torch.equal(comm.wait(started), collect(MESH, op, axes, operands, [])[position])
+        assert comm.wait(started) is comm.wait(started)
     order = world.communicator.group(("b", "a")).order
     members = next(g for g in MESH.groups(("b", "a")) if position in g)
     assert order == members == (0, 2, 1, 3)
     index = members.index(position)
     rows_from = [i + 1 for i in range(4)]  # member i sends i + 1 rows to everybody
     sent = torch.full((4 * (index + 1), 2), float(index)) + torch.arange(4).repeat_interleave(index + 1)[:, None] * 10
-    started = comm.start(collectives.all_to_all_single.default, ("b", "a"), [sent], [rows_from, [index + 1] * 4])
+    args = [rows_from, [index + 1] * 4]
+    started = comm.collect(collectives.all_to_all_single.default, comm.group(("b", "a")), sent, args)
     expected = torch.cat([torch.full((i + 1, 2), i + 10.0 * index) for i in range(4)])
-    assert torch.equal(comm.wait(started)[0], expected)
+    assert torch.equal(comm.wait(started), expected)
     return {"order": list(order)}
 
 
@@ -212,9 +212,9 @@ def job_assemble(pipe: Connection) -> dict[str, Any]:
     for full in samples:
         for text in ("[{a}, {b}]", "[{b,a}, {}]", "[{a,b}, {}]", "[{}, {b}]", "[{}, {}]", "[{}, {a}x2]"):
             layout = mw.Layout.parse(text, MESH)
-            (box,) = boxes_of(layout, full.shape, world.positions)
+            box = layout.box_of(full.shape, world.rank)
             piece = full[box.slices()].clone()
-            got = world.assemble(full.shape, layout, [piece])
+            got = world.assemble(Spec(tuple(full.shape), full.dtype), layout, [piece])
             assert got.shape == full.shape
             assert got.dtype == full.dtype
             assert torch.equal(got.contiguous().view(torch.uint8), full.contiguous().view(torch.uint8)), text
@@ -227,7 +227,7 @@ def job_assemble(pipe: Connection) -> dict[str, Any]:
             if full.dtype is torch.float32 and full.numel() and not full.isnan().any():
                 assert torch.equal(held.full_tensor(), full), text
     with pytest.raises(LayoutError, match="partial"):
-        world.assemble((4,), mw.Layout.parse("[{}] partial(sum: a)", MESH), [torch.zeros(4)])
+        world.assemble(Spec((4,), torch.float32), mw.Layout.parse("[{}] partial(sum: a)", MESH), [torch.zeros(4)])
     with pytest.raises(LayoutError, match="blocks of 2"):
         dtensor_from_piece(torch.zeros(7, 4), mw.Layout.parse("[{}, {a}x2]", MESH), (7, 5))
     with pytest.raises(LayoutError, match="not the piece"):
@@ -301,7 +301,7 @@ def test_four_processes_train_as_one_process_does(start: Callable[..., Job], tmp
 
 def step_of(world: ClusterWorld, axes: tuple[str, ...] = ("a",)) -> None:
     comm = world.communicator
-    (total,) = comm.wait(comm.start(collectives.all_reduce.default, axes, [torch.ones(4)], ["sum"]))
+    total = comm.wait(comm.collect(collectives.all_reduce.default, comm.group(axes), torch.ones(4), ["sum"]))
     assert total.tolist() == [float(world.mesh.flat_size(axes))] * 4
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.collectives import collect, groups
 from torch import Tensor
 
 from meshweave.errors import MeshError
+from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import collectives
-from meshweave.runtime.local import LocalCommunicator, reduce_in_order
+from meshweave.runtime.local import reduce_in_order
 from meshweave.runtime.world import LocalWorld
 
 MESH = Mesh("a=2,b=3")  # position of (i, j) is 3 i + j
@@ -24,9 +26,7 @@ EXCHANGE = collectives.all_to_all_single.default
 
 
 def run(op: Any, axes: tuple[str, ...], operands: Sequence[Tensor], *args: Any, mesh: Mesh = MESH) -> list[list[float]]:
-    communicator = LocalCommunicator(mesh)
-    values = communicator.wait(communicator.start(op, axes, operands, args))
-    return [v.flatten().tolist() for v in values]
+    return [v.flatten().tolist() for v in collect(mesh, op, axes, operands, args)]
 
 
 def ids(num: int = 6) -> list[Tensor]:
@@ -35,7 +35,7 @@ def ids(num: int = 6) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "groups"),
+    ("axes", "expected"),
     [
         (("a",), [[0, 3], [1, 4], [2, 5]]),
         (("b",), [[0, 1, 2], [3, 4, 5]]),
@@ -43,17 +43,17 @@ def ids(num: int = 6) -> list[Tensor]:
         (("b", "a"), [[0, 3, 1, 4, 2, 5]]),
     ],
 )
-def test_groups_follow_the_order_of_the_axes(axes: tuple[str, ...], groups: list[list[int]]) -> None:
-    assert sorted(LocalCommunicator(MESH).groups(axes)) == groups
+def test_groups_follow_the_order_of_the_axes(axes: tuple[str, ...], expected: list[list[int]]) -> None:
+    assert sorted(groups(MESH, axes)) == expected
     gathered = run(GATHER, axes, ids())
-    for group in groups:
+    for group in expected:
         for device in group:
             assert gathered[device] == [float(i) for i in group]
 
 
 def test_groups_are_positions_whatever_the_ids() -> None:
     mesh = Mesh("a=2,b=3", devices=(15, 11, 13, 10, 14, 12))
-    assert sorted(LocalCommunicator(mesh).groups(("b", "a"))) == [[0, 3, 1, 4, 2, 5]]
+    assert sorted(groups(mesh, ("b", "a"))) == [[0, 3, 1, 4, 2, 5]]
     assert run(GATHER, ("a",), ids(), mesh=mesh)[4] == [1.0, 4.0]
 
 
@@ -94,8 +94,7 @@ def test_all_to_all_deals_part_i_to_index_i() -> None:
 
 def test_gathers_stack_along_dim_0() -> None:
     operands = [torch.full((2, 1), float(i)) for i in range(6)]
-    communicator = LocalCommunicator(MESH)
-    values = communicator.start(GATHER, ("a",), operands, [2])
+    values = collect(MESH, GATHER, ("a",), operands, [2])
     assert [tuple(v.shape) for v in values] == [(4, 1)] * 6
     assert values[5].flatten().tolist() == [2.0, 2.0, 5.0, 5.0]
 
@@ -105,7 +104,7 @@ def test_operands_are_not_written_to(op: Any) -> None:
     operands = [torch.arange(6.0) + i for i in range(6)]
     before = [o.clone() for o in operands]
     args = {GATHER: [6], REDUCE: ["sum"], SCATTER: ["sum", 6], EXCHANGE: [[1] * 6, [1] * 6]}[op]
-    LocalCommunicator(MESH).start(op, ("a", "b"), operands, args)
+    collect(MESH, op, ("a", "b"), operands, args)
     assert all(torch.equal(a, b) for a, b in zip(operands, before, strict=True))
 
 
@@ -134,11 +133,11 @@ def test_a_local_world_holds_every_device_and_puts_pieces_together() -> None:
     world = LocalWorld(MESH)
     layout = Layout.parse("[{b,a}, {}]", MESH)
     full = torch.arange(10.0).view(5, 2)
-    pieces = [full[layout.box(full.shape, MESH.coordinates(p)).slices()] for p in world.positions]
+    pieces = [full[layout.box_of(full.shape, device).slices()] for device in world.devices]
     assert [len(p) for p in pieces] == [1, 1, 1, 1, 1, 0]
-    assert world.positions == tuple(range(6))
+    assert world.devices == tuple(range(6))
     assert not world.is_distributed
-    assert torch.equal(world.assemble(full.shape, layout, pieces), full)
+    assert torch.equal(world.assemble(Spec(tuple(full.shape), full.dtype), layout, pieces), full)
 
 
 def test_a_step_cannot_run_on_meta() -> None:

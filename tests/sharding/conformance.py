@@ -21,8 +21,7 @@ from meshweave.expand.expand import expand
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph, op_name, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.runtime.executor import Executor, compile_tasks
-from meshweave.runtime.local import LocalCommunicator
+from meshweave.runtime.executor import compile_tasks, environment, evaluate
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Pass, Role, Shard, realize
 from meshweave.sharding.factors import Rule
@@ -212,15 +211,18 @@ def run_sharded(case: Case, option: Assignment, seed: int = 1) -> list[list[Tens
     """Per result the tensors that the devices make, given the operands in the layouts of `option`."""
     _place(case, option)
     mesh = option.results[0].mesh
-    rank = expand(case.step, mesh, _no_move)
+    (rank,) = expand(case.step, mesh, _no_move)
     compiled = compile_tasks(rank, torch.device("cpu"))
-    executor = Executor(compiled, range(mesh.num_devices), LocalCommunicator(mesh), torch.device("cpu"))
-    env = executor.environment()
+    envs = [environment(compiled, device) for device in mesh.devices]
     generator = torch.Generator().manual_seed(seed)
     for slot, value, layout in zip(compiled.inputs, case.operands, option.operands, strict=True):
-        env[slot] = pieces_of(value, layout, generator)
-    executor.run(env, 0)
-    return [env[slot] for slot in compiled.outputs]
+        for env, piece in zip(envs, pieces_of(value, layout, generator), strict=True):
+            env[slot] = piece
+    with torch.no_grad():
+        for device, env in zip(mesh.devices, envs, strict=True):
+            for task in (t for part in compiled.tasks for t in part):
+                env[task.out] = evaluate(task, env, device)
+    return [[env[slot] for env in envs] for slot in compiled.outputs]
 
 
 def _no_move(*_: Any) -> Any:

@@ -235,7 +235,8 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
             spec, source = spec_of(node), node.args[0].meta["layout"]
             plan = node.meta["plan"] = plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
             for one in (s for s in plan.steps if s.kind == "transfer"):
-                if not routes(one.source, one.target, spec.shape).is_local:
+                inside = one.source.mesh.covers(one.target.mesh.devices)  # others get their pieces, empty ones too
+                if not inside or not routes(one.source, one.target, spec.shape).is_local:
                     crossing.append((node, Transfer(one.source, one.target, spec)))
     program = _Program(step, tuple(meshes))
     for i, (node, made) in enumerate(crossing):
