@@ -164,7 +164,8 @@ def axes_of_operators(step: StepGraph, mesh: Mesh) -> set[str]:
     for pin in (Pin.parse(str(n.args[1])) for n in step.graph.nodes if n.target is PIN):
         named.update(pin.axes)
         if pin.mesh is not None:
-            named.update(a for a in mesh.axis_names if a not in pin.mesh.axis_names)
+            at = pin.mesh
+            named.update(a for a in mesh.axis_names if a not in at.axis_names or at.size(a) != mesh.size(a))
         if pin.mesh is not None and pin.kind == "move":
             layout = Layout.parse(pin.text, pin.mesh)
             named.update(layout.sharded_axes, layout.partial_axes)

@@ -169,7 +169,7 @@ def _on(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
 
 def _place(found: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, glob: str) -> None:
     """Note where modules run. PlanError if it was said otherwise."""
-    found.named.update(a for a in mesh.axis_names if a not in where.axis_names)
+    found.named.update(a for a in mesh.axis_names if a not in where.axis_names or where.size(a) != mesh.size(a))
     for name in modules:
         held = found.homes.setdefault(name, where)
         if held != where:
