@@ -136,6 +136,42 @@ def test_check_of_a_hugging_face_model():
     assert len(held["losses"]["mesh"]) == 2
 
 
+@pytest.mark.parametrize(("mesh", "optimizer"), [("pp=2,dp=2", "adamw"), ("pp=2,tp=2", "sgd")])
+def test_check_of_layers_on_different_devices_proves_and_compares(mesh, optimizer):
+    result = call("check", TINY, "--mesh", mesh, "--seq", 16, "--steps", 10, "--optimizer", optimizer, "--json")
+    assert result.exit_code == 0, result.output
+    held = answer(result)
+    assert (held["num_failed"], held["steps"]) == (0, 10)
+    assert held["complete"]["num_roles"] == 2
+    assert held["complete"]["num_devices"] == 4
+    assert held["complete"]["num_communications"] == held["deadlock"]["num_communications"] > 5
+    assert "free of deadlock" in result.stderr
+
+
+def test_check_says_which_communication_a_program_lacks(models, monkeypatch):
+    """A compiler that forgets to wait for other devices is caught before anything runs."""
+    import meshweave.cli as cli
+    from meshweave.ir.rank import collectives
+
+    build = cli.build_program
+
+    def forgetful(*arguments, **options):
+        program = build(*arguments, **options)
+        for rank in program.roles:
+            for node in [n for n in rank.graph.nodes if n.target is collectives.all_reduce.default][:1]:
+                (wait,) = node.users
+                wait.replace_all_uses_with(node.args[0])
+                rank.graph.erase_node(wait)
+                rank.graph.erase_node(node)
+        return program
+
+    monkeypatch.setattr(cli, "build_program", forgetful)
+    result = call("check", f"{models}:good", "--mesh", "dp=2", "--json")
+    assert result.exit_code == 1
+    assert answer(result)["error"]["kind"] == "VerifyError"
+    assert "models.py:" in result.stderr
+
+
 def test_a_check_that_fails_exits_with_1(models, monkeypatch):
     from meshweave.check.numerics import Bounds
 
@@ -339,6 +375,15 @@ def test_torchrun_checks_on_real_processes():
     assert code == 0, err
     assert len(out.splitlines()) == 1, "only the first rank speaks"
     assert json.loads(out)["ok"] is True
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("mesh", "count"), [("pp=2", 2), ("pp=2,tp=2", 4)])
+def test_torchrun_checks_layers_on_different_processes(mesh, count):
+    code, out, err = finished("check", TINY, "--mesh", mesh, "--seq", 16, "--steps", 2, "--json", torchrun=count)
+    assert code == 0, err
+    held = json.loads(out)
+    assert (held["ok"], held["complete"]["num_roles"]) == (True, 2)
 
 
 @pytest.mark.multiprocess

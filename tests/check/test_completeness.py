@@ -389,7 +389,8 @@ def test_an_output_in_another_layout_than_it_is_said_to_have() -> None:
     last = rank.output_layouts[-1]
     rank.output_layouts = (*rank.output_layouts[:-1], Layout.replicated(last.mesh, len(last.dims)))
     with pytest.raises(
-        VerifyError, match=r"output param 2.bias is in another layout\n  where: devices 0, 1\n  got: \[\{fsdp"
+        VerifyError,
+        match=r"output param 2.bias is in another layout\n  where: \(2.bias\) \[update\], devices 0, 1\n  got: \[\{fsdp",
     ):
         check_complete(made.placed, [rank])
 

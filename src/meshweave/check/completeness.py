@@ -274,11 +274,12 @@ def _check_outputs(known: Known, role: RoleReplay) -> None:
         except VerifyError as error:
             raise role.at_node(end, error) from error
         if value.layout != layout or layout != stored.get(key, layout):
+            lasts = f", and {stored[key]} for the next step" if key in stored else ""
             raise VerifyError(
-                f"output {' '.join(key)} is in another layout",
-                where=str(role),
+                f"output {' '.join(key).strip()} is in another layout",
+                where=f"{origin_of(local)}, {role}",  # type: ignore[arg-type]
                 got=str(value.layout),
-                expected=f"{layout}, and {stored.get(key, layout)} for the next step",
+                expected=f"{layout}{lasts}",
             )
 
 
