@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import transfers
 from tests.collectives import collect
 from torch import Tensor, nn
 
@@ -195,6 +196,20 @@ def job_order(pipe: Connection) -> dict[str, Any]:
     return {"order": list(order)}
 
 
+def job_transfers(pipe: Connection) -> dict[str, Any]:
+    """Number of moves between meshes, after each of which this rank had its piece: every case of as many devices."""
+    world, count = ClusterWorld(mw.Mesh(d=dist.get_world_size())), 0
+    for case in transfers.CASES:
+        if world.mesh.covers(case[1].devices) and world.mesh.covers(case[3].devices):
+            every = [(shape, torch.float32) for shape in transfers.SHAPES]
+            for shape, dtype in [*every, *(((5, 7), dtype) for dtype in transfers.DTYPES[1:])]:
+                if not (transfers.sums(case) and dtype is torch.bool):
+                    with world.guard():
+                        transfers.check(world, case, shape, dtype)
+                    count += 1
+    return {"cases": count, "open": len(world.communicator.open)}
+
+
 def job_assemble(pipe: Connection) -> dict[str, Any]:
     """Full tensors of pieces, bit for bit, and DTensors of the same pieces."""
     world, count = ClusterWorld(MESH), 0
@@ -239,6 +254,11 @@ def job_assemble(pipe: Connection) -> dict[str, Any]:
 def test_collectives_give_what_virtual_devices_give(start: Callable[..., Job]) -> None:
     outcomes = start("collectives", 4).finish(60)
     assert outcomes == [{"cases": len(AXES) * len(DTYPES) * 17, "open": 0}] * 4
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 32), (4, 165)])
+def test_transfers_bring_every_rank_its_piece(start: Callable[..., Job], num_ranks: int, count: int) -> None:
+    assert start("transfers", num_ranks).finish(60) == [{"cases": count, "open": 0}] * num_ranks
 
 
 def test_the_order_of_the_axes_is_the_order_of_the_group(start: Callable[..., Job]) -> None:

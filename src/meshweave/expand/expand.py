@@ -218,6 +218,15 @@ def _roles(meshes: tuple[Mesh, ...]) -> list[tuple[int, ...]]:
     return [tuple(devices) for devices in found.values()]
 
 
+def _stays(step: Step, shape: tuple[int, ...]) -> bool:
+    """Whether every device of a transfer's target cuts its piece, be it empty, out of what it has of the source."""
+    found, devices = routes(step.source, step.target, shape), step.target.mesh.devices
+    if not found.is_local or not step.source.mesh.covers(devices):
+        return False
+    empty = (d for d in devices if not found.received_by(d))
+    return all(step.source.box_of(shape, d).contains(step.target.box_of(shape, d)) for d in empty)
+
+
 def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:
     """The rank graphs of a placed graph, one per role. Their size does not depend on the number of devices.
 
@@ -235,8 +244,7 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
             spec, source = spec_of(node), node.args[0].meta["layout"]
             plan = node.meta["plan"] = plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
             for one in (s for s in plan.steps if s.kind == "transfer"):
-                inside = one.source.mesh.covers(one.target.mesh.devices)  # others get their pieces, empty ones too
-                if not inside or not routes(one.source, one.target, spec.shape).is_local:
+                if not _stays(one, spec.shape):
                     crossing.append((node, Transfer(one.source, one.target, spec)))
     program = _Program(step, tuple(meshes))
     for i, (node, made) in enumerate(crossing):

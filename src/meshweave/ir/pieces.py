@@ -69,6 +69,11 @@ class Box:
         """Index that cuts the box out of the global tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
 
+    def contains(self, other: Box) -> bool:
+        """Whether the other box, be it empty, begins and ends inside this one."""
+        pairs = zip(self.offset, self.size, other.offset, other.size, strict=True)
+        return all(a <= b and b + t <= a + s for a, s, b, t in pairs)
+
     def intersect(self, other: Box) -> Box:
         """The box common to both; sizes are 0 where they do not meet."""
         lo = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
