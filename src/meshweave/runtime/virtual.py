@@ -110,15 +110,12 @@ class LocalExecutor:
         now, machine = self._pass, self._machine
         now.after = after
         now.idle.clear()
+        self._streams.follow()
         try:
-            with torch.no_grad():
-                with now.lock:
-                    mine = self._deal(now, machine.handle(Release(part)), -1)
-                self._work(now, mine)
-                now.idle.wait()
-        except BaseException:  # Ctrl-C: tasks that run end, no other begins
-            now.is_stopped = True
+            self._workers.hand(0, partial(self._release, now, part))
             now.idle.wait()
+        except BaseException:  # Ctrl-C: tasks that run end, no other begins
+            self._stop(now)
             raise
         finally:
             now.after = None
@@ -138,6 +135,26 @@ class LocalExecutor:
         self._streams.join()
 
     # workers
+
+    def _release(self, now: _Pass, part: int) -> None:
+        """Begin a part. A worker does it, so that an interrupt of the caller finds the machine whole."""
+        with now.lock:
+            mine = self._deal(now, [] if now.is_stopped else self._machine.handle(Release(part)), 0)
+        self._work(now, mine)
+
+    def _stop(self, now: _Pass) -> None:
+        """Let nothing more begin, and come back when nothing runs: after one task of each worker. An interrupt on the
+        way does not change that."""
+        now.is_stopped = True
+        handed = False
+        while not now.idle.is_set():
+            try:
+                if not handed:  # should the part never have been begun, nobody else says that nothing runs
+                    handed = True
+                    self._workers.hand(0, partial(self._release, now, -1))
+                now.idle.wait()
+            except KeyboardInterrupt:
+                continue
 
     def _deal(self, now: _Pass, actions: Iterable[Action], own: int) -> list[Run]:
         """Hand out what may run now. Returns what the caller, who works on stream `own`, should run itself. Called with
@@ -283,6 +300,9 @@ class Streams:
 
     def reset(self) -> None:
         self._events = {}
+
+    def follow(self) -> None:
+        """What the caller's stream has been given so far comes first."""
         for stream in self._cuda:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
