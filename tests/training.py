@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import meshweave as mw
 from meshweave.capture.step import call_model
+from meshweave.errors import StepError
+from meshweave.ir.graph import origin_of
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -85,3 +87,18 @@ def assert_equals_eager(model: nn.Module, data: Sequence[Any], mesh: str = "", *
     step, losses = train(model, data, mesh, **options)
     assert_trained_alike(step, losses, eager, expected)
     return step
+
+
+class Breaks:
+    """A meter that fails once, on one held device in one phase."""
+
+    def __init__(self, index: int, phase: str) -> None:
+        self.index, self.phase, self.broken = index, phase, False
+
+    def made(self, index: int, node: fx.Node, value: Any) -> None:
+        if not self.broken and (index, origin_of(node).phase) == (self.index, self.phase):
+            self.broken = True
+            raise StepError("the device is on fire", where=f"device {index}")
+
+    def freed(self, index: int, node: fx.Node) -> None:
+        pass

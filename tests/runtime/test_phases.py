@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import batches, mse
-from torch import Tensor, fx, nn
+from tests.training import Breaks, batches, mse
+from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import LayoutError, StepError
-from meshweave.ir.graph import origin_of
 
 MESHES = ["", "dp=2", "fsdp=2,tp=2", "pp=2,dp=2"]
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -125,21 +124,6 @@ def test_nothing_else_comes_in_the_middle_of_a_step(tmp_path: Path) -> None:
     step.update()
     step.save(place)
     assert [step.metrics["loss"], step(other)] == losses
-
-
-class Breaks:
-    """A meter that fails once, on one device in one phase."""
-
-    def __init__(self, index: int, phase: str) -> None:
-        self.index, self.phase, self.broken = index, phase, False
-
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
-        if not self.broken and (index, self.phase) == (self.index, origin_of(node).phase):
-            self.broken = True
-            raise StepError("the device is on fire")
-
-    def freed(self, index: int, node: fx.Node) -> None:
-        pass
 
 
 @pytest.mark.parametrize("phase", ["loss", "backward"])

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_tensors, assert_trained_alike, batches, mse, sgd, train, train_eagerly
-from torch import Tensor, fx, nn
+from tests.training import Breaks, assert_tensors, assert_trained_alike, batches, mse, sgd, train, train_eagerly
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
 from meshweave.errors import StepError
-from meshweave.ir.graph import origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plans import Plan
 
@@ -188,21 +187,6 @@ def test_a_checkpoint_of_stages_goes_on_anywhere_and_back(tmp_path: Path) -> Non
     back.load(str(tmp_path / "from dp=4"))
     torch.testing.assert_close([back(b) for b in data[6:]], expected[6:], rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(losses, expected[:3], rtol=2e-6, atol=1e-6)
-
-
-class Breaks:
-    """A meter that fails on one device in one phase, once."""
-
-    def __init__(self, index: int, phase: str) -> None:
-        self.index, self.phase, self.broken = index, phase, False
-
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
-        if not self.broken and index == self.index and origin_of(node).phase == self.phase:
-            self.broken = True
-            raise StepError("the device is on fire", where=f"device {index}")
-
-    def freed(self, index: int, node: fx.Node) -> None:
-        pass
 
 
 @pytest.mark.parametrize("phase", ["forward", "loss", "backward"])
