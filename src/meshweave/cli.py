@@ -366,9 +366,8 @@ def _rate(losses: Sequence[float], source: Source, seconds: float) -> float | No
 
 def _progress_line(number: int, steps: int, losses: Sequence[float], source: Source, seconds: float) -> str:
     rate = _rate(losses, source, seconds)
-    return f"step {number:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}" + (
-        f"  {rate:,.0f} {source.unit}/s" if rate else ""
-    )
+    shown = f"  {rate:,.0f} {source.unit}/s" if rate else ""
+    return f"step {number:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}{shown}"
 
 
 @contextmanager
@@ -384,7 +383,8 @@ def _interruptible(step: TrainStep) -> Iterator[Callable[[], None]]:
     before = signal.signal(signal.SIGINT, lambda *_: pressed.fill_(1) and None)
 
     def check_interrupt() -> None:
-        dist.all_reduce(pressed, dist.ReduceOp.MAX)
+        with step.session.world.guard():  # a rank that is gone is told as everywhere
+            dist.all_reduce(pressed, dist.ReduceOp.MAX)
         if pressed.item():
             raise KeyboardInterrupt
 
