@@ -69,6 +69,10 @@ class _Pass:
     broken: BaseException | None = None  # a worker itself has failed: a bug of ours
     after: After | None = None
 
+    def break_off(self, error: BaseException) -> None:
+        self.broken, self.is_stopped = error, True
+        self.idle.set()
+
 
 class LocalExecutor:
     """Runs the tasks of all virtual devices: `ranks[i]` on device `devices[i]`, compute and communication side by side.
@@ -138,9 +142,13 @@ class LocalExecutor:
 
     def _release(self, now: _Pass, part: int) -> None:
         """Begin a part. A worker does it, so that an interrupt of the caller finds the machine whole."""
-        with now.lock:
-            mine = self._deal(now, [] if now.is_stopped else self._machine.handle(Release(part)), 0)
-        self._work(now, mine)
+        try:
+            with now.lock:
+                mine = self._deal(now, [] if now.is_stopped else self._machine.handle(Release(part)), 0)
+        except BaseException as error:
+            now.break_off(error)
+        else:
+            self._work(now, mine)
 
     def _stop(self, now: _Pass) -> None:
         """Let nothing more begin, and come back when nothing runs: after one task of each worker. An interrupt on the
@@ -190,8 +198,7 @@ class LocalExecutor:
                     now.num_active -= 1
                     todo += self._deal(now, [] if now.is_stopped else actions, run.stream)
         except BaseException as error:
-            now.broken, now.is_stopped = error, True
-            now.idle.set()
+            now.break_off(error)
 
     def _do(self, now: _Pass, run: Run) -> Done | Failed | None:
         """Run tasks of one stream. None when the pass was stopped on the way."""
