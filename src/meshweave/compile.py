@@ -16,7 +16,7 @@ from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
 from meshweave.errors import LayoutError, MeshweaveError, PlanError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta
-from meshweave.interop import dtensor_from_piece, mark_stepped
+from meshweave.interop import dtensor_from_piece, mark_stepped, prepare_device_meshes
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -200,6 +200,8 @@ class TrainStep:
             raise LayoutError(
                 "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
             )
+        kept = [layout.mesh for item, layout, _ in self.session.pieces(kind)]
+        prepare_device_meshes(dict.fromkeys(kept), self.session.world.device.type)
         return {
             item.name: dtensor_from_piece(pieces[0], layout, item.spec.shape)
             for item, layout, pieces in self.session.pieces(kind)

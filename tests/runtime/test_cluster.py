@@ -210,6 +210,35 @@ def job_transfers(pipe: Connection) -> dict[str, Any]:
     return {"cases": count, "open": len(world.communicator.open)}
 
 
+def job_phases(pipe: Connection) -> dict[str, Any]:
+    """Losses of two steps in parts, which are those of whole steps to the bit, as parameters and gradients are."""
+
+    def step() -> mw.TrainStep:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        mesh, loss = mw.Mesh(pp=dist.get_world_size()), lambda out, _: out.square().mean()
+        return mw.compile(model, loss=loss, example=data[0], optimizer=optimizer, mesh=mesh, keep_gradients=True)
+
+    made = torch.Generator().manual_seed(1)
+    data = [(torch.randn(4, 4, generator=made),) for _ in range(2)]
+    whole, parts = step(), step()
+    losses = []
+    for batch in data:
+        losses.append(parts.forward(batch))
+        with pytest.raises(StepError, match="update is not what comes next"):
+            parts.update()
+        parts.backward()
+        parts.update()
+        assert whole(batch) == losses[-1]
+    for read in (mw.TrainStep.parameters, mw.TrainStep.gradients, mw.TrainStep.optimizer_state):
+        found = read(parts)
+        assert all(torch.equal(found[name], value) for name, value in read(whole).items())
+    full, held = parts.parameters(), parts.parameters(sharded=True)
+    assert all(torch.equal(value.full_tensor(), full[name]) for name, value in held.items())
+    return {"losses": losses, "sharded": sorted(held)}
+
+
 def job_assemble(pipe: Connection) -> dict[str, Any]:
     """Full tensors of pieces, bit for bit, and DTensors of the same pieces."""
     world, count = ClusterWorld(MESH), 0
@@ -259,6 +288,14 @@ def test_collectives_give_what_virtual_devices_give(start: Callable[..., Job]) -
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 32), (4, 165)])
 def test_transfers_bring_every_rank_its_piece(start: Callable[..., Job], num_ranks: int, count: int) -> None:
     assert start("transfers", num_ranks).finish(60) == [{"cases": count, "open": 0}] * num_ranks
+
+
+def test_the_parts_of_a_step_are_the_whole_on_every_rank(start: Callable[..., Job]) -> None:
+    first, second = start("phases", 2).finish(60)
+    assert "losses" in first, first
+    assert first["losses"] == second["losses"]
+    assert len(first["losses"]) == 2
+    assert (first["sharded"], second["sharded"]) == (["0.bias", "0.weight"], ["2.bias", "2.weight"])
 
 
 def test_the_order_of_the_axes_is_the_order_of_the_group(start: Callable[..., Job]) -> None:

@@ -1,7 +1,12 @@
 """What we know about torch's own types beyond its public surface: DTensor, DeviceMesh, schedulers. Nobody else does."""
 
 from meshweave.interop.device_mesh import device_mesh_from_mesh, mesh_from_device_mesh
-from meshweave.interop.dtensor import dtensor_from_piece, layout_from_placements, placements_from_layout
+from meshweave.interop.dtensor import (
+    dtensor_from_piece,
+    layout_from_placements,
+    placements_from_layout,
+    prepare_device_meshes,
+)
 from meshweave.interop.optimizer import mark_stepped
 
 __all__ = [
@@ -11,4 +16,5 @@ __all__ = [
     "mark_stepped",
     "mesh_from_device_mesh",
     "placements_from_layout",
+    "prepare_device_meshes",
 ]

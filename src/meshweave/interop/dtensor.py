@@ -10,7 +10,8 @@ Source: torch/distributed/tensor/_dtensor_spec.py, `_convert_shard_order_to_Stri
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -102,6 +103,7 @@ def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> D
     LayoutError where DTensor cannot express the layout or the piece has another shape than the layout says, and
     MeshError when torch.distributed is not initialised or this rank is not of the mesh.
     """
+    layout = replace(layout, mesh=_with_axis(layout.mesh))
     placements = placements_from_layout(layout, shape)
     device_mesh = _device_mesh(layout.mesh, piece.device.type, _current_job())
     box = layout.pieces(shape).get(dist.get_rank())
@@ -116,11 +118,23 @@ def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> D
     return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def prepare_device_meshes(meshes: Iterable[Mesh], device_type: str) -> None:
+    """Make the DeviceMeshes on which `dtensor_from_piece` will put pieces. All ranks call it together, with the same
+    meshes in the same order, whether or not they are of them."""
+    for mesh in meshes:
+        _device_mesh(_with_axis(mesh), device_type, _current_job())
+
+
+def _with_axis(mesh: Mesh) -> Mesh:
+    """The mesh itself; of a single device without axes one with an axis, which a DeviceMesh needs."""
+    return mesh if mesh.axis_names else Mesh("rank=1", devices=mesh.devices)
+
+
 def _current_job() -> weakref.ref[dist.ProcessGroup] | None:
     return weakref.ref(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 def _device_mesh(mesh: Mesh, device_type: str, job: weakref.ref[dist.ProcessGroup] | None) -> DeviceMesh:
     """One DeviceMesh per mesh and job, for each makes process groups."""
     return device_mesh_from_mesh(mesh, device_type)
