@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
+from time import thread_time
 from typing import Any
 from weakref import finalize
 
@@ -25,6 +27,11 @@ from meshweave.runtime.local import exchange, piece_of, receive
 # A copy of so few bytes is done by the worker that found it ready: waking another costs more than it takes (a wake-up
 # is about 20 us under a contended interpreter lock; 2 shared cores copy 1 MiB in about 100 us; 2026-11, torch 2.13).
 INLINE_BYTES = 1 << 20
+# Runs whose tasks took less processor time than this, each, go one at a time: side by side they would only fight over
+# the interpreter lock (two threads of `add` break even with one at about 14 us per op; 2 cores, torch 2.13, 2026-11).
+LIGHT_SECONDS = 20e-6
+NUM_TURNS = 4
+PATIENCE_SECONDS = 5e-3  # who has waited so long for a turn goes on without: what holds it is not light
 
 
 class Workers:
@@ -56,6 +63,40 @@ def _stop(queues: Iterable[SimpleQueue[Any]]) -> None:
         queue.put(None)
 
 
+class Turns:
+    """Lets light runs go one at a time, and heavy ones as they come. A run is known by where it begins.
+
+    A run is light once one of its turns was, and heavy after NUM_TURNS that were not (the first warms up, and others
+    may disturb); till then runs go one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._turn = Lock()
+        self._tried: Counter[tuple[int, int]] = Counter()
+        self._known: dict[tuple[int, int], bool] = {}  # whether a run is light
+
+    def is_light(self, run: Run) -> bool:
+        """Whether a run is known to be light: not worth another thread."""
+        return self._known.get((run.stream, run.start), False)
+
+    @contextmanager
+    def taken(self, run: Run) -> Iterator[None]:
+        place = (run.stream, run.start)
+        if not self._known.get(place, True) or not self._turn.acquire(timeout=PATIENCE_SECONDS):
+            yield
+            return
+        began = thread_time()
+        try:
+            yield
+            if place not in self._known:
+                self._tried[place] += 1
+                is_light = thread_time() - began < LIGHT_SECONDS * (run.stop - run.start)
+                if is_light or self._tried[place] == NUM_TURNS:
+                    self._known[place] = is_light
+        finally:
+            self._turn.release()
+
+
 @dataclass(slots=True)
 class _Pass:
     """One pass over the step: its environments, and what the workers share of its part that runs."""
@@ -78,7 +119,7 @@ class LocalExecutor:
     """Runs the tasks of all virtual devices: `ranks[i]` on device `devices[i]`, compute and communication side by side.
 
     The machine says what may run. A worker that has finished a run tells it, goes on with what it may do itself (its
-    own stream, and copies that are not worth waking another for) and hands the rest to their workers.
+    own stream, and runs and copies that are not worth waking another for) and hands the rest to their workers.
 
     An operand that a start has posted stands in the cell of the start, until the copy has been made (a collective) or
     this device need not send any more (a transfer); a copy writes its result to the cell of the wait.
@@ -96,7 +137,7 @@ class LocalExecutor:
         self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]
         self._streams = Streams(on, len(self.lowered.schedule.streams))
         self._workers = Workers(2 * len(self.devices))
-        self._meter_lock = Lock()
+        self._meter_lock, self._turns = Lock(), Turns()
         self._pass = _Pass([])
 
     def environment(self) -> list[Env]:
@@ -171,7 +212,7 @@ class LocalExecutor:
         for action in actions:
             if type(action) is Run:
                 now.num_active += 1
-                if action.stream == own or self._is_small(now, action):
+                if action.stream == own or self._turns.is_light(action) or self._is_small(now, action):
                     mine.append(action)
                 else:
                     self._workers.hand(self._worker_of(action.stream), partial(self._work, now, [action]))
@@ -204,7 +245,7 @@ class LocalExecutor:
         """Run tasks of one stream. None when the pass was stopped on the way."""
         index, count = run.start, len(self.devices)
         try:
-            with self._streams.entered(run.stream):
+            with self._turns.taken(run), self._streams.entered(run.stream):
                 for index in range(run.start, run.stop):
                     if now.is_stopped:
                         return None
