@@ -241,9 +241,7 @@ class Session:
         found = {}
         for item, layout in self.state.items:
             if item.kind == source and (pieces is None or item.name in named):
-                held = (self.state.pieces if pieces is None else {(source, n): p for n, p in pieces.items()}).get(
-                    (item.kind, item.name), []
-                )
+                held = self.state.pieces[kind, item.name] if pieces is None else pieces.get(item.name, [])
                 found[item.name] = self.world.assemble(item.spec, layout, held)
         return found
 
