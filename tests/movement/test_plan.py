@@ -270,7 +270,7 @@ def cheapest(source: Layout, target: Layout, shape: tuple[int, ...], profile: Al
         steps = [
             *(Step("slice", (a,), layout, layout, d) for a in target.sharded_axes for d in every),
             *(Step("all_gather", dim.axes[-1:], layout, layout, d) for d, dim in enumerate(layout.dims)),
-            *(Step("all_to_all", layout.dims[d].axes[-1:], layout, layout, d, e) for d in every for e in every),
+            *(Step("all_to_all", (s := layout.dims[d].axes[-1:]), layout, layout, d, e, s) for d in every for e in every),
         ]
         if set(layout.replicated_axes) <= set(source.replicated_axes):
             steps += [Step("reduce_scatter", (a,), layout, layout, d, op="sum") for a in mesh.axis_names for d in every]

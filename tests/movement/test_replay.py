@@ -155,7 +155,7 @@ def test_a_partial_kept_with_another_op_shows() -> None:
 
 
 def test_apply_does_not_read_the_layouts_of_the_step() -> None:
-    step = Step("all_to_all", ("a",), ANY, ANY, 0, 1, 3)
+    step = Step("all_to_all", ("a",), ANY, ANY, 0, 1, ("a",), 3)
     assert str(apply(Layout.parse("[{b,a}x2, {c}]", MESH), step)) == "[{b}x2, {c,a}x3]"
     for bad in (replace(step, to_dim=0), replace(step, to_dim=None), replace(step, axes=("b",)), replace(step, dim=5)):
         with pytest.raises(VerifyError, match="the step does not fit the layout"):

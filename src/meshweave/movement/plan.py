@@ -22,6 +22,7 @@ _WORDS: dict[Kind, str] = {
     "all_reduce": "reduce",
     "scale": "scale",
     "all_to_all": "all-to-all",
+    "permute": "permute",
     "all_gather": "gather",
     "to_partial": "replicate",
     "transfer": "transfer",

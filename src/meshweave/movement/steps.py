@@ -10,7 +10,17 @@ from meshweave.errors import VerifyError
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 
-Kind = Literal["slice", "reduce_scatter", "all_reduce", "scale", "all_to_all", "all_gather", "to_partial", "transfer"]
+Kind = Literal[
+    "slice",
+    "reduce_scatter",
+    "all_reduce",
+    "scale",
+    "all_to_all",
+    "permute",
+    "all_gather",
+    "to_partial",
+    "transfer",
+]
 REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter", "all_reduce")
 
 
@@ -21,15 +31,19 @@ class Step:
     slice           keep this device's part of `dim`, cut in blocks of `unit`; `axes` become the innermost of `dim`
     reduce_scatter  reduce the partial `axes` with `op`, keep this device's part of `dim` as slice does
     all_reduce      reduce the partial `axes` with `op`
-    all_to_all      gather `dim` over its innermost `axes` while cutting `to_dim` over them, in blocks of `unit`
+    all_to_all      gather `dim` over its innermost `axes` while cutting `to_dim` over them, in blocks of `unit`; there
+                    they stand in the order `to_axes`
+    permute         every device gets its piece of `target` from devices of its group, as `ir.routes` says: one message
+                    each where pieces are even. `axes` are all those whose place in the layout changes.
     all_gather      gather `dim` over its innermost `axes`
-    to_partial      index 0 of the group keeps the value, the others hold the identity of `op`
+    to_partial      index 0 of the group keeps the value, the others hold the identity of `op`. With a `dim`, whose
+                    innermost are `axes`: they stop to cut it, and what was not of a device's piece is the identity.
     scale           multiply by `factor`: turns the sum over `axes` into the average. From the first reduction of an
                     avg axis to this step the value is 1 / `factor` times the global value.
     transfer        every device of the target's mesh gets its piece from devices of the source's, as `ir.routes` says;
                     no axes, and nothing is partial. The only step whose layouts differ in their meshes.
 
-    `dim` is -1, `to_dim` None and `op` empty where the kind has none. `op` is sum, max or min, never avg.
+    `dim` is -1, `to_dim` None, `to_axes` and `op` empty where the kind has none. `op` is sum, max or min, never avg.
     `seconds` and `bytes_received` (per device) are those of the largest piece under the profile of the plan; of a
     transfer those of the busiest device.
     """
@@ -40,6 +54,7 @@ class Step:
     target: Layout
     dim: int = -1
     to_dim: int | None = None
+    to_axes: tuple[str, ...] = ()
     unit: int = 1
     op: str = ""
     factor: float = 1.0
@@ -53,12 +68,17 @@ class Step:
             "slice": f"slice dim {self.dim} over {axes}{blocks}",
             "reduce_scatter": f"reduce_scatter({self.op}) over {axes} onto dim {self.dim}{blocks}",
             "all_reduce": f"all_reduce({self.op}) over {axes}",
-            "all_to_all": f"all_to_all over {axes} from dim {self.dim} onto dim {self.to_dim}{blocks}",
+            "all_to_all": f"all_to_all over {axes} from dim {self.dim} onto dim {self.to_dim}{self._turned}{blocks}",
+            "permute": f"permute over {axes}",
             "all_gather": f"all_gather dim {self.dim} over {axes}",
-            "to_partial": f"to_partial({self.op}) over {axes}",
+            "to_partial": f"to_partial({self.op}) over {axes}" + (f" from dim {self.dim}" if self.dim >= 0 else ""),
             "scale": f"scale by {self.factor:g} over {axes}",
             "transfer": f"transfer to {_place(self.target.mesh)}",
         }[self.kind]
+
+    @property
+    def _turned(self) -> str:
+        return f" as {','.join(self.to_axes)}" if self.to_axes != self.axes else ""
 
 
 def _place(mesh: Mesh) -> str:
@@ -66,8 +86,8 @@ def _place(mesh: Mesh) -> str:
 
 
 def apply(layout: Layout, step: Step) -> Layout:
-    """The layout after `step` (its kind, axes, dims, unit and op; its own layouts are not read, but for a transfer's
-    target, to which it leads from anywhere).
+    """The layout after `step` (its kind, axes, dims, unit and op; its own layouts are not read, but for the target of a
+    transfer or a permute: the one leads there from anywhere, the other from what differs only in its axes).
 
     An appended axis sets the unit of the whole dim, which for a non-empty dim must leave the pieces before it as they
     are. The result is not normalised. Raises VerifyError where the step does not fit the layout.
@@ -75,10 +95,10 @@ def apply(layout: Layout, step: Step) -> Layout:
     return _APPLY[step.kind](layout, step)
 
 
-def _append(layout: Layout, step: Step, dim: int) -> Layout:
-    _need(all(axis in layout.replicated_axes for axis in step.axes), layout, step, "axes that are replicated")
+def _append(layout: Layout, step: Step, dim: int, axes: tuple[str, ...]) -> Layout:
+    _need(all(axis in layout.replicated_axes for axis in axes), layout, step, "axes that are replicated")
     _need(0 <= dim < len(layout.dims), layout, step, f"a dim of 0 to {len(layout.dims) - 1}")
-    return layout.with_dim(dim, DimSharding((*layout.dims[dim].axes, *step.axes), step.unit))
+    return layout.with_dim(dim, DimSharding((*layout.dims[dim].axes, *axes), step.unit))
 
 
 def _pop(layout: Layout, step: Step) -> Layout:
@@ -90,7 +110,18 @@ def _pop(layout: Layout, step: Step) -> Layout:
 
 def _all_to_all(layout: Layout, step: Step) -> Layout:
     to_dim = -1 if step.to_dim is None or step.to_dim == step.dim else step.to_dim
-    return _append(_pop(layout, step), step, to_dim)
+    _need(sorted(step.to_axes) == sorted(step.axes), layout, step, "the same axes on both dims")
+    return _append(_pop(layout, step), step, to_dim, step.to_axes)
+
+
+def _permute(layout: Layout, step: Step) -> Layout:
+    target = step.target
+    _need((target.mesh, target.partial) == (layout.mesh, layout.partial), layout, step, "the same mesh and partial axes")
+    _need(len(layout.dims) == len(target.dims), layout, step, f"{len(target.dims)} dims")
+    places = [{axis: one.dim_of(axis) for axis in one.mesh.axis_names} for one in (layout, target)]
+    still = (axis for axis in layout.mesh.axis_names if axis not in step.axes)
+    _need(all(places[0][axis] == places[1][axis] for axis in still), layout, step, "that the other axes stay")
+    return target
 
 
 def _reduce(layout: Layout, step: Step) -> Layout:
@@ -101,6 +132,8 @@ def _reduce(layout: Layout, step: Step) -> Layout:
 
 
 def _to_partial(layout: Layout, step: Step) -> Layout:
+    if step.dim >= 0:
+        layout = _pop(layout, step)
     _need(all(axis in layout.replicated_axes for axis in step.axes), layout, step, "axes that are replicated")
     return replace(layout, partial=(*layout.partial, *((axis, step.op) for axis in step.axes)))
 
@@ -118,10 +151,11 @@ def _transfer(layout: Layout, step: Step) -> Layout:
 
 
 _APPLY: dict[Kind, Callable[[Layout, Step], Layout]] = {
-    "slice": lambda layout, step: _append(layout, step, step.dim),
-    "reduce_scatter": lambda layout, step: _append(_reduce(layout, step), step, step.dim),
+    "slice": lambda layout, step: _append(layout, step, step.dim, step.axes),
+    "reduce_scatter": lambda layout, step: _append(_reduce(layout, step), step, step.dim, step.axes),
     "all_reduce": _reduce,
     "all_to_all": _all_to_all,
+    "permute": _permute,
     "all_gather": _pop,
     "to_partial": _to_partial,
     "scale": _scale,

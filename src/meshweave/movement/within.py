@@ -281,4 +281,7 @@ def _steps(space: _Space, source: Layout, ops: _Ops, path: tuple[_Edge, ...]) ->
 def _draft(edge: _Edge, anywhere: Layout, op: str) -> Step:
     kind = _KINDS[edge.rank]
     to_dim = None if edge.to_dim < 0 else edge.to_dim
-    return Step(kind, edge.axes, anywhere, anywhere, edge.dim, to_dim, edge.unit, op if kind in REDUCTIONS else "")
+    to_axes = edge.axes if kind == "all_to_all" else ()
+    return Step(
+        kind, edge.axes, anywhere, anywhere, edge.dim, to_dim, to_axes, edge.unit, op if kind in REDUCTIONS else ""
+    )
