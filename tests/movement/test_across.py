@@ -46,21 +46,24 @@ GOLDENS = [
     (
         ("[{dp}, {}]", "[{dp}, {}]", (TWO, Mesh("dp=2", devices=[2, 3]))),
         """
-[{dp}, {}] -> [{dp}, {}]: 1 step, 10.03 us, 128 B received, peak 128 B, exact
+[{dp}, {}] -> [{dp}, {}]: 1 step
+  10.03 us, at best 10.03 us; 128 B received, peak 128 B, exact
   1. transfer to dp=2 on [2, 3]  -> [{dp}, {}]  10.03 us, 128 B received
 """,
     ),
     (
         ("[{}, {}]", "[{}, {dp}]", (PIPELINE["pp"][0], TWO)),
         """
-[{}, {}] -> [{}, {dp}]: 1 step, 0 us, 0 B received, peak 384 B, exact
+[{}, {}] -> [{}, {dp}]: 1 step
+  0 us, at best 0 us; 0 B received, peak 384 B, exact
   1. transfer to dp=2 on [0, 1]  -> [{}, {dp}]  0 us, 0 B received
 """,
     ),
     (
         ("[{}, {}] partial(sum: tp)", "[{}, {}]", (PIPELINE["pp"][0], PIPELINE["pp"][1])),
         """
-[{}, {}] partial(sum: tp) -> [{}, {}]: 2 steps, 20.05 us, 384 B received, peak 384 B, reassociates
+[{}, {}] partial(sum: tp) -> [{}, {}]: 2 steps
+  20.05 us, at best 10.01 us; 384 B received, peak 384 B, reassociates
   1. reduce_scatter(sum) over tp onto dim 0  -> [{tp}, {}]  10 us, 128 B received
   2. transfer to dp=2,tp=2 on [4, 5, 6, 7]   -> [{}, {}]    10.05 us, 256 B received
 """,
@@ -68,37 +71,41 @@ GOLDENS = [
     (
         ("[{}, {}] partial(avg: dp,tp)", "[{}, {}]", (PIPELINE["pp"][0], PIPELINE["pp"][1]), (4096, 4096)),
         """
-[{}, {}] partial(avg: dp,tp) -> [{}, {}]: 6 steps, 4244 us, 112 MiB received, peak 96 MiB, reassociates
-  1. reduce_scatter(sum) over tp onto dim 0  -> [{tp}, {}] partial(avg: dp)  93.89 us, 32 MiB received
-  2. reduce_scatter(sum) over dp onto dim 0  -> [{tp,dp}, {}]                345.5 us, 16 MiB received
-  3. scale by 0.25 over dp,tp                -> [{tp,dp}, {}]                0 us, 0 B received
-  4. transfer to dp=2,tp=2 on [4, 5, 6, 7]   -> [{tp,dp}, {}]                3365 us, 16 MiB received
-  5. all_gather dim 0 over dp                -> [{tp}, {}]                   345.5 us, 16 MiB received
-  6. all_gather dim 0 over tp                -> [{}, {}]                     93.89 us, 32 MiB received
+[{}, {}] partial(avg: dp,tp) -> [{}, {}]: 6 steps
+  4244 us, at best 3365 us; 112 MiB received, peak 96 MiB, reassociates
+  1. reduce_scatter(sum) over tp onto dim 1  -> [{}, {tp}] partial(avg: dp)  93.89 us, 32 MiB received
+  2. reduce_scatter(sum) over dp onto dim 0  -> [{dp}, {tp}]                 345.5 us, 16 MiB received
+  3. scale by 0.25 over dp,tp                -> [{dp}, {tp}]                 0 us, 0 B received
+  4. transfer to dp=2,tp=2 on [4, 5, 6, 7]   -> [{dp}, {tp}]                 3365 us, 16 MiB received
+  5. all_gather dim 0 over dp                -> [{}, {tp}]                   345.5 us, 16 MiB received
+  6. all_gather dim 1 over tp                -> [{}, {}]                     93.89 us, 32 MiB received
 """,
     ),
     (
         ("[{}, {}]", "[{}, {}]", (ONE, FOUR), (4096, 4096)),
         """
-[{}, {}] -> [{}, {}]: 3 steps, 1.387e+04 us, 64 MiB received, peak 96 MiB, exact
-  1. transfer to dp=2,tp=2 on [4, 5, 6, 7]  -> [{tp,dp}, {}]  1.343e+04 us, 16 MiB received
-  2. all_gather dim 0 over dp               -> [{tp}, {}]     345.5 us, 16 MiB received
-  3. all_gather dim 0 over tp               -> [{}, {}]       93.89 us, 32 MiB received
+[{}, {}] -> [{}, {}]: 3 steps
+  1.387e+04 us, at best 1.343e+04 us; 64 MiB received, peak 96 MiB, exact
+  1. transfer to dp=2,tp=2 on [4, 5, 6, 7]  -> [{dp}, {tp}]  1.343e+04 us, 16 MiB received
+  2. all_gather dim 0 over dp               -> [{}, {tp}]    345.5 us, 16 MiB received
+  3. all_gather dim 1 over tp               -> [{}, {}]      93.89 us, 32 MiB received
 """,
     ),
     (
         ("[{dp}, {}]", "[{}, {}] partial(sum: dp; max: tp)", (TWO, FOUR)),
         """
-[{dp}, {}] -> [{}, {}] partial(sum: dp; max: tp): 3 steps, 10.1 us, 256 B received, peak 512 B, exact
-  1. transfer to dp=2,tp=2 on [4, 5, 6, 7]  -> [{}, {}]                            10.1 us, 256 B received
-  2. to_partial(sum) over dp                -> [{}, {}] partial(sum: dp)           0 us, 0 B received
-  3. to_partial(max) over tp                -> [{}, {}] partial(sum: dp; max: tp)  0 us, 0 B received
+[{dp}, {}] -> [{}, {}] partial(sum: dp; max: tp): 3 steps
+  10.03 us, at best 10.03 us; 64 B received, peak 384 B, exact
+  1. transfer to dp=2,tp=2 on [4, 5, 6, 7]  -> [{dp,tp}, {}]                       10.03 us, 64 B received
+  2. to_partial(max) over tp from dim 0     -> [{dp}, {}] partial(max: tp)         0 us, 0 B received
+  3. to_partial(sum) over dp from dim 0     -> [{}, {}] partial(sum: dp; max: tp)  0 us, 0 B received
 """,
     ),
     (
         ("[{}]", "[{}]", (TWO, Mesh("pp=2")["pp"][1]), (7,)),
         """
-[{}] -> [{}]: 1 step, 0 us, 0 B received, peak 56 B, exact
+[{}] -> [{}]: 1 step
+  0 us, at best 0 us; 0 B received, peak 56 B, exact
   1. transfer to device 1  -> [{}]  0 us, 0 B received
 """,
     ),
@@ -235,7 +242,7 @@ def test_no_wider_candidate_is_cheaper(name: str, shape: tuple[int, ...], link: 
     pairs = list(itertools.product(sources, targets))
     for source, target in random.Random(1).sample(pairs, min(len(pairs), 12)):
         made = plan_move(source, target, shape, torch.float32, profile)
-        assert made.seconds == pytest.approx(min(wider(source, target, shape, profile)), rel=1e-4), f"{made}"
+        assert made.seconds <= min(wider(source, target, shape, profile)) * (1 + 1e-4), f"{made}"
 
 
 def crossing_bytes(made: MovePlan, shape: tuple[int, ...]) -> int:
@@ -330,15 +337,17 @@ def test_hundreds_of_small_moves_are_priced_in_a_second() -> None:
             "[{}, {}] partial(avg: dp)",
             "[{}, {}] partial(avg: dp)",
             torch.float32,
-            "a move cannot make a value partial(avg)\n  where: [{}, {}] partial(avg: dp) -> [{}, {}] partial(avg: dp)\n"
-            "  got: [{}, {}] partial(avg: dp)\n  expected: no partial(avg) on another mesh than the source's\n"
+            "a move cannot make a value partial(avg)\n  where: [{}, {}] partial(avg: dp) -> [{}, {}] partial(avg: dp) "
+            "of (8, 8) float32\n  got: [{}, {}] partial(avg: dp)\n"
+            "  expected: no partial(avg) on another mesh than the source's\n"
             "  hint: ask for partial(sum)",
         ),
         (
             "[{}, {}] partial(avg: dp)",
             "[{tp}, {}]",
             torch.int64,
-            "the average of integers would be truncated\n  where: [{}, {}] partial(avg: dp) -> [{}, {}]\n"
+            "the average of integers would be truncated\n"
+            "  where: [{}, {}] partial(avg: dp) -> [{}, {}] of (8, 8) int64\n"
             "  got: torch.int64 partial(avg: dp)\n  expected: a floating dtype\n"
             "  hint: make the value floating, or partial(sum)",
         ),

@@ -83,6 +83,10 @@ class AlphaBeta:
             return 0.0
         return self.alpha_s + received / self._slowest(mesh, axes)
 
+    def bandwidth_of(self, mesh: Mesh, axis: str) -> float:
+        """Bytes per second and direction along one axis. Raises MeshweaveError for an axis without one."""
+        return self._slowest(mesh, (axis,))
+
     def _slowest(self, mesh: Mesh, axes: Sequence[str]) -> float:
         if isinstance(self.bandwidth, int | float):
             return self.bandwidth

@@ -104,6 +104,50 @@ def routes(source: Layout, target: Layout, shape: tuple[int, ...]) -> Routes:
     return Routes(tuple(messages))
 
 
+@lru_cache(maxsize=512)
+def routes_within(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[str, ...]) -> Routes:
+    """How a value of `shape` gets from `source` to `target` on one mesh when devices send only inside their group of
+    the flattened `axes`: the same for equal arguments.
+
+    Every device of a group has the same contributions of a value that is partial over other axes, and they stay. A tile
+    is dealt among its holders and receivers in the group as `routes` does.
+
+    Raises LayoutError where another mesh, another partial axis or a piece from outside of the group is wanted.
+    """
+    start, goal = source.normalized(shape), target.normalized(shape)
+    before, after = start.pieces(shape), goal.pieces(shape)
+    if start.mesh != goal.mesh or start.partial != goal.partial or set(axes) & set(start.partial_axes):
+        raise _not_within(source, target, axes)
+    messages: list[Message] = []
+    for group in start.mesh.groups(axes):
+        sent = dict.fromkeys(group, 0)
+        holders, receivers = _by_box(before, group), _by_box(after, group)
+        for wanted, devices in receivers.items():
+            exact = [wanted] if wanted in holders else holders
+            tiles = [(box, tile) for box in exact if (tile := box.intersect(wanted)).num_elements]
+            if sum(tile.num_elements for _, tile in tiles) != wanted.num_elements:
+                raise _not_within(source, target, axes)
+            for box, tile in tiles:
+                messages += _deal(holders[box], devices, tile, sent)
+    return Routes(tuple(messages))
+
+
+def _by_box(pieces: dict[int, Box], group: Iterable[int]) -> dict[Box, list[int]]:
+    found: dict[Box, list[int]] = {}
+    for device in group:
+        found.setdefault(pieces[device], []).append(device)
+    return found
+
+
+def _not_within(source: Layout, target: Layout, axes: tuple[str, ...]) -> LayoutError:
+    return LayoutError(
+        "the pieces cannot be exchanged inside groups of these axes",
+        where=f"{source} -> {target}",
+        got=f"groups of {', '.join(axes)}",
+        expected="the same mesh and partial axes, and every piece in the group where it is wanted",
+    )
+
+
 def _devices_by_piece(layout: Layout) -> list[list[int]]:
     """The devices that hold each piece, in the order of the mesh. Pieces count in row-major order of the dims."""
     mesh, axes = layout.mesh, layout.sharded_axes

@@ -3,74 +3,134 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import permutations, product
 from math import prod
-
-import torch
 
 from meshweave.errors import LayoutError
 from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.routes import routes
+from meshweave.movement.search import to_ticks
 from meshweave.movement.steps import Step
-from meshweave.movement.within import steps_within, to_ticks
+from meshweave.movement.within import Alternative, Request, alternative, no_plan, steps_within
+
+_MANY = 3  # of more free axes than this, only whole sets are tried, in mesh order and in reverse
 
 
-def steps_across(
-    source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype, profile: AlphaBeta
-) -> tuple[Step, ...]:
-    """The cheapest steps from one normal form to another on another mesh, among few candidates.
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Where a value may leave the source's mesh and arrive on the target's: neither layout is partial."""
 
-    A partial value is reduced on its own mesh: whole, or scattered onto one dim. It arrives in the target's pieces, or
-    with one dim (that dim, if it was scattered) cut further over axes that the target replicates, to be gathered there:
-    then each byte crosses less often. A target that is partial becomes so at the end. Of equally cheap candidates the
-    one with the fewest steps, then the first.
+    departure: Layout
+    arrival: Layout
+
+
+def steps_across(request: Request) -> tuple[Step, ...]:
+    """The cheapest steps from one normal form to another on another mesh, among the ways that `_ways` lists.
+
+    A partial value is reduced on its own mesh: whole, or scattered. It arrives in the target's pieces, or cut further
+    over axes that the target replicates, to be gathered there: then each byte crosses less often. A target that is
+    partial becomes so at the end. Of equally cheap ways the one with the fewest steps, then the first.
 
     Raises LayoutError as `steps_within` does, and for a target that is partial(avg).
     """
-    _check_average(source, target)
-    best: tuple[int, int, tuple[Step, ...]] | None = None
-    for departure, arrival in _candidates(source, target, shape):
-        before = steps_within(source, departure, shape, dtype, profile)
-        num_gathers = len(arrival.sharded_axes) - len(target.sharded_axes)
-        ticks, num_steps = _ticks(before) + num_gathers * to_ticks(profile.alpha_s), len(before) + 1 + num_gathers
-        if best is not None and (ticks, num_steps) >= best[:2]:
-            continue
-        after = steps_within(arrival, target, shape, dtype, profile)
-        ticks = _ticks(before) + _at_least(departure, arrival, shape, dtype.itemsize, profile) + _ticks(after)
-        if best is not None and (ticks, len(before) + 1 + len(after)) >= best[:2]:
-            continue
-        steps = (*before, transfer_step(departure, arrival, shape, dtype.itemsize, profile), *after)
-        if best is None or (_ticks(steps), len(steps)) < best[:2]:
-            best = (_ticks(steps), len(steps), steps)
-    assert best is not None, "the first candidate is taken"
-    return best[2]
+    found = _plans(request)
+    if found:
+        return found[0]
+    least = min(request.peak(steps) for steps in _plans(replace(request, cap=None), best_only=False))
+    raise no_plan(request, least)
 
 
-def _candidates(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[tuple[Layout, Layout]]:
-    """The pairs of layouts, none partial, in which the value may leave the source's mesh and arrive on the target's."""
+def alternatives_across(request: Request) -> tuple[Alternative, ...]:
+    """The cheapest plan for every other way, the cheapest first."""
+    taken = steps_across(request)
+    best = sum(step.seconds for step in taken)
+    others = [steps for steps in _plans(request, best_only=False) if steps != taken]
+    return tuple(alternative(request, steps, "", best) for steps in others)
+
+
+def _plans(request: Request, best_only: bool = True) -> list[tuple[Step, ...]]:
+    """The plans for all ways that keep to the cap, or only the best of them, the cheapest first."""
+    _check_average(request)
+    found: list[tuple[int, int, tuple[Step, ...]]] = []
+    for way in _ways(request.source, request.target, request.shape):
+        least = _at_least(request, way)
+        if best_only and found and least >= found[0][0]:
+            continue
+        steps = _steps(request, way)
+        if steps is None:
+            continue
+        row = (sum(to_ticks(step.seconds) for step in steps), len(steps), steps)
+        if best_only:
+            found = [row] if not found or row[:2] < found[0][:2] else found
+        elif all(steps != other for _, _, other in found):
+            found.append(row)
+    return [steps for _, _, steps in sorted(found, key=lambda row: row[:2])]
+
+
+def _steps(request: Request, way: _Way) -> tuple[Step, ...] | None:
+    """The plan for one way; None where it does not keep to the cap."""
+    crossing = transfer_step(way.departure, way.arrival, request.shape, request.dtype.itemsize, request.profile)
+    cap = request.cap
+    if cap is not None and request.held(crossing) > cap:
+        return None
+    try:
+        before = steps_within(replace(request, target=way.departure))
+        after = steps_within(replace(request, source=way.arrival))
+    except LayoutError:
+        if cap is None:
+            raise
+        steps_within(replace(request, target=way.departure, cap=None))  # what is wrong without a cap is told
+        steps_within(replace(request, source=way.arrival, cap=None))
+        return None
+    return (*before, crossing, *after)
+
+
+def _ways(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[_Way]:
     leave, arrive = Layout(source.mesh, source.dims), Layout(target.mesh, target.dims)
     free = [axis for axis in arrive.replicated_axes if arrive.mesh.size(axis) > 1]
-    cut = [list(_cut_further(arrive, d, free, shape)) for d in range(len(shape))]
-    yield from ((leave, arrival) for arrival in (arrive, *chain(*cut)))
-    for d in range(len(shape)):
-        for departure in _cut_further(leave, d, source.partial_axes, shape):
-            yield from ((departure, arrival) for arrival in (arrive, *cut[d]))
+    arrivals = [arrive, *_cut_further(arrive, free, shape)]
+    departures = [leave, *_cut_further(leave, list(source.partial_axes), shape)]
+    for departure, arrival in product(departures, arrivals):
+        yield _Way(departure, arrival)
 
 
-def _cut_further(layout: Layout, d: int, axes: Sequence[str], shape: tuple[int, ...]) -> Iterator[Layout]:
-    """The layouts with dim d cut further over one or all of the `axes`; only such as hold less on a device.
+def _cut_further(layout: Layout, axes: Sequence[str], shape: tuple[int, ...]) -> list[Layout]:
+    """The layouts that are cut further over some of the `axes`, each onto any dim, where all make pieces smaller.
 
-    All of them also in reverse, for meshes name the slow axes first: the innermost axis is scattered last and gathered
-    first, while the pieces are smallest.
+    Axes in either order, for meshes name the slow axes first: the innermost axis is scattered last and gathered first,
+    while the pieces are smallest.
     """
-    choices = dict.fromkeys([tuple(axes), tuple(reversed(axes)), *((axis,) for axis in axes)]) if axes else {}
-    for more in choices:
-        cut = layout.with_dim(d, DimSharding((*layout.dims[d].axes, *more), layout.dims[d].unit))
-        if cut.local_shape(shape)[d] < layout.local_shape(shape)[d]:
-            yield cut.normalized(shape)
+    found: dict[Layout, None] = {}
+    count = len(axes)
+    for number in range(1, count + 1):
+        if count > _MANY and number not in (1, count):
+            continue
+        for some in permutations(axes, number) if count <= _MANY else _few(axes, number):
+            for places in _places(len(shape), number, count):
+                cut = layout
+                for axis, d in zip(some, places, strict=True):
+                    before = cut.local_shape(shape)[d]
+                    cut = cut.with_dim(d, DimSharding((*cut.dims[d].axes, axis), cut.dims[d].unit))
+                    if cut.local_shape(shape)[d] >= before:
+                        break
+                else:
+                    found.setdefault(cut.normalized(shape))
+    return list(found)
+
+
+def _few(axes: Sequence[str], number: int) -> list[tuple[str, ...]]:
+    return [(axis,) for axis in axes] if number == 1 else [tuple(axes), tuple(reversed(axes))]
+
+
+def _places(num_dims: int, number: int, count: int) -> list[tuple[int, ...]]:
+    """The dims that some axes may go to: all onto one first."""
+    if count > _MANY:
+        return [(d,) * number for d in range(num_dims)]
+    return sorted(product(range(num_dims), repeat=number), key=lambda places: len(set(places)))
 
 
 def transfer_step(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, profile: AlphaBeta) -> Step:
@@ -96,20 +156,25 @@ def _busiest(source: Layout, target: Layout, shape: tuple[int, ...]) -> tuple[in
     return max(sent.values(), default=0), max(received.values(), default=0)
 
 
-def _at_least(departure: Layout, arrival: Layout, shape: tuple[int, ...], itemsize: int, profile: AlphaBeta) -> int:
-    """A lower bound of the ticks of a transfer, from what is known without its routes.
+def _at_least(request: Request, way: _Way) -> int:
+    """A lower bound of the ticks of a way, from what is known without its steps: start-ups of its reduction and its
+    gathers, and its transfer.
 
     Every device of the target that is not of the source receives its whole piece. These together are all pieces of the
     target but those of the devices in both meshes, of which none is larger than the first.
     """
-    source, target = departure.mesh, arrival.mesh
-    num_inside, largest = _num_shared(source, target), prod(arrival.local_shape(shape))
-    crossing = prod(shape) * target.flat_size(arrival.replicated_axes) - num_inside * largest
+    profile, shape = request.profile, request.shape
+    gathered = {*way.arrival.sharded_axes} - {*request.target.sharded_axes, *request.target.partial_axes}
+    startups = bool(request.source.partial) + bool(gathered)
+    ticks = startups * to_ticks(profile.alpha_s)
+    source, target = way.departure.mesh, way.arrival.mesh
+    num_inside, largest = _num_shared(source, target), prod(way.arrival.local_shape(shape))
+    crossing = prod(shape) * target.flat_size(way.arrival.replicated_axes) - num_inside * largest
     if crossing <= 0:
-        return 0
+        return ticks
     busiest = crossing / min(source.num_devices, target.num_devices - num_inside)
     busiest = busiest if num_inside else max(busiest, largest)
-    return to_ticks(profile.seconds("transfer", source, (), itemsize * busiest))
+    return ticks + to_ticks(profile.seconds("transfer", source, (), request.dtype.itemsize * busiest))
 
 
 @lru_cache(maxsize=1024)
@@ -117,16 +182,12 @@ def _num_shared(one: Mesh, other: Mesh) -> int:
     return sum(device in other for device in one.devices)
 
 
-def _ticks(steps: Sequence[Step]) -> int:
-    return sum(to_ticks(step.seconds) for step in steps)
-
-
-def _check_average(source: Layout, target: Layout) -> None:
-    if any(op == "avg" for _, op in target.partial):
+def _check_average(request: Request) -> None:
+    if any(op == "avg" for _, op in request.target.partial):
         raise LayoutError(
             "a move cannot make a value partial(avg)",
-            where=f"{source} -> {target}",
-            got=str(target),
+            where=request.where,
+            got=str(request.target),
             expected="no partial(avg) on another mesh than the source's",
             hint="ask for partial(sum)",
         )

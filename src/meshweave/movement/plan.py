@@ -1,4 +1,4 @@
-"""plan_move: the cheapest sound sequence of steps from one layout to another."""
+"""plan_move: the cheapest sound sequence of steps from one layout to another, with its certificate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Literal
 
 import torch
 
+from meshweave.errors import LayoutError
 from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.ir.layout import Layout
-from meshweave.movement.across import steps_across
+from meshweave.movement.across import alternatives_across, steps_across
+from meshweave.movement.bounds import lower_bound_seconds
+from meshweave.movement.search import Order
 from meshweave.movement.steps import Kind, Step
-from meshweave.movement.within import steps_within
+from meshweave.movement.within import Alternative, Request, alternatives_within, steps_within
 
 _WORDS: dict[Kind, str] = {
     "slice": "slice",
@@ -31,12 +34,13 @@ _WORDS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """The steps of a move and their price, for the largest piece under one profile.
+    """The steps of a move and its certificate: what it costs for the largest piece under one profile, and what no plan
+    can beat.
 
     `source` and `target` are as the caller wrote them; the steps lead from the normal form of one to the normal form
     of the other. `peak_bytes` is the most that the input and output of one step hold on a device (without steps: the
     value itself). `numerics` is "exact" when every element keeps its bits, whatever the groups, and "reassociates"
-    when floating sums or an average depend on their order.
+    when floating sums or an average depend on their order. `order` says what holds of the reductions: see `plan_move`.
     """
 
     source: Layout
@@ -46,27 +50,46 @@ class MovePlan:
     bytes_received: float
     peak_bytes: int
     numerics: Literal["exact", "reassociates"]
+    order: Order
+    request: Request
 
     @property
     def kind(self) -> str:
         """The kinds of its steps as words, each once, in order and joined by "+"; "none" without steps."""
         return "+".join(dict.fromkeys(_WORDS[step.kind] for step in self.steps)) or "none"
 
+    @property
+    def lower_bound_seconds(self) -> float:
+        """What every plan takes at least under the profile, whatever its steps: see `movement.bounds`."""
+        return _bound(self.request)
+
+    def alternatives(self, count: int = 3) -> tuple[Alternative, ...]:
+        """Up to `count` other plans, the cheapest first, each with the reason why it was not taken.
+
+        Among them are the cheapest without each of the steps taken, and plans that would be cheaper but are not
+        order-sound or need more memory.
+        """
+        return _alternatives(self.request)[: max(count, 0)]
+
     def __str__(self) -> str:
         head = f"{self.source} -> {self.target}: "
         if not self.steps:
             return head + "nothing to do"
         count = f"{len(self.steps)} step" + "s" * (len(self.steps) > 1)
-        costs = f"{_microseconds(self.seconds)}, {_bytes(self.bytes_received)} received, peak {_bytes(self.peak_bytes)}"
-        texts = [str(step) for step in self.steps]
-        layouts = [str(step.target) for step in self.steps]
-        wide, wider = max(map(len, texts)), max(map(len, layouts))
-        lines = [
-            f"  {i}. {text:<{wide}}  -> {layout:<{wider}}  "
-            f"{_microseconds(step.seconds)}, {_bytes(step.bytes_received)} received"
-            for i, (text, layout, step) in enumerate(zip(texts, layouts, self.steps, strict=True), 1)
-        ]
-        return "\n".join([f"{head}{count}, {costs}, {self.numerics}", *lines])
+        costs = f"{_microseconds(self.seconds)}, at best {_microseconds(self.lower_bound_seconds)}"
+        moved = f"{_bytes(self.bytes_received)} received, peak {_bytes(self.peak_bytes)}, {self.numerics}"
+        return f"{head}{count}\n  {costs}; {moved}\n{steps_text(self.steps)}"
+
+
+def steps_text(steps: Sequence[Step]) -> str:
+    """A line for each step: its number, what it is, where it leads and what it costs."""
+    texts, layouts = [str(step) for step in steps], [str(step.target) for step in steps]
+    wide, wider = max(map(len, texts), default=0), max(map(len, layouts), default=0)
+    return "\n".join(
+        f"  {i}. {text:<{wide}}  -> {layout:<{wider}}  "
+        f"{_microseconds(step.seconds)}, {_bytes(step.bytes_received)} received"
+        for i, (text, layout, step) in enumerate(zip(texts, layouts, steps, strict=True), 1)
+    )
 
 
 def _bytes(num_bytes: float) -> str:
@@ -90,29 +113,42 @@ def plan_move(
     shape: Sequence[int],
     dtype: torch.dtype,
     profile: AlphaBeta = _DEFAULT_PROFILE,
+    *,
+    memory_cap_bytes: int | None = None,
+    order: Order = "sound",
 ) -> MovePlan:
-    """The cheapest plan of single-axis steps (all_reduce and to_partial: sets of axes) that is order-sound.
+    """The cheapest plan under `profile` among all sequences of steps, each over any set of axes.
 
-    A reduction runs only while every axis that is replicated now was replicated in `source`; one all_reduce at most,
-    last among the reductions. Then replicas that should be equal are equal to the bit. Axes that both layouts
-    replicate, and the axes that a dim has in common from the outside in, are left alone. Equal arguments give the
-    same plan, which is cached.
+    `memory_cap_bytes` is a hard bound on the input and output of every step on a device; without it no step holds more
+    than twice the larger of the source's and the target's pieces (or, where uneven pieces leave no such plan, the least
+    that one does).
+
+    `order` "sound": a reduction runs only while every axis that is replicated now was replicated in `source`, so that
+    replicas that should be equal are equal to the bit. "strict": besides, all that is reduced is reduced in one step,
+    so that the sum depends on the source and on neither target, shape nor profile. "any": neither.
+
+    Axes that a dim has in common from the outside in are left alone. Equal arguments give the same plan, which is
+    cached.
 
     Between two meshes (other devices, or the same in another order or under other axes) the plan has exactly one
     transfer, with steps on the source's mesh before it and on the target's after it; see `movement.across`.
 
-    Raises LayoutError for a number of dims that is not the shape's, for reduce ops that do not commute (sum and max in
-    one value that must be reduced), for an average of integers, and for a target that is partial(avg) where the source
-    is not, or is on another mesh.
+    Raises LayoutError for a number of dims that is not the shape's, a negative size, reduce ops that do not commute
+    (sum and max in one value that must be reduced), an average of integers, a target that is partial(avg) where the
+    source is not or is on another mesh, an unknown order, and a cap that no plan keeps to (it names the least).
     """
-    return _plan(source, target, tuple(int(size) for size in shape), dtype, profile)
+    if order not in ("sound", "strict", "any"):
+        raise LayoutError(
+            f"'{order}' is no order of reductions", where="plan_move", got=repr(order), expected="sound, strict or any"
+        )
+    return _plan(source, target, tuple(int(size) for size in shape), dtype, profile, memory_cap_bytes, order)
 
 
 def classify(source: Layout, target: Layout) -> str:
     """One word for the move, such as "gather" or "reduce-scatter+gather", on a tensor that all axes divide evenly.
 
-    The words: none, slice, gather, reduce, reduce-scatter, all-to-all, scale, replicate (to partial), transfer.
-    Raises LayoutError as `plan_move` does.
+    The words: none, slice, gather, reduce, reduce-scatter, all-to-all, permute, scale, replicate (to partial) and
+    transfer. Raises LayoutError as `plan_move` does.
     """
     units = [dim.unit for layout in (source, target) for dim in layout.dims]
     size = prod(mesh.num_devices for mesh in {source.mesh, target.mesh}) * prod(units)
@@ -120,10 +156,20 @@ def classify(source: Layout, target: Layout) -> str:
 
 
 @lru_cache(maxsize=16384)
-def _plan(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype, profile: AlphaBeta) -> MovePlan:
+def _plan(
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    profile: AlphaBeta,
+    memory_cap_bytes: int | None,
+    order: Order,
+) -> MovePlan:
+    if any(size < 0 for size in shape):
+        raise LayoutError("a size is below 0", where="plan_move", got=str(shape), expected="sizes of 0 or more")
     start, goal = source.normalized(shape), target.normalized(shape)
-    find = steps_within if start.mesh == goal.mesh else steps_across
-    steps = find(start, goal, shape, dtype, profile)
+    request = Request(start, goal, shape, dtype, profile, order, memory_cap_bytes)
+    steps = steps_within(request) if start.mesh == goal.mesh else steps_across(request)
     inexact = dtype.is_floating_point or dtype.is_complex
     rounds = inexact and any(step.kind == "scale" or step.op == "sum" for step in steps if step.kind != "to_partial")
     return MovePlan(
@@ -132,17 +178,19 @@ def _plan(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.d
         steps=steps,
         seconds=sum((step.seconds for step in steps), 0.0),
         bytes_received=sum((step.bytes_received for step in steps), 0.0),
-        peak_bytes=max((_held(step, shape, dtype) for step in steps), default=_bytes_of(start, shape, dtype)),
+        peak_bytes=request.peak(steps),
         numerics="reassociates" if rounds else "exact",
+        order=order,
+        request=request,
     )
 
 
-def _held(step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The most bytes of the input and output of a step that one device may hold."""
-    before, after = _bytes_of(step.source, shape, dtype), _bytes_of(step.target, shape, dtype)
-    apart = step.kind == "transfer" and set(step.source.mesh.devices).isdisjoint(step.target.mesh.devices)
-    return max(before, after) if apart else before + after
+@lru_cache(maxsize=4096)
+def _bound(request: Request) -> float:
+    return lower_bound_seconds(request)
 
 
-def _bytes_of(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return dtype.itemsize * prod(layout.local_shape(shape))
+@lru_cache(maxsize=1024)
+def _alternatives(request: Request) -> tuple[Alternative, ...]:
+    same = request.source.mesh == request.target.mesh
+    return alternatives_within(request) if same else alternatives_across(request)

@@ -1,81 +1,80 @@
 """replay: what the steps of a plan do to every element, over tables and without the planner's layouts.
 
-Every device holds an array of element numbers of the global tensor and, for each element, the set of contributions
-(coordinates along the partial axes of the source) that its value sums up. Steps cut, join and unite these arrays by
-their own definition; nothing is looked up in the layouts between the first and the last. Only a transfer's messages
-name boxes of the global index space: there the step's layouts say where a device's array should lie in it, and the
-element numbers whether it does.
+Every device holds a table of the elements in its array and of the contributions (coordinates along the partial axes of
+the source) that their values sum up. Steps cut, join and unite these by their own definition; nothing is looked up in
+the layouts between the first and the last. Only messages name boxes of the global index space: there the step's layouts
+say where a device's array should lie in it, and the table whether it does.
+
+Axes that no step touches only multiply what happens: of these, one coordinate is replayed for each size of piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from math import isclose, prod
 
-import numpy as np
-from numpy.typing import NDArray
-
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.layout import Layout
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box, nested_chunk
-from meshweave.ir.routes import Routes, routes
+from meshweave.ir.routes import Routes, routes, routes_within
 from meshweave.movement.plan import MovePlan
+from meshweave.movement.search import Order
 from meshweave.movement.steps import REDUCTIONS, Kind, Step, apply
+from meshweave.movement.tables import Held, Parts, is_complete, join, unite
+
+_Group = list[Held]  # what the devices of one group hold, in its order
+_HeldBy = dict[int, Held]  # by device; a device that is not of the mesh holds nothing
+FindRoutes = Callable[[Step, tuple[int, ...]], Routes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What one device holds: element numbers, and as Python integers the bit set of contributions of each."""
-
-    elements: NDArray[np.int64]
-    contributions: NDArray[np.object_]
-
-    def cut(self, dim: int, start: int, size: int) -> _Held:
-        index = (slice(None),) * dim + (slice(start, start + size),)
-        return _Held(self.elements[index], self.contributions[index])
-
-    @staticmethod
-    def join(parts: Sequence[_Held], dim: int) -> _Held:
-        return _Held(
-            np.concatenate([p.elements for p in parts], dim), np.concatenate([p.contributions for p in parts], dim)
-        )
+def routes_of_step(step: Step, shape: tuple[int, ...]) -> Routes:
+    """The messages of a transfer or a permute."""
+    if step.kind == "transfer":
+        return routes(step.source, step.target, shape)
+    return routes_within(step.source, step.target, shape, step.axes)
 
 
-_Group = list[_Held]  # what the devices of one group hold, in its order
-_HeldBy = dict[int, _Held]  # by device; a device that is not of the mesh holds nothing
-FindRoutes = Callable[[Layout, Layout, tuple[int, ...]], Routes]
-
-
-def replay(plan: MovePlan, shape: Sequence[int], find_routes: FindRoutes = routes) -> None:
+def replay(plan: MovePlan, shape: Sequence[int], find_routes: FindRoutes = routes_of_step) -> None:
     """Raise VerifyError unless the steps take every element from the source's pieces to the target's.
 
     At the end each device must hold its piece of the target in order; over every group of the target's partial axes
     each contribution to each element must be there exactly once, and once on every device when nothing is partial.
-    The steps must also be order-sound, scale by 1 / the axes averaged, and state the layouts that they lead through.
-    The messages of a transfer (`find_routes` gives them) must bring each device of the target every element of its
-    piece once, complete, from a device that holds it.
-    For small shapes: it holds every element of every device.
+    The steps must also keep to the order of reductions that the plan claims, scale by 1 / the axes averaged, and state
+    the layouts that they lead through. Messages (`find_routes` gives them) must bring each device of the target every
+    element of its piece once, from a device that holds it: in a transfer complete, in a permute from its own group.
     """
-    shape, mesh = tuple(shape), plan.source.mesh
+    shape = tuple(shape)
     source, target = plan.source.normalized(shape), plan.target.normalized(shape)
-    held = _start(source, shape)
-    for number, step in enumerate(plan.steps, 1):
+    for start, end, steps, extent in _cores(source, target, plan.steps, shape):
+        _replay(start, end, steps, extent, find_routes)
+    _check_scale(plan.steps, source, target)
+    _check_order(plan.steps, source, plan.order)
+    _check_layouts(plan.steps, source, target, shape)
+
+
+def _replay(
+    source: Layout, target: Layout, steps: Sequence[Step], shape: tuple[int, ...], find_routes: FindRoutes
+) -> None:
+    held, mesh = _start(source, shape), source.mesh
+    for number, step in enumerate(steps, 1):
         where = f"step {number}: {step}"
         try:
-            if step.kind == "transfer":
-                made = find_routes(step.source, step.target, shape)
-                held, mesh = _transfer(step, held, made, shape, _every(source)), step.target.mesh
+            if step.kind in ("transfer", "permute"):
+                held, mesh = _deliver(step, held, find_routes(step, shape), shape, _every(source)), step.target.mesh
                 continue
+            sizes, done = [mesh.size(axis) for axis in step.axes], dict[tuple[int, ...], _Group]()
             for group in mesh.groups(step.axes):
-                sizes = [mesh.size(axis) for axis in step.axes]
-                held.update(zip(group, _RUN[step.kind](step, [held[d] for d in group], sizes), strict=True))
+                members = [held[d] for d in group]
+                key = tuple(map(id, members))  # replicas hold the same tables
+                if key not in done:
+                    done[key] = _RUN[step.kind](step, members, sizes)
+                held.update(zip(group, done[key], strict=True))
         except (ValueError, IndexError, MeshweaveError) as error:
             raise VerifyError("the step cannot run on what the devices hold", where=where, got=str(error)) from error
     _check_end(held, source, target, shape)
-    _check_scale(plan.steps, source, target)
-    _check_order(plan.steps, source)
-    _check_layouts(plan.steps, source, target, shape)
 
 
 def _every(source: Layout) -> int:
@@ -83,107 +82,177 @@ def _every(source: Layout) -> int:
     return (1 << source.mesh.flat_size(source.partial_axes)) - 1
 
 
-def _transfer(step: Step, held: _HeldBy, made: Routes, shape: tuple[int, ...], every: int) -> _HeldBy:
-    """What the devices of the target's mesh hold when all messages have arrived."""
-    numbers = np.arange(prod(shape)).reshape(shape)
+_Core = tuple[Layout, Layout, tuple[Step, ...], tuple[int, ...]]
+
+
+def _cores(source: Layout, target: Layout, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Iterator[_Core]:
+    """The move on the axes that it touches alone, for each size of piece that the others leave of the value.
+
+    An axis that no step names and that both layouts have in one place (as the outermost of a dim, replicated, or
+    partial) splits the devices into sets between which nothing goes.
+    """
+    mesh = source.mesh
+    if any(step.kind == "transfer" for step in steps) or target.mesh != mesh or len(target.dims) != len(source.dims):
+        yield source, target, steps, shape
+        return
+    named = {axis for step in steps for axis in step.axes}
+    kept = [_kept(a.axes, b.axes, named) for a, b in zip(source.dims, target.dims, strict=True)]
+    outer = {axis for axes in kept for axis in axes}
+    apart = [axis for axis in mesh.axis_names if axis not in named and _same_place(axis, source, target, outer)]
+    if not apart:
+        yield source, target, steps, shape
+        return
+    inner = mesh.at(**dict.fromkeys(apart, 0))
+    layouts = [source, target, *(layout for step in steps for layout in (step.source, step.target))]
+    strips = [_strip(layout, inner, kept, apart) for layout in layouts]
+    inside = tuple(
+        replace(step, source=a, target=b) for step, a, b in zip(steps, strips[2::2], strips[3::2], strict=True)
+    )
+    extents = [_extents(size, d, axes, layouts) for d, (size, axes) in enumerate(zip(shape, kept, strict=True))]
+    for extent in product(*extents):
+        yield strips[0], strips[1], inside, extent
+
+
+def _kept(a: Sequence[str], b: Sequence[str], named: set[str]) -> tuple[str, ...]:
+    """The outermost axes of a dim that both layouts have and no step names."""
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count] and a[count] not in named:
+        count += 1
+    return tuple(a[:count])
+
+
+def _same_place(axis: str, source: Layout, target: Layout, outer: set[str]) -> bool:
+    if axis in outer:
+        return True
+    before, after = dict(source.partial), dict(target.partial)
+    return all(one.dim_of(axis) is None for one in (source, target)) and (axis in before) == (axis in after)
+
+
+def _strip(layout: Layout, inner: Mesh, kept: Sequence[tuple[str, ...]], apart: Sequence[str]) -> Layout:
+    """The layout without the axes that are `apart`. Raises VerifyError where it has them elsewhere."""
+    dims = []
+    for d, dim in enumerate(layout.dims):
+        if dim.axes[: len(kept[d])] != kept[d]:
+            raise VerifyError("a step moves an axis that it does not name", where=f"dim {d}", got=str(layout))
+        dims.append(DimSharding(dim.axes[len(kept[d]) :], dim.unit))
+    return Layout(inner, tuple(dims), tuple(p for p in layout.partial if p[0] not in apart))
+
+
+def _extents(size: int, d: int, axes: tuple[str, ...], layouts: Sequence[Layout]) -> list[int]:
+    """The sizes that the outer axes leave of a dim. Raises VerifyError where two layouts cut it differently."""
+    parts = [layouts[0].mesh.size(axis) for axis in axes]
+    cuts = {
+        unit: [nested_chunk(size, list(zip(parts, index, strict=True)), unit) for index in product(*map(range, parts))]
+        for unit in dict.fromkeys(layout.dims[d].unit for layout in layouts if layout.dims[d].axes)
+    }
+    if any(spans != next(iter(cuts.values())) for spans in cuts.values()):
+        raise VerifyError("the unit of a dim changes what its outer axes cut", where=f"dim {d}", got=f"units {[*cuts]}")
+    return sorted({extent for spans in cuts.values() for _, extent in spans}, reverse=True) or [size]
+
+
+def _deliver(step: Step, held: _HeldBy, made: Routes, shape: tuple[int, ...], every: int) -> _HeldBy:
+    """What the devices of the target's mesh hold when all messages of a transfer or a permute have arrived."""
     before, after = step.source.pieces(shape), step.target.pieces(shape)
-    arrived = {device: np.full(box.size, -1) for device, box in after.items()}
+    groups = _group_of(step)
+    arrived: dict[int, list[tuple[Box, Parts]]] = {device: [] for device in after}
     for message in made.messages:
         sender, receiver, name = message.sender, message.receiver, f"{message.sender} -> {message.receiver}"
         if sender not in held or sender not in before:
             raise ValueError(f"message {name}: device {sender} holds nothing")
-        part = _part(held[sender], before[sender], message.box)
-        if part is None or not np.array_equal(part.elements, numbers[message.box.slices()]):
+        if not before[sender].contains(message.box) or not held[sender].is_piece(before[sender]):
             raise ValueError(f"message {name}: device {sender} does not hold {_text(message.box)}")
-        if np.any(part.contributions != every):
+        if groups and groups[sender] != groups.get(receiver):
+            raise ValueError(f"message {name}: device {receiver} is of another group")
+        part = held[sender].part(message.box)
+        if step.kind == "transfer" and not is_complete(held[sender], message.box, every):
             raise ValueError(f"message {name}: a contribution is missing on device {sender}")
-        at = _relative(message.box, after[receiver]) if receiver in after else None
-        if at is None:
+        if receiver not in after or not after[receiver].contains(message.box):
             raise ValueError(f"message {name}: {_text(message.box)} are not of the piece of device {receiver}")
-        if np.any(arrived[receiver][at] >= 0):
+        if any(box.intersect(message.box).num_elements for box, _ in arrived[receiver]):
             raise ValueError(f"message {name}: {_text(message.box)} arrive twice")
-        arrived[receiver][at] = part.elements
-    for device, elements in arrived.items():
-        if np.any(elements < 0):
-            missing = numbers[after[device].slices()][elements < 0]
-            raise ValueError(f"device {device} does not receive elements {missing.tolist()}")
-    return {
-        device: _Held(elements, np.full(elements.shape, every, dtype=object)) for device, elements in arrived.items()
+        arrived[receiver].append((message.box, part))
+    for device, received in arrived.items():
+        missing = after[device].num_elements - sum(box.num_elements for box, _ in received)
+        if missing:
+            raise ValueError(f"device {device} does not receive {missing} of {_text(after[device])}")
+    whole = {
+        device: {box: bits for _, part in received for box, bits in part.items()}
+        for device, received in arrived.items()
     }
+    if step.kind == "transfer":
+        return {device: Held.of(after[device], every) for device in arrived}
+    return {device: Held(Held.of(after[device], every).runs, parts) for device, parts in whole.items()}
 
 
-def _part(held: _Held, piece: Box, box: Box) -> _Held | None:
-    """The part of a device's array that is `box`, if the array is `piece`; None where it reaches beyond."""
-    at = _relative(box, piece)
-    if at is None or held.elements.shape != piece.size:
-        return None
-    return _Held(held.elements[at], np.asarray(held.contributions, dtype=object)[at])
-
-
-def _relative(box: Box, piece: Box) -> tuple[slice, ...] | None:
-    """The index of `box` in the array of `piece`; None where it reaches beyond."""
-    if box.intersect(piece) != box:
-        return None
-    return Box(tuple(o - p for o, p in zip(box.offset, piece.offset, strict=True)), box.size).slices()
+def _group_of(step: Step) -> Mapping[int, int]:
+    """The number of each device's group in a permute."""
+    if step.kind == "transfer":
+        return {}
+    return {device: i for i, group in enumerate(step.source.mesh.groups(step.axes)) for device in group}
 
 
 def _text(box: Box) -> str:
     return f"elements [{', '.join(f'{o}:{o + s}' for o, s in zip(box.offset, box.size, strict=True))}]"
 
 
-def _start(source: Layout, shape: Sequence[int]) -> dict[int, _Held]:
-    elements, boxes = np.arange(prod(shape)).reshape(tuple(shape)), source.pieces(shape)
-    held = {}
+def _start(source: Layout, shape: Sequence[int]) -> _HeldBy:
+    boxes, tables, held = source.pieces(shape), dict[tuple[Box, int], Held](), {}
     for group in source.mesh.groups(source.partial_axes):
         for bit, device in enumerate(group):
-            piece = elements[boxes[device].slices()]
-            held[device] = _Held(piece, np.full(piece.shape, 1 << bit, dtype=object))
+            key = (boxes[device], 1 << bit)
+            if key not in tables:
+                tables[key] = Held.of(*key)
+            held[device] = tables[key]
     return held
 
 
-def _cuts(held: _Held, dim: int, unit: int, sizes: Sequence[int]) -> _Group:
-    """The parts of one device's array for each member of a group."""
-    extent = held.elements.shape[dim]
-    spans = [nested_chunk(extent, list(zip(sizes, index, strict=True)), unit) for index in np.ndindex(*sizes)]
-    return [held.cut(dim, start, size) for start, size in spans]
+def _spans(held: Held, dim: int, unit: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each member of a group cuts one device's array."""
+    extent = held.shape[dim]
+    return [nested_chunk(extent, list(zip(sizes, index, strict=True)), unit) for index in product(*map(range, sizes))]
 
 
 def _slice(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
-    return [_cuts(held, step.dim, step.unit, sizes)[i] for i, held in enumerate(group)]
+    return [
+        held.cut(step.dim, *span)
+        for held, span in zip(group, _spans(group[0], step.dim, step.unit, sizes), strict=True)
+    ]
 
 
 def _all_gather(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
-    return [_Held.join(group, step.dim)] * len(group)
+    return [join(group, step.dim)] * len(group)
 
 
 def _all_to_all(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
-    if step.to_dim is None:
-        raise ValueError("there is no dim to scatter")
-    dealt = [_cuts(held, step.to_dim, step.unit, sizes) for held in group]
-    return [_Held.join(parts, step.dim) for parts in zip(*dealt, strict=True)]
+    if step.to_dim is None or sorted(step.to_axes) != sorted(step.axes):
+        raise ValueError("there is no dim to scatter, or other axes")
+    there = [sizes[step.axes.index(axis)] for axis in step.to_axes]
+    spans = _spans(group[0], step.to_dim, step.unit, there)
+    if any(held.shape[step.to_dim] != group[0].shape[step.to_dim] for held in group):
+        raise ValueError("the devices that exchange have arrays of other sizes")
+    received = []
+    for index in product(*map(range, sizes)):
+        place = 0
+        for axis, size in zip(step.to_axes, there, strict=True):
+            place = place * size + index[step.axes.index(axis)]
+        received.append(join([held.cut(step.to_dim, *spans[place]) for held in group], step.dim))
+    return received
 
 
 def _all_reduce(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
-    return [_unite(group)] * len(group)
+    return [unite(group)] * len(group)
 
 
 def _reduce_scatter(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
-    return _cuts(_unite(group), step.dim, step.unit, sizes)
-
-
-def _unite(group: _Group) -> _Held:
-    contributions = np.zeros_like(group[0].contributions)
-    for held in group:
-        if not np.array_equal(held.elements, group[0].elements):
-            raise ValueError("the devices that reduce hold different elements")
-        if np.any(contributions & held.contributions):
-            raise ValueError("a contribution is counted twice")
-        contributions = contributions | held.contributions
-    return _Held(group[0].elements, contributions)
+    total = unite(group)
+    return [total.cut(step.dim, *span) for span in _spans(total, step.dim, step.unit, sizes)]
 
 
 def _to_partial(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
-    return [group[0], *(_Held(held.elements, np.zeros_like(held.contributions)) for held in group[1:])]
+    if step.dim < 0:
+        return [group[0], *(Held(held.runs, {}) for held in group[1:])]
+    whole = join(group, step.dim)
+    return [Held(whole.runs, held.parts) for held in group]
 
 
 def _scale(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
@@ -201,9 +270,8 @@ _RUN: dict[Kind, Callable[[Step, _Group, Sequence[int]], _Group]] = {
 }
 
 
-def _check_end(held: dict[int, _Held], source: Layout, target: Layout, shape: Sequence[int]) -> None:
-    elements, boxes = np.arange(prod(shape)).reshape(tuple(shape)), target.pieces(shape)
-    every = _every(source)
+def _check_end(held: _HeldBy, source: Layout, target: Layout, shape: Sequence[int]) -> None:
+    boxes, every = target.pieces(shape), _every(source)
     if set(held) != set(boxes):
         raise VerifyError(
             "the steps do not lead to the devices of the target",
@@ -212,19 +280,19 @@ def _check_end(held: dict[int, _Held], source: Layout, target: Layout, shape: Se
             expected=f"devices {sorted(boxes)}",
         )
     for device, box in boxes.items():
-        if not np.array_equal(held[device].elements, elements[box.slices()]):
+        if not held[device].is_piece(box):
             raise VerifyError(
                 "the steps do not lead to the pieces of the target",
                 where=f"device {device}, {source} -> {target}",
-                got=f"elements {held[device].elements.tolist()}",
-                expected=f"elements {elements[box.slices()].tolist()}",
+                got=f"elements {list(held[device].runs)}",
+                expected=_text(box),
             )
     for group in target.mesh.groups(target.partial_axes):
         try:
-            union = _unite([held[device] for device in group])
+            union = unite([held[device] for device in group])
         except ValueError as error:
             raise _wrong_value(group, source, target, str(error)) from error
-        if np.any(union.contributions != every):
+        if not is_complete(union, boxes[group[0]], every):
             raise _wrong_value(group, source, target, "a contribution is missing")
 
 
@@ -252,8 +320,9 @@ def _check_scale(steps: Sequence[Step], source: Layout, target: Layout) -> None:
         )
 
 
-def _check_order(steps: Sequence[Step], source: Layout) -> None:
-    """A reduction runs only while every axis replicated now was replicated in the source, the all_reduce last."""
+def _check_order(steps: Sequence[Step], source: Layout, order: Order) -> None:
+    """Sound: a reduction runs only while every axis replicated now was replicated in the source, the all_reduce last.
+    Strict: there is one at most. Any: all of them on the source's mesh."""
     reductions = [step for step in steps if step.kind in REDUCTIONS]
     for step in reductions:
         if step.source.mesh != source.mesh:
@@ -264,14 +333,21 @@ def _check_order(steps: Sequence[Step], source: Layout) -> None:
                 expected=f"mesh {source.mesh}",
             )
         lost = set(step.source.replicated_axes) - set(source.replicated_axes)
-        if lost:
+        if lost and order != "any":
             raise VerifyError(
                 "a reduction runs where replicas would add in different orders",
                 where=str(step),
                 got=f"{', '.join(sorted(lost))} replicated before it",
                 expected=f"only axes replicated in {source}",
             )
-    if any(step.kind == "all_reduce" for step in reductions[:-1]):
+    if order == "strict" and len(reductions) > 1:
+        raise VerifyError(
+            "a strict plan reduces in several steps",
+            where=str(source),
+            got=" ".join(step.kind for step in reductions),
+            expected="one reduction over all axes that are reduced",
+        )
+    if order != "any" and any(step.kind == "all_reduce" for step in reductions[:-1]):
         raise VerifyError(
             "an all_reduce is not the last reduction",
             where=str(source),

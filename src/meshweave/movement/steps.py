@@ -116,7 +116,9 @@ def _all_to_all(layout: Layout, step: Step) -> Layout:
 
 def _permute(layout: Layout, step: Step) -> Layout:
     target = step.target
-    _need((target.mesh, target.partial) == (layout.mesh, layout.partial), layout, step, "the same mesh and partial axes")
+    _need(
+        (target.mesh, target.partial) == (layout.mesh, layout.partial), layout, step, "the same mesh and partial axes"
+    )
     _need(len(layout.dims) == len(target.dims), layout, step, f"{len(target.dims)} dims")
     places = [{axis: one.dim_of(axis) for axis in one.mesh.axis_names} for one in (layout, target)]
     still = (axis for axis in layout.mesh.axis_names if axis not in step.axes)

@@ -1,43 +1,131 @@
-"""Steps within one mesh: the cheapest sound sequence, found by A* over layouts."""
+"""Steps within one mesh: which axes are in play, the search over them, and its path as steps from layout to layout."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from math import inf, prod
 
 import torch
 
 from meshweave.errors import LayoutError
 from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.ir.layout import DimSharding, Layout
-from meshweave.ir.pieces import largest_chunk, unit_matters
-from meshweave.movement.steps import REDUCTIONS, Kind, Step, apply
-
-# Ties of cost and length fall to the first kind here: shrink first, grow last.
-_KINDS: tuple[Kind, ...] = ("slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather")
-_TICKS_PER_SECOND = 10**15
+from meshweave.ir.pieces import unit_matters
+from meshweave.movement.search import Link, Order, Problem, cheapest, least_peak, prices_of, to_ticks
+from meshweave.movement.space import LOCAL, Axes, Edge, Extent, State, bits, space_of
+from meshweave.movement.steps import REDUCTIONS, Step, apply
 
 
-def to_ticks(seconds: float) -> int:
-    """Whole femtoseconds, in which costs are compared, so that sums taken in another order are still ties."""
-    return round(seconds * _TICKS_PER_SECOND)
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of the planner: how a value of `shape` gets from one normal form to another.
+
+    `cap` bounds the bytes of the input and output of any step on a device; None: twice the larger of source and target,
+    or if no plan does with that (uneven pieces), the least that one does.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    profile: AlphaBeta
+    order: Order = "sound"
+    cap: int | None = None
+
+    @property
+    def where(self) -> str:
+        return f"{self.source} -> {self.target} of {tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def roomy(self) -> int:
+        """The cap that holds where none is asked for."""
+        return 2 * max(self.bytes_of(self.source), self.bytes_of(self.target))
+
+    def bytes_of(self, layout: Layout) -> int:
+        """Bytes of the largest piece."""
+        return self.dtype.itemsize * prod(layout.local_shape(self.shape))
+
+    def held(self, step: Step) -> int:
+        """The most bytes of the input and output of a step that one device may hold."""
+        before, after = self.bytes_of(step.source), self.bytes_of(step.target)
+        apart = step.kind == "transfer" and set(step.source.mesh.devices).isdisjoint(step.target.mesh.devices)
+        return max(before, after) if apart else before + after
+
+    def peak(self, steps: Sequence[Step]) -> int:
+        """The most that a step holds; without steps the value itself."""
+        return max(map(self.held, steps), default=self.bytes_of(self.source))
 
 
 @lru_cache(maxsize=16384)
-def steps_within(
-    source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype, profile: AlphaBeta
-) -> tuple[Step, ...]:
+def steps_within(request: Request) -> tuple[Step, ...]:
     """The steps of the cheapest plan from one normal form to another on the same mesh, as `plan_move` says.
 
     Raises LayoutError for reduce ops that do not commute (sum and max in one value that must be reduced), for an
-    average of integers, and for a target that is partial(avg) where the source is not.
+    average of integers, for a target that is partial(avg) where the source is not, and where no plan keeps to the cap.
     """
-    ops = _Ops.of(source, target, dtype)
-    space = _Space(source, target, ops.pending, shape, dtype.itemsize, profile)
-    return _steps(space, source, ops, _search(space))
+    search = Search.of(request)
+    path = cheapest(search.problem, request.roomy if request.cap is None else request.cap)
+    if path is None and request.cap is None:
+        path = cheapest(search.problem, least_peak(search.problem))
+    steps = search.steps(path) if path is not None else ()
+    if path is None or (request.cap is not None and request.peak(steps) > request.cap):
+        raise no_plan(request, search.least())
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan that was not taken, and why."""
+
+    steps: tuple[Step, ...]
+    seconds: float
+    peak_bytes: int
+    why: str
+
+
+def alternatives_within(request: Request) -> tuple[Alternative, ...]:
+    """The cheapest plan without each step of the best one; and the cheapest in any order of reductions and the cheapest
+    without a cap, where these cost less. The cheapest first."""
+    taken = steps_within(request)
+    best = sum(step.seconds for step in taken)
+    cap = request.cap if request.cap is not None else request.roomy
+    search = Search.of(request)
+    path = cheapest(search.problem, cap) or ()
+    found = {taken: ""}
+    for problem, limit in ((search.problem, inf), (replace(search.problem, order="any"), cap)):
+        other = cheapest(problem, limit)
+        steps = search.steps(other) if other is not None else taken
+        if to_ticks(sum(step.seconds for step in steps)) < to_ticks(best):
+            why = f"needs {request.peak(steps)} bytes on a device" if limit == inf else "replicas would differ in bits"
+            found.setdefault(steps, why)
+    for link in path:
+        other = cheapest(search.problem, cap, {link})
+        if other is not None:
+            found.setdefault(search.steps(other), "")
+    rows = [alternative(request, steps, why, best) for steps, why in found.items() if steps != taken]
+    return tuple(sorted(rows, key=lambda row: (to_ticks(row.seconds), len(row.steps))))
+
+
+def alternative(request: Request, steps: tuple[Step, ...], why: str, best: float) -> Alternative:
+    """`why` it was not taken; empty: for its cost."""
+    seconds = sum(step.seconds for step in steps)
+    if not why:
+        why = "as cheap" if to_ticks(seconds) == to_ticks(best) else "slower"
+        why += f", {seconds / best:.3g}x" if best and why == "slower" else ""
+        why += ", more steps" if why == "as cheap" else ""
+    return Alternative(steps, seconds, request.peak(steps), why)
+
+
+def no_plan(request: Request, least: int) -> LayoutError:
+    return LayoutError(
+        "no plan keeps to the memory cap",
+        where=request.where,
+        got=f"a cap of {request.cap} bytes",
+        expected=f"{least} bytes or more: the least that the input and output of a step take on a device",
+        hint=f"allow {least} bytes, or cut the value over more axes",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +139,18 @@ class _Ops:
     averaged: tuple[str, ...]
 
     @staticmethod
-    def of(source: Layout, target: Layout, dtype: torch.dtype) -> _Ops:
+    def of(request: Request) -> _Ops:
+        source, target, dtype = request.source, request.target, request.dtype
         before, after = dict(source.partial), dict(target.partial)
         as_sum = {axis: "sum" if op == "avg" else op for axis, op in before.items()}
         kept = {axis for axis, op in after.items() if op == before.get(axis) or op == as_sum.get(axis)}
         averaged = tuple(axis for axis, op in before.items() if op == "avg" and after.get(axis) != "avg")
         pending = tuple(axis for axis in before if axis not in kept)
         added = tuple((axis, op) for axis, op in target.partial if axis not in kept)
-        where = f"{source} -> {target}"
         if any(op == "avg" for _, op in added):
             raise LayoutError(
                 "a move cannot make a value partial(avg)",
-                where=where,
+                where=request.where,
                 got=str(target),
                 expected="partial(avg) only over axes where the source has it",
                 hint="ask for partial(sum)",
@@ -70,7 +158,7 @@ class _Ops:
         if pending and len(set(as_sum.values())) > 1:
             raise LayoutError(
                 "a value that is partial with several reduce ops cannot be reduced",
-                where=where,
+                where=request.where,
                 got=str(source),
                 expected="one reduce op, for the result depends on which comes first",
                 hint="reduce the inner one where the value is made",
@@ -78,7 +166,7 @@ class _Ops:
         if averaged and not (dtype.is_floating_point or dtype.is_complex):
             raise LayoutError(
                 "the average of integers would be truncated",
-                where=where,
+                where=request.where,
                 got=f"{dtype} partial(avg: {','.join(averaged)})",
                 expected="a floating dtype",
                 hint="make the value floating, or partial(sum)",
@@ -86,202 +174,153 @@ class _Ops:
         return _Ops(pending, as_sum[pending[0]] if pending else "", added, averaged)
 
 
-_Dims = tuple[tuple[tuple[str, ...], int], ...]  # per dim its axes and its unit, in normal form
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A request with the axes in play: all but those that stay partial, and those that cut a dim alike in source and
+    target, outermost first. Steps over these could only move data that is where it belongs."""
 
-
-class _State(NamedTuple):
-    """A point of the search: how the dims are cut, and the partial axes that are still to be reduced."""
-
-    dims: _Dims
-    pending: tuple[str, ...]
-
-
-class _Edge(NamedTuple):
-    """A step of the search, as plain values that order ties: index in _KINDS, axes, dim, to_dim, unit."""
-
-    rank: int
+    request: Request
+    ops: _Ops
     axes: tuple[str, ...]
-    dim: int = -1
-    to_dim: int = -1
-    unit: int = 1
+    kept: tuple[int, ...]  # per dim how many axes stay
+    extents: tuple[Extent, ...]
+    problem: Problem
+
+    @staticmethod
+    def of(request: Request) -> Search:
+        ops, source, target, shape = _Ops.of(request), request.source, request.target, request.shape
+        mesh = source.mesh
+        sizes = {axis: size for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1}
+        kept = tuple(_common(size, sizes, a, b) for size, a, b in zip(shape, source.dims, target.dims, strict=True))
+        still = {axis for dim, count in zip(source.dims, kept, strict=True) for axis in dim.axes[:count]}
+        still.update(axis for axis in source.partial_axes if axis not in ops.pending)
+        axes = tuple(axis for axis in sizes if axis not in still)
+        in_play = prod(sizes[axis] for axis in axes)
+        extents, even = [], True
+        for size, count, a, b in zip(shape, kept, source.dims, target.dims, strict=True):
+            before = tuple(sizes[axis] for axis in a.axes[:count])
+            extents.append(Extent(size, before, a.unit, b.unit))
+            even = even and a.unit == b.unit == 1 and size % (prod(before) * in_play) == 0
+        number = {axis: i for i, axis in enumerate(axes)}
+        cuts = [
+            tuple(tuple(number[axis] for axis in dim.axes[n:]) for dim, n in zip(one.dims, kept, strict=True))
+            for one in (source, target)
+        ]
+        old = bits(d for d, (dim, b) in enumerate(zip(source.dims, target.dims, strict=True)) if dim.unit != b.unit)
+        old &= bits(d for d, cut in enumerate(cuts[0]) if cut)
+        pending = bits(number[axis] for axis in ops.pending)
+        start = State(cuts[0], pending, old)
+        space = space_of(tuple(sizes[a] for a in axes), len(shape), None if even else tuple(extents))
+        total = request.dtype.itemsize
+        if even:
+            total = total * prod(shape) // prod(prod(extent.before) for extent in extents)
+        problem = Problem(
+            space,
+            prices_of(request.profile, mesh, axes),
+            start,
+            cuts[1],
+            pending,
+            bits(number[axis] for axis, _ in ops.added if axis not in ops.pending),
+            space.replicated(start),
+            total,
+            request.order,
+        )
+        return Search(request, ops, axes, kept, tuple(extents), problem)
+
+    def least(self) -> int:
+        """The least cap under which there is a plan."""
+        path = cheapest(self.problem, least_peak(self.problem))
+        assert path is not None, "there is a path under the least peak"
+        return self.request.peak(self.steps(path))
+
+    def steps(self, path: Sequence[Link]) -> tuple[Step, ...]:
+        """A path as steps from layout to layout, with the scale after the last reduction and to_partial at the end."""
+        source, ops, states = self.request.source, self.ops, self.problem.space.states
+        after = [*(states[number] for number, _ in path[1:]), State(self.problem.goal)]
+        drafts = _joined([self._draft(edge, state) for (_, edge), state in zip(path, after, strict=False)])
+        if ops.averaged:
+            at = max((i for i, step in enumerate(drafts, 1) if step.kind in REDUCTIONS), default=0)
+            factor = 1 / source.mesh.flat_size(ops.averaged)
+            drafts.insert(at, Step("scale", ops.averaged, source, source, factor=factor))
+        padded = {axis for step in drafts if step.kind == "to_partial" for axis in step.axes}
+        for op in dict.fromkeys(op for _, op in ops.added):
+            axes = tuple(axis for axis, its_op in ops.added if its_op == op and axis not in padded)
+            if axes:
+                drafts.append(Step("to_partial", axes, source, source, op=op))
+        return chain(self.request, drafts)
+
+    def _draft(self, edge: Edge, after: State) -> Step:
+        """The step without its layouts, but for the dims of a permute's target."""
+        kind, source, ops = edge.kind, self.request.source, self.ops
+        axes, onto = self._names(edge.axes), edge.to_dim if edge.to_dim >= 0 else edge.dim
+        unit = self._unit(onto, after) if kind in ("slice", "reduce_scatter", "all_to_all") else 1
+        op = ops.op if kind in REDUCTIONS else ""
+        if kind == "to_partial":
+            op = next(its_op for axis, its_op in ops.added if axis == axes[0])
+        to_dim = edge.to_dim if edge.to_dim >= 0 else None
+        target = source
+        if kind == "permute":
+            target = Layout(source.mesh, tuple(self._dim(d, after) for d in range(len(after.cuts))))
+        return Step(kind, axes, source, target, edge.dim, to_dim, self._names(edge.to_axes), unit, op)
+
+    def _names(self, axes: Axes) -> tuple[str, ...]:
+        return tuple(self.axes[axis] for axis in axes)
+
+    def _unit(self, d: int, state: State) -> int:
+        return self.extents[d].old_unit if state.old >> d & 1 else self.extents[d].unit
+
+    def _dim(self, d: int, state: State) -> DimSharding:
+        kept = self.request.source.dims[d].axes[: self.kept[d]]
+        return DimSharding((*kept, *self._names(state.cuts[d])), self._unit(d, state))
 
 
-def _dims_of(layout: Layout) -> _Dims:
-    return tuple((dim.axes, dim.unit) for dim in layout.dims)
+def _common(size: int, sizes: dict[str, int], a: DimSharding, b: DimSharding) -> int:
+    """How many outermost axes of a dim, cut alike, both layouts have."""
+    count = 0
+    while count < min(len(a.axes), len(b.axes)) and a.axes[count] == b.axes[count]:
+        count += 1
+    while count and a.unit != b.unit and not _alike(size, [sizes[axis] for axis in a.axes[:count]], a.unit, b.unit):
+        count -= 1
+    return count
 
 
-class _Space:
-    """The layouts that a plan may pass through, the steps between them and what they cost."""
-
-    def __init__(
-        self,
-        source: Layout,
-        target: Layout,
-        pending: tuple[str, ...],
-        shape: tuple[int, ...],
-        itemsize: int,
-        profile: AlphaBeta,
-    ) -> None:
-        self.mesh, self.shape, self.itemsize, self.profile = source.mesh, shape, itemsize, profile
-        self.sizes = dict(zip(source.mesh.axis_names, source.mesh.shape, strict=True))
-        self._units: dict[tuple[int, tuple[str, ...], int], int] = {}
-        self._extents: dict[tuple[int, tuple[str, ...], int], int] = {}
-        self._ticks: dict[tuple[int, tuple[str, ...], int], int] = {}
-        self.start = _State(_dims_of(source), pending)
-        self.goal = _State(_dims_of(target), ())
-        self.kept = tuple(self._common(d, a, b) for d, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)))
-        self.wanted = [axis for dim, kept in zip(target.dims, self.kept, strict=True) for axis in dim.axes[kept:]]
-        self.startup = to_ticks(profile.alpha_s)
-        self.not_replicated = {*source.sharded_axes, *pending}
-
-    def _common(self, d: int, a: DimSharding, b: DimSharding) -> int:
-        """How many outermost axes of dim d, cut alike, both layouts have."""
-        count = 0
-        while count < min(len(a.axes), len(b.axes)) and a.axes[count] == b.axes[count]:
-            count += 1
-        while count and self._unit(d, a.axes[:count], a.unit) != self._unit(d, a.axes[:count], b.unit):
-            count -= 1
-        return count
-
-    def _unit(self, d: int, axes: tuple[str, ...], unit: int) -> int:
-        """The unit in normal form: 1 where it changes no piece."""
-        if unit == 1 or not axes:
-            return 1
-        key = (d, axes, unit)
-        if key not in self._units:
-            self._units[key] = unit if unit_matters(self.shape[d], [self.sizes[a] for a in axes], unit) else 1
-        return self._units[key]
-
-    def local_bytes(self, dims: _Dims) -> int:
-        """Bytes of the largest piece."""
-        total = self.itemsize
-        for d, (axes, unit) in enumerate(dims):
-            key = (d, axes, unit)
-            if key not in self._extents:
-                self._extents[key] = largest_chunk(self.shape[d], [self.sizes[a] for a in axes], unit)
-            total *= self._extents[key]
-        return total
-
-    def ticks(self, rank: int, axes: tuple[str, ...], local_bytes: int) -> int:
-        """Duration of a step of the search in femtoseconds."""
-        key = (rank, axes, local_bytes)
-        if key not in self._ticks:
-            self._ticks[key] = to_ticks(self.seconds(_KINDS[rank], axes, local_bytes))
-        return self._ticks[key]
-
-    def at_least(self, state: _State) -> int:
-        """A lower bound of the ticks from `state` to the goal: the start-up time of one collective per axis that is
-        not where the target has it, for only slices are free and each other step takes one such axis away."""
-        misplaced = 1 if state.pending else 0
-        for (axes, _), (wanted, _) in zip(state.dims, self.goal.dims, strict=True):
-            if axes != wanted[: len(axes)]:
-                same = next(i for i, axis in enumerate(axes) if wanted[i : i + 1] != (axis,))
-                misplaced += len(axes) - same
-        return misplaced * self.startup
-
-    def seconds(self, kind: Kind, axes: tuple[str, ...], local_bytes: int) -> float:
-        return self.profile.seconds(kind, self.mesh, axes, local_bytes)
-
-    def _append(self, dims: _Dims, d: int, axis: str) -> tuple[_Dims, int]:
-        """The dims with `axis` innermost on dim d, and the unit that it is cut in.
-
-        That is the unit of the target if the axes before it are cut alike under it, else the one they have.
-        """
-        axes, unit = dims[d]
-        wish = self.goal.dims[d][1]
-        if self._unit(d, axes, wish) == unit:
-            unit = wish
-        longer = (*axes, axis)
-        return (*dims[:d], (longer, self._unit(d, longer, unit)), *dims[d + 1 :]), unit
-
-    def _pop(self, dims: _Dims, d: int) -> _Dims:
-        axes, unit = dims[d]
-        return (*dims[:d], (axes[:-1], self._unit(d, axes[:-1], unit)), *dims[d + 1 :])
-
-    def edges(self, state: _State) -> Iterator[tuple[_Edge, _State]]:
-        """Every step from `state`, with where it leads."""
-        dims, pending = state
-        used = {axis for axes, _ in dims for axis in axes}.union(pending)
-        every = range(len(dims))
-        for axis in self.wanted:
-            if axis not in used:
-                for d in every:
-                    after, unit = self._append(dims, d, axis)
-                    yield _Edge(0, (axis,), d, unit=unit), _State(after, pending)
-        if pending and self.not_replicated <= used:
-            yield _Edge(2, pending), _State(dims, ())
-            for axis in pending:
-                rest = tuple(a for a in pending if a != axis)
-                for d in every:
-                    after, unit = self._append(dims, d, axis)
-                    yield _Edge(1, (axis,), d, unit=unit), _State(after, rest)
-        for d in every:
-            if len(dims[d][0]) > self.kept[d]:
-                yield from self._moves_off(state, d)
-
-    def _moves_off(self, state: _State, d: int) -> Iterator[tuple[_Edge, _State]]:
-        """The all_gather and the all_to_alls that take the innermost axis from dim d."""
-        axis, popped = state.dims[d][0][-1], self._pop(state.dims, d)
-        yield _Edge(4, (axis,), d), _State(popped, state.pending)
-        for e in range(len(popped)):
-            if e != d:
-                after, unit = self._append(popped, e, axis)
-                yield _Edge(3, (axis,), d, e, unit), _State(after, state.pending)
+def _alike(size: int, parts: list[int], *units: int) -> bool:
+    """Whether the units change none of the pieces of a dim that is cut by `parts`."""
+    return not any(unit_matters(size, parts, unit) for unit in units)
 
 
-def _search(space: _Space) -> tuple[_Edge, ...]:
-    """A* over layouts. Of equally cheap paths the one with fewer steps, then the first in order of its edges."""
-    best: dict[_State, tuple[int, int, tuple[_Edge, ...]]] = {space.start: (0, 0, ())}
-    heap: list[tuple[int, int, tuple[_Edge, ...], _State]] = [(0, 0, (), space.start)]
-    while heap:
-        _, length, path, state = heapq.heappop(heap)
-        if state == space.goal:
-            return path
-        ticks, *rest = best[state]
-        if rest != [length, path]:
-            continue
-        local_bytes = space.local_bytes(state.dims)
-        for edge, after in space.edges(state):
-            total = ticks + space.ticks(edge.rank, edge.axes, local_bytes)
-            known = best.get(after)
-            if known is None or total <= known[0]:
-                found = (total, length + 1, (*path, edge))
-                if known is None or found < known:
-                    best[after] = found
-                    heapq.heappush(heap, (total + space.at_least(after), *found[1:], after))
-    raise AssertionError(f"no path to {space.goal}")
-
-
-def _steps(space: _Space, source: Layout, ops: _Ops, path: tuple[_Edge, ...]) -> tuple[Step, ...]:
-    """The edges as steps from layout to layout, with the scale after the last reduction and to_partial at the end."""
-    drafts = [_draft(edge, source, ops.op) for edge in path]
-    if ops.averaged:
-        at = max((i for i, step in enumerate(drafts, 1) if step.kind in REDUCTIONS), default=0)
-        factor = 1 / space.mesh.flat_size(ops.averaged)
-        drafts.insert(at, Step("scale", ops.averaged, source, source, factor=factor))
-    for op in dict.fromkeys(op for _, op in ops.added):
-        axes = tuple(axis for axis, its_op in ops.added if its_op == op)
-        drafts.append(Step("to_partial", axes, source, source, op=op))
-    steps: list[Step] = []
+def _joined(drafts: Sequence[Step]) -> list[Step]:
+    """Slices that follow each other become one for each dim, and so do pads."""
+    made: list[Step] = []
     for draft in drafts:
-        before = steps[-1].target if steps else source
-        local_bytes, group_size = space.local_bytes(_dims_of(before)), space.mesh.flat_size(draft.axes)
+        run = next((i for i in reversed(range(len(made))) if made[i].kind != draft.kind), -1) + 1
+        same = next((i for i in range(run, len(made)) if (made[i].dim, made[i].op) == (draft.dim, draft.op)), None)
+        if draft.kind not in LOCAL or same is None:
+            made.append(draft)
+        elif draft.kind == "slice":
+            made[same] = replace(draft, axes=(*made[same].axes, *draft.axes))
+        else:
+            made[same] = replace(draft, axes=(*draft.axes, *made[same].axes))
+    return made
+
+
+def chain(request: Request, drafts: Sequence[Step]) -> tuple[Step, ...]:
+    """The drafts with their layouts and prices, one after the other from the source."""
+    layout, steps = request.source, []
+    for draft in drafts:
+        if draft.kind == "permute":
+            draft = replace(draft, target=replace(draft.target, partial=layout.partial))
+        after = apply(layout, draft).normalized(request.shape)
+        local_bytes, group_size = request.bytes_of(layout), layout.mesh.flat_size(draft.axes)
+        profile = request.profile
         steps.append(
             replace(
                 draft,
-                source=before,
-                target=apply(before, draft).normalized(space.shape),
-                seconds=space.seconds(draft.kind, draft.axes, local_bytes),
-                bytes_received=space.profile.bytes_received(draft.kind, group_size, local_bytes),
+                source=layout,
+                target=after,
+                seconds=profile.seconds(draft.kind, layout.mesh, draft.axes, local_bytes),
+                bytes_received=profile.bytes_received(draft.kind, group_size, local_bytes),
             )
         )
+        layout = after
     return tuple(steps)
-
-
-def _draft(edge: _Edge, anywhere: Layout, op: str) -> Step:
-    kind = _KINDS[edge.rank]
-    to_dim = None if edge.to_dim < 0 else edge.to_dim
-    to_axes = edge.axes if kind == "all_to_all" else ()
-    return Step(
-        kind, edge.axes, anywhere, anywhere, edge.dim, to_dim, to_axes, edge.unit, op if kind in REDUCTIONS else ""
-    )

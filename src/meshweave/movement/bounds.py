@@ -1,0 +1,137 @@
+"""What no plan can beat under a profile, whatever its steps: from where elements are and where they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from meshweave.ir.layout import Layout
+from meshweave.ir.pieces import nested_chunk
+from meshweave.movement.within import Request
+
+_Spans = list[tuple[int, int]]  # offset and end of stretches of a dim, in order
+
+
+def lower_bound_seconds(request: Request) -> float:
+    """Seconds that every plan takes at least.
+
+    Devices that differ only along axes faster than some bandwidth w form a node. What a node needs and does not hold
+    comes over slower axes, at w or less. So for ascending w the bytes per device that must enter nodes give one term
+    each, and what must move at all gives a start-up. A value partial over C nodes whose sum D nodes need enters nodes
+    (C - 1) + (D - 1) times (first to be whole somewhere, then everywhere: Patarasuk and Yuan, JPDC 2009).
+    """
+    source, target, profile = request.source, request.target, request.profile
+    if source.mesh != target.mesh:
+        return _between_meshes(request)
+    mesh = source.mesh
+    axes = [axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
+    speeds = {axis: profile.bandwidth_of(mesh, axis) for axis in axes}
+    seconds = before = 0.0
+    for speed in sorted(set(speeds.values())):
+        entering = request.dtype.itemsize * _entering(request, [axis for axis in axes if speeds[axis] <= speed])
+        seconds += max(entering - before, 0.0) / speed
+        before = max(entering, before)
+    return seconds + profile.alpha_s if before else 0.0
+
+
+def _entering(request: Request, slow: Sequence[str]) -> float:
+    """Elements per device, on average or in the neediest node, that must enter nodes over the `slow` axes."""
+    source, target, shape = request.source, request.target, request.shape
+    mesh = source.mesh
+    kept, reduced, added = _partial_axes(source, target)
+    slow = [axis for axis in slow if axis not in added]  # where it is added makes no difference
+    per_node = mesh.num_devices // mesh.flat_size(slow)
+    num_parts = mesh.flat_size(axis for axis in slow if axis in reduced)
+    total, most = 0, 0
+    for index in product(*(range(mesh.size(axis)) for axis in slow)):
+        at = dict(zip(slow, index, strict=True))
+        wanted = [_stretches(target, d, size, at) for d, size in enumerate(shape)]
+        held = [_stretches(source, d, size, at) for d, size in enumerate(shape)]
+        need = prod(_length(spans) for spans in wanted)
+        if num_parts == 1:
+            need -= prod(_length(_common(a, b)) for a, b in zip(wanted, held, strict=True))
+        total, most = total + need, max(most, need)
+    if num_parts > 1:
+        total += (num_parts - 2) * prod(shape) * mesh.flat_size(axis for axis in slow if axis in kept)
+    return max(total / mesh.num_devices, most / per_node)
+
+
+def _partial_axes(source: Layout, target: Layout) -> tuple[set[str], set[str], set[str]]:
+    """The axes over which the value stays partial, is reduced, and becomes partial."""
+    before, after = dict(source.partial), dict(target.partial)
+    as_sum = {axis: "sum" if op == "avg" else op for axis, op in before.items()}
+    kept = {axis for axis, op in after.items() if op in (before.get(axis), as_sum.get(axis))}
+    return kept, set(before) - kept, set(after) - kept
+
+
+def _stretches(layout: Layout, d: int, size: int, at: dict[str, int]) -> _Spans:
+    """What the devices at some coordinates hold of dim d together."""
+    dim, mesh = layout.dims[d], layout.mesh
+    parts = [mesh.size(axis) for axis in dim.axes]
+    choices = [[at[axis]] if axis in at else range(mesh.size(axis)) for axis in dim.axes]
+    spans = (nested_chunk(size, list(zip(parts, index, strict=True)), dim.unit) for index in product(*choices))
+    return _joined((start, start + length) for start, length in spans if length)
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> _Spans:
+    made: _Spans = []
+    for start, end in spans:
+        if made and made[-1][1] == start:
+            made[-1] = (made[-1][0], end)
+        else:
+            made.append((start, end))
+    return made
+
+
+def _length(spans: _Spans) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def _common(a: _Spans, b: _Spans) -> _Spans:
+    i = j = 0
+    found: _Spans = []
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        i, j = i + (a[i][1] <= b[j][1]), j + (b[j][1] <= a[i][1])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Elements that must cross between two meshes: `entering` are held by no device of the target and enter it once;
+    `receiving` are the most that a device of the target needs and does not hold."""
+
+    entering: int
+    receiving: int
+
+
+def must_cross(source: Layout, target: Layout, shape: Sequence[int]) -> Crossing:
+    """What must cross at least, whatever the plan. A value that is partial on its own mesh is held by nobody."""
+    shape, boxes, wanted = tuple(shape), source.pieces(shape), target.pieces(shape)
+    whole = not source.partial
+    held = [boxes[device] for device in wanted if device in boxes] if whole else []
+    needs = [
+        box.num_elements - (box.intersect(boxes[device]).num_elements if whole and device in boxes else 0)
+        for device, box in wanted.items()
+    ]
+    inside = {box for box in held if box.num_elements}
+    entering = prod(shape) - sum(
+        box.num_elements for box in inside
+    )  # the pieces of one layout are the same or disjoint
+    return Crossing(entering, 0 if target.partial else max(needs, default=0))
+
+
+def _between_meshes(request: Request) -> float:
+    """A start-up, and what must enter the target's mesh over as many links as there are; each device of the target that
+    is in neither needs its piece, which can come from its own mesh too."""
+    source, target, profile = request.source, request.target, request.profile
+    crossing = must_cross(source, target, request.shape)
+    if not crossing.entering and not crossing.receiving:
+        return 0.0
+    links = min(source.mesh.num_devices, target.mesh.num_devices)
+    busiest = request.dtype.itemsize * crossing.entering / links
+    return profile.seconds("transfer", source.mesh, (), busiest)

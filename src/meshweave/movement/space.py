@@ -1,0 +1,241 @@
+"""The layouts that a move within one mesh may pass through and the steps between them, as a graph of small numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, permutations
+from math import prod
+from typing import NamedTuple
+
+from meshweave.ir.pieces import largest_chunk
+from meshweave.movement.steps import Kind
+
+Axes = tuple[int, ...]  # numbers of axes in play
+LOCAL: frozenset[Kind] = frozenset({"slice", "to_partial"})
+
+
+class State(NamedTuple):
+    """A layout: `cuts` are the axes in play that cut each dim, outermost first; `gone` the bit set of those over which
+    the value is partial; the others in play are replicated. The bit set `old` has the dims that are still cut in the
+    unit of the source where the target has another."""
+
+    cuts: tuple[Axes, ...]
+    gone: int = 0
+    old: int = 0
+
+
+class Edge(NamedTuple):
+    """A step from one state to another: the fields of `Step`, with numbers for axes."""
+
+    kind: Kind
+    axes: Axes
+    dim: int = -1
+    to_dim: int = -1
+    to_axes: Axes = ()
+
+
+class Fan(NamedTuple):
+    """Steps from one state that cost the same (kind and bit set of axes) and lead to pieces of one size."""
+
+    kind: Kind
+    mask: int
+    size: int
+    ends: list[tuple[int, Edge]]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A dim of `size` that is cut by `before` in any case, then by axes in play: in blocks of `old_unit` while it is
+    cut as in the source, else of `unit`."""
+
+    size: int
+    before: tuple[int, ...] = ()
+    old_unit: int = 1
+    unit: int = 1
+
+
+class Space:
+    """The graph of all states over axes of the given `sizes` and a number of dims; it is built where it is visited.
+
+    Where everything divides evenly (`extents` is None) it is the same for all shapes, and the size of a state is the
+    number of its pieces; else that is the number of elements of its largest piece. What a step may do depends on the
+    move too: reductions and pads are listed for all axes that are partial or cut, for the search to choose from.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], num_dims: int, extents: tuple[Extent, ...] | None) -> None:
+        self.sizes, self.num_dims, self.extents = sizes, num_dims, extents
+        self.states: list[State] = []
+        self._numbers: dict[State, int] = {}
+        self._moves: dict[int, list[Fan]] = {}
+        self._reductions: dict[int, list[Fan]] = {}
+        self._pads: dict[int, list[Fan]] = {}
+        self._pieces: dict[tuple[int, Axes, int], int] = {}
+
+    def number(self, state: State) -> int:
+        number = self._numbers.get(state)
+        if number is None:
+            number = self._numbers[state] = len(self.states)
+            self.states.append(state)
+        return number
+
+    def replicated(self, state: State) -> int:
+        """Bit set of the axes in play along which all devices hold the same."""
+        used = state.gone
+        for cut in state.cuts:
+            used |= bits(cut)
+        return ((1 << len(self.sizes)) - 1) & ~used
+
+    def size(self, state: State) -> int:
+        """See the class."""
+        if self.extents is None:
+            return prod(self.sizes[axis] for cut in state.cuts for axis in cut)
+        return prod(self._piece(d, cut, state.old >> d & 1) for d, cut in enumerate(state.cuts))
+
+    def _piece(self, d: int, cut: Axes, old: int) -> int:
+        key = (d, cut, old)
+        if key not in self._pieces:
+            assert self.extents is not None
+            extent = self.extents[d]
+            parts = [*extent.before, *(self.sizes[axis] for axis in cut)]
+            self._pieces[key] = largest_chunk(extent.size, parts, extent.old_unit if old else extent.unit)
+        return self._pieces[key]
+
+    def moves(self, number: int) -> list[Fan]:
+        """Slices, gathers, all-to-alls and permutes."""
+        if number not in self._moves:
+            state = self.states[number]
+            found = (*self._slices(state), *self._gathers(state), *self._deals(state), *self._permutes(state))
+            self._moves[number] = self._fans(found)
+        return self._moves[number]
+
+    def reductions(self, number: int) -> list[Fan]:
+        """Every reduction over a part of the partial axes, each set of axes in fans of its own."""
+        if number not in self._reductions:
+            self._reductions[number] = self._fans(self._reduces(self.states[number]))
+        return self._reductions[number]
+
+    def pads(self, number: int) -> list[Fan]:
+        """Every way to become partial over the innermost axis of a dim, each axis in a fan of its own."""
+        if number not in self._pads:
+            self._pads[number] = self._fans(self._opens(self.states[number]))
+        return self._pads[number]
+
+    def _fans(self, found: Iterable[tuple[Edge, int, State]]) -> list[Fan]:
+        made: dict[tuple[Kind, int, int], Fan] = {}
+        for edge, mask, after in found:
+            key = (edge.kind, mask, self.size(after))
+            if key not in made:
+                made[key] = Fan(*key, [])
+            made[key].ends.append((self.number(after), edge))
+        return list(made.values())
+
+    def _with(self, state: State, d: int, cut: Axes) -> State:
+        """The state with another cut of dim d. A dim that no axis cut is cut in the target's unit."""
+        fresh = not cut or not state.cuts[d]
+        return State(
+            (*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.gone, state.old & ~(1 << d) if fresh else state.old
+        )
+
+    def _slices(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+        free = self.replicated(state)
+        for axis in _axes_of(free):
+            for d, cut in enumerate(state.cuts):
+                yield Edge("slice", (axis,), d), 0, self._with(state, d, (*cut, axis))
+
+    def _gathers(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+        for d, kept, axes in _suffixes(state):
+            yield Edge("all_gather", axes, d), bits(axes), self._with(state, d, kept)
+
+    def _deals(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+        for d, kept, axes in _suffixes(state):
+            popped, mask = self._with(state, d, kept), bits(axes)
+            for e, cut in enumerate(state.cuts):
+                if e != d:
+                    for order in permutations(axes):
+                        yield Edge("all_to_all", axes, d, e, order), mask, self._with(popped, e, (*cut, *order))
+
+    def _permutes(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+        usable = ((1 << len(self.sizes)) - 1) & ~state.gone
+        wanted = [prod(self.sizes[axis] for axis in cut) for cut in state.cuts]
+        for cuts in self._arrangements(wanted, usable):
+            mask = 0
+            for d, (before, after) in enumerate(zip(state.cuts, cuts, strict=True)):
+                mask |= bits(before) if state.old >> d & 1 else 0
+                mask |= self._changed(before, after)
+            if mask:
+                yield Edge("permute", _axes_of(mask)), mask, State(cuts, state.gone)
+
+    def _arrangements(self, wanted: list[int], usable: int) -> Iterator[tuple[Axes, ...]]:
+        """Every way to cut the dims into the wanted numbers of pieces."""
+        if not wanted:
+            yield ()
+            return
+        for cut in self._sequences(wanted[0], usable):
+            for rest in self._arrangements(wanted[1:], usable & ~bits(cut)):
+                yield (cut, *rest)
+
+    def _sequences(self, flat: int, usable: int) -> Iterator[Axes]:
+        if flat == 1:
+            yield ()
+            return
+        for axis in _axes_of(usable):
+            if flat % self.sizes[axis] == 0:
+                for rest in self._sequences(flat // self.sizes[axis], usable & ~(1 << axis)):
+                    yield (axis, *rest)
+
+    def _changed(self, before: Axes, after: Axes) -> int:
+        """The axes in which two cuts into as many pieces differ, aligned block by aligned block."""
+        mask = i = j = start = begin = 0
+        left = right = 1
+        while i < len(before) or j < len(after):
+            if left <= right and i < len(before):
+                left, i = left * self.sizes[before[i]], i + 1
+            else:
+                right, j = right * self.sizes[after[j]], j + 1
+            if left == right:
+                if before[start:i] != after[begin:j]:
+                    mask |= bits(before[start:i]) | bits(after[begin:j])
+                start, begin = i, j
+        return mask
+
+    def _reduces(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+        partial = _axes_of(state.gone)
+        for count in range(1, len(partial) + 1):
+            for axes in combinations(partial, count):
+                mask = bits(axes)
+                rest = state._replace(gone=state.gone & ~mask)
+                yield Edge("all_reduce", axes), mask, rest
+                for d, cut in enumerate(state.cuts):
+                    for order in permutations(axes):
+                        yield Edge("reduce_scatter", order, d), mask, self._with(rest, d, (*cut, *order))
+
+    def _opens(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+        for d, cut in enumerate(state.cuts):
+            if cut:
+                after = self._with(state, d, cut[:-1])._replace(gone=state.gone | 1 << cut[-1])
+                yield Edge("to_partial", cut[-1:], d), 1 << cut[-1], after
+
+
+def bits(axes: Iterable[int]) -> int:
+    mask = 0
+    for axis in axes:
+        mask |= 1 << axis
+    return mask
+
+
+def _axes_of(mask: int) -> Axes:
+    return tuple(axis for axis in range(mask.bit_length()) if mask >> axis & 1)
+
+
+def _suffixes(state: State) -> Iterator[tuple[int, Axes, Axes]]:
+    """(dim, the axes that stay, the innermost axes) for every way to take axes off a dim."""
+    for d, cut in enumerate(state.cuts):
+        for kept in reversed(range(len(cut))):
+            yield d, cut[:kept], cut[kept:]
+
+
+@lru_cache(maxsize=256)
+def space_of(sizes: tuple[int, ...], num_dims: int, extents: tuple[Extent, ...] | None) -> Space:
+    return Space(sizes, num_dims, extents)

@@ -1,0 +1,144 @@
+"""What a device holds, as a table: the elements that lie in its array, and the contributions that their values sum up.
+
+Arrays stay products of one table per dim whatever is done to them, so a table costs no more for a large tensor than for
+a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshweave.ir.pieces import Box
+
+Runs = tuple[
+    tuple[int, int], ...
+]  # start and size of stretches of elements along a dim, in the order in which they lie
+Parts = Mapping[Box, int]  # boxes of the global index space, with the bit set of contributions that are there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One device's array. Position by position along dim d it stands for the elements of `runs[d]`; `parts` are the
+    elements that are really there, without empty boxes. The rest is the identity of the reduce op."""
+
+    runs: tuple[Runs, ...]
+    parts: Parts
+
+    @staticmethod
+    def of(box: Box, contributions: int) -> Held:
+        runs = tuple(((o, s),) if s else () for o, s in zip(box.offset, box.size, strict=True))
+        return Held(runs, {box: contributions} if box.num_elements and contributions else {})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(size for _, size in runs) for runs in self.runs)
+
+    def is_piece(self, box: Box) -> bool:
+        """Whether the array stands for the box, element by element in order."""
+        if not box.num_elements:
+            return self.shape == box.size
+        return self.runs == tuple(((o, s),) for o, s in zip(box.offset, box.size, strict=True))
+
+    def cut(self, dim: int, start: int, size: int) -> Held:
+        """The array from position `start` on, `size` positions along `dim`. Raises ValueError beyond its end."""
+        if start < 0 or size < 0 or start + size > self.shape[dim]:
+            raise ValueError(f"positions {start} to {start + size} of {self.shape[dim]} along dim {dim}")
+        found, at = [], 0
+        for first, length in self.runs[dim]:
+            low, high = max(start, at), min(start + size, at + length)
+            if low < high:
+                found.append((first + low - at, high - low))
+            at += length
+        return Held((*self.runs[:dim], tuple(found), *self.runs[dim + 1 :]), _within(self.parts, dim, found))
+
+    def part(self, box: Box) -> Parts:
+        """What is there of a box."""
+        cut = {box.intersect(one): bits for one, bits in self.parts.items()}
+        return {one: bits for one, bits in cut.items() if one.num_elements}
+
+
+def join(members: Sequence[Held], dim: int) -> Held:
+    """The arrays side by side along `dim`. Raises ValueError where they differ along other dims, or hold an element
+    twice."""
+    first = members[0]
+    if any(other.shape[d] != first.shape[d] for other in members for d in range(len(first.runs)) if d != dim):
+        raise ValueError(f"arrays of other shapes are joined along dim {dim}")
+    filled = [held for held in members if all(held.shape)]
+    if any(held.runs[d] != filled[0].runs[d] for held in filled for d in range(len(first.runs)) if d != dim):
+        raise ValueError(f"different elements of other dims are joined along dim {dim}")
+    runs = [run for held in members for run in held.runs[dim]]
+    in_order = sorted(runs)
+    if any(a + size > b for (a, size), (b, _) in pairwise(in_order)):
+        raise ValueError(f"an element is joined twice along dim {dim}")
+    parts = [item for held in members for item in held.parts.items()]
+    like = filled[0] if filled else first
+    return Held((*like.runs[:dim], _merged(runs), *like.runs[dim + 1 :]), _merged_parts(parts, dim))
+
+
+def unite(members: Sequence[Held]) -> Held:
+    """The arrays reduced into one. Raises ValueError where they hold different elements or a contribution twice."""
+    first, found = members[0], dict[Box, int]()
+    for held in members:
+        if held.runs != first.runs:
+            raise ValueError("the devices that reduce hold different elements")
+        for box, bits in held.parts.items():
+            if found.get(box, 0) & bits:
+                raise ValueError("a contribution is counted twice")
+            found[box] = found.get(box, 0) | bits
+    boxes = list(found)
+    for i, box in enumerate(boxes if len(boxes) > 1 else ()):
+        for other in boxes[:i]:
+            if found[box] & found[other] and box.intersect(other).num_elements:
+                raise ValueError("a contribution is counted twice")
+    return Held(first.runs, found)
+
+
+def is_complete(held: Held, box: Box, every: int) -> bool:
+    """Whether all of the contributions are there for each element of the box; none of them is there twice."""
+    inside = held.part(box)
+    total = sum(one.num_elements * bits.bit_count() for one, bits in inside.items())
+    return total == box.num_elements * every.bit_count() and not any(bits & ~every for bits in inside.values())
+
+
+def _within(parts: Parts, dim: int, runs: Sequence[tuple[int, int]]) -> Parts:
+    """The parts that lie in the runs along `dim`."""
+    found: dict[Box, int] = {}
+    for box, bits in parts.items():
+        for start, size in runs:
+            low = max(start, box.offset[dim])
+            high = min(start + size, box.offset[dim] + box.size[dim])
+            if low < high:
+                cut = _with_span(box, dim, low, high - low)
+                found[cut] = found.get(cut, 0) | bits
+    return found
+
+
+def _with_span(box: Box, dim: int, start: int, size: int) -> Box:
+    return Box(
+        (*box.offset[:dim], start, *box.offset[dim + 1 :]),
+        (*box.size[:dim], size, *box.size[dim + 1 :]),
+    )
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
+    made: list[tuple[int, int]] = []
+    for start, size in runs:
+        if made and sum(made[-1]) == start:
+            made[-1] = (made[-1][0], made[-1][1] + size)
+        else:
+            made.append((start, size))
+    return tuple(made)
+
+
+def _merged_parts(parts: Sequence[tuple[Box, int]], dim: int) -> Parts:
+    """Parts that continue each other along `dim` as one."""
+    rows: dict[tuple[Box, int], list[tuple[int, int]]] = {}
+    for box, bits in parts:
+        rows.setdefault((_with_span(box, dim, 0, 0), bits), []).append((box.offset[dim], box.size[dim]))
+    return {
+        _with_span(row, dim, start, size): bits
+        for (row, bits), spans in rows.items()
+        for start, size in _merged(sorted(spans))
+    }
