@@ -22,7 +22,9 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
+from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
+from meshweave.movement.replay import proven
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.initialize import materialize
@@ -70,6 +72,15 @@ def move_price(profile: AlphaBeta) -> Price:
     return price
 
 
+def _planner(profile: AlphaBeta) -> PlanMove:
+    return lambda source, target, shape, dtype: plan_move(source, target, shape, dtype, profile)
+
+
+def _proving(planner: PlanMove) -> PlanMove:
+    """The planner's plans, each proven before it is taken for the first time."""
+    return lambda source, target, shape, dtype: proven(planner(source, target, shape, dtype), shape)
+
+
 def build_program(
     model: nn.Module,
     loss: Loss,
@@ -101,10 +112,10 @@ def build_program(
     # Without a plan, an axis that operators in the model use is theirs.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
         resolved = choose_tp(model, captured, resolved, axis, place_with, price)
-    placed = verify_placed(place_with(resolved, {}))
+    planner = _planner(profile)
+    placed = verify_placed(arrange(place_with(resolved, {}), planner, reduce_after_cast=options.reduce_after_cast))
     progress("expand")
-    planner = lambda source, target, shape, dtype: plan_move(source, target, shape, dtype, profile)  # noqa: E731
-    roles = tuple(verify_rank(rank) for rank in expand(placed, mesh, planner))
+    roles = tuple(verify_rank(rank) for rank in expand(placed, mesh, _proving(planner)))
     return Program(captured, placed, roles, decide(resolved, captured, mesh, units, homes), options)
 
 
@@ -234,6 +245,7 @@ def compile(
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
+    reduce_after_cast: bool = False,
     seed: int = 0,
     forward: Callable[[nn.Module, Any], Any] = call_model,
     keep_gradients: bool = False,
@@ -251,6 +263,7 @@ def compile(
         schedulers work. Without one, the step computes loss and gradients.
     mesh, plan: without a plan the axes dp, fsdp and tp mean the usual. See `Plan`.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
+    reduce_after_cast: cast before a sum over devices where its result is cast to a smaller dtype: rounds each part.
     check_finite: raise before the update when the loss is NaN or infinite.
 
     Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
@@ -264,7 +277,7 @@ def compile(
     if optimizer is None and (clip_grad_norm is not None):
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
     spec = None if optimizer is None else read_optimizer(optimizer, model)
-    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed)
+    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast)
     world = make_world(mesh, device)
     program = build_program(model, loss, example, spec, mesh, plan, profile or AlphaBeta(), options, forward, progress)
     progress("start")

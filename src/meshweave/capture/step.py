@@ -25,12 +25,14 @@ Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """How the step is made from the model: clipping by global norm, microbatches per step, autocast dtype, seed."""
+    """How the step is made from the model: clipping by global norm, microbatches per step, autocast dtype, seed, and
+    whether sums over devices may be taken after a cast to a smaller dtype."""
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
     autocast: torch.dtype | None = None
     seed: int = 0
+    reduce_after_cast: bool = False
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

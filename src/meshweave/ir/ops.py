@@ -3,7 +3,7 @@
 `meshweave::pin` marks a value (or its gradient) whose layout a plan asks for; `meshweave::attention` is
 scaled-dot-product attention as one device-neutral op; `meshweave::matmul` a batched matmul that keeps its batch dims
 apart; `meshweave::uniform` a random number that is a function of (seed, step, call, global index) and therefore the
-same on every mesh.
+same on every mesh; `meshweave::round_parts` a cast that may come before a sum over devices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "attention_backward", "matmul", "move", "pin", "uniform"]
+__all__ = ["attention", "attention_backward", "matmul", "move", "pin", "round_parts", "uniform"]
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {}  # op -> the function that runs it, for runtimes that need no dispatch
@@ -48,6 +48,17 @@ def pin(x: Tensor, constraint: str, grad: bool) -> Tensor:
 @pin.register_fake
 def _(x: Tensor, constraint: str, grad: bool) -> Tensor:
     return torch.empty_like(x)
+
+
+@_op("round_parts")
+def round_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast that is taken as linear: of a partial sum every part is rounded, where the cast would round the sum."""
+    return x.to(dtype, copy=True)
+
+
+@round_parts.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
 
 
 def _pin_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from math import isclose, prod
 
@@ -28,6 +29,17 @@ from meshweave.movement.tables import Held, Parts, is_complete, join, unite
 _Group = list[Held]  # what the devices of one group hold, in its order
 _HeldBy = dict[int, Held]  # by device; a device that is not of the mesh holds nothing
 FindRoutes = Callable[[Step, tuple[int, ...]], Routes]
+
+
+def proven(plan: MovePlan, shape: Sequence[int]) -> MovePlan:
+    """The plan, replayed if it has not been before. Raises VerifyError for one that does not do what it says."""
+    return _proven(plan, tuple(shape))
+
+
+@lru_cache(maxsize=16384)
+def _proven(plan: MovePlan, shape: tuple[int, ...]) -> MovePlan:
+    replay(plan, shape)
+    return plan
 
 
 def routes_of_step(step: Step, shape: tuple[int, ...]) -> Routes:

@@ -30,10 +30,12 @@ def _product(node: fx.Node) -> Rule:
 
 
 def _cast(node: fx.Node) -> Rule:
-    """A cast is linear only where it does not round: to the same or a wider float."""
+    """A cast is linear only where it does not round: to the same or a wider float. Rounding keeps the order of numbers,
+    so the largest and the least pass every cast between floats."""
     before, after = spec_of(tensor_inputs(node)[0]).dtype, spec_of(node).dtype
-    widens = before.is_floating_point and after.is_floating_point and after.itemsize >= before.itemsize
-    return pointwise(node, sums({0}) if widens else ())
+    passing = {"max", "min"} | ({"sum"} if after.itemsize >= before.itemsize else set())
+    floats = before.is_floating_point and after.is_floating_point
+    return pointwise(node, (Linear(frozenset({0}), frozenset(passing)),) if floats else ())
 
 
 _FIRST = partial(pointwise, linear=sums({0}))
@@ -42,6 +44,7 @@ add([aten.add.Tensor, aten.sub.Tensor], _sum_like)
 add([aten.mul.Tensor, aten.mul.Scalar], _product)
 add([aten.div.Tensor, aten.div.Scalar, aten.neg.default], _FIRST)
 add(aten._to_copy.default, _cast)
+add(ours.round_parts.default, _FIRST)
 add(aten.where.self, partial(pointwise, linear=sums({1, 2})))
 add(
     [

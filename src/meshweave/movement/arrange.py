@@ -1,0 +1,386 @@
+"""Moves of a whole placed graph: taken past casts and views to where less has to move, and shared where they begin
+alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+
+import networkx as nx
+import torch
+from torch import fx
+
+from meshweave.ir import ops
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, origin_of, replace_inputs, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.movement.plan import MovePlan
+from meshweave.sharding.assign import Assignment, candidates, follow_result
+from meshweave.sharding.registry import row_for
+
+aten = torch.ops.aten
+Price = Callable[[Layout, Layout, Spec], float]
+PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
+
+# Ops that cost next to nothing and may run on either side of a move.
+_ROUND_PARTS = torch.ops.meshweave.round_parts.default
+CASTS = frozenset({aten._to_copy.default})
+VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
+_PHASES = {"forward": 0, "loss": 0, "backward": 1, "update": 2}
+_GAIN = 1e-12  # seconds below which two prices are the same
+
+
+def arrange(step: StepGraph, plan_move: PlanMove, *, reduce_after_cast: bool = False) -> StepGraph:
+    """The placed graph `step`, changed in place, so that its moves take less time by the plans of `plan_move`.
+
+    Where an op is linear in all its operands and these have just been moved, its result is moved instead: the sum of
+    three gradients is reduced once, not each of them. A move goes before a cast up and after a cast down, and past
+    views, where what moves is smaller there. A sum is never taken in a smaller dtype than the one in which the graph
+    takes it, unless `reduce_after_cast` says so, since that rounds each contribution.
+
+    Moves of one value to several layouts go through what their plans have in common: one copy is made from another, or
+    both from a layout on the way. Backward may take up a copy of forward that is no larger than the value itself, for
+    that takes no memory; one that is larger does not outlive its phase.
+    """
+    arranger = _Arranger(step, plan_move, reduce_after_cast)
+    arranger.merge()
+    arranger.pass_light_ops()
+    arranger.share()
+    step.graph.lint()
+    return step
+
+
+@dataclass(slots=True)
+class _Arranger:
+    step: StepGraph
+    plan_move: PlanMove
+    reduce_after_cast: bool
+    graph: fx.Graph = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graph = self.step.graph
+
+    def price(self, source: Layout, target: Layout, spec: Spec) -> float:
+        return self.plan_move(source, target, spec.shape, spec.dtype).seconds if source != target else 0.0
+
+    def price_of(self, move: fx.Node) -> float:
+        return self.price(_source(move).meta["layout"], move.meta["layout"], spec_of(move))
+
+    # past ops that are linear in all operands
+
+    def merge(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and len(tensor_inputs(node)) > 1 and "assignment" in node.meta:
+                self._merge(node)
+
+    def _merge(self, node: fx.Node) -> None:
+        """Do an op on the operands as they were before their moves, and move its result, if that is cheaper."""
+        pulled = [self._before_its_move(operand, node) for operand in tensor_inputs(node)]
+        moves = {one.move: None for one in pulled if one is not None}
+        if any(one is None for one in pulled) or not isinstance(node.meta["layout"], Layout):
+            return
+        layouts = [one.layout for one in pulled if one is not None]
+        option = _on(node, layouts) if len({layout.mesh for layout in layouts}) == 1 else None
+        if option is None:
+            return
+        cost = self.price(option.results[0], node.meta["layout"], spec_of(node))
+        if cost > sum(map(self.price_of, moves)) - _GAIN:
+            return
+        with self.graph.inserting_before(node):
+            values = [self._pulled(one) for one in pulled if one is not None]
+            args, kwargs = replace_inputs(node, values)
+            new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
+            new.meta.update(layout=option.results[0], assignment=option)
+            moved = self._new_move(new, node.meta["layout"], next(iter(moves)))
+            moved.meta["origin"] = origin_of(node)
+        node.replace_all_uses_with(moved)
+        self.graph.erase_node(node)
+        for unused in dict.fromkeys(n for one in pulled if one is not None for n in (*one.chain, one.move)):
+            self.graph.erase_node(unused)
+
+    def _before_its_move(self, operand: fx.Node, user: fx.Node) -> _Pulled | None:
+        """The operand as it would be without its move, if nothing else has it so; casts and views between stay."""
+        chain: list[fx.Node] = []
+        while _is_light(operand) and _phase(operand) == _phase(user) and len(operand.users) == 1:
+            chain.append(operand)
+            (operand,) = tensor_inputs(operand)
+        if operand.target is not ops.move or len(operand.users) != 1 or _phase(operand) != _phase(user):
+            return None
+        layout: Layout = _source(operand).meta["layout"]
+        options = []
+        for light in reversed(chain):
+            option = _taking(light, layout)
+            if option is None:
+                return None
+            options.append(option)
+            layout = option.results[0]
+        return _Pulled(operand, tuple(chain), tuple(options), layout)
+
+    def _pulled(self, one: _Pulled) -> fx.Node:
+        value = _source(one.move)
+        for light, option in zip(reversed(one.chain), one.options, strict=True):
+            value = self._again(light, value, option)
+        return value
+
+    # past casts and views
+
+    def pass_light_ops(self) -> None:
+        """Every rewrite makes the moves cheaper, so this ends."""
+        waiting = [node for node in self.graph.nodes if node.target is ops.move]
+        while waiting:
+            move = waiting.pop()
+            if move.users and self.price_of(move) > _GAIN:
+                waiting += self._rise(move) or self._sink(move)
+
+    def _rise(self, move: fx.Node) -> list[fx.Node]:
+        """Move the operand of the op that made the value, and do the op again where it is wanted."""
+        made = _source(move)
+        if not _is_light(made) or _phase(made) != _phase(move) or not self._may_pass(made, move):
+            return []
+        (x,) = tensor_inputs(made)
+        option = _giving(made, move.meta["layout"])
+        if option is None:
+            return []
+        if self.price(x.meta["layout"], option.operands[0], spec_of(x)) > self.price_of(move) - _GAIN:
+            return []
+        with self.graph.inserting_before(move):
+            first = self._new_move(x, option.operands[0], move)
+            again = self._again(made, first, option)
+        move.replace_all_uses_with(again)
+        self.graph.erase_node(move)
+        if not made.users:
+            self.graph.erase_node(made)
+        return [first] if first is not x else []
+
+    def _sink(self, move: fx.Node) -> list[fx.Node]:
+        """Do the ops that use the value before it moves, and move their results."""
+        users = list(move.users)
+        if not all(_is_light(u) and _phase(u) == _phase(move) and self._may_pass(u, move) for u in users):
+            return []
+        early = [self._early(user, move) for user in users]
+        cost = sum(
+            self.price(new.meta["layout"], user.meta["layout"], spec_of(user)) if new is not None else inf
+            for user, new in zip(users, early, strict=True)
+        )
+        if cost > self.price_of(move) - _GAIN:
+            for unused in filter(None, early):
+                self.graph.erase_node(unused)
+            return []
+        moves = []
+        for user, new in zip(users, early, strict=True):
+            assert new is not None, "else the cost is infinite"
+            with self.graph.inserting_before(user):
+                moved = self._new_move(new, user.meta["layout"], move)
+            user.replace_all_uses_with(moved)
+            self.graph.erase_node(user)
+            moves += [moved] if moved is not new else []
+        self.graph.erase_node(move)
+        return moves
+
+    def _early(self, user: fx.Node, move: fx.Node) -> fx.Node | None:
+        """A light op on a value before its move; None where it cannot run there. A cast of parts is marked as one."""
+        value = _source(move)
+        with self.graph.inserting_before(user):
+            if user.target in CASTS and "sum" in _reduced(move):
+                new = self.graph.call_function(_ROUND_PARTS, (value, spec_of(user).dtype))
+                copy_meta(user, new)
+            else:
+                new = self._again(user, value, None)
+        option = _taking(new, value.meta["layout"])
+        if option is None:
+            self.graph.erase_node(new)
+            return None
+        new.meta.update(layout=option.results[0], assignment=option)
+        return new
+
+    def _may_pass(self, op: fx.Node, move: fx.Node) -> bool:
+        """Whether the value has the same bits whichever of the two comes first (or may have others, as was asked)."""
+        if op.target not in CASTS:
+            return True
+        if not all(spec_of(one).dtype.is_floating_point for one in (op, *tensor_inputs(op))):
+            return False
+        reduced = _reduced(move)  # rounding keeps the order of numbers
+        return reduced <= {"max", "min"} or (reduced <= {"sum"} and self.reduce_after_cast)
+
+    def _new_move(self, value: fx.Node, target: Layout, like: fx.Node) -> fx.Node:
+        """The value in a layout, for the consumers of the move `like`."""
+        if value.meta["layout"] == target:
+            return value
+        new = self.graph.call_function(ops.move, (value, str(target)))
+        new.meta.update(spec=spec_of(value), origin=origin_of(like), layout=target)
+        return new
+
+    def _again(self, op: fx.Node, operand: fx.Node, option: Assignment | None) -> fx.Node:
+        args, kwargs = replace_inputs(op, [operand])
+        new = copy_meta(op, self.graph.call_function(op.target, args, kwargs))  # type: ignore[arg-type]
+        if option is not None:
+            new.meta.update(layout=option.results[0], assignment=option)
+        return new
+
+    # what several moves have in common
+
+    def share(self) -> None:
+        moves: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.target is ops.move and _PHASES[origin_of(node).phase] < 2:
+                moves.setdefault(_root(node), []).append(node)
+        for root, several in moves.items():
+            if len(several) > 1:
+                self._share(root, several)
+
+    def _share(self, root: fx.Node, moves: list[fx.Node]) -> None:
+        """Make the copies of a value along the cheapest tree over their layouts and those on the way."""
+        spec, wanted = spec_of(root), [_Copy.of(move) for move in moves]
+        start = _Copy(root.meta["layout"], -1, root)
+        now = sum(self.price_of(move) for move in moves)
+        tree, cost = self._tree(start, wanted, spec)
+        extra: list[_Copy] = []
+        while better := self._with_one_more(start, wanted, extra, spec, cost):
+            extra, tree, cost = better
+        if cost < now - _GAIN:
+            self._rebuild(start, wanted, extra, tree)
+
+    def _with_one_more(
+        self, start: _Copy, wanted: Sequence[_Copy], extra: list[_Copy], spec: Spec, cost: float
+    ) -> tuple[list[_Copy], dict[int, int], float] | None:
+        """The tree through one more layout on the way, if that is cheaper."""
+        best = None
+        for layout, phase in self._on_the_way(start, wanted, spec):
+            more = [*extra, _Copy(layout, phase)]
+            tree, total = self._tree(start, [*wanted, *more], spec)
+            if total < cost - _GAIN and _made_in_time([*wanted, *more], tree):
+                best, cost = (more, tree, total), total
+        return best
+
+    def _on_the_way(self, start: _Copy, wanted: Sequence[_Copy], spec: Spec) -> Iterator[tuple[Layout, int]]:
+        """Layouts that the plans to the copies pass through, in each phase that has copies."""
+        plans = [self.plan_move(start.layout, copy.layout, spec.shape, spec.dtype) for copy in wanted]
+        seen = dict.fromkeys(step.target for plan in plans for step in plan.steps[:-1])
+        ends = {start.layout, *(copy.layout for copy in wanted)}
+        phases = sorted({copy.phase for copy in wanted})
+        yield from ((layout, phase) for layout in seen if layout not in ends for phase in phases)
+
+    def _tree(self, start: _Copy, copies: Sequence[_Copy], spec: Spec) -> tuple[dict[int, int], float]:
+        """The parent of each copy (-1: the value itself) in the cheapest tree, and its price."""
+        size = prod(start.layout.local_shape(spec.shape))
+        graph = nx.DiGraph()
+        for i, copy in enumerate(copies):
+            graph.add_edge(-1, i, weight=self.price(start.layout, copy.layout, spec))
+            for j, source in enumerate(copies):
+                lasts = source.phase == copy.phase or prod(source.layout.local_shape(spec.shape)) <= size
+                if i != j and source.phase <= copy.phase and lasts:
+                    graph.add_edge(j, i, weight=self.price(source.layout, copy.layout, spec))
+        tree = nx.minimum_spanning_arborescence(graph)
+        return {i: parent for parent, i in tree.edges}, sum(weight for *_, weight in tree.edges(data="weight"))
+
+    def _rebuild(self, start: _Copy, wanted: Sequence[_Copy], extra: Sequence[_Copy], tree: dict[int, int]) -> None:
+        """Give every copy its parent, and put each before the first that is made from it."""
+        copies, order = [*wanted, *extra], {node: i for i, node in enumerate(self.graph.nodes)}
+        anchors = {i: copy.node for i, copy in enumerate(wanted)}
+        for i in tree:
+            at = i
+            while at >= 0:  # up the tree: no copy stands after one that it is the source of
+                first, mine = anchors.get(i), anchors.get(at)
+                if first is not None and (mine is None or order[first] < order[mine]):
+                    anchors[at] = first
+                at = tree[at]
+        done: dict[int, fx.Node] = {-1: _node(start)}
+        for i in nx.topological_sort(nx.DiGraph([(parent, i) for i, parent in tree.items()])):
+            if i < 0 or anchors.get(i) is None:
+                continue
+            anchor, source, copy = anchors[i], done[tree[i]], copies[i]
+            assert anchor is not None, "checked above"
+            if copy.node is None:
+                with self.graph.inserting_before(anchor):
+                    done[i] = self._new_move(source, copy.layout, anchor)
+                continue
+            copy.node.args = (source, *copy.node.args[1:])
+            if anchor is not copy.node:
+                anchor.prepend(copy.node)
+                copy.node.meta["origin"] = replace(origin_of(copy.node), phase=origin_of(anchor).phase)
+            done[i] = copy.node
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """An operand without its move: the light ops between the move and the consumer (the last first), what each does
+    with what it then gets (the first first), and the layout that comes out."""
+
+    move: fx.Node
+    chain: tuple[fx.Node, ...]
+    options: tuple[Assignment, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A layout in which a value is wanted, since which phase, and the move that makes it, if there is one yet."""
+
+    layout: Layout
+    phase: int
+    node: fx.Node | None = None
+
+    @staticmethod
+    def of(move: fx.Node) -> _Copy:
+        return _Copy(move.meta["layout"], _phase(move), move)
+
+
+def _made_in_time(copies: Sequence[_Copy], tree: dict[int, int]) -> bool:
+    """Whether every copy that has no move yet is the source of one in its own phase: it is made there."""
+    needed: dict[int, int] = {}
+    for i, parent in tree.items():
+        needed[parent] = min(needed.get(parent, copies[i].phase), copies[i].phase)
+    return all(copy.node is not None or needed.get(i) == copy.phase for i, copy in enumerate(copies))
+
+
+def _node(copy: _Copy) -> fx.Node:
+    assert copy.node is not None
+    return copy.node
+
+
+def _source(move: fx.Node) -> fx.Node:
+    source = move.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _reduced(move: fx.Node) -> set[str]:
+    """The ops by which a move reduces."""
+    before, after = dict(_source(move).meta["layout"].partial), dict(move.meta["layout"].partial)
+    return {op for axis, op in before.items() if after.get(axis) != op}
+
+
+def _root(move: fx.Node) -> fx.Node:
+    while move.target is ops.move:
+        move = _source(move)
+    return move
+
+
+def _phase(node: fx.Node) -> int:
+    return _PHASES[origin_of(node).phase]
+
+
+def _is_light(node: fx.Node) -> bool:
+    return (node.target in CASTS or node.target in VIEWS) and len(tensor_inputs(node)) == 1
+
+
+def _taking(op: fx.Node, layout: Layout) -> Assignment | None:
+    """What the op does with its operand in `layout`, if it takes it so on every axis."""
+    return _on(op, [layout])
+
+
+def _on(op: fx.Node, layouts: Sequence[Layout]) -> Assignment | None:
+    """What the op does with its operands in exactly these layouts, if it takes them so."""
+    specs = [spec_of(operand) for operand in tensor_inputs(op)]
+    options = candidates(row_for(op).rule(op), layouts[0].mesh, [[one] for one in layouts], specs, [spec_of(op)])
+    return next((option for option in options if option.operands == tuple(layouts)), None)
+
+
+def _giving(op: fx.Node, layout: Layout) -> Assignment | None:
+    """How the op makes its result in `layout`."""
+    (x,), rule = tensor_inputs(op), row_for(op).rule(op)
+    if op.target in CASTS:
+        option = _taking(op, layout)
+    else:
+        option = None if layout.partial else follow_result(rule, layout, [spec_of(x)], [spec_of(op)])
+    return option if option is not None and option.results[0] == layout else None
