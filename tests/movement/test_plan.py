@@ -117,8 +117,8 @@ GOLDENS = [
         ("[{}, {tp}]", "[{}, {tp}x3]", (8, 9)),
         """
 [{}, {tp}] -> [{}, {tp}x3]: 1 step
-  10 us, at best 10 us; 160 B received, peak 352 B, exact
-  1. permute over tp  -> [{}, {tp}x3]  10 us, 160 B received
+  10 us, at best 10 us; 192 B received, peak 352 B, exact
+  1. permute over tp  -> [{}, {tp}x3]  10 us, 192 B received
 """,
     ),
     (
@@ -133,8 +133,8 @@ GOLDENS = [
         ("[{tp}x3, {}]", "[{}, {tp}x2]", (9, 6)),
         """
 [{tp}x3, {}] -> [{}, {tp}x2]: 1 step
-  10 us, at best 10 us; 72 B received, peak 288 B, exact
-  1. all_to_all over tp from dim 0 onto dim 1 in blocks of 2  -> [{}, {tp}x2]  10 us, 72 B received
+  10 us, at best 10 us; 96 B received, peak 288 B, exact
+  1. all_to_all over tp from dim 0 onto dim 1 in blocks of 2  -> [{}, {tp}x2]  10 us, 96 B received
 """,
     ),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from meshweave.errors import LayoutError
@@ -190,10 +191,34 @@ class Layout:
     def pieces(self, shape: Sequence[int]) -> dict[int, Box]:
         """Device id -> the box it holds. Along replicated and partial axes devices hold the same box."""
         self.check_rank(shape)
-        return {
-            device: self.box(shape, self.mesh.coordinates(position))
-            for position, device in enumerate(self.mesh.devices)
-        }
+        mesh, made = self.mesh, dict[tuple[int, ...], Box]()
+        spans = [self._spans(d, size) for d, size in enumerate(shape)]
+        numbers = [0] * mesh.num_devices, *(self._numbers(d) for d in range(len(shape)))
+        found = {}
+        for device, (_, *key) in zip(mesh.devices, zip(*numbers, strict=True), strict=True):
+            at = tuple(key)
+            if at not in made:
+                cut = [spans[d][i] for d, i in enumerate(at)]
+                made[at] = Box(tuple(o for o, _ in cut), tuple(s for _, s in cut))
+            found[device] = made[at]
+        return found
+
+    def _spans(self, d: int, size: int) -> list[tuple[int, int]]:
+        """Offset and size of the pieces of dim d, the outermost axis slowest."""
+        parts, unit = self.parts(d), self.dims[d].unit
+        return [nested_chunk(size, list(zip(parts, index, strict=True)), unit) for index in product(*map(range, parts))]
+
+    def _numbers(self, d: int) -> list[int]:
+        """For every device, in the order of the mesh, the number of its piece of dim d."""
+        strides, stride = {}, 1
+        for axis in reversed(self.dims[d].axes):
+            strides[axis] = stride
+            stride *= self.mesh.size(axis)
+        numbers = [0]
+        for axis, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True):
+            step = strides.get(axis, 0)
+            numbers = [at + i * step for at in numbers for i in range(size)]
+        return numbers
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the largest piece, which the device at coordinate 0 of every axis holds."""

@@ -164,15 +164,17 @@ class Mesh:
         """
         _check_axes([(axis, self.size(axis)) for axis in axes])
         rest = [name for name in self.axis_names if name not in axes]
-        return tuple(
-            tuple(
-                self.devices[
-                    self.position({**dict(zip(rest, outer, strict=True)), **dict(zip(axes, inner, strict=True))})
-                ]
-                for inner in product(*(range(self.size(a)) for a in axes))
-            )
-            for outer in product(*(range(self.size(a)) for a in rest))
-        )
+        inside = self._positions(axes)
+        return tuple(tuple([self.devices[start + step] for step in inside]) for start in self._positions(rest))
+
+    def _positions(self, axes: Sequence[str]) -> list[int]:
+        """Row-major positions at every coordinate along `axes` (first axis slowest) and 0 along the others."""
+        positions = [0]
+        for axis in axes:
+            index = self.axis_index(axis)
+            stride = prod(self.shape[index + 1 :])
+            positions = [at + i * stride for at in positions for i in range(self.shape[index])]
+        return positions
 
     def flatten(self, axes: Sequence[str], name: str) -> Mesh:
         """The mesh with `axes` (any set, adjacent or not) replaced by one axis `name`, where the first of them was.

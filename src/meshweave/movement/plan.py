@@ -124,8 +124,9 @@ def plan_move(
     that one does).
 
     `order` "sound": a reduction runs only while every axis that is replicated now was replicated in `source`, so that
-    replicas that should be equal are equal to the bit. "strict": besides, all that is reduced is reduced in one step,
-    so that the sum depends on the source and on neither target, shape nor profile. "any": neither.
+    replicas that should be equal are equal to the bit as long as groups that are replicas of each other add in the same
+    order. "strict": a reduction runs only while no axis is replicated, so that every sum is taken in one place and then
+    copied, and replicas are equal to the bit whatever order a group adds in. "any": neither.
 
     Axes that a dim has in common from the outside in are left alone. Equal arguments give the same plan, which is
     cached.

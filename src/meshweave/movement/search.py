@@ -36,7 +36,7 @@ class Prices:
         """The prices known for local inputs of a size; `add` completes it."""
         table = self._tables.get(local_bytes)
         if table is None:
-            table = self._tables[local_bytes] = dict.fromkeys(((kind, 0) for kind in LOCAL), 0)
+            table = self._tables[local_bytes] = {}
         return table
 
     def add(self, kind: Kind, mask: int, local_bytes: int) -> int:
@@ -55,10 +55,10 @@ def prices_of(profile: AlphaBeta, mesh: Mesh, axes: tuple[str, ...]) -> Prices:
 class Problem:
     """A move as the search sees it.
 
-    `pending` must be reduced, `padded` may become partial by padding, `replicated` are the axes along which the source
-    is replicated (bit sets). In an even space `total` is the bytes of the value before any axis in play cuts it, else
-    the bytes of an element. `order` says which reductions may run: "sound" ones, where replicas add in the same order;
-    "strict", a single one over all pending axes; or "any".
+    `pending` must not be partial at the end, those in `added` must (each set by another op; from where they cut a dim,
+    or once all else is done from where they are replicated), `replicated` are the axes along which the source is replicated (bit sets). In an even space `total` is the bytes of the value before any axis in
+    play cuts it, else the bytes of an element. `order` says when a reduction may run: "sound", while every axis that is
+    replicated was so in the source; "strict", while none is (and a replicated axis may become partial for it); "any".
     """
 
     space: Space
@@ -66,17 +66,18 @@ class Problem:
     start: State
     goal: tuple[tuple[int, ...], ...]
     pending: int
-    padded: int
+    added: tuple[int, ...]
     replicated: int
     total: int
     order: Order = "sound"
-    goals: frozenset[int] = field(init=False)
+    end: int = field(init=False)
     _even: bool = field(init=False)
+    _twins: int = field(init=False)  # axes that may be replicated when a reduction runs
 
     def __post_init__(self) -> None:
         self._even = self.space.extents is None
-        padded = [mask for mask in range(self.padded + 1) if not mask & ~self.padded]
-        self.goals = frozenset(self.space.number(State(self.goal, mask)) for mask in padded)
+        self._twins = {"any": -1, "sound": self.replicated, "strict": 0}[self.order]
+        self.end = self.space.number(State(self.goal, sum(self.added)))
 
     def bytes_of(self, size: int) -> int:
         """Bytes of the largest piece of a state of this size (see Space)."""
@@ -88,43 +89,42 @@ class Problem:
         yield from space.moves(number)
         state = space.states[number]
         pending = state.gone & self.pending
-        if pending and (self.order == "any" or not space.replicated(state) & ~self.replicated):
+        if pending and not space.replicated(state) & ~self._twins:
             for fan in space.reductions(number):
-                if not fan.mask & ~pending and self._may_reduce(fan, pending):
+                whole = self.order == "any" or fan.kind == "reduce_scatter" or fan.mask == pending
+                if whole and not fan.mask & ~pending:
                     yield fan
-        if self.padded:
-            yield from (fan for fan in space.pads(number) if not fan.mask & ~self.padded)
-
-    def _may_reduce(self, fan: Fan, pending: int) -> bool:
-        if self.order == "strict":
-            return fan.mask == self.pending
-        return self.order == "any" or fan.kind == "reduce_scatter" or fan.mask == pending
+        if pending and self.order == "strict":
+            yield from (fan for fan in space.spreads(number) if not fan.mask & ~self.pending)
+        for added in self.added:
+            yield from (fan for fan in space.pads(number) if not fan.mask & ~added)
+            if not pending and state.cuts == self.goal:
+                yield from (fan for fan in space.spreads(number) if not fan.mask & ~added)
 
 
 def cheapest(problem: Problem, cap: float, banned: Container[Link] = ()) -> tuple[Link, ...] | None:
     """The cheapest path in which no step's input and output are more than `cap` bytes; None if there is
     none. Of equally cheap paths the one with fewer steps, then the first in the order of the space."""
-    space, prices, goals = problem.space, problem.prices, problem.goals
+    space, prices, end = problem.space, problem.prices, problem.end
     first = space.number(problem.start)
     best: dict[int, int] = {first: 0}
     parents: dict[int, Link] = {}
-    tick, bound, done = count(), 1 << 200, -1
+    tick, bound = count(), 1 << 200
     heap = [(0, next(tick), first)]
     while heap:
         key, _, here = heapq.heappop(heap)
         if key > best[here]:
             continue
-        if here in goals:
-            done = here
+        if here == end:
             break
-        local_bytes = problem.bytes_of(space.size(space.states[here]))
-        table = prices.table(local_bytes)
-        for kind, mask, size, ends in problem.fans(here):
-            if local_bytes + problem.bytes_of(size) > cap:
+        room = cap - problem.bytes_of(space.size(space.states[here]))
+        for kind, mask, work, size, ends in problem.fans(here):
+            if problem.bytes_of(size) > room:
                 continue
-            ticks = table.get((kind, 0 if kind in LOCAL else mask))
+            work_bytes = problem.bytes_of(work)
+            ticks = 0 if kind in LOCAL else prices.table(work_bytes).get((kind, mask))
             if ticks is None:
-                ticks = prices.add(kind, mask, local_bytes)
+                ticks = prices.add(kind, mask, work_bytes)
             total = key + ticks * _LENGTHS + 1
             if total >= bound:
                 continue
@@ -133,14 +133,14 @@ def cheapest(problem: Problem, cap: float, banned: Container[Link] = ()) -> tupl
                     best[there] = total
                     parents[there] = (here, edge)
                     heapq.heappush(heap, (total, next(tick), there))
-                    if there in goals:
+                    if there == end:
                         bound = total + 1
-    if done < 0:
+    if end not in best:
         return None
     path: list[Link] = []
-    while done != first:
-        path.append(parents[done])
-        done = parents[done][0]
+    while end != first:
+        path.append(parents[end])
+        end = parents[end][0]
     return tuple(reversed(path))
 
 
@@ -153,10 +153,10 @@ def least_peak(problem: Problem) -> int:
         peak, here = heapq.heappop(heap)
         if peak > best[here]:
             continue
-        if here in problem.goals:
+        if here == problem.end:
             return peak
         local_bytes = problem.bytes_of(space.size(space.states[here]))
-        for _, _, size, ends in problem.fans(here):
+        for _, _, _, size, ends in problem.fans(here):
             held = max(peak, local_bytes + problem.bytes_of(size))
             for there, _ in ends:
                 if held < best.get(there, held + 1):

@@ -37,10 +37,12 @@ class Edge(NamedTuple):
 
 
 class Fan(NamedTuple):
-    """Steps from one state that cost the same (kind and bit set of axes) and lead to pieces of one size."""
+    """Steps from one state that cost the same (kind, bit set of axes and `work`: the size of what a device hands in, with
+    padding) and lead to pieces of one size."""
 
     kind: Kind
     mask: int
+    work: int
     size: int
     ends: list[tuple[int, Edge]]
 
@@ -61,7 +63,7 @@ class Space:
 
     Where everything divides evenly (`extents` is None) it is the same for all shapes, and the size of a state is the
     number of its pieces; else that is the number of elements of its largest piece. What a step may do depends on the
-    move too: reductions and pads are listed for all axes that are partial or cut, for the search to choose from.
+    move too: reductions, pads and spreads are listed for all axes that they are possible for, for the search to choose.
     """
 
     def __init__(self, sizes: tuple[int, ...], num_dims: int, extents: tuple[Extent, ...] | None) -> None:
@@ -71,6 +73,7 @@ class Space:
         self._moves: dict[int, list[Fan]] = {}
         self._reductions: dict[int, list[Fan]] = {}
         self._pads: dict[int, list[Fan]] = {}
+        self._spreads: dict[int, list[Fan]] = {}
         self._pieces: dict[tuple[int, Axes, int], int] = {}
 
     def number(self, state: State) -> int:
@@ -107,29 +110,51 @@ class Space:
         if number not in self._moves:
             state = self.states[number]
             found = (*self._slices(state), *self._gathers(state), *self._deals(state), *self._permutes(state))
-            self._moves[number] = self._fans(found)
+            self._moves[number] = self._fans(state, found)
         return self._moves[number]
 
     def reductions(self, number: int) -> list[Fan]:
         """Every reduction over a part of the partial axes, each set of axes in fans of its own."""
         if number not in self._reductions:
-            self._reductions[number] = self._fans(self._reduces(self.states[number]))
+            self._reductions[number] = self._fans(self.states[number], self._reduces(self.states[number]))
         return self._reductions[number]
 
     def pads(self, number: int) -> list[Fan]:
-        """Every way to become partial over the innermost axis of a dim, each axis in a fan of its own."""
+        """Every way to become partial over innermost axes of a dim, each set of axes in fans of its own."""
         if number not in self._pads:
-            self._pads[number] = self._fans(self._opens(self.states[number]))
+            self._pads[number] = self._fans(self.states[number], self._opens(self.states[number]))
         return self._pads[number]
 
-    def _fans(self, found: Iterable[tuple[Edge, int, State]]) -> list[Fan]:
-        made: dict[tuple[Kind, int, int], Fan] = {}
+    def spreads(self, number: int) -> list[Fan]:
+        """Every way to become partial over a replicated axis: one device of each group keeps the value."""
+        if number not in self._spreads:
+            state = self.states[number]
+            after = ((axis, state._replace(gone=state.gone | 1 << axis)) for axis in _axes_of(self.replicated(state)))
+            edges = ((Edge("to_partial", (axis,)), 1 << axis, to) for axis, to in after)
+            self._spreads[number] = self._fans(state, edges)
+        return self._spreads[number]
+
+    def _fans(self, state: State, found: Iterable[tuple[Edge, int, State]]) -> list[Fan]:
+        made: dict[tuple[Kind, int, int, int], Fan] = {}
         for edge, mask, after in found:
-            key = (edge.kind, mask, self.size(after))
+            key = (edge.kind, mask, self._work(state, edge, after), self.size(after))
             if key not in made:
                 made[key] = Fan(*key, [])
             made[key].ends.append((self.number(after), edge))
         return list(made.values())
+
+    def _work(self, state: State, edge: Edge, after: State) -> int:
+        """The size of what a device hands in: blocks for each of the group, all as large as the largest."""
+        if self.extents is None or edge.kind not in ("reduce_scatter", "all_to_all", "permute"):
+            return self.size(state)
+        if edge.kind == "permute":
+            return max(self.size(state), self.size(after))
+        blocks = prod(self.sizes[axis] for axis in edge.axes)
+        if edge.kind == "reduce_scatter":
+            return blocks * self.size(after)
+        dealt = (*state.cuts[: edge.to_dim], after.cuts[edge.to_dim], *state.cuts[edge.to_dim + 1 :])
+        old = state.old & ~(1 << edge.to_dim) | after.old & 1 << edge.to_dim
+        return blocks * self.size(State(dealt, state.gone, old))
 
     def _with(self, state: State, d: int, cut: Axes) -> State:
         """The state with another cut of dim d. A dim that no axis cut is cut in the target's unit."""
@@ -139,10 +164,11 @@ class Space:
         )
 
     def _slices(self, state: State) -> Iterator[tuple[Edge, int, State]]:
-        free = self.replicated(state)
-        for axis in _axes_of(free):
-            for d, cut in enumerate(state.cuts):
-                yield Edge("slice", (axis,), d), 0, self._with(state, d, (*cut, axis))
+        free = _axes_of(self.replicated(state))
+        for count in range(1, len(free) + 1):
+            for axes in permutations(free, count):
+                for d, cut in enumerate(state.cuts):
+                    yield Edge("slice", axes, d), 0, self._with(state, d, (*cut, *axes))
 
     def _gathers(self, state: State) -> Iterator[tuple[Edge, int, State]]:
         for d, kept, axes in _suffixes(state):
@@ -212,10 +238,9 @@ class Space:
                         yield Edge("reduce_scatter", order, d), mask, self._with(rest, d, (*cut, *order))
 
     def _opens(self, state: State) -> Iterator[tuple[Edge, int, State]]:
-        for d, cut in enumerate(state.cuts):
-            if cut:
-                after = self._with(state, d, cut[:-1])._replace(gone=state.gone | 1 << cut[-1])
-                yield Edge("to_partial", cut[-1:], d), 1 << cut[-1], after
+        for d, kept, axes in _suffixes(state):
+            after = self._with(state, d, kept)._replace(gone=state.gone | bits(axes))
+            yield Edge("to_partial", axes, d), bits(axes), after
 
 
 def bits(axes: Iterable[int]) -> int:

@@ -14,7 +14,7 @@ from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.pieces import unit_matters
 from meshweave.movement.search import Link, Order, Problem, cheapest, least_peak, prices_of, to_ticks
-from meshweave.movement.space import LOCAL, Axes, Edge, Extent, State, bits, space_of
+from meshweave.movement.space import Axes, Edge, Extent, State, bits, space_of
 from meshweave.movement.steps import REDUCTIONS, Step, apply
 
 
@@ -46,6 +46,17 @@ class Request:
     def bytes_of(self, layout: Layout) -> int:
         """Bytes of the largest piece."""
         return self.dtype.itemsize * prod(layout.local_shape(self.shape))
+
+    def work(self, step: Step, before: Layout, after: Layout) -> int:
+        """Bytes that a device hands in: blocks for each of the group, all as large as the largest."""
+        blocks = before.mesh.flat_size(step.axes)
+        if step.kind == "reduce_scatter":
+            return blocks * self.bytes_of(after)
+        if step.kind == "all_to_all":
+            assert step.to_dim is not None
+            dealt, cut = before.local_shape(self.shape), after.local_shape(self.shape)[step.to_dim]
+            return blocks * self.dtype.itemsize * prod((*dealt[: step.to_dim], cut, *dealt[step.to_dim + 1 :]))
+        return max(self.bytes_of(before), self.bytes_of(after) if step.kind == "permute" else 0)
 
     def held(self, step: Step) -> int:
         """The most bytes of the input and output of a step that one device may hold."""
@@ -209,8 +220,15 @@ class Search:
         old = bits(d for d, (dim, b) in enumerate(zip(source.dims, target.dims, strict=True)) if dim.unit != b.unit)
         old &= bits(d for d, cut in enumerate(cuts[0]) if cut)
         pending = bits(number[axis] for axis in ops.pending)
+        added = [
+            bits(number[axis] for axis, its_op in ops.added if its_op == op and axis not in ops.pending)
+            for op in dict.fromkeys(op for _, op in ops.added)
+        ]
         start = State(cuts[0], pending, old)
         space = space_of(tuple(sizes[a] for a in axes), len(shape), None if even else tuple(extents))
+        replicated = space.replicated(start)
+        if pending and request.order == "strict":  # a replicated axis may become partial, to be reduced with the others
+            pending, added = pending | replicated, [mask & ~replicated for mask in added]
         total = request.dtype.itemsize
         if even:
             total = total * prod(shape) // prod(prod(extent.before) for extent in extents)
@@ -220,8 +238,8 @@ class Search:
             start,
             cuts[1],
             pending,
-            bits(number[axis] for axis, _ in ops.added if axis not in ops.pending),
-            space.replicated(start),
+            tuple(filter(None, added)),
+            replicated,
             total,
             request.order,
         )
@@ -236,18 +254,18 @@ class Search:
     def steps(self, path: Sequence[Link]) -> tuple[Step, ...]:
         """A path as steps from layout to layout, with the scale after the last reduction and to_partial at the end."""
         source, ops, states = self.request.source, self.ops, self.problem.space.states
-        after = [*(states[number] for number, _ in path[1:]), State(self.problem.goal)]
+        after = [states[number] for number, _ in (*path[1:], (self.problem.end, None))]
         drafts = _joined([self._draft(edge, state) for (_, edge), state in zip(path, after, strict=False)])
         if ops.averaged:
             at = max((i for i, step in enumerate(drafts, 1) if step.kind in REDUCTIONS), default=0)
             factor = 1 / source.mesh.flat_size(ops.averaged)
             drafts.insert(at, Step("scale", ops.averaged, source, source, factor=factor))
-        padded = {axis for step in drafts if step.kind == "to_partial" for axis in step.axes}
-        for op in dict.fromkeys(op for _, op in ops.added):
-            axes = tuple(axis for axis, its_op in ops.added if its_op == op and axis not in padded)
-            if axes:
-                drafts.append(Step("to_partial", axes, source, source, op=op))
-        return chain(self.request, drafts)
+        late = [Step("to_partial", (axis,), source, source, op=op) for axis, op in ops.added if not self._adds(axis)]
+        return chain(self.request, [*drafts, *_joined(late)])
+
+    def _adds(self, axis: str) -> bool:
+        """Whether it is for the search to make the value partial over the axis."""
+        return bool(sum(self.problem.added) >> self.axes.index(axis) & 1)
 
     def _draft(self, edge: Edge, after: State) -> Step:
         """The step without its layouts, but for the dims of a permute's target."""
@@ -256,7 +274,7 @@ class Search:
         unit = self._unit(onto, after) if kind in ("slice", "reduce_scatter", "all_to_all") else 1
         op = ops.op if kind in REDUCTIONS else ""
         if kind == "to_partial":
-            op = next(its_op for axis, its_op in ops.added if axis == axes[0])
+            op = dict(ops.added)[axes[0]] if self._adds(axes[0]) else ops.op
         to_dim = edge.to_dim if edge.to_dim >= 0 else None
         target = source
         if kind == "permute":
@@ -290,17 +308,15 @@ def _alike(size: int, parts: list[int], *units: int) -> bool:
 
 
 def _joined(drafts: Sequence[Step]) -> list[Step]:
-    """Slices that follow each other become one for each dim, and so do pads."""
+    """Replicated axes that become partial one after the other do so in one step."""
     made: list[Step] = []
     for draft in drafts:
-        run = next((i for i in reversed(range(len(made))) if made[i].kind != draft.kind), -1) + 1
-        same = next((i for i in range(run, len(made)) if (made[i].dim, made[i].op) == (draft.dim, draft.op)), None)
-        if draft.kind not in LOCAL or same is None:
-            made.append(draft)
-        elif draft.kind == "slice":
-            made[same] = replace(draft, axes=(*made[same].axes, *draft.axes))
+        last = made[-1] if made else None
+        if last and last.kind == draft.kind == "to_partial" and (last.dim, last.op) == (-1, draft.op) and draft.dim < 0:
+            axes = sorted((*last.axes, *draft.axes), key=draft.source.mesh.axis_index)
+            made[-1] = replace(draft, axes=tuple(axes))
         else:
-            made[same] = replace(draft, axes=(*draft.axes, *made[same].axes))
+            made.append(draft)
     return made
 
 
@@ -311,7 +327,7 @@ def chain(request: Request, drafts: Sequence[Step]) -> tuple[Step, ...]:
         if draft.kind == "permute":
             draft = replace(draft, target=replace(draft.target, partial=layout.partial))
         after = apply(layout, draft).normalized(request.shape)
-        local_bytes, group_size = request.bytes_of(layout), layout.mesh.flat_size(draft.axes)
+        local_bytes, group_size = request.work(draft, layout, after), layout.mesh.flat_size(draft.axes)
         profile = request.profile
         steps.append(
             replace(

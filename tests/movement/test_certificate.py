@@ -1,0 +1,166 @@
+"""What a plan says of itself: its bound, its cap, and the plans that were not taken."""
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+
+from meshweave.errors import LayoutError
+from meshweave.hardware import AlphaBeta
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.movement.bounds import must_cross
+from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.movement.replay import replay
+
+MESH = Mesh("a=2,b=4")
+PROFILE = AlphaBeta(bandwidth={"a": 50e9, "b": 400e9})
+LARGE = (16384, 16384)
+
+
+def plan(source: str, target: str, shape: tuple[int, ...] = LARGE, **options: object) -> MovePlan:
+    pair = (Layout.parse(source, MESH), Layout.parse(target, MESH))
+    return plan_move(*pair, shape, torch.float32, PROFILE, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("[{b}, {}]", "[{}, {}]"),
+        ("[{a}, {}]", "[{a}, {b}]"),
+        ("[{}, {a,b}]", "[{}, {a}]"),
+        ("[{}, {b}] partial(sum: a)", "[{}, {b}]"),
+        ("[{a}, {}] partial(sum: b)", "[{a}, {b}]"),
+        ("[{b}, {}]", "[{}, {}] partial(sum: b)"),
+    ],
+)
+def test_simple_moves_reach_their_bound(source: str, target: str) -> None:
+    made = plan(source, target)
+    assert made.seconds == pytest.approx(made.lower_bound_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (9, 6), (5, 1)])
+def test_no_plan_beats_its_bound(shape: tuple[int, ...]) -> None:
+    layouts = _layouts(Mesh("a=2,b=3"), 2)
+    profile = AlphaBeta(1e-6, {"a": 1e6, "b": 8e6})
+    for source, target in random.Random(0).sample(list(itertools.product(layouts, layouts)), 150):
+        made = plan_move(source, target, shape, torch.float32, profile)
+        assert made.lower_bound_seconds <= made.seconds * (1 + 1e-9)
+        assert (made.lower_bound_seconds == 0) == (made.seconds == 0) or made.lower_bound_seconds == 0
+
+
+def _layouts(mesh: Mesh, num_dims: int) -> list[Layout]:
+    made = []
+    for uses in itertools.product([*range(num_dims), "sum", "replicated"], repeat=len(mesh.axis_names)):
+        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(num_dims)]
+        partial = {a: "sum" for a, use in zip(mesh.axis_names, uses, strict=True) if use == "sum"}
+        for order in itertools.product(*map(itertools.permutations, axes)):
+            made.append(Layout.of(mesh, num_dims, dict(enumerate(order)), partial))
+    return made
+
+
+def test_between_meshes_what_no_device_of_the_target_holds_must_enter_it() -> None:
+    first, second = Mesh("a=2", devices=[0, 1]), Mesh("b=2", devices=[1, 2])
+    whole = Layout.parse("[{}]", first)
+    assert must_cross(whole, Layout.parse("[{}]", second), (8,)) == must_cross(
+        whole, Layout.parse("[{}]", second), (8,)
+    )
+    crossing = must_cross(Layout.parse("[{a}]", first), Layout.parse("[{b}]", second), (8,))
+    assert (crossing.entering, crossing.receiving) == (
+        4,
+        4,
+    )  # device 0 holds the first half, device 1 gets it from there
+    crossing = must_cross(whole, Layout.parse("[{b}]", second), (8,))
+    assert (crossing.entering, crossing.receiving) == (0, 4)
+
+
+# the cap
+
+
+def test_the_default_bound_is_twice_the_larger_piece() -> None:
+    """To reorder by gathering everything would be as fast for a small value, and take four times the memory."""
+    for source, target in itertools.product(_layouts(MESH, 2), repeat=2):
+        made = plan_move(source, target, (512, 512), torch.float32, PROFILE)
+        sizes = [4 * torch.Size(layout.local_shape((512, 512))).numel() for layout in (source, target)]
+        assert made.peak_bytes <= 2 * max(sizes)
+
+
+def test_a_cap_is_kept_and_the_error_names_the_least_that_has_a_plan() -> None:
+    """One byte less has no plan; the least has one, which may be slower."""
+    tight = 0
+    for source, target in random.Random(1).sample(list(itertools.permutations(_layouts(MESH, 2), 2)), 60):
+        with pytest.raises(LayoutError, match="no plan keeps to the memory cap") as error:
+            plan_move(
+                source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=1
+            ) if source != target else _no()
+        least = int(re.search(r"allow (\d+) bytes", str(error.value))[1])  # type: ignore[index]
+        made = plan_move(source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=least)
+        assert made.peak_bytes == least
+        free = plan_move(source, target, (512, 512), torch.float32, PROFILE)
+        assert free.seconds <= made.seconds * (1 + 1e-9) or made.peak_bytes > 2 * free.peak_bytes
+        tight += made.seconds > free.seconds
+        with pytest.raises(LayoutError, match="no plan keeps to the memory cap"):
+            plan_move(source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=least - 1)
+    assert tight > 0
+
+
+def _no() -> MovePlan:
+    raise LayoutError("no plan keeps to the memory cap", hint="allow 131072 bytes")
+
+
+def test_a_cap_holds_between_meshes_too() -> None:
+    source, target = Layout.parse("[{}]", Mesh("a=2")), Layout.parse("[{}]", Mesh("b=2", devices=[2, 3]))
+    profile = AlphaBeta(bandwidth={"a": 400e9, "b": 400e9, "link": 5e9})
+    with pytest.raises(LayoutError, match="no plan keeps to the memory cap") as error:
+        plan_move(source, target, (1 << 20,), torch.float32, profile, memory_cap_bytes=1 << 20)
+    least = int(re.search(r"allow (\d+) bytes", str(error.value))[1])  # type: ignore[index]
+    assert plan_move(source, target, (1 << 20,), torch.float32, profile, memory_cap_bytes=least).peak_bytes == least
+    with pytest.raises(LayoutError, match="no plan keeps to the memory cap"):
+        plan_move(source, target, (1 << 20,), torch.float32, profile, memory_cap_bytes=least - 1)
+
+
+def test_uneven_pieces_may_need_more_than_the_default_bound() -> None:
+    """Then the plan is the cheapest under the least bound that has one."""
+    for source, target in itertools.product(_layouts(Mesh("a=2,b=3"), 1), repeat=2):
+        replay(plan_move(source, target, (5,), torch.float32, AlphaBeta()), (5,))
+
+
+# what was not taken
+
+
+def test_alternatives_are_plans_that_cost_more_or_break_a_rule() -> None:
+    for source, target in random.Random(2).sample(list(itertools.product(_layouts(MESH, 2), repeat=2)), 40):
+        made = plan_move(source, target, LARGE, torch.float32, PROFILE)
+        found = made.alternatives(100)
+        assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+        assert made.steps not in [one.steps for one in found]
+        assert made.alternatives(1) == found[:1]
+        for one in found:
+            assert one.seconds >= made.seconds * (1 - 1e-9) or one.why.startswith(("needs", "replicas"))
+            assert one.peak_bytes <= 2 * made.request.roomy or one.why.startswith("needs")
+
+
+def test_a_faster_plan_that_needs_more_memory_is_shown_with_what_it_needs() -> None:
+    for source, target in itertools.product(_layouts(Mesh("a=2,b=2"), 2), repeat=2):
+        made = plan_move(source, target, (64, 64), torch.float32, PROFILE)
+        for one in made.alternatives(10):
+            if one.why.startswith("needs"):
+                assert one.why == f"needs {one.peak_bytes} bytes on a device"
+                assert one.seconds < made.seconds
+                return
+    raise AssertionError("no pair has one")
+
+
+def test_between_meshes_the_other_ways_are_the_alternatives() -> None:
+    source, target = Layout.parse("[{}]", Mesh("a=2")), Layout.parse("[{}]", Mesh("b=4", devices=[2, 3, 4, 5]))
+    made = plan_move(source, target, (1 << 20,), torch.float32, AlphaBeta(bandwidth={"a": 400e9, "b": 400e9, "l": 5e9}))
+    assert [step.kind for step in made.steps] == ["transfer", "all_gather"]
+    assert [[step.kind for step in one.steps] for one in made.alternatives()] == [["transfer"]]
+    assert "slower" in made.alternatives()[0].why
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(LayoutError, match="a size is below 0"):
+        plan("[{a}, {}]", "[{}, {}]", shape=(-1, 4))
