@@ -154,6 +154,8 @@ class Layout:
         Raises LayoutError when the number of dims differs from the shape's.
         """
         self.check_rank(shape)
+        if 1 not in self.mesh.shape and all(dim.unit == 1 for dim in self.dims):
+            return self
         dims = []
         for size, dim in zip(shape, self.dims, strict=True):
             axes = tuple(axis for axis in dim.axes if self.mesh.size(axis) > 1)

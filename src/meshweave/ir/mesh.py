@@ -26,13 +26,14 @@ class Mesh:
     Raises MeshError for an axis named twice, a size below 1, a repeated device or a wrong number of them.
     """
 
-    __slots__ = ("_hash", "_parent", "_where", "axis_names", "devices", "shape")
+    __slots__ = ("_hash", "_parent", "_sizes", "_where", "axis_names", "devices", "shape")
 
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
     devices: tuple[int, ...]
     _hash: int
     _parent: Mesh | None
+    _sizes: dict[str, int]
     _where: dict[int, int]
 
     def __init__(
@@ -47,8 +48,15 @@ class Mesh:
         self._fill(names, shape, ids, None)
 
     def _fill(self, names: tuple[str, ...], shape: tuple[int, ...], ids: tuple[int, ...], parent: Mesh | None) -> None:
-        where = {device: i for i, device in enumerate(ids)}
-        parts = {"axis_names": names, "shape": shape, "devices": ids, "_parent": parent, "_where": where}
+        where, sizes = {device: i for i, device in enumerate(ids)}, dict(zip(names, shape, strict=True))
+        parts = {
+            "axis_names": names,
+            "shape": shape,
+            "devices": ids,
+            "_parent": parent,
+            "_sizes": sizes,
+            "_where": where,
+        }
         for slot, value in parts.items():
             object.__setattr__(self, slot, value)
         object.__setattr__(self, "_hash", hash((names, shape, ids)))
@@ -124,7 +132,7 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Number of devices along `axis`. Raises MeshError for an axis that the mesh lacks."""
-        return self.shape[self.axis_index(axis)]
+        return self._sizes[axis] if axis in self._sizes else self.shape[self.axis_index(axis)]
 
     def axis_index(self, axis: str) -> int:
         """Position of `axis` among the axes. Raises MeshError for an axis that the mesh lacks."""

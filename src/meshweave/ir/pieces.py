@@ -30,7 +30,10 @@ def nested_chunk(size: int, cuts: Sequence[tuple[int, int]], unit: int = 1) -> t
 
 def largest_chunk(size: int, parts: Sequence[int], unit: int = 1) -> int:
     """Size of the largest piece, which is always the first."""
-    return nested_chunk(size, [(n, 0) for n in parts], unit)[1]
+    blocks = -(-size // unit)
+    for n in parts:
+        blocks = -(-blocks // n)
+    return min(size, blocks * unit)
 
 
 def is_even(size: int, parts: Sequence[int], unit: int = 1) -> bool:

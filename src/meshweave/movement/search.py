@@ -55,10 +55,11 @@ def prices_of(profile: AlphaBeta, mesh: Mesh, axes: tuple[str, ...]) -> Prices:
 class Problem:
     """A move as the search sees it.
 
-    `pending` must not be partial at the end, those in `added` must (each set by another op; from where they cut a dim,
-    or once all else is done from where they are replicated), `replicated` are the axes along which the source is replicated (bit sets). In an even space `total` is the bytes of the value before any axis in
-    play cuts it, else the bytes of an element. `order` says when a reduction may run: "sound", while every axis that is
-    replicated was so in the source; "strict", while none is (and a replicated axis may become partial for it); "any".
+    `pending` must not be partial at the end; the sets in `added`, one for each op, must (from where they cut a dim, or
+    once all else is done from where they are replicated); along `replicated` the source is replicated. All are bit
+    sets. In an even space `total` is the bytes of the value before any axis in play cuts it, else the bytes of an
+    element. `order` says when a reduction may run: "sound", while every axis that is replicated was so in the source;
+    "strict", while none is (and a replicated axis may become partial for it); "any".
     """
 
     space: Space

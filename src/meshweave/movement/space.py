@@ -37,8 +37,8 @@ class Edge(NamedTuple):
 
 
 class Fan(NamedTuple):
-    """Steps from one state that cost the same (kind, bit set of axes and `work`: the size of what a device hands in, with
-    padding) and lead to pieces of one size."""
+    """Steps from one state that cost the same and lead to pieces of one size: their kind and bit set of axes, and
+    `work`, the size of what a device hands in, with padding."""
 
     kind: Kind
     mask: int
