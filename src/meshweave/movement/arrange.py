@@ -39,8 +39,9 @@ def arrange(step: StepGraph, plan_move: PlanMove, *, reduce_after_cast: bool = F
     takes it, unless `reduce_after_cast` says so, since that rounds each contribution.
 
     Moves of one value to several layouts go through what their plans have in common: one copy is made from another, or
-    both from a layout on the way. Backward may take up a copy of forward that is no larger than the value itself, for
-    that takes no memory; one that is larger does not outlive its phase.
+    both from a layout on the way. (Where an operator sends a value through a layout, it goes through it.) Backward may
+    take up a copy of forward that is no larger than the value itself, for that takes no memory; one that is larger does
+    not outlive its phase.
     """
     arranger = _Arranger(step, plan_move, reduce_after_cast)
     arranger.merge()
@@ -222,7 +223,7 @@ class _Arranger:
     def share(self) -> None:
         moves: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if node.target is ops.move and _PHASES[origin_of(node).phase] < 2:
+            if node.target is ops.move and _phase(node) < 2 and not (_is_station(node) or _is_station(_source(node))):
                 moves.setdefault(_root(node), []).append(node)
         for root, several in moves.items():
             if len(several) > 1:
@@ -348,6 +349,11 @@ def _reduced(move: fx.Node) -> set[str]:
     """The ops by which a move reduces."""
     before, after = dict(_source(move).meta["layout"].partial), dict(move.meta["layout"].partial)
     return {op for axis, op in before.items() if after.get(axis) != op}
+
+
+def _is_station(node: fx.Node) -> bool:
+    """Whether a value is only moved on from this layout: an operator in the model wants it to pass through here."""
+    return node.target is ops.move and all(user.target is ops.move for user in node.users)
 
 
 def _root(move: fx.Node) -> fx.Node:
