@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from meshweave.ir.graph import map_nodes
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols, collectives, transfer
-from meshweave.ir.routes import routes
 
 Outputs = dict[tuple[int, tuple[str, str]], Tensor]  # (device, output) -> piece
 
@@ -74,7 +73,7 @@ def _finished(rank: RankGraph, device: int, started: Any, meetings: _Meetings) -
         made = rank.transfers[detail]
         if device not in made.target.mesh:
             return True, None
-        messages = routes(made.source, made.target, made.spec.shape).received_by(device)
+        messages = made.routes.received_by(device)
         if any(m.sender not in posted for m in messages):
             return False, None
         return True, _received(made, device, messages, posted)

@@ -7,16 +7,28 @@ split: the devices of both halves run the same graph, and one of the graphs is c
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import torch
 from torch import fx
 
 from meshweave.ir import local_ops
-from meshweave.ir.rank import COLLECTIVES, STARTS, SYMBOLS, WAIT, RankGraph, collectives
+from meshweave.ir.rank import (
+    COLLECTIVES,
+    STARTS,
+    SYMBOLS,
+    WAIT,
+    RankGraph,
+    axis_index,
+    collectives,
+    linear,
+    member_pieces,
+    piece_offset,
+    piece_size,
+)
 
 aten = torch.ops.aten
 Roles = tuple[RankGraph, ...]
@@ -141,7 +153,7 @@ def _ancestors(node: fx.Node, inside: Callable[[fx.Node], bool]) -> set[fx.Node]
     stack = [n for n in node.all_input_nodes if inside(n)]
     while stack:
         found.add(stack.pop())
-        stack = [m for n in [*found] for m in n.all_input_nodes if inside(m) and m not in found]
+        stack += [m for n in found for m in n.all_input_nodes if inside(m) and m not in {*found, *stack}]
     return found
 
 
@@ -224,7 +236,7 @@ def _misplaced(rank: RankGraph, start: fx.Node, chance: random.Random) -> bool:
     if step.target is aten.narrow.default:
         args[2] = 0 if isinstance(args[2], fx.Node) else args[2] + 1
     else:
-        args[2] = 1 - args[2] if args[2] < 2 else 0
+        args[3] = 1 - args[3] if args[3] < 2 else 0
     step.args = tuple(args)
     return True
 
@@ -238,6 +250,79 @@ def _chain(start: fx.Node) -> list[fx.Node]:
     return found
 
 
+# Arguments of steps that may be wrong, by position: a number, a tuple of numbers, an op, a group, a table or a symbol.
+ARGUMENTS: dict[Any, tuple[int, ...]] = {
+    local_ops.join_blocks: (1, 2, 3, 4),
+    local_ops.deal_blocks: (1, 2, 3, 4, 5),
+    local_ops.embed_part: (1, 2, 3, 4, 5),
+    local_ops.keep_first: (1, 2),
+    aten.constant_pad_nd.default: (1,),
+    aten.narrow.default: (1, 2, 3),
+    member_pieces: (0, 1, 2, 3, 4),
+    piece_size: (0, 1, 2, 3),
+    piece_offset: (0, 1, 2, 3),
+    axis_index: (0, 1),
+    linear: (0, 1),
+    collectives.all_gather_into_tensor.default: (1, 2),
+    collectives.reduce_scatter_tensor.default: (1, 2, 3),
+    collectives.all_reduce.default: (1, 2),
+    collectives.all_to_all_single.default: (1, 2, 3),
+}
+
+
+def _wrong_argument(rank: RankGraph, start: fx.Node, chance: random.Random) -> bool:
+    """One argument of a step of a move, or of a number that it depends on, is another."""
+    nodes = [n for n in rank.graph.nodes if n.target in ARGUMENTS]
+    if not nodes:
+        return False
+    node = chance.choice(nodes)
+    position = chance.choice(ARGUMENTS[node.target])
+    others = [n for n in _before(rank.graph, node) if n.target in SYMBOLS]
+    given = node.args[position]
+    made = _other(given, rank.mesh.axis_names, others, chance)
+    node.update_arg(position, made)
+    return bool(made != given)
+
+
+def _other(given: Any, axes: Sequence[str], symbols: Sequence[fx.Node], chance: random.Random) -> Any:
+    """Another argument of the same kind."""
+    if isinstance(given, fx.Node):
+        return chance.choice([0, 1, *symbols])
+    if given is None:
+        return chance.choice([given, *(n for n in symbols if n.target is member_pieces)])
+    if given in ("sum", "max", "min"):
+        return chance.choice(["sum", "max", "min"])
+    if isinstance(given, str):
+        some = [c for n in range(1, len(axes) + 1) for c in permutations(axes, n)]
+        return ",".join(chance.choice(some)) if chance.random() < 0.5 or "," in given else chance.choice(axes)
+    if isinstance(given, int):
+        return given + chance.choice([-1, 1, 2])
+    assert isinstance(given, (list, tuple))
+    if chance.random() < 0.5:
+        return type(given)(chance.sample(given, len(given)))
+    at = chance.randrange(len(given))
+    return type(given)([*given[:at], _other(given[at], axes, symbols, chance), *given[at + 1 :]])
+
+
+def _wrong_transfer(rank: RankGraph, start: fx.Node, chance: random.Random) -> bool:
+    """A transfer is over other axes, from or to other pieces."""
+    if not rank.transfers:
+        return False
+    key = chance.choice(list(rank.transfers))
+    made = rank.transfers[key]
+    mesh = made.source.mesh
+    sets = [c for n in range(len(mesh.axis_names) + 1) for c in combinations(mesh.axis_names, n)]
+    moved = {
+        "axes": lambda: chance.choice(sets),
+        "source": lambda: replace(made.source, dims=tuple(chance.sample(made.source.dims, len(made.source.dims)))),
+        "target": lambda: replace(made.target, dims=tuple(chance.sample(made.target.dims, len(made.target.dims)))),
+    }
+    name = chance.choice(list(moved))
+    rank.transfers = {**rank.transfers, key: replace(made, **{name: moved[name]()})}
+    return rank.transfers[key] != made
+
+
+STEP_BREAKS = {"wrong argument": _wrong_argument, "wrong transfer": _wrong_transfer}
 BREAKS: dict[str, Callable[[RankGraph, fx.Node, random.Random], bool]] = {
     "drop": _drop,
     "double": _double,
@@ -258,15 +343,15 @@ def mutant(roles: Roles, kind: str, chance: random.Random) -> Mutant | None:
     for _ in range(8):
         at, start = chance.choice(starts)
         place = f"{start.name} of devices {broken[at].devices}"
-        if BREAKS[kind](broken[at], start, chance):
+        if (BREAKS | STEP_BREAKS)[kind](broken[at], start, chance):
             broken[at].graph.lint()
             return Mutant(kind, place, broken)
     return None
 
 
-def mutants(roles: Roles, count: int, seed: int) -> Iterator[Mutant]:
+def mutants(roles: Roles, count: int, seed: int, breaks: Iterable[str] = BREAKS) -> Iterator[Mutant]:
     """`count` seeded mutants, every kind in turn as far as the program has what it breaks."""
-    chance, kinds, made = random.Random(seed), list(BREAKS), 0
+    chance, kinds, made = random.Random(seed), list(breaks), 0
     while made < count and kinds:
         for kind in list(kinds):
             found = mutant(roles, kind, chance)

@@ -272,7 +272,7 @@ def test_pieces_joined_in_the_wrong_place() -> None:
 
     def aside(rank: RankGraph) -> None:
         join = find(rank, local_ops.join_blocks)
-        join.update_arg(2, 1 - join.args[2])
+        join.update_arg(3, 1 - join.args[3])
 
     text = broken(program("fsdp=2,tp=2"), aside)
     assert "(join_blocks): device 0 does not hold its piece" in text
@@ -302,7 +302,7 @@ def test_padding_that_is_not_cut_off() -> None:
     """5 rows on 3 devices are padded to 2 each: without the table of pieces a row of padding stays."""
     mesh = MESHES["2x3"]
     step, (rank,) = one_move(Layout.parse("[{b}, {}]", mesh), Layout.parse("[{}, {}]", mesh), (5, 7), mesh)
-    find(rank, local_ops.join_blocks).update_arg(3, None)
+    find(rank, local_ops.join_blocks).update_arg(4, None)
     with pytest.raises(
         VerifyError, match=r"got: \[0:2, 0:7\], \[2:4, 0:7\], \[4:5, 0:7\] in an array of \[6, 7\], 7 of it"
     ):

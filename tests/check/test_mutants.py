@@ -6,8 +6,9 @@ caught; one that is not caught must give the same results on every device.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +17,9 @@ import pytest
 import torch
 from tests import models
 from tests.check.devices import Hang, Outputs, inputs_of, run_devices
-from tests.check.mutants import BREAKS, Mutant, mutants
+from tests.check.mutants import BREAKS, STEP_BREAKS, Mutant, Roles, mutants
+from tests.steps import DTYPES, MESHES, SHAPES, Chain, following
+from tests.steps import program as stepwise
 from torch import nn
 
 from meshweave.capture.optimizers import read_optimizer
@@ -24,10 +27,12 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
 from meshweave.compile import Program, build_program
-from meshweave.errors import VerifyError
+from meshweave.errors import LayoutError, VerifyError
 from meshweave.hardware import AlphaBeta
+from meshweave.ir.graph import StepGraph
+from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph
+from meshweave.ir.rank import STARTS, RankGraph, members_of
 from meshweave.sharding.plans import Plan
 
 # Values are float64, but for the norm of the gradients and what a Llama computes in float32, whose rounding is 6e-8;
@@ -55,7 +60,8 @@ def _compiled(model: nn.Module, batch: Any, loss: Any, mesh: str, plan: Plan | N
 class Case:
     """A program with inputs, and what every device makes of them."""
 
-    made: Program
+    placed: StepGraph
+    roles: Roles
     full: dict[tuple[str, str], torch.Tensor]
     right: Outputs
 
@@ -64,12 +70,12 @@ class Case:
 def case(kind: str, mesh: str, sequence: bool = False) -> Case:
     made = program(kind, mesh, sequence)
     full = inputs_of(made.roles)
-    return Case(made, full, run_devices(made.roles, full))
+    return Case(made.placed, made.roles, full, ran(made.roles, full))
 
 
-def is_caught(made: Program, roles: Sequence[RankGraph]) -> bool:
+def is_caught(placed: StepGraph, roles: Sequence[RankGraph]) -> bool:
     """Whether one of the two checks refuses the program."""
-    for check in (lambda: check_complete(made.placed, roles), lambda: check_deadlock(roles)):
+    for check in (lambda: check_complete(placed, roles), lambda: check_deadlock(roles)):
         try:
             check()
         except VerifyError:
@@ -77,13 +83,27 @@ def is_caught(made: Program, roles: Sequence[RankGraph]) -> bool:
     return False
 
 
+def ran(roles: Roles, full: dict[tuple[str, str], torch.Tensor]) -> Outputs:
+    """What every device has at the end; of an output that is a part of a sum, the sum, however it is parted."""
+    found = run_devices(roles, full)
+    sums = {
+        (device, key): torch.stack([found[d, key] for d in members_of(layout.mesh, layout.partial_axes, device)]).sum(0)
+        for rank in roles
+        for key, layout in zip(rank.outputs, rank.output_layouts, strict=True)
+        for device in rank.devices
+        if layout.partial
+    }
+    return found | sums
+
+
 def effect(one: Case, broken: Mutant) -> str:
     """What a mutant does when it runs: "same" where every device gets what it should."""
     try:
-        found = run_devices(broken.roles, one.full)
+        found = ran(broken.roles, one.full)
     except Hang:
         return "hangs"
-    except (RuntimeError, IndexError, ValueError, TypeError):  # torch refuses the shapes that come together
+    except (RuntimeError, IndexError, ValueError, TypeError, KeyError, AssertionError, ZeroDivisionError, LayoutError):
+        # torch refuses the shapes that come together, a symbol the numbers, a transfer the pieces
         return "fails"
     assert found.keys() == one.right.keys()
     return "same" if all(_close(found[key], one.right[key]) for key in one.right) else "differs"
@@ -96,11 +116,11 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a.double() - b.double()).abs() <= bound).all())
 
 
-def judge(one: Case, count: int, seed: int) -> Counter[tuple[str, str]]:
+def judge(one: Case, count: int, seed: int, breaks: Iterable[str] = BREAKS) -> Counter[tuple[str, str]]:
     """(kind, effect) of every mutant that was caught; fails on one that was not, though it does harm."""
     tally: Counter[tuple[str, str]] = Counter()
-    for broken in mutants(one.made.roles, count, seed):
-        caught, does = is_caught(one.made, broken.roles), effect(one, broken)
+    for broken in mutants(one.roles, count, seed, breaks):
+        caught, does = is_caught(one.placed, broken.roles), effect(one, broken)
         assert caught or does == "same", f"{broken} {does}, and is not caught"
         tally["caught" if caught else "harmless", f"{broken.kind} {does}"] += 1
     return tally
@@ -149,6 +169,47 @@ HARMFUL = 35  # of 60 mutants of each of these programs, at least
 
 def test_five_hundred_harmful_mutants_are_asked_for() -> None:
     assert HARMFUL * len(PROGRAMS) >= 500
+
+
+# steps over several axes
+
+
+def chain_case(seed: int) -> Case | None:
+    """Up to four steps of any kind, as one move; None where nothing is communicated."""
+    chance = random.Random(seed)
+    mesh, dtype = MESHES[chance.choice(list(MESHES))], chance.choice(DTYPES[:2])
+    chain = Chain(Layout.replicated(mesh, 3), chance.choice(SHAPES))
+    for _ in range(3):
+        chain = Chain(chain.then(following(chain, "sum", chance.choice)).target, chain.shape)
+    for _ in range(chance.randrange(1, 5)):
+        chain = chain.then(following(chain, "sum", chance.choice))
+    placed, roles = stepwise(chain, dtype)
+    if not any(n.target in STARTS for rank in roles for n in rank.graph.nodes):
+        return None
+    full = inputs_of(roles, seed)
+    return Case(placed, roles, full, ran(roles, full))
+
+
+def judge_chains(seeds: Iterable[int]) -> Counter[tuple[str, str]]:
+    tally: Counter[tuple[str, str]] = Counter()
+    for seed in seeds:
+        if (one := chain_case(seed)) is not None:
+            tally += judge(one, 12, seed, [*BREAKS, *STEP_BREAKS])
+            tally += judge(one, 12, seed, STEP_BREAKS)
+    return tally
+
+
+def test_broken_steps_are_caught() -> None:
+    tally = judge_chains(range(40))
+    harmful = {what.rpartition(" ")[0] for _, what in tally if not what.endswith("same")}
+    assert {"wrong argument", "wrong transfer", "wrong group", "wrong op"} <= harmful
+    assert num_harmful(tally) >= 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(8))
+def test_many_broken_steps_are_caught(number: int) -> None:
+    assert num_harmful(judge_chains(range(1000 + 100 * number, 1100 + 100 * number))) >= 500
 
 
 @pytest.mark.slow

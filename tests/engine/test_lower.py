@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,49 @@ def test_devices_come_in_the_order_asked_for() -> None:
 def test_parts_are_as_large_as_said() -> None:
     lowered = lower([role(Mesh("a=2"), [("op", "f"), ("op", "g"), ("op", "h")])], sizes=[(1, 0, 2)])
     assert lowered.schedule.parts == (0, 2, 2, 0, 2, 2)
+
+
+# permutes
+
+
+def turned(source: str, target: str, axes: tuple[str, ...], shape: tuple[int, ...] = (6, 4)) -> RankGraph:
+    """A permute of four devices, with an op between its start and its wait."""
+    mesh = Mesh("a=2,b=2", devices=[2, 0, 3, 1])
+    made = Transfer(Layout.parse(source, mesh), Layout.parse(target, mesh), Spec(shape, F32), axes)
+    return role(mesh, [(transfer, "t0"), ("op", "f"), ("wait", "transfer")], transfers={"t0": made})
+
+
+def test_a_device_waits_only_for_what_a_permute_brings_it_and_takes_from_it() -> None:
+    """(a, b) to (b, a): the first and the last device keep what they have, the two between change places."""
+    lowered = lower([turned("[{a,b}, {}]", "[{b,a}, {}]", ("a", "b"))])
+    assert lowered.owners == ((2,), (0,), (3,), (1,))
+    assert lowered.schedule.streams[4:] == ((12,), (13,), (14,), (15,))
+    assert needs(lowered) == {2: (12,), 5: (13, 14), 8: (13, 14), 11: (15,), 12: (0,), 13: (3, 6), 14: (6, 3), 15: (9,)}
+    assert [copy.messages[0].receiver for copy in lowered.copies] == [2, 0, 3, 1]
+
+
+def test_groups_of_a_permute_do_not_wait_for_each_other() -> None:
+    """Within groups of b a channel has the copies of one device, and the starts of its group alone are matched."""
+    graph = turned("[{b}, {}]", "[{}, {b}]", ("b",))
+    lowered = lower([graph])
+    for copy in lowered.copies:
+        starts = {lowered.owners[lowered.schedule.stream_of[task]][0] for task in copy.sources}
+        assert starts in ({2, 0}, {3, 1})
+    half = role(graph.mesh, [("op", "f")], [3, 1], transfers=graph.transfers)
+    alone = lower([replace(graph, devices=(2, 0)), half])
+    assert [copy.messages[0].receiver for copy in alone.copies] == [2, 0]
+    missing = role(graph.mesh, [("op", "f")], [0, 3, 1], transfers=graph.transfers)
+    with pytest.raises(VerifyError, match="device 0 does not take part in start 1 of transfer t0"):
+        lower([replace(graph, devices=(2,)), missing])
+
+
+def test_roles_that_differ_in_the_groups_of_a_permute_are_refused() -> None:
+    first, second = (turned("[{b}, {}]", "[{}, {b}]", axes) for axes in (("b",), ("a", "b")))
+    for make in (lower, lower_roles):
+        with pytest.raises(VerifyError, match="two roles differ in what transfer t0 is") as error:
+            make([replace(first, devices=(2, 0)), replace(second, devices=(3, 1))])
+        assert error.value.got is not None
+        assert error.value.got.endswith("within groups of a, b (so devices 3, 1)")
 
 
 # transfers

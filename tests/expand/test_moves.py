@@ -92,12 +92,13 @@ def parts_of(full: Tensor, layout: Layout, seed: int) -> dict[tuple[int, ...], T
     if not axes:
         return {(): full}
     op = axes[0][1]
-    if op == "sum":
+    if op in ("sum", "avg"):
+        total = full * len(keys) if op == "avg" else full
         parts = {k: torch.randint(-3, 4, full.shape, generator=made).to(full.dtype) for k in keys[1:]}
-        parts[keys[0]] = full - sum(parts.values(), torch.zeros_like(full))
+        parts[keys[0]] = total - sum(parts.values(), torch.zeros_like(full))
         return parts
     owner = torch.randint(len(keys), full.shape, generator=made)
-    away = full - 5 if op == "max" else full + 5
+    away = torch.full_like(full, op == "min") if full.dtype == torch.bool else full + (-5 if op == "max" else 5)
     return {k: torch.where(owner == i, full, away) for i, k in enumerate(keys)}
 
 
@@ -173,8 +174,8 @@ def test_the_sample_takes_every_kind_of_step() -> None:
         for source, target, shape, _ in SAMPLE
         for step in plan_move(source.normalized(shape), target.normalized(shape), shape, torch.float32).steps
     )
-    assert set(kinds) == {"slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather", "to_partial"}
-    assert min(kinds.values()) >= 20
+    assert set(kinds) == {"slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather", "to_partial", "permute"}
+    assert min(kinds.values()) >= 15
 
 
 @pytest.mark.slow
@@ -196,7 +197,7 @@ KINDS: list[tuple[str, str, str, tuple[int, ...], list[str]]] = [
     ("2x3", "[{}, {}] partial(sum: b)", "[{b}, {}]", (4, 7), ["reduce_scatter"]),
     ("2x3", "[{}, {}] partial(sum: b)", "[{}, {b}]", (4, 7), ["reduce_scatter"]),
     ("2x3", "[{a}, {}] partial(sum: b)", "[{a,b}, {}]", (5, 7), ["reduce_scatter"]),
-    ("2x3", "[{}, {}] partial(max: b)", "[{b}, {}]", (1, 7), ["reduce_scatter"]),
+    ("2x3", "[{}, {}] partial(max: b)", "[{b}, {}]", (1, 7), ["all_reduce", "slice"]),
     ("2x2", "[{}, {}] partial(sum: a,b)", "[{}, {}]", (5, 7), ["all_reduce"]),
     ("2x2", "[{}, {}] partial(max: a,b)", "[{}, {}]", (5, 7), ["all_reduce"]),
     ("2x2", "[{}, {}] partial(min: a)", "[{}, {}]", (5, 7), ["all_reduce"]),

@@ -12,7 +12,7 @@ from meshweave.errors import LayoutError
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
-from meshweave.ir.routes import Message, Routes, routes
+from meshweave.ir.routes import Message, Routes, routes, routes_within
 
 FIRST, SECOND = Mesh("dp=2", devices=[0, 1]), Mesh("dp=2", devices=[2, 3])
 
@@ -200,6 +200,123 @@ def test_random_crossings_are_balanced(crossing: tuple[Layout, Layout, tuple[int
         remote = [m.box.num_elements for m in made.sent_by(device) if m.receiver != device]
         for other in (d for d, its_box in boxes.items() if its_box == box and box.num_elements):
             assert made.bytes_sent(device, 1) - (remote[-1] if remote else 0) <= made.bytes_sent(other, 1)
+
+
+# within a mesh
+
+SQUARE = Mesh("a=2,b=2", devices=[4, 5, 6, 7])
+
+
+def within(source: str, target: str, shape: tuple[int, ...], axes: str, mesh: Mesh = SQUARE) -> Routes:
+    return routes_within(Layout.parse(source, mesh), Layout.parse(target, mesh), shape, tuple(axes.split(",")))
+
+
+def test_axes_change_places_with_a_message_each() -> None:
+    """Who has its piece keeps it."""
+    assert lines(within("[{a,b}]", "[{b,a}]", (8,), "a,b")) == [
+        "4 -> 4: 0..1",
+        "5 -> 6: 2..3",
+        "6 -> 5: 4..5",
+        "7 -> 7: 6..7",
+    ]
+    assert within("[{a,b}]", "[{b,a}]", (8,), "b,a").messages == within("[{a,b}]", "[{b,a}]", (8,), "a,b").messages
+
+
+def test_a_replicated_axis_takes_the_place_of_another() -> None:
+    """Both replicas send half of what is lacking."""
+    assert lines(within("[{a}, {}]", "[{b}, {}]", (4, 1), "a,b")) == [
+        "4 -> 4: 0..1, 0..0",
+        "5 -> 6: 0..1, 0..0",
+        "6 -> 5: 2..3, 0..0",
+        "7 -> 7: 2..3, 0..0",
+    ]
+
+
+def test_messages_stay_in_their_groups() -> None:
+    """Along b everybody has the same, or parts of one sum: nobody sends there."""
+    same = ["4 -> 4: 0..0", "6 -> 6: 1..1", "5 -> 5: 0..0", "7 -> 7: 1..1"]
+    for rest in ("", " partial(sum: b)"):
+        made = within(f"[{{}}]{rest}", f"[{{a}}]{rest}", (2,), "a")
+        assert sorted(lines(made)) == sorted(same)
+    made = within("[{a}, {}] partial(max: b)", "[{}, {a}] partial(max: b)", (2, 2), "a")
+    assert {(m.sender, m.receiver) for m in made.messages if m.sender != m.receiver} == {(4, 6), (6, 4), (5, 7), (7, 5)}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "axes"),
+    [
+        ("[{a}, {}]", "[{b}, {}]", "b"),
+        ("[{a}, {}]", "[{}, {}]", "b"),
+        ("[{a}, {}] partial(sum: b)", "[{}, {a}] partial(sum: b)", "a,b"),
+        ("[{a}, {}] partial(sum: b)", "[{}, {a}]", "a"),
+        ("[{a}, {}] partial(sum: b)", "[{}, {a}] partial(max: b)", "a"),
+    ],
+)
+def test_what_a_group_does_not_have_is_refused(source: str, target: str, axes: str) -> None:
+    with pytest.raises(LayoutError, match="the pieces cannot be exchanged inside groups of these axes") as error:
+        within(source, target, (4, 4), axes)
+    assert error.value.got == f"groups of {', '.join(axes.split(','))}"
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> tuple[Layout, Layout, tuple[int, ...], tuple[str, ...]]:
+    """Some axes stay, partial, replicated or outermost on a dim; the others go from any places to any others."""
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 6, 8, 13]), min_size=1, max_size=3)))
+    sizes = draw(st.sampled_from([(2,), (3,), (2, 2), (3, 2), (2, 1, 2), (2, 2, 2), (2, 3, 2)]))
+    mesh = Mesh(dict(zip("abc", sizes, strict=False)), devices=draw(st.permutations(range(prod(sizes)))))
+    axes = draw(st.permutations(mesh.axis_names))[: draw(st.integers(1, len(sizes)))]
+    places = st.integers(-1, len(shape) - 1)
+    still: list[list[str]] = [[] for _ in shape]
+    partial = []
+    for axis in mesh.axis_names:
+        if axis not in axes:
+            place = draw(places)
+            if place >= 0:
+                still[place].append(axis)
+            elif draw(st.booleans()):
+                partial.append((axis, "sum"))
+    units = [draw(st.sampled_from([1, 1, 2])) for _ in shape]
+    ends = []
+    for _ in range(2):
+        dims = [list(outside) for outside in still]
+        for axis in draw(st.permutations(axes)):
+            place = draw(places)
+            if place >= 0:
+                dims[place].append(axis)
+        cuts = tuple(DimSharding(tuple(names), unit) for names, unit in zip(dims, units, strict=True))
+        ends.append(Layout(mesh, cuts, tuple(partial)))
+    return ends[0], ends[1], shape, tuple(axes)
+
+
+@given(turns())
+@settings(max_examples=300, deadline=None)
+def test_random_turns_carry_every_element_once(turn: tuple[Layout, Layout, tuple[int, ...], tuple[str, ...]]) -> None:
+    source, target, shape, axes = turn
+    numbers, mesh = np.arange(prod(shape)).reshape(shape), source.mesh
+    held = {device: set(numbers[box.slices()].flat) for device, box in source.pieces(shape).items()}
+    group_of = {device: set(group) for group in mesh.groups(axes) for device in group}
+    made = routes_within(source, target, shape, axes)
+    assert all(m.sender in group_of[m.receiver] and m.box.num_elements for m in made.messages)
+    assert all(set(numbers[m.box.slices()].flat) <= held[m.sender] for m in made.messages)
+    for device, box in target.pieces(shape).items():
+        got = [(m.sender, numbers[m.box.slices()]) for m in made.received_by(device)]
+        assert sorted(n for _, part in got for n in part.flat) == sorted(numbers[box.slices()].flat)
+        kept = sorted(n for sender, part in got if sender == device for n in part.flat)
+        assert kept == sorted(held[device].intersection(numbers[box.slices()].flat))
+    for device, box in source.pieces(shape).items():
+        remote = [m.box.num_elements for m in made.sent_by(device) if m.receiver != device]
+        for other in (d for d in group_of[device] if source.box_of(shape, d) == box and box.num_elements):
+            assert made.bytes_sent(device, 1) - (remote[-1] if remote else 0) <= made.bytes_sent(other, 1)
+
+
+def test_turns_of_large_meshes_take_little_time() -> None:
+    mesh = Mesh("a=128,b=128")
+    for shape, num_messages, limit_s in (((32768,), 16384, 3.0), ((32773,), 16384, 3.0)):
+        start, goal = Layout.parse("[{a,b}]", mesh), Layout.parse("[{b,a}]", mesh)
+        began = time.perf_counter()
+        made = routes_within.__wrapped__(start, goal, shape, ("a", "b"))
+        assert time.perf_counter() - began < limit_s
+        assert len(made.messages) <= num_messages
 
 
 SMALL, LARGE = Mesh("dp=128,tp=2"), Mesh("a=16384")

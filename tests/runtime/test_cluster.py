@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests import transfers
+from tests import steps, transfers
 from tests.collectives import collect
 from torch import Tensor, nn
 
@@ -28,6 +28,7 @@ from meshweave.ir.graph import Spec
 from meshweave.ir.rank import collectives
 from meshweave.runtime.cluster import ClusterWorld, init_from_env, shutdown
 from meshweave.runtime.process_groups import ONE_ROUND_BYTES
+from meshweave.runtime.world import LocalWorld
 
 MESH = mw.Mesh("a=2,b=2")
 AXES = [("a",), ("b",), ("a", "b"), ("b", "a")]
@@ -210,6 +211,19 @@ def job_transfers(pipe: Connection) -> dict[str, Any]:
     return {"cases": count, "open": len(world.communicator.open)}
 
 
+def job_steps(pipe: Connection) -> dict[str, Any]:
+    """Number of single steps and chains after each of which this rank had what virtual devices have, to the bit."""
+    mesh = {2: mw.Mesh("a=2", devices=[1, 0]), 4: mw.Mesh("a=2,b=2", devices=[3, 0, 2, 1])}[dist.get_world_size()]
+    world, count = ClusterWorld(mesh), 0
+    for chain, dtype in steps.sample(mesh):
+        with world.guard():
+            found, expected = (steps.run(chain, dtype, on) for on in (world, LocalWorld(mesh)))
+            (piece,) = found.values()
+            assert torch.equal(piece, expected[dist.get_rank()]), f"{chain} {dtype}"
+        count += 1
+    return {"cases": count, "open": len(world.communicator.open)}
+
+
 def job_phases(pipe: Connection) -> dict[str, Any]:
     """Losses of two steps in parts, which are those of whole steps to the bit, as parameters and gradients are."""
 
@@ -288,6 +302,14 @@ def test_collectives_give_what_virtual_devices_give(start: Callable[..., Job]) -
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 32), (4, 165)])
 def test_transfers_bring_every_rank_its_piece(start: Callable[..., Job], num_ranks: int, count: int) -> None:
     assert start("transfers", num_ranks).finish(60) == [{"cases": count, "open": 0}] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_steps_over_several_axes_give_what_virtual_devices_give(start: Callable[..., Job], num_ranks: int) -> None:
+    first, *others = start("steps", num_ranks).finish(120)
+    assert first == {"cases": first.get("cases"), "open": 0}
+    assert first["cases"] >= {2: 100, 4: 250}[num_ranks]
+    assert others == [first] * (num_ranks - 1)
 
 
 def test_the_parts_of_a_step_are_the_whole_on_every_rank(start: Callable[..., Job]) -> None:

@@ -8,19 +8,19 @@ reductions are still to come. Nothing depends on what the rank graphs claim abou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from meshweave.check.exchanges import EXCHANGES, apart, check_messages, group_ids, groups_among, together
-from meshweave.check.holdings import Holding
+from meshweave.check.holdings import Holding, pending_of
 from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, RoleReplay, Value, first_layout
 from meshweave.errors import VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
-from meshweave.ir.rank import RankGraph, Transfer, transfer
+from meshweave.ir.rank import STARTS, RankGraph, Transfer, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
         ready = next((them for them in map(members.ready_with, replays) if them), None)
         if ready is None:
             raise _stuck(replays)
-        _communicate(known, ready, uses)
-        num_communications += 1
+        num_communications += _meet(known, ready, uses)
         for role in ready:
             role.advance()
     uses.check()
@@ -69,18 +68,18 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
     )
 
 
-# communications
+# meetings
 
 
 class _Members:
-    """Which roles take part in a communication."""
+    """Which roles take part in a meeting."""
 
     def __init__(self, roles: Sequence[RoleReplay]) -> None:
         self.roles = roles
         self._of_group: dict[Any, list[RoleReplay]] = {}
 
     def ready_with(self, role: RoleReplay) -> list[RoleReplay] | None:
-        """The roles of the communication that `role` has come to, if all have come to it."""
+        """The roles of the meeting that `role` has come to, if all have come to it."""
         if role.at is None:
             return None
         them, call = self._of(role, role.at), _call_of(role.at)
@@ -140,17 +139,20 @@ class _Uses:
                 raise role.at_node(node, VerifyError("nobody uses what is communicated"))
 
 
-def _communicate(known: Known, roles: list[RoleReplay], uses: _Uses) -> None:
-    """Replay the communication that these roles have come to."""
+def _meet(known: Known, roles: list[RoleReplay], uses: _Uses) -> bool:
+    """Replay the meeting that these roles have come to; whether it is a communication."""
     nodes = [r.at for r in roles if r.at is not None]
+    communicates = nodes[0].target in STARTS
     try:
         made = (_transferred if nodes[0].target is transfer else _exchanged)(known, roles, nodes)
     except VerifyError as error:
         raise roles[0].at_node(nodes[0], error) from error
     root = next(v.root for v in made if v is not None)
     for role, node, state in zip(roles, nodes, made, strict=True):
-        role.states[node] = state
-        uses.add(role, node, root)
+        role.settle(node, state)
+        if communicates:
+            uses.add(role, node, root)
+    return communicates
 
 
 def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
@@ -168,7 +170,7 @@ def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value 
 
 
 def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
-    """A collective in every group of the devices of these roles."""
+    """A collective, or what devices do in step, in every group of the devices of these roles."""
     values = [v for v in _given(roles, nodes) if v is not None]
     if len(values) < len(roles):
         raise VerifyError("a role hands in nothing")
@@ -190,7 +192,7 @@ def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Nod
 
 
 def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
-    """A transfer between the meshes of these roles."""
+    """A transfer between or within the meshes of these roles."""
     made = {_transfer_of(r, n) for r, n in zip(roles, nodes, strict=True)}
     if len(made) > 1:
         raise VerifyError("roles know different transfers by one name", got="; ".join(sorted(map(str, made))))
@@ -200,13 +202,21 @@ def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.N
         if (value is not None) != plan.source.mesh.covers(role.devices):
             raise VerifyError(f"{role} hand in {'a piece' if value is not None else 'nothing'}", expected=str(plan))
         if value is not None:
-            role.held_as(value, plan.source)
+            role.held_as(_owing(value, pending_of(plan.source)[1]), plan.source)
+    owed = {v.held.owed for v in values if v is not None}
+    if len(owed) > 1:
+        raise VerifyError("roles hand in averages that are scaled in different ways", got=str(sorted(owed)))
     root = next(v.root for v in values if v is not None)
     if spec_of(root) != plan.spec:
         raise VerifyError("the transfer is of another shape", got=str(plan.spec), expected=str(spec_of(root)))
-    key = ("messages", plan.source, plan.target, plan.spec.shape)
-    known.once(key, lambda: check_messages(plan.source, plan.target, plan.spec.shape))
-    return [r.in_layout(root, plan.target) if plan.target.mesh.covers(r.devices) else None for r in roles]
+    known.once(("messages", plan), lambda: check_messages(plan))
+    made_of = [r.in_layout(root, plan.target) if plan.target.mesh.covers(r.devices) else None for r in roles]
+    return [None if v is None else _owing(v, min(owed)) for v in made_of]
+
+
+def _owing(value: Value, owed: float) -> Value:
+    """The value with another factor that it owes: a message goes before an average is scaled as well as after."""
+    return value if value.held.owed == owed else Value(value.root, replace(value.held, owed=owed))
 
 
 def _text(node: fx.Node) -> str:

@@ -1,4 +1,5 @@
-"""Communications replayed over tables of boxes: what every device of a group holds after one, from what they held."""
+"""Communications, and what a group does in step, replayed over tables of boxes: what every device of a group holds
+afterwards, from what they held."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.check.holdings import Holding, Ints, Rows, boxes, check_is, describe, split
-from meshweave.errors import VerifyError
-from meshweave.ir.layout import Layout
+from meshweave.check.holdings import Holding, Ints, Pending, Rows, boxes, check_is, describe, pending_of, split
+from meshweave.errors import LayoutError, VerifyError
+from meshweave.ir import local_ops
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import collectives
-from meshweave.ir.routes import routes
+from meshweave.ir.rank import Transfer, collectives
+from meshweave.ir.routes import Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,11 +130,44 @@ def _all_to_all(held: Holding, groups: Groups, received: Sequence[Any], sent: Se
     return _by_member(held, groups, Rows(extent, *flat))
 
 
+def _embed_part(held: Holding, groups: Groups, dim: Any, before: Any, size: Any, op: Any) -> Holding:
+    """`local_ops.embed_part` on all devices of a group: what they hold together, which a reduction over the group gives
+    once no two of them have something in one place. What nobody has stays padding."""
+    if not isinstance(dim, int) or not 0 <= dim < held.rows.extent.shape[1] or op not in ("sum", "max", "min"):
+        raise VerifyError("makes no part of a partial value", got=f"dim {dim}, op {op}")
+    if (held.pending and held.mesh != groups.mesh) or {p.axis for p in held.pending} & set(groups.axes):
+        raise VerifyError("makes a value partial over an axis over which it is", got=str(held.pending))
+    rows, where, (begin, whole) = held.refined(before, size)
+    length = rows.extent[:, dim : dim + 1]
+    if (bad := (begin < 0) | (begin + length > whole))[:, 0].any():
+        raise VerifyError(
+            "puts a part outside of the whole", where=f"device {replace(held, where=where).device_of_row(bad[:, 0])}"
+        )
+    extent, start = rows.extent.copy(), rows.start.copy()
+    extent[:, dim] = whole[:, 0]
+    start[..., dim] += begin
+    made = replace(held, rows=replace(rows, extent=extent, start=start), where=where)
+    inputs = where[groups.members]
+    _same_extent(made, inputs)
+    low, high = (np.where(length > 0, edge, whole)[inputs, 0] for edge in (begin, begin + length))
+    order = np.argsort(low, axis=1)
+    low, high = (np.take_along_axis(edge, order, 1) for edge in (low, high))
+    if (over := (low[:, 1:] < high[:, :-1]).any(-1)).any():
+        member = int(groups.members[int(np.argmax(over)), 0])
+        raise VerifyError(
+            "parts of one sum overlap", got=f"in the group of device {held.devices[member]}, along dim {dim}"
+        )
+    made = replace(made, pending=(*held.pending, *(Pending(axis, op) for axis in groups.axes)))
+    together = Rows(extent[inputs[:, 0]], *(_merged(t[inputs]) for t in (start, rows.size, rows.origin)))
+    return _by_group(made, groups, together)
+
+
 EXCHANGES: dict[Any, Callable[..., Holding]] = {
     collectives.all_gather_into_tensor.default: _all_gather,
     collectives.all_reduce.default: _all_reduce,
     collectives.reduce_scatter_tensor.default: _reduce_scatter,
     collectives.all_to_all_single.default: _all_to_all,
+    local_ops.embed_part: _embed_part,
 }
 
 
@@ -147,14 +181,12 @@ def _reduced(held: Holding, groups: Groups, op: str) -> Holding:
                 f"contributions are counted {groups.mesh.size(axis)} times",
                 got=f"a reduction over {axis}, over which the value is not partial",
             )
-        if op != ("sum" if due.op == "avg" else due.op):
+        if op != due.op:
             raise VerifyError("reduces with another op", got=f"{op} over {axis}", expected=due.op)
-    if len({"sum" if p.op == "avg" else p.op for p in held.pending}) > 1:
+    if len({p.op for p in held.pending}) > 1:
         raise VerifyError("a value is partial by two ops at once", got=str(held.pending))
     _same_content(held, groups)
-    kept = tuple(p for p in held.pending if p.axis not in groups.axes)
-    owed = np.prod([groups.mesh.size(p.axis) for p in held.pending if p not in kept and p.op == "avg"])
-    return replace(held, pending=kept, owed=held.owed * float(owed))
+    return replace(held, pending=tuple(p for p in held.pending if p.axis not in groups.axes))
 
 
 def _same_content(held: Holding, groups: Groups) -> None:
@@ -217,12 +249,18 @@ def _joined(table: Ints) -> Ints:
 
 
 @lru_cache(maxsize=1024)
-def check_messages(source: Layout, target: Layout, shape: tuple[int, ...]) -> int:
+def check_messages(plan: Transfer) -> int:
     """The number of messages of a transfer, which give every device of the target exactly its piece.
 
-    Raises VerifyError for a message that its sender cannot send, and where pieces are not tiled.
+    Raises VerifyError for a message that its sender cannot send or that leaves its group, and where pieces are not
+    tiled.
     """
-    messages = routes(source, target, shape).messages
+    source, target, shape = plan.source, plan.target, plan.spec.shape
+    try:
+        messages = plan.routes.messages
+    except LayoutError as error:
+        raise VerifyError(error.what, where=error.where, got=error.got, expected=error.expected) from error
+    _check_within(plan, messages)
     devices, senders = target.mesh.devices, source.mesh.devices
     place = {d: i for i, d in enumerate(devices)}
     lists: list[list[Any]] = [[] for _ in devices]
@@ -243,9 +281,21 @@ def check_messages(source: Layout, target: Layout, shape: tuple[int, ...]) -> in
             raise VerifyError(
                 "a device receives elements twice, or none", got=f"device {devices[i]}, {source} -> {target}"
             )
-    made = Holding(target.mesh, devices, Rows(size, origin - offset[:, None], extent, origin), np.arange(len(devices)))
-    check_is(made, target, shape)
+    rows = Rows(size, origin - offset[:, None], extent, origin)
+    check_is(Holding(target.mesh, devices, rows, np.arange(len(devices)), *pending_of(source)), target, shape)
     return len(messages)
+
+
+def _check_within(plan: Transfer, messages: Sequence[Message]) -> None:
+    """Senders and receivers have the same contributions: a partial value stays in groups over other axes."""
+    source, target = plan.source, plan.target
+    if not source.partial and not target.partial and not plan.axes:
+        return
+    if not plan.axes or source.mesh != target.mesh or set(plan.axes) & set(source.partial_axes):
+        raise VerifyError("parts of different sums are exchanged", got=f"{source} -> {target} over {plan.axes}")
+    group_of = {d: g for g, ids in enumerate(group_ids(source.mesh, plan.axes).tolist()) for d in ids}
+    if crossing := next((m for m in messages if group_of[m.sender] != group_of[m.receiver]), None):
+        raise VerifyError("a message leaves its group", got=str(crossing), expected=f"groups of {plan.axes}")
 
 
 def _inside(offset: Sequence[int], size: Sequence[int], box: tuple[list[int], list[int]]) -> bool:

@@ -72,7 +72,7 @@ class Pending:
 class Holding:
     """Device `devices[i]` holds row `where[i]`. `pending` axes are of `mesh`.
 
-    The value held is `owed` times what it should be, for averages that were taken as sums, until it is scaled.
+    Its reductions give `owed` times the value: an average counts as a sum, until it is scaled.
     """
 
     mesh: Mesh
@@ -132,6 +132,12 @@ def boxes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> t
     return table[..., 0], table[..., 1]
 
 
+def pending_of(layout: Layout) -> tuple[tuple[Pending, ...], float]:
+    """The reductions that a layout leaves to come, averages as sums, and how many times the value these give."""
+    pending = tuple(Pending(axis, "sum" if op == "avg" else op) for axis, op in layout.partial)
+    return pending, float(layout.mesh.flat_size(axis for axis, op in layout.partial if op == "avg"))
+
+
 def holding_of(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> Holding:
     """What the devices hold of a value in a layout."""
     offset, size = boxes(layout, shape, devices)
@@ -144,8 +150,7 @@ def holding_of(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...])
         key = key[:1]
     origin, extent = key[:, None, : len(shape)], key[:, len(shape) :]
     rows = Rows(extent, np.zeros_like(origin), extent[:, None], origin)
-    pending = tuple(Pending(axis, op) for axis, op in layout.partial)
-    return Holding(layout.mesh, devices, rows, where, pending)
+    return Holding(layout.mesh, devices, rows, where, *pending_of(layout))
 
 
 def check_is(held: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
@@ -171,15 +176,17 @@ def check_is(held: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
 
 
 def _check_pending(held: Holding, layout: Layout) -> None:
-    pending = {(p.axis, p.op) for p in held.pending}
-    if pending != set(layout.partial) or (pending and held.mesh != layout.mesh):
+    wanted, owed = pending_of(layout)
+    pending, due = ({(p.axis, p.op) for p in those} for those in (held.pending, wanted))
+    if pending != due or (pending and held.mesh != layout.mesh):
         raise VerifyError(
-            "contributions are missing" if pending - set(layout.partial) else "a value is taken for a part of a sum",
+            "contributions are missing" if pending - due else "a value is taken for a part of a sum",
             got=_pending_text(held.pending),
-            expected=f"{_pending_text([Pending(*p) for p in layout.partial])}, as in {layout}",
+            expected=f"{_pending_text(wanted)}, as in {layout}",
         )
-    if not isclose(held.owed, 1.0):
-        raise VerifyError("the average is scaled wrongly", got=f"{held.owed:g} times the value", expected="the value")
+    if not isclose(held.owed, owed):
+        expected = "the value" if owed == 1.0 else f"{owed:g} times the value"
+        raise VerifyError("the average is scaled wrongly", got=f"{held.owed:g} times the value", expected=expected)
 
 
 def _pending_text(pending: Sequence[Pending]) -> str:
@@ -232,13 +239,17 @@ def pad(held: Holding, amounts: Sequence[Any]) -> Holding:
     return held.with_rows(replace(rows, extent=extent, start=start), where)
 
 
-def join_blocks(held: Holding, count: int, dim: int, table: Any) -> Holding:
-    """`local_ops.join_blocks`: blocks stacked along dim 0, side by side along `dim`, cut to the sizes of the table."""
+def join_blocks(held: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any) -> Holding:
+    """`local_ops.join_blocks`: blocks stacked along dim 0 in the order of a group, side by side along `dim` in its own
+    order, cut to the sizes of the table."""
     _check_dim(held, dim)
-    rows, where, sizes = held.refined(*([] if table is None else [np.asarray(table)[:, :, 1]]))
+    place = _places(sizes, order)
+    count = len(place)
+    rows, where, lengths = held.refined(*([] if table is None else [np.asarray(table)[:, :, 1]]))
     chunks = split(replace(held, rows=rows, where=where), count)
+    chunks = Rows(*(t[:, np.argsort(place)] for t in (chunks.extent, chunks.start, chunks.size, chunks.origin)))
     block = chunks.extent[:, 0]
-    length = sizes[0] if sizes else np.repeat(block[:, dim : dim + 1], count, 1)
+    length = lengths[0] if lengths else np.repeat(block[:, dim : dim + 1], count, 1)
     if length.shape[1] != count or (length > block[:, dim : dim + 1]).any():
         raise VerifyError("joins blocks by a table that is not theirs", got=f"{count} blocks of {block[0].tolist()}")
     chunks = _clip(chunks, dim, np.zeros_like(length)[:, :, None], length[:, :, None])
@@ -249,9 +260,12 @@ def join_blocks(held: Holding, count: int, dim: int, table: Any) -> Holding:
     return held.with_rows(Rows(extent, *(_flat(a) for a in (start, chunks.size, chunks.origin))), where)
 
 
-def deal_blocks(held: Holding, count: int, dim: int, table: Any, block: Any) -> Holding:
-    """`local_ops.deal_blocks`: cut along `dim` into `count` pieces, each padded to `block`, stacked along dim 0."""
+def deal_blocks(held: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any, block: Any) -> Holding:
+    """`local_ops.deal_blocks`: cut along `dim` into the pieces of a group, each padded to `block`, stacked along dim 0
+    in the order of the group."""
     _check_dim(held, dim)
+    place = _places(sizes, order)
+    count = len(place)
     rows, where, args = held.refined(block, *([] if table is None else [np.asarray(table)]))
     room, reach = args[0], rows.extent[:, dim : dim + 1]
     if table is None:
@@ -266,6 +280,7 @@ def deal_blocks(held: Holding, count: int, dim: int, table: Any, block: Any) -> 
             "deals out pieces that the value does not have",
             got=f"{count} of an array like {rows.extent[0].tolist()} along dim {dim}",
         )
+    at, length = at[:, place], length[:, place]
     apart = Rows(rows.extent, *(np.repeat(a[:, None], count, 1) for a in (rows.start, rows.size, rows.origin)))
     apart = _clip(apart, dim, at[:, :, None], (at + length)[:, :, None])
     extent, start = rows.extent.copy(), apart.start.copy()
@@ -280,6 +295,13 @@ def keep_first(held: Holding, mesh: Mesh, axes: Sequence[str], op: str) -> Holdi
     if (held.pending and held.mesh != mesh) or {p.axis for p in held.pending} & set(axes):
         raise VerifyError("makes a value partial over an axis over which it is", got=_pending_text(held.pending))
     return replace(held, mesh=mesh, pending=(*held.pending, *(Pending(axis, op, True) for axis in axes)))
+
+
+def _places(sizes: Sequence[int], order: Sequence[int]) -> Ints:
+    """For each member of a group the number of its piece on the dim that is cut by axes of `sizes`."""
+    if not sizes or sorted(order) != list(range(len(sizes))) or any(n < 1 for n in sizes):
+        raise VerifyError("orders the pieces of a group as none is", got=f"sizes {list(sizes)}, order {list(order)}")
+    return np.arange(prod(sizes)).reshape(sizes).transpose(order).reshape(-1)
 
 
 def scaled(held: Holding, factor: float) -> Holding:

@@ -11,7 +11,7 @@ from torch import fx
 from meshweave.check.holdings import coordinates
 from meshweave.errors import VerifyError
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph, axis_index, linear, qualified
+from meshweave.ir.rank import RankGraph, axis_index, linear, member_pieces, qualified
 
 
 class Numbers:
@@ -34,7 +34,10 @@ class Numbers:
         """Compute a symbol, whose operands are known."""
         self.keys[node] = (node.target, *(self.key(a) for a in node.args))
         if self.keys[node] not in self._known:
-            self._known[self.keys[node]] = self._computed(node)
+            try:
+                self._known[self.keys[node]] = self._computed(node)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                raise VerifyError("a number cannot be computed", got=f"{type(error).__name__}: {error}") from error
         self.values[node] = self._known[self.keys[node]]
         return self.values[node]
 
@@ -44,6 +47,8 @@ class Numbers:
         if function is linear:
             return np.broadcast_to(linear({}, *args), len(self.devices))
         axes: Sequence[str] = args[0] if function is axis_index else args[1]
+        if function is member_pieces:
+            axes = axes[: len(axes) - args[-1]]  # the same for all of a group
         if unknown := [a for a in axes if a not in self._at]:
             raise VerifyError("a number depends on axes that the role is not of", got=", ".join(unknown))
         at = np.stack([np.zeros(len(self.devices), np.int64), *(self._at[a] for a in axes)], 1)
@@ -52,8 +57,18 @@ class Numbers:
         return np.array(made, np.int64)[where.reshape(-1)]
 
     def get(self, value: Any) -> Any:
-        """A number, or one per device; None stays None."""
-        return self.values[value] if isinstance(value, fx.Node) else value
+        """A number, or one per device."""
+        found = self.values[value] if isinstance(value, fx.Node) else value
+        if not isinstance(found, (int, np.ndarray)) or np.ndim(found) > 1:
+            raise VerifyError("takes what is no number", got=str(value))
+        return found
+
+    def table(self, value: Any) -> Any:
+        """A table of pieces per device, or None."""
+        found = self.values[value] if isinstance(value, fx.Node) else value
+        if found is not None and np.ndim(found) != 3:
+            raise VerifyError("takes what is no table of pieces", got=str(value))
+        return found
 
     def key(self, value: Any) -> Any:
         """Something hashable that is equal for equal arguments of one role, and differs between roles."""

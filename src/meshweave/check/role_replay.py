@@ -109,7 +109,7 @@ class Known:
 
 @dataclass(slots=True)
 class RoleReplay:
-    """One role on the way through its graph: the states of its values, and the communication it has come to."""
+    """One role on the way through its graph: the states of its values, and the meeting it has come to."""
 
     rank: RankGraph
     known: Known
@@ -129,16 +129,23 @@ class RoleReplay:
         return f"device{'s' if len(self.devices) > 1 else ''} {shown}"
 
     def advance(self) -> None:
-        """Go on to the next communication, or to the end."""
+        """Go on to the next meeting, or to the end."""
         self.at = None
         for node in self._nodes:
-            if node.target in STARTS:
+            if node.target in MEETINGS:
                 self.at = node
                 return
             try:
                 self.states[node] = self._state(node)
             except VerifyError as error:
                 raise self.at_node(node, error) from error
+
+    def settle(self, node: fx.Node, state: Any) -> None:
+        """Take what a meeting gives this role."""
+        try:
+            self.states[node] = self._settled(state, self.known.meaning(node))
+        except VerifyError as error:
+            raise self.at_node(node, error) from error
 
     def at_node(self, node: fx.Node, error: VerifyError) -> VerifyError:
         """The error with the node and the line that it is about."""
@@ -197,6 +204,8 @@ class RoleReplay:
         """A marked value is exactly what the placed graph says it is, which is proven here."""
         if mark is None:
             return state
+        if state is None:
+            raise VerifyError("uses what other devices receive")
         if state.root is not self.known.roots[mark]:
             raise VerifyError("is a form of another value", got=state.root.name, expected=self.known.roots[mark].name)
         self.known.num_values += 1
@@ -261,13 +270,13 @@ def _pad(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
 
 
 def _join(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
-    _, count, dim, table = node.args
-    return join_blocks(held, count, dim, numbers.get(table))  # type: ignore[arg-type]
+    _, sizes, order, dim, table = node.args
+    return join_blocks(held, sizes, order, dim, numbers.table(table))  # type: ignore[arg-type]
 
 
 def _deal(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
-    _, count, dim, table, block = node.args
-    return deal_blocks(held, count, dim, numbers.get(table), numbers.get(block))  # type: ignore[arg-type]
+    _, sizes, order, dim, table, block = node.args
+    return deal_blocks(held, sizes, order, dim, numbers.table(table), numbers.get(block))  # type: ignore[arg-type]
 
 
 def _keep(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
@@ -291,6 +300,8 @@ def _is_form(mark: fx.Node, root: fx.Node, operands: Sequence[Any]) -> bool:
     return mark.target is ops.move and all(v.root is root for v in operands)
 
 
+# What is replayed for whole groups at once: communications, and what all devices of a group must do in step.
+MEETINGS = STARTS | {local_ops.embed_part}
 UNCHANGED = frozenset({aten.contiguous.default, WAIT})
 STEPS: dict[Any, Callable[[Numbers, Holding, fx.Node], Holding]] = {
     **dict.fromkeys(UNCHANGED, _same),

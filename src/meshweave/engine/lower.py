@@ -1,7 +1,7 @@
 """Rank graphs as schedules: a stream per device or role, a stream per channel, and who waits for whom.
 
 A communication is a task of its own, a `Copy`, between the nodes that start it and those that wait for it. Copies run
-in channels: one per group of devices, and for transfers one per pair of meshes and receiver.
+in channels: one per group of devices, and for transfers one per receiver and pair of meshes or, within a mesh, axes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from meshweave.engine.machine import ANY_PART, Schedule
 from meshweave.engine.match import Channel, Matches, Start, agreed, devices_text, plain_args
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, Transfer, transfer
-from meshweave.ir.routes import Message, routes
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, Transfer, members_of, transfer
+from meshweave.ir.routes import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,7 @@ def lower(
         parts += _parts(len(rows[number]), sizes[number] if sizes is not None else None)
         streams.append(tuple(range(base, len(parts))))
         for at, wait, node, args in calls[number]:
-            channel = _channel(node)
-            if node.target is not transfer:
-                channel = (*channel, *roles[number].group_members(channel[1], device))
+            channel = (*_channel(node), *_members(roles[number], node, device))
             matches.add(channel, device, Start(base + at, base + wait, node, (device,), args))
     planned: dict[Channel, list[_Planned]] = {}
     for channel, numbered in matches.table.items():
@@ -110,10 +108,12 @@ def lower(
             continue
         made = agreed(roles, channel[1])
         meshes = made.source.mesh, made.target.mesh
-        matches.check(channel, {device: (device,) for mesh in meshes for device in mesh.devices})
+        takers = channel[2:] or tuple(dict.fromkeys(device for mesh in meshes for device in mesh.devices))
+        matches.check(channel, {device: (device,) for device in takers})
         for starts in numbered:
-            for receiver in made.target.mesh.devices:
-                planned.setdefault((*meshes, receiver), []).append(_received(channel[1], made, receiver, starts))
+            for receiver in (device for device in takers if device in made.target.mesh):
+                line = planned.setdefault((*meshes, made.axes, receiver), [])
+                line.append(_received(channel[1], made, receiver, starts))
     owners = tuple((device,) for device in ids)
     return _assemble(owners, tuple(rows[role_of[d]] for d in ids), streams, parts, list(planned.values()))
 
@@ -143,6 +143,16 @@ def lower_roles(roles: Sequence[RankGraph]) -> Lowered:
 
 def _channel(node: fx.Node) -> Channel:
     return ("transfer" if node.target is transfer else "group", str(node.args[-1]))
+
+
+def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
+    """The devices that a device's communication stays among; of a transfer between meshes all, which is ()."""
+    if node.target is not transfer:
+        return role.group_members(str(node.args[-1]), device)
+    made = role.transfers.get(str(node.args[-1]))
+    if made is None or not made.axes or device not in made.target.mesh:
+        return ()
+    return members_of(made.target.mesh, made.axes, device)
 
 
 def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[int, ...]]:
@@ -188,7 +198,7 @@ def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:
 
 def _received(key: str, made: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
     """The copy to one device of a transfer's target, which reads from those that send to it."""
-    messages = routes(made.source, made.target, made.spec.shape).received_by(receiver)
+    messages = made.routes.received_by(receiver)
     own = starts[receiver]
     senders = [starts[device] for device in dict.fromkeys(m.sender for m in messages)]
     sources = tuple(starts[m.sender].task for m in messages)

@@ -139,4 +139,5 @@ def _name(channel: Channel) -> str:
 
 def _moved(made: Transfer) -> str:
     ends = (f"{layout} on {devices_text(layout.mesh.devices)}" for layout in (made.source, made.target))
-    return f"{made.spec} from {' to '.join(ends)}"
+    within = f" within groups of {', '.join(made.axes)}" if made.axes else ""
+    return f"{made.spec} from {' to '.join(ends)}{within}"

@@ -14,7 +14,7 @@ from meshweave.ir.graph import NOWHERE, Origin
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
-from meshweave.ir.rank import axis_index, linear, member_pieces, piece_offset, piece_size, qualified
+from meshweave.ir.rank import axis_index, in_mesh_order, linear, member_pieces, piece_offset, piece_size, qualified
 
 aten = torch.ops.aten
 Number = Any  # an int, or the fx.Node of a symbolic one
@@ -52,11 +52,11 @@ class Emitter:
             return shape[dim] // torch.Size(parts).numel()
         return self._symbol(piece_size, (shape[dim], self.names(layout.mesh, sharding.axes), parts, sharding.unit))
 
-    def members(self, shape: tuple[int, ...], layout: Layout, dim: int) -> fx.Node:
-        """Table of the pieces of `dim` in the group of its innermost axis."""
+    def members(self, shape: tuple[int, ...], layout: Layout, dim: int, count: int) -> fx.Node:
+        """Table of the pieces of `dim` in the group of its innermost `count` axes, in the order of the dim."""
         sharding = layout.dims[dim]
         axes = self.names(layout.mesh, sharding.axes)
-        return self._symbol(member_pieces, (shape[dim], axes, layout.parts(dim), sharding.unit))
+        return self._symbol(member_pieces, (shape[dim], axes, layout.parts(dim), sharding.unit, count))
 
     def offset(self, shape: tuple[int, ...], layout: Layout, dim: int) -> Number:
         """Global offset of the local piece along `dim`."""
@@ -69,6 +69,10 @@ class Emitter:
     def axis_index(self, mesh: Mesh, axes: tuple[str, ...]) -> Number:
         return self._symbol(axis_index, (self.names(mesh, axes), tuple(mesh.size(a) for a in axes)))
 
+    def group(self, mesh: Mesh, axes: Sequence[str]) -> str:
+        """The name of the groups of a set of axes."""
+        return ",".join(self.names(mesh, in_mesh_order(mesh, axes)))
+
     def names(self, mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
         """How this graph writes axes of one of the program's meshes."""
         index = self.meshes.index(mesh)
@@ -76,9 +80,10 @@ class Emitter:
 
     def linear(self, base: Number, *terms: tuple[Number, Number]) -> Number:
         """base + sum of products, folded where everything is a number."""
+        terms = tuple(term for term in terms if all(isinstance(n, fx.Node) or n != 0 for n in term))
         if not any(isinstance(n, fx.Node) for n in (base, *(n for term in terms for n in term))):
             return base + sum(a * b for a, b in terms)
-        return self._symbol(linear, (base, *terms))
+        return self._symbol(linear, (base, *terms)) if terms else base
 
     def _symbol(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         key = (function, args)

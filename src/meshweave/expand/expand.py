@@ -16,8 +16,7 @@ from meshweave.ir import ops
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph, Transfer
-from meshweave.ir.routes import routes
+from meshweave.ir.rank import RankGraph, Transfer, in_mesh_order
 from meshweave.ir.verify import check_placed
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Step
@@ -167,8 +166,9 @@ class _Expander:
         if not any(self._has(layout) for layout in ends):
             return
         finish = self._held(source) if self._has(ends[0]) else None
-        for step in steps:
-            finish = self._step(node, finish() if finish is not None else None, step, shape)
+        for i, step in enumerate(steps):
+            key = self.program.keys.get((node, i))
+            finish = self._step(key, finish() if finish is not None else None, step, shape)
         if finish is not None and self._has(ends[-1]):
             self.pending[node] = finish
 
@@ -176,12 +176,12 @@ class _Expander:
         local = self._value(node)
         return lambda: local
 
-    def _step(self, node: fx.Node, local: fx.Node | None, step: Step, shape: tuple[int, ...]) -> Finish | None:
-        """One step as this role takes part in it; None where it does not, or has nothing afterwards."""
-        if step.kind != "transfer":
+    def _step(self, key: str | None, local: fx.Node | None, step: Step, shape: tuple[int, ...]) -> Finish | None:
+        """One step as this role takes part in it; None where it does not, or has nothing afterwards. `key` is that of
+        its transfer, if it has one."""
+        if step.kind in STEPS:
             return STEPS[step.kind](self.emit, local, step, shape) if local is not None else None
         sends, receives = self._has(step.source), self._has(step.target)
-        key = self.program.keys.get(node)
         if key is None:
             return take(self.emit, local, step, shape) if receives and local is not None else None
         if not sends and not receives:
@@ -201,12 +201,13 @@ def _layout_of(node: fx.Node) -> Layout:
 
 @dataclass(slots=True)
 class _Program:
-    """What all roles share: the placed step, its meshes, and what crosses between them, in the order of the moves."""
+    """What all roles share: the placed step, its meshes, and what crosses between devices, in the order of the moves.
+    `keys` has the key of a transfer by its move and the number of the step."""
 
     step: StepGraph
     meshes: tuple[Mesh, ...]
     transfers: dict[str, Transfer] = field(default_factory=dict)
-    keys: dict[fx.Node, str] = field(default_factory=dict)
+    keys: dict[tuple[fx.Node, int], str] = field(default_factory=dict)
     num_roles: int = 1
 
 
@@ -218,13 +219,17 @@ def _roles(meshes: tuple[Mesh, ...]) -> list[tuple[int, ...]]:
     return [tuple(devices) for devices in found.values()]
 
 
-def _stays(step: Step, shape: tuple[int, ...]) -> bool:
+def _transfer(step: Step, spec: Spec) -> Transfer:
+    return Transfer(step.source, step.target, spec, in_mesh_order(step.source.mesh, step.axes))
+
+
+def _stays(made: Transfer) -> bool:
     """Whether every device of a transfer's target cuts its piece, be it empty, out of what it has of the source."""
-    found, devices = routes(step.source, step.target, shape), step.target.mesh.devices
-    if not found.is_local or not step.source.mesh.covers(devices):
+    found, devices, shape = made.routes, made.target.mesh.devices, made.spec.shape
+    if not found.is_local or not made.source.mesh.covers(devices):
         return False
     empty = (d for d in devices if not found.received_by(d))
-    return all(step.source.box_of(shape, d).contains(step.target.box_of(shape, d)) for d in empty)
+    return all(made.source.box_of(shape, d).contains(made.target.box_of(shape, d)) for d in empty)
 
 
 def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:
@@ -235,7 +240,7 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
     """
     check_placed(step)
     meshes = {mesh: None}
-    crossing: list[tuple[fx.Node, Transfer]] = []
+    crossing: list[tuple[fx.Node, int, Transfer]] = []
     for node in step.graph.nodes:
         if node.op == "output":
             continue
@@ -243,13 +248,13 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
         if node.target is ops.move:
             spec, source = spec_of(node), node.args[0].meta["layout"]
             plan = node.meta["plan"] = plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
-            for one in (s for s in plan.steps if s.kind == "transfer"):
-                if not _stays(one, spec.shape):
-                    crossing.append((node, Transfer(one.source, one.target, spec)))
+            sent = ((i, one) for i, one in enumerate(plan.steps) if one.kind not in STEPS)
+            made = [(i, _transfer(one, spec)) for i, one in sent]
+            crossing += [(node, i, one) for i, one in made if not _stays(one)]
     program = _Program(step, tuple(meshes))
-    for i, (node, made) in enumerate(crossing):
-        program.keys[node] = f"t{i}"
-        program.transfers[f"t{i}"] = made
+    for number, (node, i, one) in enumerate(crossing):
+        program.keys[node, i] = f"t{number}"
+        program.transfers[f"t{number}"] = one
     roles = _roles(program.meshes)
     program.num_roles = len(roles)
     return tuple(_Expander(program, devices).run() for devices in roles)

@@ -1,7 +1,8 @@
 """How the steps of a move become collectives and local ops, for even and uneven pieces alike.
 
-Collectives work along dim 0 of equal blocks. Uneven pieces are padded to the largest before, and compacted by the
-table of pieces after; the pad never reaches a consumer.
+Collectives work along dim 0 of equal blocks, in the order of the group, which is that of the mesh's axes whatever the
+order in which they cut a dim. Uneven pieces are padded to the largest before, and compacted by the table of pieces
+after; the pad never reaches a consumer.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import fx
 from meshweave.expand.emit import Emitter
 from meshweave.ir import local_ops
 from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, largest_chunk
-from meshweave.ir.rank import WAIT, collectives, transfer
+from meshweave.ir.rank import WAIT, collectives, in_mesh_order, transfer
 from meshweave.movement.steps import Step
 
 aten = torch.ops.aten
@@ -24,7 +26,12 @@ Finish = Callable[[], fx.Node]
 
 
 def _group(emit: Emitter, layout: Layout, axes: tuple[str, ...]) -> tuple[int, str]:
-    return layout.mesh.flat_size(axes), ",".join(emit.names(layout.mesh, axes))
+    return layout.mesh.flat_size(axes), emit.group(layout.mesh, axes)
+
+
+def _turn(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of axes as they stand on a dim, and their places there in the order of the group."""
+    return tuple(map(mesh.size, axes)), tuple(map(axes.index, in_mesh_order(mesh, axes)))
 
 
 def _block(shape: tuple[int, ...], layout: Layout, dim: int) -> int:
@@ -36,51 +43,59 @@ def _even(shape: tuple[int, ...], layout: Layout, dim: int) -> bool:
     return is_even(shape[dim], layout.parts(dim), layout.dims[dim].unit)
 
 
-def _padded(emit: Emitter, x: fx.Node, rank: int, dim: int, held: Any, block: int) -> fx.Node:
+def _filled(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> fx.Node:
+    """x padded with zeros to the largest piece along the dim that its step gathers."""
+    held, block = emit.extent(shape, step.source, step.dim), _block(shape, step.source, step.dim)
     if isinstance(held, int) and held == block:
         return x
-    pad: list[Any] = [0] * (2 * (rank - dim))
+    pad: list[Any] = [0] * (2 * (len(shape) - step.dim))
     pad[-1] = emit.linear(block, (held, -1))
     return emit.call(aten.constant_pad_nd.default, (x, pad, 0), {})
 
 
 def _slice(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    dim = step.dim
-    inside = emit.offset(shape, step.source, dim) if step.source.dims[dim].axes else 0
-    start = emit.linear(0, (emit.offset(shape, step.target, dim), 1), (inside, -1))
-    size = emit.extent(shape, step.target, dim)
-    return lambda: emit.call(aten.narrow.default, (x, dim, start, size), {})
+    start, size = _inside(emit, shape, step.target, step.source, step.dim), emit.extent(shape, step.target, step.dim)
+    return lambda: emit.call(aten.narrow.default, (x, step.dim, start, size), {})
 
 
-def _table(emit: Emitter, layout: Layout, shape: tuple[int, ...], dim: int) -> Any:
-    """Offsets and sizes along `dim` in the group of the innermost axis of that dim; None where all are equal."""
-    return None if _even(shape, layout, dim) else emit.members(shape, layout, dim)
+def _inside(emit: Emitter, shape: tuple[int, ...], inner: Layout, outer: Layout, dim: int) -> Any:
+    """Where along `dim` the device's piece in one layout begins in its piece in another, which holds it."""
+    return emit.linear(emit.offset(shape, inner, dim), (emit.offset(shape, outer, dim), -1))
+
+
+def _table(emit: Emitter, layout: Layout, shape: tuple[int, ...], dim: int, count: int) -> Any:
+    """Offsets and sizes along `dim` in the group of its innermost `count` axes; None where all are equal."""
+    return None if _even(shape, layout, dim) else emit.members(shape, layout, dim, count)
+
+
+def _is_stacked(dim: int, order: tuple[int, ...], table: Any) -> bool:
+    """Whether pieces along `dim` lie in memory as blocks of the group do."""
+    return table is None and dim == 0 and order == tuple(range(len(order)))
+
+
+def _joined(emit: Emitter, blocks: fx.Node, step: Step, shape: tuple[int, ...]) -> fx.Node:
+    """Blocks of the group, put side by side along the dim that they cut until now, without their padding."""
+    sizes, order = _turn(step.source.mesh, step.axes)
+    table = _table(emit, step.source, shape, step.dim, len(sizes))
+    if _is_stacked(step.dim, order, table):
+        return blocks
+    return emit.call(local_ops.join_blocks, (blocks, sizes, order, step.dim, table), {})
+
+
+def _dealt(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> fx.Node:
+    """x cut along `dim` into the pieces of the group, padded to one size and stacked along dim 0."""
+    sizes, order = _turn(step.target.mesh, axes)
+    table = _table(emit, step.target, shape, dim, len(sizes))
+    if _is_stacked(dim, order, table):
+        return x
+    return emit.call(local_ops.deal_blocks, (x, sizes, order, dim, table, _block(shape, step.target, dim)), {})
 
 
 def _all_gather(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    dim = step.dim
     count, group = _group(emit, step.source, step.axes)
-    block = _block(shape, step.source, dim)
-    sent = _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
+    sent = _filled(emit, x, step, shape)
     started = emit.call(collectives.all_gather_into_tensor.default, (emit.contiguous(sent), count, group), {})
-    table = _table(emit, step.source, shape, dim)
-
-    def finish() -> fx.Node:
-        done = emit.call(WAIT, (started,), {})
-        if table is None and dim == 0:
-            return done
-        return emit.call(local_ops.join_blocks, (done, count, dim, table), {})
-
-    return finish
-
-
-def _dealt(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> fx.Node:
-    """x cut along `dim` into the pieces of the group, padded to one size and stacked along dim 0."""
-    table = _table(emit, step.target, shape, dim)
-    if table is None and dim == 0:
-        return x
-    count = step.target.mesh.flat_size(step.axes)
-    return emit.call(local_ops.deal_blocks, (x, count, dim, table, _block(shape, step.target, dim)), {})
+    return lambda: _joined(emit, emit.call(WAIT, (started,), {}), step, shape)
 
 
 def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> fx.Node:
@@ -92,7 +107,7 @@ def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int
 
 def _reduce_scatter(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     count, group = _group(emit, step.source, step.axes)
-    dealt = _dealt(emit, x, step, shape, step.dim)
+    dealt = _dealt(emit, x, step, shape, step.dim, step.axes)
     started = emit.call(collectives.reduce_scatter_tensor.default, (emit.contiguous(dealt), step.op, count, group), {})
     return lambda: _own(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim)
 
@@ -108,26 +123,23 @@ def _all_to_all(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
     dim, to_dim = step.dim, step.to_dim
     assert to_dim is not None
     count, group = _group(emit, step.source, step.axes)
-    block = _block(shape, step.source, dim)
-    sent = _padded(emit, x, len(shape), dim, emit.extent(shape, step.source, dim), block)
-    dealt = _dealt(emit, sent, step, shape, to_dim)
-    rows = {dim: block, to_dim: _block(shape, step.target, to_dim)}.get(0, emit.extent(shape, step.source, 0))
+    dealt = _dealt(emit, _filled(emit, x, step, shape), step, shape, to_dim, step.to_axes)
+    blocks = {dim: _block(shape, step.source, dim), to_dim: _block(shape, step.target, to_dim)}
+    rows = blocks.get(0, emit.extent(shape, step.source, 0))
     started = emit.call(
         collectives.all_to_all_single.default, (emit.contiguous(dealt), [rows] * count, [rows] * count, group), {}
     )
-    table = _table(emit, step.source, shape, dim)
-
-    def finish() -> fx.Node:
-        done = emit.call(WAIT, (started,), {})
-        whole = emit.call(local_ops.join_blocks, (done, count, dim, table), {})
-        return _own(emit, whole, step, shape, to_dim)
-
-    return finish
+    return lambda: _own(emit, _joined(emit, emit.call(WAIT, (started,), {}), step, shape), step, shape, to_dim)
 
 
 def _to_partial(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    index = emit.axis_index(step.source.mesh, step.axes)
-    return lambda: emit.call(local_ops.keep_first, (x, index, step.op), {})
+    mesh, dim = step.source.mesh, step.dim
+    if dim < 0:
+        index = emit.axis_index(mesh, in_mesh_order(mesh, step.axes))
+        return lambda: emit.call(local_ops.keep_first, (x, index, step.op), {})
+    before, size = _inside(emit, shape, step.source, step.target, dim), emit.extent(shape, step.target, dim)
+    made = emit.call(local_ops.embed_part, (x, dim, before, size, step.op, emit.group(mesh, step.axes)), {})
+    return lambda: made
 
 
 def _scale(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
@@ -135,21 +147,21 @@ def _scale(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Fin
 
 
 def take(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    """A transfer in which nothing crosses: the piece of the target out of the piece of the source."""
+    """A transfer or permute in which nothing crosses: the piece of the target out of the piece of the source."""
     for dim in range(len(shape)):
-        before, after = step.source.dims[dim], step.target.dims[dim]
-        if before.axes or after.axes:
-            start = emit.linear(emit.offset(shape, step.target, dim), (emit.offset(shape, step.source, dim), -1))
+        if step.source.dims[dim].axes or step.target.dims[dim].axes:
+            start = _inside(emit, shape, step.target, step.source, dim)
             x = emit.call(aten.narrow.default, (x, dim, start, emit.extent(shape, step.target, dim)), {})
     return lambda: x
 
 
 def send(emit: Emitter, x: fx.Node | None, key: str) -> Finish:
-    """A transfer as a role sees it that holds the source (x is its piece), the target, or both."""
+    """A transfer or permute as a role sees it that holds the source (x is its piece), the target, or both."""
     started = emit.call(transfer, (x, key), {})
     return lambda: emit.call(WAIT, (started,), {})
 
 
+# What a step becomes. Those that are not here, transfers and permutes, are messages: `send` or `take`.
 STEPS: dict[str, Callable[[Emitter, fx.Node, Step, tuple[int, ...]], Finish]] = {
     "slice": _slice,
     "all_gather": _all_gather,

@@ -7,6 +7,8 @@ All are plain torch functions of tensors and are right on empty pieces too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -92,27 +94,50 @@ def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
     return x.new_full(shape, identity_value(op, x.dtype))
 
 
-def join_blocks(blocks: Tensor, count: int, dim: int, table: Sequence[tuple[int, int]] | None) -> Tensor:
-    """`count` equal blocks stacked along dim 0, put side by side along `dim`.
+# A group has its members in the order of the mesh's axes, a dim its pieces in the order in which axes cut it: `sizes`
+# are those of the axes as they stand on the dim, and axis `order[i]` of them is the i-th in the order of the group.
 
-    `table` gives the (offset, size) of the pieces that the blocks were padded from; None: there is no padding.
+
+def join_blocks(
+    blocks: Tensor, sizes: Sequence[int], order: Sequence[int], dim: int, table: Sequence[tuple[int, int]] | None
+) -> Tensor:
+    """Equal blocks stacked along dim 0 in the order of the group, put side by side along `dim` in its order.
+
+    `table` gives the (offset, size) of the pieces that the blocks were padded from, in the order of the dim; None:
+    there is no padding.
     """
-    apart = blocks.unflatten(0, (count, -1) if blocks.shape[0] else (count, 0))
+    count, rows = len(sizes), blocks.shape[0] // prod(sizes)
+    stacked = blocks.unflatten(0, (*(sizes[i] for i in order), rows))
+    apart = stacked.movedim(tuple(range(count)), tuple(order))
     if table is None:
-        return apart.movedim(0, dim).flatten(dim, dim + 1)
-    return torch.cat([block.narrow(dim, 0, size) for block, (_, size) in zip(apart, table, strict=True)], dim)
+        return apart.movedim(tuple(range(count)), tuple(range(dim, dim + count))).flatten(dim, dim + count)
+    indices = product(*map(range, sizes))
+    return torch.cat([apart[at].narrow(dim, 0, size) for at, (_, size) in zip(indices, table, strict=True)], dim)
 
 
-def deal_blocks(x: Tensor, count: int, dim: int, table: Sequence[tuple[int, int]] | None, block: int) -> Tensor:
-    """x cut along `dim` into `count` pieces, each padded with zeros to `block`, stacked along dim 0.
+def deal_blocks(
+    x: Tensor,
+    sizes: Sequence[int],
+    order: Sequence[int],
+    dim: int,
+    table: Sequence[tuple[int, int]] | None,
+    block: int,
+) -> Tensor:
+    """x cut along `dim` into pieces, each padded with zeros to `block`, stacked along dim 0 in the order of the group.
 
-    `table` gives the (offset, size) of the pieces in the global dim, from which x begins at the first; None: all equal.
+    `table` gives the (offset, size) of the pieces in the global dim, in its order, from which x begins at the first;
+    None: all equal.
     """
+    count = len(sizes)
     if table is None:
-        return x.unflatten(dim, (count, block)).movedim(dim, 0).flatten(0, 1)
-    start = table[0][0]
-    padded = [_pad_to(x.narrow(dim, at - start, size), dim, block) for at, size in table]
-    return torch.cat(padded, 0)
+        apart = x.unflatten(dim, (*sizes, block))
+        return apart.movedim(tuple(dim + i for i in order), tuple(range(count))).flatten(0, count)
+    start, strides = table[0][0], [prod(sizes[i + 1 :]) for i in range(count)]
+    pieces = []
+    for index in product(*(range(sizes[i]) for i in order)):
+        at, size = table[sum(strides[i] * n for i, n in zip(order, index, strict=True))]
+        pieces.append(_pad_to(x.narrow(dim, at - start, size), dim, block))
+    return torch.cat(pieces, 0)
 
 
 def _pad_to(x: Tensor, dim: int, size: int) -> Tensor:
@@ -124,6 +149,16 @@ def _pad_to(x: Tensor, dim: int, size: int) -> Tensor:
 def keep_first(x: Tensor, index: int, op: str) -> Tensor:
     """A replicated value as one part of a partial: itself on the device of index 0, the identity elsewhere."""
     return x if index == 0 else torch.full_like(x, identity_value(op, x.dtype))
+
+
+def embed_part(x: Tensor, dim: int, before: int, size: int, op: str, group: str) -> Tensor:
+    """A piece as one part of a partial value of `size` along `dim`: it begins at `before`, the rest is the identity.
+
+    The parts are those of `group`, an axis list: which devices reduce them later, says this and nothing else.
+    """
+    whole = x.new_full([size if d == dim else n for d, n in enumerate(x.shape)], identity_value(op, x.dtype))
+    whole.narrow(dim, before, x.shape[dim]).copy_(x)
+    return whole
 
 
 def or_zeros(function: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Rank graphs: what one role runs, with groups and rank symbolic.
 
-A rank graph holds local ATen ops, `_c10d_functional` collectives whose group name is an axis list ("dp,tp"),
-transfers between meshes, and the symbolic integers of this module, which are functions of the device's coordinates and
+A rank graph holds local ATen ops, `_c10d_functional` collectives whose group name is an axis list in the order of the
+mesh ("dp,tp"), transfers, and the symbolic integers of this module, which are functions of the device's coordinates and
 are bound when the graph is run. So one graph serves every device of its role, however many there are.
 
 The axes of the program's own mesh go by their names. A device may be of several meshes (the stages of a pipeline are
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from meshweave.ir.graph import Input, Spec, graph_text
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import nested_chunk
+from meshweave.ir.routes import Routes, routes, routes_within
 
 Coordinates = Mapping[str, int]
 collectives = torch.ops._c10d_functional
@@ -58,11 +60,14 @@ def piece_offset(coords: Coordinates, size: int, axes: Sequence[str], parts: Seq
 
 
 def member_pieces(
-    coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int
+    coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int, count: int
 ) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of the pieces of a dim of `size` cut by `axes`, for each device of its group of the last axis."""
-    outer = [(n, coords[axis]) for axis, n in zip(axes[:-1], parts[:-1], strict=True)]
-    return tuple(nested_chunk(size, [*outer, (parts[-1], j)], unit) for j in range(parts[-1]))
+    """(offset, size) of the pieces of a dim of `size` cut by `axes`, for each device of its group of the last `count`
+    axes, in the order of the dim."""
+    outer = [(n, coords[axis]) for axis, n in zip(axes[:-count], parts[:-count], strict=True)]
+    inner = parts[-count:]
+    indices = product(*map(range, inner))
+    return tuple(nested_chunk(size, [*outer, *zip(inner, index, strict=True)], unit) for index in indices)
 
 
 def axis_index(coords: Coordinates, axes: Sequence[str], parts: Sequence[int]) -> int:
@@ -83,12 +88,30 @@ SYMBOLS: frozenset[Callable[..., Any]] = frozenset({piece_size, piece_offset, me
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What crosses from one mesh to another (or to the same devices in another order): every device of the target gets
-    its piece from devices of the source, as `ir.routes` says. The source is not partial."""
+    """What crosses between devices, each message by itself: every device of the target gets its piece from devices of
+    the source.
+
+    Without `axes` it goes from one mesh to another (or to the same devices in another order), and is not partial. With
+    `axes` it stays on one mesh and in the groups of these axes, which are in the order of the mesh; a value may be
+    partial over others.
+    """
 
     source: Layout
     target: Layout
     spec: Spec
+    axes: tuple[str, ...] = ()
+
+    @property
+    def routes(self) -> Routes:
+        """Who sends what to whom."""
+        if self.axes:
+            return routes_within(self.source, self.target, self.spec.shape, self.axes)
+        return routes(self.source, self.target, self.spec.shape)
+
+
+def in_mesh_order(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes as groups name them: so a set of axes has one group, and sums over it one order."""
+    return tuple(sorted(axes, key=mesh.axis_index))
 
 
 def qualified(index: int, axis: str) -> str:
@@ -146,7 +169,12 @@ class RankGraph:
     def group_members(self, group: str, device: int) -> tuple[int, ...]:
         """Ids of the devices in a device's group, in the order of the flattened axes."""
         mesh, axes = self.group_axes(group)
-        return _member_table(mesh, axes)[device]
+        return members_of(mesh, axes, device)
+
+
+def members_of(mesh: Mesh, axes: tuple[str, ...], device: int) -> tuple[int, ...]:
+    """Ids of the devices in a device's group of the flattened `axes`, in their order."""
+    return _member_table(mesh, axes)[device]
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Routes: which device sends which box to which, when a value goes from one mesh to another."""
+"""Routes: which device sends which box to which, when a value goes from one mesh to another or about one mesh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Tile = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # numbers of the piec
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The messages of one move between meshes.
+    """The messages of one transfer or permute.
 
     Invariants: the boxes of the messages to one device are not empty, do not overlap and fill its piece of the target;
     each lies in the sender's piece of the source; what a device holds in the source it does not receive from another.
@@ -109,33 +109,32 @@ def routes_within(source: Layout, target: Layout, shape: tuple[int, ...], axes: 
     """How a value of `shape` gets from `source` to `target` on one mesh when devices send only inside their group of
     the flattened `axes`: the same for equal arguments.
 
-    Every device of a group has the same contributions of a value that is partial over other axes, and they stay. A tile
-    is dealt among its holders and receivers in the group as `routes` does.
+    A value may be partial over other axes, for all of a group have the same contributions. A tile is dealt among its
+    holders and receivers in the group as `routes` does. Time grows with the number of devices and messages.
 
     Raises LayoutError where another mesh, another partial axis or a piece from outside of the group is wanted.
     """
     start, goal = source.normalized(shape), target.normalized(shape)
-    before, after = start.pieces(shape), goal.pieces(shape)
     if start.mesh != goal.mesh or start.partial != goal.partial or set(axes) & set(start.partial_axes):
         raise _not_within(source, target, axes)
-    messages: list[Message] = []
-    for group in start.mesh.groups(axes):
-        sent = dict.fromkeys(group, 0)
-        holders, receivers = _by_box(before, group), _by_box(after, group)
-        for wanted, devices in receivers.items():
-            exact = [wanted] if wanted in holders else holders
-            tiles = [(box, tile) for box in exact if (tile := box.intersect(wanted)).num_elements]
-            if sum(tile.num_elements for _, tile in tiles) != wanted.num_elements:
+    groups = start.mesh.groups(sorted(axes, key=start.mesh.axis_index))
+    group_of = {device: number for number, group in enumerate(groups) for device in group}
+    holders, receivers = (
+        [_by_group(devices, group_of) for devices in _devices_by_piece(layout)] for layout in (start, goal)
+    )
+    messages, sent = list[Message](), dict.fromkeys(start.mesh.devices, 0)
+    for piece, wanted, box in _tiles(start, goal, shape):
+        for group, devices in receivers[wanted].items():
+            if group not in holders[piece]:
                 raise _not_within(source, target, axes)
-            for box, tile in tiles:
-                messages += _deal(holders[box], devices, tile, sent)
+            messages += _deal(holders[piece][group], devices, box, sent)
     return Routes(tuple(messages))
 
 
-def _by_box(pieces: dict[int, Box], group: Iterable[int]) -> dict[Box, list[int]]:
-    found: dict[Box, list[int]] = {}
-    for device in group:
-        found.setdefault(pieces[device], []).append(device)
+def _by_group(devices: Iterable[int], group_of: dict[int, int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for device in devices:
+        found.setdefault(group_of[device], []).append(device)
     return found
 
 
@@ -151,7 +150,8 @@ def _not_within(source: Layout, target: Layout, axes: tuple[str, ...]) -> Layout
 def _devices_by_piece(layout: Layout) -> list[list[int]]:
     """The devices that hold each piece, in the order of the mesh. Pieces count in row-major order of the dims."""
     mesh, axes = layout.mesh, layout.sharded_axes
-    order = [mesh.axis_index(axis) for axis in (*axes, *layout.replicated_axes)]
+    rest = [axis for axis in mesh.axis_names if axis not in axes]
+    order = [mesh.axis_index(axis) for axis in (*axes, *rest)]
     ids = np.array(mesh.devices).reshape(mesh.shape).transpose(order)
     return ids.reshape(mesh.flat_size(axes), -1).tolist()
 

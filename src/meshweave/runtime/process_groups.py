@@ -19,7 +19,6 @@ from meshweave.errors import StepError
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import COLLECTIVES, RankGraph, Transfer, collectives, transfer
-from meshweave.ir.routes import routes
 from meshweave.runtime.local import piece_of, receive, reduce_in_order
 from meshweave.runtime.watch import await_work
 
@@ -127,7 +126,7 @@ class ConnectionLost(StepError):
 
 @dataclass(slots=True)
 class ClusterCommunicator:
-    """Collectives of one rank over process groups, and its part in transfers between meshes.
+    """Collectives of one rank over process groups, and its part in transfers.
 
     On CPU (Gloo) only bytes are moved, and reductions are local, in the order of the group: so every dtype works and
     the bits are those of the virtual devices of one process. On CUDA (NCCL) reductions are the library's.
@@ -205,7 +204,7 @@ class ClusterCommunicator:
         return self._begun(lambda: self._send(made, operand, tag))
 
     def _send(self, made: Transfer, operand: Tensor | None, tag: int) -> Pending:
-        found, shape = routes(made.source, made.target, made.spec.shape), made.spec.shape
+        found, shape = made.routes, made.spec.shape
         sent = [m for m in found.sent_by(self.rank) if m.receiver != self.rank]
         received = found.received_by(self.rank)
         calls: list[tuple[Callable[..., Any], Tensor, int]] = []

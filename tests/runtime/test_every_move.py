@@ -1,0 +1,75 @@
+"""Every pair of layouts, planned, proven and run on virtual devices against the whole tensor: 0 wrong, 0 errors.
+
+The default run takes a seeded sample; `-m slow` takes all pairs.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations, product
+
+import pytest
+import torch
+from tests.steps import Chain, check
+
+from meshweave.hardware import AlphaBeta
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.movement.plan import plan_move
+from meshweave.movement.search import Order
+
+MESHES = {
+    "2x2": Mesh("a=2,b=2", devices=[3, 0, 2, 1]),
+    "2x4": Mesh("a=2,b=4"),
+    "4x2": Mesh("a=4,b=2", devices=[5, 0, 7, 2, 1, 4, 3, 6]),
+    "2x2x2": Mesh("a=2,b=2,c=2", devices=[6, 1, 0, 7, 4, 2, 3, 5]),
+}
+SHAPES = {"even": (16, 8), "uneven": (7, 5), "empty": (1, 3)}
+SLOW, FREE = (
+    AlphaBeta(bandwidth={"a": 50e9, "b": 400e9, "c": 400e9}),
+    AlphaBeta(0.0, {"a": 50e9, "b": 400e9, "c": 400e9}),
+)
+ORDERS: list[Order] = ["sound", "sound", "sound", "strict", "any"]
+
+
+def layouts(mesh: Mesh, op: str) -> list[Layout]:
+    """Every layout of a matrix: an axis cuts a dim at some depth, is partial, or replicated."""
+    made = []
+    for uses in product([0, 1, "partial", "replicated"], repeat=len(mesh.axis_names)):
+        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(2)]
+        partial = {a: op for a, use in zip(mesh.axis_names, uses, strict=True) if use == "partial"}
+        for order in product(*map(permutations, axes)):
+            made.append(Layout.of(mesh, 2, dict(enumerate(order)), partial))
+    return made
+
+
+def run(mesh: Mesh, shape: tuple[int, ...], pairs: list[tuple[Layout, Layout]]) -> None:
+    """With start-up times (few, merged steps) and without (many, small ones) in turn, and in every order."""
+    for number, (source, target) in enumerate(pairs):
+        profile, order = (SLOW, FREE)[number % 2], ORDERS[number % len(ORDERS)]
+        made = plan_move(source, target, shape, torch.float32, profile, order=order)
+        check(Chain(source.normalized(shape), shape, made.steps), torch.float32, number)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MESHES)
+def test_a_sample_of_all_pairs(name: str, shape: str) -> None:
+    mesh = MESHES[name]
+    pairs = list(product(layouts(mesh, "sum"), repeat=2))
+    run(mesh, SHAPES[shape], random.Random(f"{name} {shape}").sample(pairs, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MESHES)
+def test_all_pairs(name: str, shape: str) -> None:
+    run(MESHES[name], SHAPES[shape], list(product(layouts(MESHES[name], "sum"), repeat=2)))
+
+
+@pytest.mark.parametrize("source_op", ["max", "min", "avg"])
+def test_other_reductions(source_op: str) -> None:
+    """To every layout that is partial by sum; an average of whole numbers over 2 and 4 is exact."""
+    mesh = MESHES["2x2"]
+    sources = [layout for layout in layouts(mesh, source_op) if layout.partial]
+    run(mesh, (7, 5), list(product(sources, layouts(mesh, "sum"))))
