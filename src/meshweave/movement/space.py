@@ -126,11 +126,14 @@ class Space:
         return self._pads[number]
 
     def spreads(self, number: int) -> list[Fan]:
-        """Every way to become partial over a replicated axis: one device of each group keeps the value."""
+        """Every way to become partial over replicated axes: one device of each group keeps the value."""
         if number not in self._spreads:
             state = self.states[number]
-            after = ((axis, state._replace(gone=state.gone | 1 << axis)) for axis in _axes_of(self.replicated(state)))
-            edges = ((Edge("to_partial", (axis,)), 1 << axis, to) for axis, to in after)
+            free = _axes_of(self.replicated(state))
+            some = (axes for count in range(1, len(free) + 1) for axes in combinations(free, count))
+            edges = (
+                (Edge("to_partial", axes), bits(axes), state._replace(gone=state.gone | bits(axes))) for axes in some
+            )
             self._spreads[number] = self._fans(state, edges)
         return self._spreads[number]
 

@@ -255,13 +255,16 @@ class Search:
         """A path as steps from layout to layout, with the scale after the last reduction and to_partial at the end."""
         source, ops, states = self.request.source, self.ops, self.problem.space.states
         after = [states[number] for number, _ in (*path[1:], (self.problem.end, None))]
-        drafts = _joined([self._draft(edge, state) for (_, edge), state in zip(path, after, strict=False)])
+        drafts = [self._draft(edge, state) for (_, edge), state in zip(path, after, strict=False)]
         if ops.averaged:
             at = max((i for i, step in enumerate(drafts, 1) if step.kind in REDUCTIONS), default=0)
             factor = 1 / source.mesh.flat_size(ops.averaged)
             drafts.insert(at, Step("scale", ops.averaged, source, source, factor=factor))
-        late = [Step("to_partial", (axis,), source, source, op=op) for axis, op in ops.added if not self._adds(axis)]
-        return chain(self.request, [*drafts, *_joined(late)])
+        late: dict[str, tuple[str, ...]] = {}
+        for axis, op in ops.added:
+            late[op] = (*late.get(op, ()), *(() if self._adds(axis) else (axis,)))
+        drafts += [Step("to_partial", axes, source, source, op=op) for op, axes in late.items() if axes]
+        return chain(self.request, drafts)
 
     def _adds(self, axis: str) -> bool:
         """Whether it is for the search to make the value partial over the axis."""
@@ -305,19 +308,6 @@ def _common(size: int, sizes: dict[str, int], a: DimSharding, b: DimSharding) ->
 def _alike(size: int, parts: list[int], *units: int) -> bool:
     """Whether the units change none of the pieces of a dim that is cut by `parts`."""
     return not any(unit_matters(size, parts, unit) for unit in units)
-
-
-def _joined(drafts: Sequence[Step]) -> list[Step]:
-    """Replicated axes that become partial one after the other do so in one step."""
-    made: list[Step] = []
-    for draft in drafts:
-        last = made[-1] if made else None
-        if last and last.kind == draft.kind == "to_partial" and (last.dim, last.op) == (-1, draft.op) and draft.dim < 0:
-            axes = sorted((*last.axes, *draft.axes), key=draft.source.mesh.axis_index)
-            made[-1] = replace(draft, axes=tuple(axes))
-        else:
-            made.append(draft)
-    return made
 
 
 def chain(request: Request, drafts: Sequence[Step]) -> tuple[Step, ...]:

@@ -1,0 +1,223 @@
+"""What DTensor's planners would do: goldens, every pair of placements, and agreement with DTensor on a real mesh."""
+
+from itertools import combinations, product
+from math import isinf
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshweave.hardware import AlphaBeta
+from meshweave.interop import device_mesh_from_mesh
+from meshweave.interop.peer_plans import VARIANTS, PeerPlan, Question, peer_plans
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.movement.plan import plan_move
+
+MESH = Mesh("a=2,b=4")
+PROFILE = AlphaBeta(10e-6, {"a": 50e9, "b": 400e9, "c": 400e9})
+
+
+def plans(
+    source: str,
+    target: str,
+    *,
+    mesh: Mesh = MESH,
+    shape: tuple[int, ...] = (512, 512),
+    profile: AlphaBeta = PROFILE,
+) -> dict[str, PeerPlan]:
+    """Variant without "DTensor " -> its plan."""
+    found = peer_plans(Layout.parse(source, mesh), Layout.parse(target, mesh), shape, torch.float32, profile)
+    assert [plan.variant for plan in found] == [name for name, _, _ in VARIANTS]
+    return {plan.variant.removeprefix("DTensor "): plan for plan in found}
+
+
+def texts(found: dict[str, PeerPlan]) -> dict[str, list[str]]:
+    return {variant: list(map(str, plan.steps)) for variant, plan in found.items()}
+
+
+def layouts(mesh: Mesh, uses: str = "01RP") -> list[Layout]:
+    """Every list of placements on a matrix."""
+    found = []
+    for chosen in product(uses, repeat=len(mesh.axis_names)):
+        named = list(zip(mesh.axis_names, chosen, strict=True))
+        shards = {d: [axis for axis, use in named if use == str(d)] for d in (0, 1)}
+        found.append(Layout.of(mesh, 2, shards, {axis: "sum" for axis, use in named if use == "P"}))
+    return found
+
+
+def legal_pairs(mesh: Mesh) -> list[tuple[Layout, Layout]]:
+    return [(s, t) for s, t in product(layouts(mesh), repeat=2) if set(t.partial) <= set(s.partial)]
+
+
+def test_gathers_that_follow_each_other_are_merged():
+    found = plans("[{a,b}]", "[{}]", shape=(2**18,))
+    apart, one = ["all_gather dim 0 over b", "all_gather dim 0 over a"], ["all_gather dim 0 over a,b"]
+    assert texts(found) == {"greedy": apart, "greedy, merged": one, "graph": apart, "graph, merged": one}
+    piece = 512 * 512 * 4 / 8
+    assert [step.bytes_received for step in found["greedy"].steps] == [3 * piece, 4 * piece]
+    assert found["greedy"].seconds == pytest.approx(20e-6 + 3 * piece / 400e9 + 4 * piece / 50e9)
+    assert found["greedy"].peak_bytes == 12 * piece
+    assert found["greedy, merged"].bytes_received == 7 * piece
+    assert found["greedy, merged"].seconds == pytest.approx(10e-6 + 7 * piece / 50e9)
+    assert str(found["greedy, merged"].steps[0].target) == "[{}]"
+
+
+def test_greedy_gathers_what_one_exchange_would_do():
+    shape = (16384, 16384)
+    found = plans("[{}, {b}]", "[{a,b}, {}]", shape=shape)
+    assert texts(found)["greedy"] == ["all_gather dim 1 over b", "slice dim 0 over a", "slice dim 0 over b"]
+    source, target = (Layout.parse(text, MESH) for text in ("[{}, {b}]", "[{a,b}, {}]"))
+    best = plan_move(source, target, shape, torch.float32, PROFILE)
+    assert [step.kind for step in best.steps] == ["slice", "all_to_all"]
+    assert found["greedy"].seconds > 6 * best.seconds
+
+
+def test_reductions_one_after_the_other_are_not_sound():
+    found = plans("[{}, {}] partial(sum: a,b)", "[{}, {}]")
+    assert texts(found)["greedy"] == ["all_reduce(sum) over a", "all_reduce(sum) over b"]
+    assert not found["greedy"].is_sound
+    assert texts(found)["greedy, merged"] == ["all_reduce(sum) over a,b"]
+    assert found["greedy, merged"].is_sound
+
+
+def test_the_graph_planner_knows_which_axes_are_fast():
+    found = plans("[{}, {}] partial(sum: a,b)", "[{}, {}]", shape=(16384, 16384))
+    fast_first = ["reduce_scatter(sum) over b onto dim 0", "all_reduce(sum) over a", "all_gather dim 0 over b"]
+    assert texts(found)["graph"] == fast_first
+    alike = plans("[{}, {}] partial(sum: a,b)", "[{}, {}]", shape=(16384, 16384), profile=AlphaBeta())
+    assert alike["graph"].seconds > 0
+
+
+def test_an_average_merged_with_a_sum_is_a_sum():
+    found = plans("[{}, {}] partial(avg: a; sum: b)", "[{}, {a,b}]")
+    assert texts(found)["greedy"] == ["reduce_scatter(avg) over a onto dim 1", "reduce_scatter(sum) over b onto dim 1"]
+    assert texts(found)["greedy, merged"] == ["reduce_scatter(sum) over a,b onto dim 1"]
+
+
+def test_nothing_to_do_costs_nothing():
+    for plan in plans("[{a}, {b}]", "[{a}, {b}]").values():
+        assert (plan.steps, plan.seconds, plan.bytes_received, plan.refusal) == ((), 0.0, 0.0, "")
+        assert plan.peak_bytes == 512 * 512 * 4 / 8
+
+
+def test_bytes_are_those_of_the_largest_piece():
+    found = plans("[{b}]", "[{}]", shape=(9,))  # pieces of 3, 3, 3 and 0
+    assert {plan.bytes_received for plan in found.values()} == {3 * 3 * 4}
+
+
+def test_greedy_searches_the_graph_for_an_order_that_is_not_the_mesh_order():
+    found = plans("[{}, {a}]", "[{}, {b,a}]")
+    assert texts(found)["greedy"] == texts(found)["graph"]
+    assert str(found["greedy"].steps[-1].target) == "[{}, {b,a}]"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "message"),
+    [
+        ("[{a}, {}]", "[{}, {}] partial(sum: a)", (8, 8), r"makes no value partial \(sum: a\)"),
+        ("[{}, {}] partial(avg: a)", "[{}, {}] partial(sum: a)", (8, 8), r"makes no value partial \(sum: a\)"),
+        ("[{}, {}] partial(sum: a; max: b)", "[{}, {}]", (8, 8), r"several reduce ops \(max, sum\)"),
+        ("[{a}x3, {}]", "[{}, {}]", (9, 8), "in blocks of 3"),
+    ],
+)
+def test_what_dtensor_refuses(source, target, shape, message):
+    for plan in plans(source, target, shape=shape).values():
+        assert plan.steps == ()
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(plan.refusal)
+
+
+def test_an_order_of_axes_that_dtensor_cuts_in_other_pieces():
+    found = plans("[{b,a}]", "[{}]", mesh=Mesh("a=3,b=2"), shape=(7,))
+    assert {plan.refusal for plan in found.values()} == {"DTensor would hold other pieces of dim 0"}
+
+
+def test_dtensor_stays_on_its_mesh():
+    other = Mesh("a=2,b=4", devices=range(8, 16))
+    found = peer_plans(Layout.parse("[{a}]", MESH), Layout.parse("[{a}]", other), (8,), torch.float32, PROFILE)
+    assert {plan.refusal for plan in found} == {"DTensor does not redistribute from one mesh to another"}
+
+
+@pytest.mark.parametrize("spec", ["a=2,b=4", "a=2,b=2,c=2"])
+def test_every_pair_of_placements_arrives_and_none_beats_the_cheapest_plan(spec):
+    mesh = Mesh(spec)
+    pairs = legal_pairs(mesh)[:: 1 if len(mesh.shape) == 2 else 23]
+    for source, target in pairs:
+        best = plan_move(source, target, (64, 64), torch.float32, PROFILE, memory_cap_bytes=2**40, order="any")
+        for plan in peer_plans(source, target, (64, 64), torch.float32, PROFILE):
+            assert not plan.refusal
+            assert not isinf(plan.seconds)
+            assert plan.seconds >= best.seconds * (1 - 1e-9), f"{source} -> {target}: {plan}"
+            last = plan.steps[-1].target if plan.steps else source
+            assert last == target
+
+
+def test_the_planners_do_as_dtensor_does_on_a_mesh_with_process_groups():
+    """Greedy steps and merged steps are those of DTensor in a (fake) world where every set of axes is flattened."""
+    mesh, pairs = Mesh("a=2,b=2,c=2"), legal_pairs(Mesh("a=2,b=2,c=2"))[::17]
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        real = device_mesh_from_mesh(mesh, "cpu")
+        for count in (2, 3):
+            for axes in combinations(mesh.axis_names, count):
+                real[axes]._flatten()
+        for source, target in pairs:
+            asked = Question.of(source, target, (16, 16), torch.float32, PROFILE)
+            before, after = (
+                DTensorSpec(real, layout.to_placements((16, 16)), tensor_meta=asked.before.tensor_meta)
+                for layout in (source, target)
+            )
+            infos = _redistribute._gen_transform_infos_non_cached(before, after)
+            merged = _redistribute._optimize_transform_infos(infos, real, before.placements, after.placements)
+            assert asked.transforms(graph=False, merged=False) == infos
+            assert list(map(_seen, asked.transforms(graph=False, merged=True))) == list(map(_seen, merged))
+    finally:
+        dist.destroy_process_group()
+
+
+def _seen(info):
+    return info.mesh_dim, info.src_dst_placements, getattr(info, "original_mesh_dims", None)
+
+
+def test_a_process_group_is_neither_needed_nor_touched():
+    assert not dist.is_initialized()
+    fresh = Mesh("x=2,y=3", devices=[7, 2, 3, 4, 5, 6])
+    first = texts(plans("[{x,y}]", "[{}]", mesh=fresh, shape=(12,), profile=AlphaBeta()))
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        world = dist.group.WORLD
+        again = Mesh("u=2,v=3", devices=[7, 2, 3, 4, 5, 6])
+        second = texts(plans("[{u,v}]", "[{}]", mesh=again, shape=(12,), profile=AlphaBeta()))
+        assert dist.group.WORLD is world
+        assert dist.distributed_c10d._world.pg_map.keys() == {world}
+    finally:
+        dist.destroy_process_group()
+    assert first["greedy, merged"] == ["all_gather dim 0 over x,y"]
+    assert second["greedy, merged"] == ["all_gather dim 0 over u,v"]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("DTensorRedistributePlanner", [name for name, _, _ in VARIANTS]),
+        ("_optimize_transform_infos", [name for name, _, merged in VARIANTS if merged]),
+    ],
+)
+def test_a_torch_that_lacks_a_part_is_told(monkeypatch, name, refused):
+    monkeypatch.delattr(_redistribute, name)
+    found = plans("[{a,b}, {}]", "[{}, {}]")
+    assert [plan.variant for plan in found.values() if plan.refusal] == refused
+    assert all(torch.__version__ in plan.refusal for plan in found.values() if plan.refusal)
+
+
+def test_no_warning_is_logged(caplog):
+    plans("[{b,a}, {}]", "[{}, {}]")
+    plans("[{a,b}, {}]", "[{}, {}]")
+    assert not caplog.records
+    assert not _redistribute.logger.disabled
