@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,15 @@ class Layout:
     mesh: Mesh
     dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()
+    _hash: int = field(default=0, init=False, repr=False, compare=False)  # 0: not asked for yet
+
+    def __hash__(self) -> int:
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.partial)))
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Layout, (self.mesh, self.dims, self.partial)  # a hash is of one process
 
     def __post_init__(self) -> None:
         used = [axis for dim in self.dims for axis in dim.axes] + [axis for axis, _ in self.partial]

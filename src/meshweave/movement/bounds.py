@@ -126,12 +126,14 @@ def must_cross(source: Layout, target: Layout, shape: Sequence[int]) -> Crossing
 
 
 def _between_meshes(request: Request) -> float:
-    """A start-up, and what must enter the target's mesh over as many links as there are; each device of the target that
-    is in neither needs its piece, which can come from its own mesh too."""
+    """A start-up, and the longer of two: what must enter the target's mesh goes over as many links as there are, and what
+    a device needs and does not hold comes over the fastest link that it has."""
     source, target, profile = request.source, request.target, request.profile
     crossing = must_cross(source, target, request.shape)
     if not crossing.entering and not crossing.receiving:
         return 0.0
     links = min(source.mesh.num_devices, target.mesh.num_devices)
-    busiest = request.dtype.itemsize * crossing.entering / links
-    return profile.seconds("transfer", source.mesh, (), busiest)
+    entering = profile.seconds("transfer", source.mesh, (), request.dtype.itemsize * crossing.entering / links)
+    needed, axes = request.dtype.itemsize * crossing.receiving, target.mesh.axis_names
+    links_in = [profile.seconds("permute", target.mesh, (a,), needed) for a in axes if target.mesh.size(a) > 1]
+    return max(entering, min([profile.seconds("transfer", source.mesh, (), needed), *links_in]))

@@ -142,7 +142,7 @@ def plan_move(
         raise LayoutError(
             f"'{order}' is no order of reductions", where="plan_move", got=repr(order), expected="sound, strict or any"
         )
-    return _plan(source, target, tuple(int(size) for size in shape), dtype, profile, memory_cap_bytes, order)
+    return _plan(source, target, tuple(map(int, shape)), dtype, profile, memory_cap_bytes, order)
 
 
 def classify(source: Layout, target: Layout) -> str:

@@ -1,0 +1,94 @@
+"""The options of commands that compile a MODEL, and the compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from torch import nn
+
+from meshweave import cli
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.sources import Source, load_source
+from meshweave.capture.step import CaptureOptions
+from meshweave.cli.screen import Stage
+from meshweave.compile import Program
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import AlphaBeta
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding.plan_text import data_parallel_size
+from meshweave.sharding.plans import Plan
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+OptimizerName = Literal["sgd", "adam", "adamw"]
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory, or hf:MODEL_TYPE?field=value&...")]
+MeshText = Annotated[str, typer.Option("--mesh", help="named axes, such as dp=2,tp=2; empty for one device")]
+PlanText = Annotated[str, typer.Option("--plan", help="scheme:axis+scheme:axis, or a TOML or JSON file of globs")]
+OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="sgd, adam or adamw")]
+Lr = Annotated[float | None, typer.Option("--lr", min=0, help="learning rate; without it the optimizer's usual one")]
+LocalBatch = Annotated[int | None, typer.Option("--local-batch", min=1, help="batch size per data-parallel device")]
+GlobalBatch = Annotated[int | None, typer.Option("--batch", min=1, help="global batch size, instead of --local-batch")]
+Seq = Annotated[int, typer.Option("--seq", min=2, help="tokens per sequence")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="bfloat16 is autocast: parameters stay float32")]
+Accumulate = Annotated[int, typer.Option("--accumulate", min=1, help="microbatches per step")]
+Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="clip gradients by their global norm")]
+Seed = Annotated[int, typer.Option("--seed", help="of parameters, data and dropout")]
+
+_LR = {"sgd": 1e-2, "adam": 1e-3, "adamw": 1e-3}
+_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What was asked for: the options that run, check and plan share."""
+
+    model: str
+    mesh: str
+    plan: str
+    optimizer: str
+    lr: float | None
+    local_batch: int | None
+    batch: int | None
+    seq: int
+    dtype: str
+    accumulate: int
+    clip_grad_norm: float | None
+    seed: int
+    json: bool
+    debug: bool
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.dtype == "bfloat16" else None
+
+    @property
+    def options(self) -> CaptureOptions:
+        return CaptureOptions(self.clip_grad_norm, self.accumulate, self.autocast, self.seed)
+
+    def load(self, mesh: Mesh, plan: Plan | None, device: str = "cpu") -> Source:
+        if self.batch is not None and self.local_batch is not None:
+            raise MeshweaveError("--batch and --local-batch say the same thing", hint="leave one of them out")
+        batch = self.batch
+        if self.local_batch is not None or (batch is None and self.model.startswith("hf:")):
+            batch = (self.local_batch or 2) * self.accumulate * data_parallel_size(mesh, plan)
+        dtype = torch.float64 if self.dtype == "float64" else torch.float32
+        return load_source(self.model, batch=batch, seq=self.seq, dtype=dtype, seed=self.seed, device=device)
+
+    def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
+        chosen = next(rate for rate in (self.lr, lr, _LR[self.optimizer]) if rate is not None)
+        return _OPTIMIZERS[self.optimizer](model.parameters(), lr=chosen)
+
+
+def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage) -> Program:
+    spec = read_optimizer(optimizer, source.model)
+    return cli.build_program(
+        source.model, source.loss, source.batch, spec, mesh, plan, AlphaBeta(), job.options, progress=stage
+    )

@@ -1,0 +1,200 @@
+"""move: how one value gets from a layout to another, and how DTensor would do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from meshweave.cli.screen import Debug, Json, Screen, guarded
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import AlphaBeta
+from meshweave.interop.peer_plans import PeerPlan, peer_plans
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.report.tables import bytes_text
+
+Order = Literal["sound", "strict", "any"]
+
+_ORDERS: dict[Order, str] = {
+    "sound": "replicas are equal to the bit where their groups add in the same order",
+    "strict": "replicas are equal to the bit whatever order a group adds in",
+    "any": "replicas may differ in their last bits",
+}
+
+
+def move_command(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="layout, such as '[{a}, {}] partial(sum: b)'")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="layout")],
+    mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as a=4,b=8, or 'a=2 on [4, 5]'")],
+    shape: Annotated[str, typer.Option("--shape", help="of the whole tensor, such as 4096,4096")],
+    to_mesh: Annotated[str | None, typer.Option("--to-mesh", help="of DST, where it is another")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="a torch dtype")] = "float32",
+    profile: Annotated[
+        str,
+        typer.Option(
+            "--profile", help="alpha=seconds, axis=bytes per second or one bandwidth for all: alpha=1e-5,5e10"
+        ),
+    ] = "",
+    memory_cap: Annotated[
+        int | None, typer.Option("--memory-cap", min=0, help="most bytes of input and output of a step on a device")
+    ] = None,
+    order: Annotated[Order, typer.Option("--order", help="of reductions: sound, strict or any")] = "sound",
+    alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="plans not taken to show")] = 0,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the cheapest plan from layout SRC to layout DST with its certificate, and the plans of torch's DTensor."""
+
+    def body(screen: Screen) -> int:
+        start = Mesh.parse(mesh)
+        goal = start if to_mesh is None else Mesh.parse(to_mesh)
+        before, after = Layout.parse(source, start), Layout.parse(target, goal)
+        sizes, kind, costs = _shape(shape), _dtype(dtype), _profile(profile, (start, goal))
+        plan = plan_move(before, after, sizes, kind, costs, memory_cap_bytes=memory_cap, order=order)
+        return _show(screen, plan, peer_plans(before, after, sizes, kind, costs), alternatives, sizes, dtype)
+
+    guarded(Screen("move", json), debug, body)
+
+
+def _show(
+    screen: Screen, plan: MovePlan, peers: Sequence[PeerPlan], alternatives: int, shape: tuple[int, ...], dtype: str
+) -> int:
+    where = " -> ".join(dict.fromkeys(str(one.mesh) or "one device" for one in (plan.source, plan.target)))
+    screen.say(escape(f"{plan.source} -> {plan.target} of {dtype} {list(shape)} on {where}"))
+    screen.out.print(_steps_table(plan))
+    at_best = f"{_us(plan.seconds)} us, no plan takes less than {_us(plan.lower_bound_seconds)} us"
+    held = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
+    screen.say(f"{at_best}; {held}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}\n")
+    screen.out.print(_peers_table(plan, peers))
+    others = plan.alternatives(alternatives) if alternatives else ()
+    if others:
+        table = _table("plan not taken", ">us", ">peak", "why")
+        for other in others:
+            table.add_row(_joined(other.steps), _us(other.seconds), bytes_text(other.peak_bytes), escape(other.why))
+        screen.say("")
+        screen.out.print(table)
+    screen.result(
+        True,
+        source=str(plan.source),
+        target=str(plan.target),
+        kind=plan.kind,
+        **_cost(plan),
+        lower_bound_seconds=plan.lower_bound_seconds,
+        numerics=plan.numerics,
+        order=plan.order,
+        peers=[
+            {"planner": p.variant, "refusal": p.refusal or None}
+            | ({} if p.refusal else {"is_sound": p.is_sound, **_cost(p)})
+            for p in peers
+        ],
+        alternatives=[
+            {"steps": [str(s) for s in other.steps], "seconds": other.seconds, "peak_bytes": other.peak_bytes}
+            | {"why": other.why}
+            for other in others
+        ],
+    )
+    return 0
+
+
+def _cost(plan: MovePlan | PeerPlan) -> dict[str, Any]:
+    steps = [
+        {"text": str(s), "kind": s.kind, "axes": s.axes, "target": str(s.target)}
+        | {"bytes_received": s.bytes_received, "seconds": s.seconds}
+        for s in plan.steps
+    ]
+    return {
+        "steps": steps,
+        "seconds": plan.seconds,
+        "bytes_received": plan.bytes_received,
+        "peak_bytes": plan.peak_bytes,
+    }
+
+
+def _steps_table(plan: MovePlan) -> Table:
+    table = _table(">", "step", "then it is", ">us", ">bytes received")
+    for number, step in enumerate(plan.steps, 1):
+        texts = (escape(str(step)), escape(str(step.target)))
+        table.add_row(str(number), *texts, _us(step.seconds), bytes_text(step.bytes_received))
+    if not plan.steps:
+        table.add_row("", "nothing to do", escape(str(plan.source)), "0", bytes_text(0))
+    return table
+
+
+def _peers_table(plan: MovePlan, peers: Sequence[PeerPlan]) -> Table:
+    table = _table("planner", ">us", ">ratio", ">bytes received", ">peak", "sound", "steps")
+    sound = "yes" if plan.order != "any" else ""
+    costs = (_us(plan.seconds), "1.00", bytes_text(plan.bytes_received), bytes_text(plan.peak_bytes))
+    table.add_row("meshweave", *costs, sound, _joined(plan.steps))
+    for peer in peers:
+        if peer.refusal:
+            table.add_row(peer.variant, "", "", "", "", "", f"none: {escape(peer.refusal)}")
+            continue
+        ratio = f"{peer.seconds / plan.seconds:.2f}" if plan.seconds else ("1.00" if not peer.seconds else "inf")
+        costs = (_us(peer.seconds), ratio, bytes_text(peer.bytes_received), bytes_text(peer.peak_bytes))
+        table.add_row(peer.variant, *costs, "yes" if peer.is_sound else "[red]no[/]", _joined(peer.steps))
+    return table
+
+
+def _joined(steps: Sequence[object]) -> str:
+    return escape("; ".join(map(str, steps))) or "nothing to do"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g}"
+
+
+def _table(*columns: str) -> Table:
+    """A plain table; a column that begins with > is aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise MeshweaveError("this is not a shape", where="--shape", got=repr(text), expected="sizes such as 4096,4096")
+    return tuple(map(int, parts))
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise MeshweaveError("this is not a dtype", where="--dtype", got=repr(text), expected="float32, bfloat16, ...")
+    return found
+
+
+def _profile(text: str, meshes: Sequence[Mesh]) -> AlphaBeta:
+    """Reads `alpha=10e-6,a=50e9,b=400e9` or `alpha=10e-6,50e9`; what it does not say is AlphaBeta's default."""
+    usual = AlphaBeta()
+    alpha, everywhere, by_axis = usual.alpha_s, usual.bandwidth, dict[str, float]()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, figure = part.rpartition("=")
+        value = _number(figure, text)
+        if not equals:
+            everywhere = value
+        elif name == "alpha":
+            alpha = value
+        else:
+            by_axis[name.strip()] = value
+    known = [axis for mesh in meshes for axis in mesh.axis_names]
+    for axis in by_axis:
+        if axis not in known:
+            expected = f"alpha or one of {', '.join(dict.fromkeys(known)) or '(no axes)'}"
+            raise MeshweaveError(f"no mesh has an axis '{axis}'", where="--profile", got=text, expected=expected)
+    return AlphaBeta(alpha, by_axis or everywhere)
+
+
+def _number(figure: str, text: str) -> float:
+    try:
+        return float(figure)
+    except ValueError:
+        expected = "something like alpha=10e-6,a=50e9,b=400e9"
+        raise MeshweaveError("this is not a profile", where="--profile", got=repr(text), expected=expected) from None

@@ -1,0 +1,128 @@
+"""check and plan: what a MODEL's program is, before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from meshweave.capture.sources import Source
+from meshweave.capture.step import Batch
+from meshweave.check.completeness import check_complete
+from meshweave.check.deadlock import check_deadlock
+from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, NumericsReport, Recipe, check_numerics
+from meshweave.cli.job import (
+    Accumulate,
+    Clip,
+    DtypeOption,
+    GlobalBatch,
+    Job,
+    LocalBatch,
+    Lr,
+    MeshText,
+    Model,
+    OptimizerOption,
+    PlanText,
+    Seed,
+    Seq,
+    compiled,
+)
+from meshweave.cli.screen import Debug, Json, Screen, guarded
+from meshweave.compile import TrainStep, make_world
+from meshweave.ir.mesh import Mesh
+from meshweave.report import tables
+from meshweave.report.moves import MoveRow, move_rows
+from meshweave.runtime.session import Settings
+from meshweave.runtime.world import LocalWorld
+from meshweave.sharding.plan_text import parse_plan
+from meshweave.sharding.plans import Plan
+
+
+def check(
+    model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
+    local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
+    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, seed: Seed = 0, json: Json = False, debug: Debug = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS,
+) -> None:  # fmt: skip
+    """Prove that MODEL's program on a mesh is complete and free of deadlock, and compare it with one device, and that
+    with eager PyTorch. Exit code 0 when all holds."""
+    job = Job(
+        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, seed, json, debug
+    )
+    guarded(Screen("check", json), debug, lambda screen: _check(screen, job, steps))
+
+
+def plan_command(
+    model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
+    local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
+    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, seed: Seed = 0, json: Json = False, debug: Debug = False,
+    show_all: Annotated[bool, typer.Option("--all", help="show each twin of repeated layers")] = False,
+) -> None:  # fmt: skip
+    """Show every move of data in one step, without running it: no memory is taken for an hf: model."""
+    job = Job(
+        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, seed, json, debug
+    )
+    guarded(Screen("plan", json), debug, lambda screen: _plan(screen, job, show_all))
+
+
+def _plan(screen: Screen, job: Job, show_all: bool) -> int:
+    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
+    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
+    with screen.stages() as stage:
+        program = compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
+    rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
+    screen.out.print(tables.moves_table(rows, show_all=show_all))
+    screen.out.print(tables.totals_table(rows))
+    folded = tables.fold(rows, twins=not show_all)
+    shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in folded]
+    sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
+    screen.result(True, mesh=str(mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
+    return 0
+
+
+def _check(screen: Screen, job: Job, steps: int) -> int:
+    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
+    source = job.load(mesh, plan)
+    lr = None if job.optimizer == "sgd" else CHECK_LR
+
+    def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = job.load(mesh, plan).model
+        return model, job.make_optimizer(model, lr)
+
+    def compiler(model: nn.Module, optimizer: torch.optim.Optimizer, on: Mesh, planned: Plan | None) -> TrainStep:
+        fresh = Source(source.name, model, source.loss, source.batch, source.make_batch, 0, "")
+        program = compiled(job, fresh, on, planned, optimizer, lambda stage: None)
+        world = make_world(on) if on is mesh else LocalWorld(on)
+        return TrainStep(program, model, optimizer, world, Settings(job.accumulate, job.seed, keep_gradients=True))
+
+    def split(batch: Any) -> list[Any]:
+        return Batch.of(batch).micros(job.accumulate)
+
+    recipe, batches = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed), source.make_batch
+    with screen.stages() as stage:
+        program = compiled(job, source, mesh, plan, job.make_optimizer(source.model, lr), stage)
+        stage("prove")
+        complete, deadlock = check_complete(program.placed, program.roles), check_deadlock(program.roles)
+        report = check_numerics(make_model, batches, recipe, mesh, plan, compiler, steps=steps, progress=stage)
+    screen.say(tables.proof_text(complete, deadlock))
+    _show_check(screen, report)
+    screen.result(**report.as_dict(), complete=asdict(complete), deadlock=asdict(deadlock))
+    return 0 if report.ok else 1
+
+
+def _show_check(screen: Screen, report: NumericsReport) -> None:
+    screen.out.print(tables.numerics_table(report))
+    if report.failed:
+        screen.say(f"\n{len(report.failed)} of {len(report.errors)} comparisons failed, the worst first:")
+        screen.out.print(tables.failures_table(report.failed[:20]))
+    if report.within_rounding:
+        screen.say(
+            f"{len(report.within_rounding)} tensors are beyond the bound, as one device is: nothing but rounding"
+        )
+    verdict = "[green]equal[/]" if report.ok else "[bold red]NOT equal[/]"
+    where = f"mesh {report.mesh}" if report.mesh else "one device"
+    screen.say(f"{verdict}: {len(report.errors)} comparisons over {report.num_steps} steps on {where}")

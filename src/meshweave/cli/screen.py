@@ -1,0 +1,100 @@
+"""What all commands share: where they write, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from meshweave.errors import MeshweaveError, StepError, VerifyError
+
+Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
+Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+Stage = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Screen:
+    """Where a command writes: stdout, or stderr under --json; nowhere on any rank but the first."""
+
+    command: str
+    json: bool
+    out: Console = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.out = Console(stderr=self.json, quiet=rank() != 0, highlight=False)
+        if not self.out.is_terminal:
+            self.out.width = 200
+
+    def say(self, text: str) -> None:
+        self.out.print(text, soft_wrap=True)
+
+    @contextmanager
+    def stages(self) -> Iterator[Stage]:
+        """Shows each stage as it begins, and when all are done how long they took."""
+        began = time.perf_counter()
+        with self.out.status("start") if self.out.is_terminal else nullcontext() as status:
+            yield lambda stage: status.update(stage) if status else self.say(f"[dim]{stage} ...[/]")
+        self.say(f"[dim]compiled in {time.perf_counter() - began:.1f} s[/]")
+
+    def result(self, ok: bool, **values: Any) -> None:
+        """The last line of stdout under --json."""
+        if self.json and rank() == 0:
+            sys.stdout.write(json.dumps({"command": self.command, "ok": ok, **values}) + "\n")
+            sys.stdout.flush()
+
+
+def rank() -> int:
+    """This process's rank under torchrun, else 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def guarded(screen: Screen, debug: bool, body: Callable[[Screen], int]) -> None:
+    """Run a command and leave with its exit code."""
+    try:
+        with _cluster():
+            code = body(screen)
+    except KeyboardInterrupt:
+        screen.say("[yellow]interrupted[/]")
+        screen.result(False, error={"kind": "KeyboardInterrupt", "what": "interrupted"})
+        code = 130
+    except MeshweaveError as error:
+        if debug:
+            Console(stderr=True).print_exception()
+        code = 1 if isinstance(error, (StepError, VerifyError)) else 2
+        _show_error(screen, error)
+    raise typer.Exit(code)
+
+
+def _show_error(screen: Screen, error: MeshweaveError) -> None:
+    title, _, rest = str(error).partition("\n")
+    prefix = f"rank {rank()}: " if rank() else ""
+    console = Console(stderr=True, highlight=False)
+    console.print(
+        f"{prefix}[bold red]error:[/] {escape(title)}" + (f"\n{escape(rest)}" if rest else ""), soft_wrap=True
+    )
+    parts = {name: getattr(error, name) for name in ("what", "where", "got", "expected", "hint")}
+    screen.result(False, error={"kind": type(error).__name__, **parts})
+
+
+def _cluster() -> AbstractContextManager[None]:
+    """Under torchrun: this process's place among the others, for as long as the context lasts."""
+    return _joined() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else nullcontext()
+
+
+@contextmanager
+def _joined() -> Iterator[None]:
+    from meshweave.runtime import cluster
+
+    cluster.init_from_env()
+    yield
+    cluster.shutdown()  # not after an error: others may be waiting for this rank, and torchrun ends them

@@ -1,0 +1,137 @@
+"""run: train a MODEL."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+
+from meshweave.capture.sources import Source
+from meshweave.cli.job import (
+    Accumulate,
+    Clip,
+    DtypeOption,
+    GlobalBatch,
+    Job,
+    LocalBatch,
+    Lr,
+    MeshText,
+    Model,
+    OptimizerOption,
+    PlanText,
+    Seed,
+    Seq,
+    compiled,
+)
+from meshweave.cli.screen import Debug, Json, Screen, guarded
+from meshweave.compile import TrainStep, make_world
+from meshweave.ir.mesh import Mesh
+from meshweave.runtime.session import Settings
+from meshweave.sharding.plan_text import parse_plan
+
+
+def run(
+    model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
+    local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
+    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, seed: Seed = 0, json: Json = False, debug: Debug = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20,
+    checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = "",
+    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: at the end")] = 0,
+) -> None:  # fmt: skip
+    """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
+    job = Job(
+        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, seed, json, debug
+    )
+    guarded(Screen("run", json), debug, lambda screen: _run(screen, job, steps, checkpoint, save_every))
+
+
+def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int) -> int:
+    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
+    world = make_world(mesh)
+    source = job.load(mesh, plan)
+    optimizer = job.make_optimizer(source.model)
+    with screen.stages() as stage:
+        program = compiled(job, source, mesh, plan, optimizer, stage)
+        step = TrainStep(program, source.model, optimizer, world, Settings(job.accumulate, job.seed))
+    if checkpoint and Path(checkpoint).exists():
+        step.load(checkpoint)
+        screen.say(f"continuing from {checkpoint} after step {step.num_steps}")
+    first = step.num_steps
+    if first >= steps:
+        screen.say(f"nothing to do: the checkpoint is of step {first}, and --steps is {steps}")
+    losses, rate = _train(screen, step, source, steps, checkpoint, save_every)
+    screen.result(True, mesh=str(mesh), num_devices=mesh.num_devices, first_step=first, num_steps=step.num_steps,
+                  losses=losses, loss=losses[-1] if losses else None, checkpoint=checkpoint or None,
+                  **{f"{source.unit}_per_s": rate})  # fmt: skip
+    return 0
+
+
+def _train(
+    screen: Screen, step: TrainStep, source: Source, steps: int, checkpoint: str, save_every: int
+) -> tuple[list[float], float | None]:
+    """Losses of the steps and tokens per second, without the first step, which warms up."""
+    losses: list[float] = []
+    saved = step.num_steps
+    shown_every = max(1, (steps - step.num_steps) // 20)
+    began = time.perf_counter()
+    with _interruptible(step) as check_interrupt:
+        try:
+            for i in range(step.num_steps, steps):
+                losses.append(step(source.make_batch(i)))
+                began = time.perf_counter() if len(losses) == 1 else began
+                if len(losses) == 1 or (i + 1) % shown_every == 0 or i + 1 == steps:
+                    screen.say(_progress_line(i + 1, steps, losses, source, time.perf_counter() - began))
+                if save_every and (i + 1) % save_every == 0:
+                    step.save(checkpoint)
+                    saved = i + 1
+                check_interrupt()
+        except KeyboardInterrupt:
+            if checkpoint and step.num_steps > saved:
+                step.save(checkpoint)
+                screen.say(f"saved step {step.num_steps} to {checkpoint}")
+            raise
+    if checkpoint and step.num_steps > saved:
+        step.save(checkpoint)
+        screen.say(f"saved step {step.num_steps} to {checkpoint}")
+    return losses, _rate(losses, source, time.perf_counter() - began)
+
+
+def _rate(losses: Sequence[float], source: Source, seconds: float) -> float | None:
+    return (len(losses) - 1) * source.tokens_per_batch / seconds if len(losses) > 1 and seconds > 0 else None
+
+
+def _progress_line(number: int, steps: int, losses: Sequence[float], source: Source, seconds: float) -> str:
+    rate = _rate(losses, source, seconds)
+    shown = f"  {rate:,.0f} {source.unit}/s" if rate else ""
+    return f"step {number:>{len(str(steps))}}/{steps}  loss {losses[-1]:.4f}{shown}"
+
+
+@contextmanager
+def _interruptible(step: TrainStep) -> Iterator[Callable[[], None]]:
+    """Ctrl-C where several processes run is noted, and `check_interrupt()` stops all of them after the same step.
+
+    In one process Ctrl-C interrupts at once, as ever; the step itself keeps an update whole.
+    """
+    if not step.session.world.is_distributed:
+        yield lambda: None
+        return
+    pressed = torch.zeros((), dtype=torch.int32, device=step.session.world.device)
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.fill_(1) and None)
+
+    def check_interrupt() -> None:
+        with step.session.world.guard():  # a rank that is gone is told as everywhere
+            dist.all_reduce(pressed, dist.ReduceOp.MAX)
+        if pressed.item():
+            raise KeyboardInterrupt
+
+    try:
+        yield check_interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)

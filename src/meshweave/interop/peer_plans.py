@@ -1,0 +1,310 @@
+"""The plans that the installed torch's DTensor makes for a redistribution, priced as ours are.
+
+DTensor has two planners: greedy (the default where every dim is cut in mesh order), and a shortest path over steps
+along one mesh dim each, by its own cost model, which knows links within a host and between hosts. Either plan can be
+merged: steps of one kind that follow each other become one over a flattened mesh dim, where that was made before. Here
+all of them are, and the innermost axes that are faster than the slowest make a host, so this is the peer's best case.
+Source: torch/distributed/tensor/_redistribute.py (torch 2.13; merging: pytorch/pytorch PRs 171913 and 172121).
+
+Only the planners run, on a DeviceMesh without process groups: nothing is sent, and a process group that exists is
+neither used nor changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from meshweave.errors import LayoutError
+from meshweave.interop.dtensor import placements_from_layout
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+
+# (name, whether it searches a graph, whether steps are merged)
+VARIANTS = (
+    ("DTensor greedy", False, False),
+    ("DTensor greedy, merged", False, True),
+    ("DTensor graph", True, False),
+    ("DTensor graph, merged", True, True),
+)
+# What DTensor does between two placements of one mesh dim (redistribute_local_tensor): our name of the step.
+_KINDS = {
+    ("partial", "replicate"): "all_reduce",
+    ("partial", "shard"): "reduce_scatter",
+    ("shard", "replicate"): "all_gather",
+    ("shard", "shard"): "all_to_all",
+    ("replicate", "shard"): "slice",
+    ("replicate", "partial"): "to_partial",
+}
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+# GB/s and us of a mesh dim within a host and between hosts, in the peer's own cost model (MeshTopoInfo.build_from_mesh,
+# torch/distributed/tensor/_collective_utils.py, torch 2.13). What counts is that it takes the one for much slower.
+_WITHIN_HOST, _BETWEEN_HOSTS = (87.7, 0.6), (87.7 * 0.22, 2.7)
+
+
+class Profile(Protocol):
+    """What a cost model must answer: `meshweave.AlphaBeta` does."""
+
+    def bytes_received(self, op: str, group_size: int, local_bytes: float) -> float: ...
+
+    def seconds(self, op: str, mesh: Mesh, axes: Sequence[str], local_bytes: float) -> float: ...
+
+    def bandwidth_of(self, mesh: Mesh, axis: str) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStep:
+    """One step of a peer's plan; bytes (received per device) and seconds are those of the largest piece."""
+
+    kind: str
+    axes: tuple[str, ...]
+    target: Layout
+    text: str
+    bytes_received: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPlan:
+    """What one variant of the peer would do; with a `refusal` there are no steps, and it says why.
+
+    `peak_bytes` is the most that the input and output of one step hold on a device. `is_sound`: no reduction runs while
+    an axis is replicated that was not in the source, so that replicas are equal to the bit.
+    """
+
+    variant: str
+    steps: tuple[PeerStep, ...] = ()
+    seconds: float = 0.0
+    bytes_received: float = 0.0
+    peak_bytes: int = 0
+    is_sound: bool = True
+    refusal: str = ""
+
+
+class _Refused(Exception):
+    """Why a peer has no plan."""
+
+
+def peer_plans(
+    source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype, profile: Profile
+) -> tuple[PeerPlan, ...]:
+    """The plan of every variant, in the order of VARIANTS, under the cost model of `profile`."""
+    found = []
+    for name, graph, merged in VARIANTS:
+        try:
+            question = Question.of(source, target, tuple(shape), dtype, profile)
+            found.append(_priced(name, question, question.transforms(graph=graph, merged=merged), profile))
+        except _Refused as refused:
+            found.append(PeerPlan(name, refusal=str(refused)))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A redistribution as DTensor's planners are asked for it."""
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mesh: DeviceMesh
+    before: DTensorSpec
+    after: DTensorSpec
+    devices_per_host: int
+
+    @staticmethod
+    def of(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype, profile: Profile) -> Question:
+        """Raises _Refused where DTensor's public API would."""
+        if source.mesh != target.mesh:
+            raise _Refused("DTensor does not redistribute from one mesh to another")
+        if not source.mesh.axis_names:
+            raise _Refused("a DeviceMesh has at least one axis")
+        added = [p for p in target.partial if p not in source.partial]
+        if added:
+            raise _Refused(f"DTensor makes no value partial ({', '.join(f'{op}: {axis}' for axis, op in added)})")
+        ops = {"sum" if op == "avg" else op for _, op in source.partial}
+        if len(ops) > 1:
+            raise _Refused(f"DTensor has no value that is partial with several reduce ops ({', '.join(sorted(ops))})")
+        placements = [_placements(layout, shape) for layout in (source, target)]
+        mesh = _bare_device_mesh(source.mesh)
+        strides = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
+        meta = TensorMeta(torch.Size(shape), strides, dtype)
+        before, after = (DTensorSpec(mesh, those, tensor_meta=meta) for those in placements)
+        return Question(source, target, shape, dtype, mesh, before, after, _devices_per_host(source.mesh, profile))
+
+    def transforms(self, *, graph: bool, merged: bool) -> list[Any]:
+        """The steps as DTensor lists them (_TransformInfo). Greedy falls back to the graph as DTensor does, where an
+        order of axes is not that of the mesh."""
+        planner_type = getattr(_redistribute, "DTensorRedistributePlanner", None)
+        if planner_type is None:
+            raise _Refused(f"torch {torch.__version__} has no DTensorRedistributePlanner")
+        planner = planner_type(self.mesh, self.before.tensor_meta)
+        self._tell_hosts(planner)
+        ordered = all(_in_mesh_order(layout) for layout in (self.source, self.target))
+        if graph or not ordered:
+            infos = planner.generate_graph_based_transform_infos(self.before, self.after, self.shape)
+        else:
+            infos = planner.generate_greedy_transform_infos(self.before, self.after)
+        if not merged:
+            return list(infos)
+        merge = getattr(_redistribute, "_optimize_transform_infos", None)
+        if merge is None:
+            raise _Refused(f"torch {torch.__version__} does not merge steps over flattened mesh dims")
+        with _quiet():
+            return list(merge(infos, self.mesh, self.before.placements, self.after.placements))
+
+    def _tell_hosts(self, planner: Any) -> None:
+        """Let the planner price steps for hosts of so many devices; by itself it takes the number of devices that this
+        process sees, which on a machine without accelerators is 1. Nothing where this torch prices in another way."""
+        price = getattr(_collective_utils, "_compute_placement_transition_cost", None)
+        if price is None:
+            return
+        sizes = self.source.mesh.shape
+        inside = [prod(sizes[dim:]) <= self.devices_per_host for dim in range(len(sizes))]
+        links = [_WITHIN_HOST if is_inside else _BETWEEN_HOSTS for is_inside in inside]
+        hosts = _collective_utils.MeshTopoInfo(self.mesh, [*sizes], [gb for gb, _ in links], [us for _, us in links])
+        total = self.dtype.itemsize * prod(self.shape) / 2**30
+
+        def cost(before: Any, after: Any) -> float:
+            pairs = list(zip(before.placements, after.placements, strict=True))
+            dim = next(dim for dim, (old, new) in enumerate(pairs) if old != new)
+            held = total / prod(size for size, (old, _) in zip(sizes, pairs, strict=True) if old.is_shard())
+            return float(price(*pairs[dim], hosts, dim, held)[0])
+
+        planner.cost_function = cost
+
+
+def _devices_per_host(mesh: Mesh, profile: Profile) -> int:
+    """The size of the innermost axes that are faster than the slowest; all devices where none is."""
+    speeds = [profile.bandwidth_of(mesh, axis) for axis in mesh.axis_names]
+    slow = [dim for dim, speed in enumerate(speeds) if speed == min(speeds)]
+    return prod(mesh.shape[slow[-1] + 1 :]) if len(slow) < len(speeds) else mesh.num_devices
+
+
+def _placements(layout: Layout, shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    try:
+        return placements_from_layout(layout, shape)
+    except LayoutError as error:
+        raise _Refused(error.what) from None
+
+
+def _in_mesh_order(layout: Layout) -> bool:
+    """Whether each dim is cut in mesh order, as far as DTensor sees: by all axes, those of size 1 too."""
+    return all(list(dim.axes) == sorted(dim.axes, key=layout.mesh.axis_index) for dim in layout.dims)
+
+
+@lru_cache(maxsize=64)
+def _bare_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """A DeviceMesh as its first device sees it, without process groups, with every set of axes flattened."""
+    ranks = torch.tensor(mesh.devices, dtype=torch.int, device="cpu").reshape(mesh.shape)
+    options: dict[str, Any] = {"_init_backend": False, "_rank": mesh.devices[0]}
+    try:
+        made = DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axis_names, **options)
+    except TypeError:
+        raise _Refused(f"torch {torch.__version__} makes no DeviceMesh without process groups") from None
+    for count in range(2, len(mesh.axis_names) + 1):
+        for axes in combinations(mesh.axis_names, count):
+            _flatten(made, axes)
+    return made
+
+
+def _flatten(mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+    """Let the merging find the axes flattened: it looks for the layout of the flattened mesh and for nothing else
+    (`_get_flattened_mesh_by_layout_impl`). Nothing where this torch looks elsewhere: then nothing is merged."""
+    try:
+        cut: Any = mesh._get_slice_mesh_layout(axes)
+        found: Any = SimpleNamespace(_layout=type(cut)([cut.collapse()]))
+        mesh._flatten_mapping["_".join(axes)] = found
+    except (AttributeError, TypeError):
+        return
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that steps could not be merged: the plan shows it."""
+    logger: logging.Logger = _redistribute.logger
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _priced(name: str, question: Question, infos: Sequence[Any], profile: Profile) -> PeerPlan:
+    layout, start, mesh = question.source, question.source, question.source.mesh
+    steps, peak, sound = [], _bytes(question, layout), True
+    for info in infos:
+        dims = getattr(info, "original_mesh_dims", (info.mesh_dim,))
+        axes = tuple(mesh.axis_names[dim] for dim in dims)
+        before, after = info.src_dst_placements
+        kind = _KINDS.get((_word(before), _word(after)))
+        if kind is None:
+            raise _Refused(f"DTensor does not go from {before} to {after} over {','.join(axes)}")
+        if kind in _REDUCTIONS and _newly_replicated(layout, start):
+            sound = False
+        held = _bytes(question, layout)
+        layout = _applied(layout, axes, after)
+        peak = max(peak, held + _bytes(question, layout))
+        received = profile.bytes_received(kind, mesh.flat_size(axes), held)
+        text = _text(kind, axes, before, after)
+        steps.append(PeerStep(kind, axes, layout, text, received, profile.seconds(kind, mesh, axes, held)))
+    assert layout.normalized(question.shape) == question.target.normalized(question.shape), "a step was misread"
+    seconds, total = sum(step.seconds for step in steps), sum(step.bytes_received for step in steps)
+    return PeerPlan(name, tuple(steps), seconds, total, peak, sound)
+
+
+def _bytes(question: Question, layout: Layout) -> int:
+    """Bytes of the largest piece."""
+    return question.dtype.itemsize * prod(layout.local_shape(question.shape))
+
+
+def _newly_replicated(layout: Layout, start: Layout) -> bool:
+    fresh = set(layout.replicated_axes) - set(start.replicated_axes)
+    return any(layout.mesh.size(axis) > 1 for axis in fresh)
+
+
+def _word(placement: Any) -> str:
+    if placement.is_partial():
+        return "partial"
+    return "replicate" if placement.is_replicate() else "shard" if placement.is_shard() else type(placement).__name__
+
+
+def _applied(layout: Layout, axes: tuple[str, ...], after: Any) -> Layout:
+    """The layout when `axes` have the placement `after`: those that begin to cut a dim become its innermost."""
+    dims = tuple(DimSharding(tuple(axis for axis in dim.axes if axis not in axes), dim.unit) for dim in layout.dims)
+    partial = tuple(p for p in layout.partial if p[0] not in axes)
+    if after.is_partial():
+        partial = (*partial, *((axis, after.reduce_op) for axis in axes))
+    rest = Layout(layout.mesh, dims, partial)
+    if not after.is_shard():
+        return rest
+    dim = rest.dims[after.dim]
+    return rest.with_dim(after.dim, replace(dim, axes=(*dim.axes, *axes)))
+
+
+def _text(kind: str, axes: tuple[str, ...], before: Any, after: Any) -> str:
+    over = ",".join(axes)
+    return {
+        "all_reduce": lambda: f"all_reduce({before.reduce_op}) over {over}",
+        "reduce_scatter": lambda: f"reduce_scatter({before.reduce_op}) over {over} onto dim {after.dim}",
+        "all_gather": lambda: f"all_gather dim {before.dim} over {over}",
+        "all_to_all": lambda: f"all_to_all over {over} from dim {before.dim} onto dim {after.dim}",
+        "slice": lambda: f"slice dim {after.dim} over {over}",
+        "to_partial": lambda: f"to_partial({after.reduce_op}) over {over}",
+    }[kind]()
