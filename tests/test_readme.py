@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.models import hugging_face
 from typer.testing import CliRunner
 
+import meshweave as mw
 from meshweave.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
     model, batch, _ = hugging_face("llama", batch=4, heads=4)
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"model": model, "batch": batch, "loader": [batch, batch]}
@@ -28,11 +31,20 @@ def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "all_gather" in capsys.readouterr().out
 
 
+def test_the_block_on_moves_runs() -> None:
+    _, block = re.findall(r"```python\n(.*?)```", README, re.S)
+    mesh = mw.Mesh("a=4,b=8")
+    ends = {name: mw.Layout.parse(text, mesh) for name, text in (("source", "[{}, {b}]"), ("target", "[{b,a}, {}]"))}
+    scope: dict[str, Any] = {"mw": mw, "torch": torch, **ends}
+    exec(block, scope)
+    assert 0 < scope["plan"].lower_bound_seconds <= scope["plan"].seconds
+
+
 # The check is run by tests/test_cli.py.
-@pytest.mark.parametrize("line", re.findall(r"^meshweave ((?:plan|run) .*?)\s*(?:#.*)?$", README, re.M))
+@pytest.mark.parametrize("line", re.findall(r"^meshweave ((?:plan|run|move) .*?)\s*(?:#.*)?$", README, re.M))
 def test_command_lines_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [str(ROOT / w) if w.startswith("examples/") else w.replace("20", "2") for w in line.split()]
+    words = [str(ROOT / w) if w.startswith("examples/") else w.replace("20", "2") for w in shlex.split(line)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
 

@@ -126,7 +126,7 @@ def must_cross(source: Layout, target: Layout, shape: Sequence[int]) -> Crossing
 
 
 def _between_meshes(request: Request) -> float:
-    """A start-up, and the longer of two: what must enter the target's mesh goes over as many links as there are, and what
+    """A start-up, and the longer of two: what must enter the target's mesh goes over as many links as there are; what
     a device needs and does not hold comes over the fastest link that it has."""
     source, target, profile = request.source, request.target, request.profile
     crossing = must_cross(source, target, request.shape)

@@ -117,7 +117,9 @@ def plan_move(
     memory_cap_bytes: int | None = None,
     order: Order = "sound",
 ) -> MovePlan:
-    """The cheapest plan under `profile` among all sequences of steps, each over any set of axes.
+    """The cheapest plan under `profile` among all sequences of steps, each over any set of axes, in any order.
+
+    (Where more than four axes have to do with the move: in the order of the target.)
 
     `memory_cap_bytes` is a hard bound on the input and output of every step on a device; without it no step holds more
     than twice the larger of the source's and the target's pieces (or, where uneven pieces leave no such plan, the least

@@ -64,10 +64,15 @@ class Space:
     Where everything divides evenly (`extents` is None) it is the same for all shapes, and the size of a state is the
     number of its pieces; else that is the number of elements of its largest piece. What a step may do depends on the
     move too: reductions, pads and spreads are listed for all axes that they are possible for, for the search to choose.
+
+    Axes go to a dim in every order; with `goal` (the cuts of the target) only in the order that they have there, those
+    that the target does not have on that dim last. Then there is a graph for each target, far smaller.
     """
 
-    def __init__(self, sizes: tuple[int, ...], num_dims: int, extents: tuple[Extent, ...] | None) -> None:
-        self.sizes, self.num_dims, self.extents = sizes, num_dims, extents
+    def __init__(
+        self, sizes: tuple[int, ...], extents: tuple[Extent, ...] | None, goal: tuple[Axes, ...] | None
+    ) -> None:
+        self.sizes, self.extents, self.goal = sizes, extents, goal
         self.states: list[State] = []
         self._numbers: dict[State, int] = {}
         self._moves: dict[int, list[Fan]] = {}
@@ -129,8 +134,7 @@ class Space:
         """Every way to become partial over replicated axes: one device of each group keeps the value."""
         if number not in self._spreads:
             state = self.states[number]
-            free = _axes_of(self.replicated(state))
-            some = (axes for count in range(1, len(free) + 1) for axes in combinations(free, count))
+            some = _subsets(_axes_of(self.replicated(state)))
             edges = (
                 (Edge("to_partial", axes), bits(axes), state._replace(gone=state.gone | bits(axes))) for axes in some
             )
@@ -168,10 +172,10 @@ class Space:
 
     def _slices(self, state: State) -> Iterator[tuple[Edge, int, State]]:
         free = _axes_of(self.replicated(state))
-        for count in range(1, len(free) + 1):
-            for axes in permutations(free, count):
-                for d, cut in enumerate(state.cuts):
-                    yield Edge("slice", axes, d), 0, self._with(state, d, (*cut, *axes))
+        for axes in _subsets(free):
+            for d, cut in enumerate(state.cuts):
+                for order in self._orders(axes, d):
+                    yield Edge("slice", order, d), 0, self._with(state, d, (*cut, *order))
 
     def _gathers(self, state: State) -> Iterator[tuple[Edge, int, State]]:
         for d, kept, axes in _suffixes(state):
@@ -182,7 +186,7 @@ class Space:
             popped, mask = self._with(state, d, kept), bits(axes)
             for e, cut in enumerate(state.cuts):
                 if e != d:
-                    for order in permutations(axes):
+                    for order in self._orders(axes, e):
                         yield Edge("all_to_all", axes, d, e, order), mask, self._with(popped, e, (*cut, *order))
 
     def _permutes(self, state: State) -> Iterator[tuple[Edge, int, State]]:
@@ -196,23 +200,23 @@ class Space:
             if mask:
                 yield Edge("permute", _axes_of(mask)), mask, State(cuts, state.gone)
 
-    def _arrangements(self, wanted: list[int], usable: int) -> Iterator[tuple[Axes, ...]]:
-        """Every way to cut the dims into the wanted numbers of pieces."""
-        if not wanted:
-            yield ()
-            return
-        for cut in self._sequences(wanted[0], usable):
-            for rest in self._arrangements(wanted[1:], usable & ~bits(cut)):
-                yield (cut, *rest)
+    def _orders(self, axes: Axes, d: int) -> Iterable[Axes]:
+        """The orders in which axes may go to dim d."""
+        if self.goal is None:
+            return permutations(axes)
+        first = self.goal[d]
+        return (tuple(sorted(axes, key=lambda axis: (first.index(axis) if axis in first else len(first), axis))),)
 
-    def _sequences(self, flat: int, usable: int) -> Iterator[Axes]:
-        if flat == 1:
+    def _arrangements(self, wanted: list[int], usable: int, d: int = 0) -> Iterator[tuple[Axes, ...]]:
+        """Every way to cut the dims from d on into the wanted numbers of pieces."""
+        if d == len(wanted):
             yield ()
             return
-        for axis in _axes_of(usable):
-            if flat % self.sizes[axis] == 0:
-                for rest in self._sequences(flat // self.sizes[axis], usable & ~(1 << axis)):
-                    yield (axis, *rest)
+        for axes in _subsets(_axes_of(usable)) if wanted[d] > 1 else [()]:
+            if prod(self.sizes[axis] for axis in axes) == wanted[d]:
+                for cut in self._orders(axes, d):
+                    for rest in self._arrangements(wanted, usable & ~bits(cut), d + 1):
+                        yield (cut, *rest)
 
     def _changed(self, before: Axes, after: Axes) -> int:
         """The axes in which two cuts into as many pieces differ, aligned block by aligned block."""
@@ -230,15 +234,13 @@ class Space:
         return mask
 
     def _reduces(self, state: State) -> Iterator[tuple[Edge, int, State]]:
-        partial = _axes_of(state.gone)
-        for count in range(1, len(partial) + 1):
-            for axes in combinations(partial, count):
-                mask = bits(axes)
-                rest = state._replace(gone=state.gone & ~mask)
-                yield Edge("all_reduce", axes), mask, rest
-                for d, cut in enumerate(state.cuts):
-                    for order in permutations(axes):
-                        yield Edge("reduce_scatter", order, d), mask, self._with(rest, d, (*cut, *order))
+        for axes in _subsets(_axes_of(state.gone)):
+            mask = bits(axes)
+            rest = state._replace(gone=state.gone & ~mask)
+            yield Edge("all_reduce", axes), mask, rest
+            for d, cut in enumerate(state.cuts):
+                for order in self._orders(axes, d):
+                    yield Edge("reduce_scatter", order, d), mask, self._with(rest, d, (*cut, *order))
 
     def _opens(self, state: State) -> Iterator[tuple[Edge, int, State]]:
         for d, kept, axes in _suffixes(state):
@@ -257,6 +259,11 @@ def _axes_of(mask: int) -> Axes:
     return tuple(axis for axis in range(mask.bit_length()) if mask >> axis & 1)
 
 
+def _subsets(axes: Axes) -> Iterator[Axes]:
+    """Every part of the axes but the empty one."""
+    return (some for count in range(1, len(axes) + 1) for some in combinations(axes, count))
+
+
 def _suffixes(state: State) -> Iterator[tuple[int, Axes, Axes]]:
     """(dim, the axes that stay, the innermost axes) for every way to take axes off a dim."""
     for d, cut in enumerate(state.cuts):
@@ -265,5 +272,7 @@ def _suffixes(state: State) -> Iterator[tuple[int, Axes, Axes]]:
 
 
 @lru_cache(maxsize=256)
-def space_of(sizes: tuple[int, ...], num_dims: int, extents: tuple[Extent, ...] | None) -> Space:
-    return Space(sizes, num_dims, extents)
+def space_of(
+    sizes: tuple[int, ...], num_dims: int, extents: tuple[Extent, ...] | None, goal: tuple[Axes, ...] | None
+) -> Space:
+    return Space(sizes, extents, goal)

@@ -17,6 +17,10 @@ from meshweave.movement.search import Link, Order, Problem, cheapest, least_peak
 from meshweave.movement.space import Axes, Edge, Extent, State, bits, space_of
 from meshweave.movement.steps import REDUCTIONS, Step, apply
 
+# With more axes in play than this, they go to a dim only in the order in which the target has them there: six axes make
+# 13,699 layouts of a matrix, with some thousand steps from each.
+_MANY_AXES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -225,7 +229,12 @@ class Search:
             for op in dict.fromkeys(op for _, op in ops.added)
         ]
         start = State(cuts[0], pending, old)
-        space = space_of(tuple(sizes[a] for a in axes), len(shape), None if even else tuple(extents))
+        space = space_of(
+            tuple(sizes[axis] for axis in axes),
+            len(shape),
+            None if even else tuple(extents),
+            cuts[1] if len(axes) > _MANY_AXES else None,
+        )
         replicated = space.replicated(start)
         if pending and request.order == "strict":  # a replicated axis may become partial, to be reduced with the others
             pending, added = pending | replicated, [mask & ~replicated for mask in added]
