@@ -271,7 +271,7 @@ def _suffixes(state: State) -> Iterator[tuple[int, Axes, Axes]]:
             yield d, cut[:kept], cut[kept:]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def space_of(
     sizes: tuple[int, ...], num_dims: int, extents: tuple[Extent, ...] | None, goal: tuple[Axes, ...] | None
 ) -> Space:
