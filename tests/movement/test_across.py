@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layouts import all_layouts
 
 from meshweave.errors import LayoutError, VerifyError
 from meshweave.hardware import AlphaBeta
@@ -127,17 +128,6 @@ PAIRS = {
     "whole to part": (Mesh("a=2,b=2"), Mesh("a=2,b=2")["a"][1]),
     "part to whole": (Mesh("a=2,b=2")["b"][1], Mesh("a=2,b=2")),
 }
-
-
-def all_layouts(mesh: Mesh, num_dims: int) -> list[Layout]:
-    """Every layout over sum: each axis shards a dim at some depth, is partial or replicated."""
-    made = []
-    for uses in itertools.product([*range(num_dims), "sum", "replicated"], repeat=len(mesh.axis_names)):
-        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(num_dims)]
-        partial = {a: "sum" for a, use in zip(mesh.axis_names, uses, strict=True) if use == "sum"}
-        for order in itertools.product(*map(itertools.permutations, axes)):
-            made.append(Layout.of(mesh, num_dims, dict(enumerate(order)), partial))
-    return made
 
 
 def check(source: Layout, target: Layout, shape: tuple[int, ...], profile: AlphaBeta) -> MovePlan:

@@ -1,11 +1,11 @@
 """arrange: moves go past casts, views and sums where less moves, are shared, and mean what they meant."""
 
-import itertools
 import random
 from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.layouts import all_layouts
 from torch import fx, nn
 
 import meshweave as mw
@@ -175,16 +175,6 @@ def test_ops_that_are_not_linear_keep_their_operands_whole() -> None:
     g = Placed()
     x, y = (g.move(g.input("[{}, {}] partial(sum: b)"), "[{}, {}]") for _ in range(2))
     assert arranged(g.done(g.op(aten.maximum.default, Spec(SHAPE, torch.float32), x, y)))[-1] == "maximum"
-
-
-def all_layouts(mesh: Mesh, num_dims: int) -> list[Layout]:
-    made = []
-    for uses in itertools.product([*range(num_dims), "sum", "replicated"], repeat=len(mesh.axis_names)):
-        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(num_dims)]
-        partial = {a: "sum" for a, use in zip(mesh.axis_names, uses, strict=True) if use == "sum"}
-        for order in itertools.product(*map(itertools.permutations, axes)):
-            made.append(Layout.of(mesh, num_dims, dict(enumerate(order)), partial))
-    return made
 
 
 def elements(node: fx.Node, shape: tuple[int, ...]) -> int:

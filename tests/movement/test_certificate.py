@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from tests.layouts import all_layouts
 
 from meshweave.errors import LayoutError
 from meshweave.hardware import AlphaBeta
@@ -43,22 +44,12 @@ def test_simple_moves_reach_their_bound(source: str, target: str) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 16), (9, 6), (5, 1)])
 def test_no_plan_beats_its_bound(shape: tuple[int, ...]) -> None:
-    layouts = _layouts(Mesh("a=2,b=3"), 2)
+    layouts = all_layouts(Mesh("a=2,b=3"), 2)
     profile = AlphaBeta(1e-6, {"a": 1e6, "b": 8e6})
     for source, target in random.Random(0).sample(list(itertools.product(layouts, layouts)), 150):
         made = plan_move(source, target, shape, torch.float32, profile)
         assert made.lower_bound_seconds <= made.seconds * (1 + 1e-9)
         assert (made.lower_bound_seconds == 0) == (made.seconds == 0) or made.lower_bound_seconds == 0
-
-
-def _layouts(mesh: Mesh, num_dims: int) -> list[Layout]:
-    made = []
-    for uses in itertools.product([*range(num_dims), "sum", "replicated"], repeat=len(mesh.axis_names)):
-        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(num_dims)]
-        partial = {a: "sum" for a, use in zip(mesh.axis_names, uses, strict=True) if use == "sum"}
-        for order in itertools.product(*map(itertools.permutations, axes)):
-            made.append(Layout.of(mesh, num_dims, dict(enumerate(order)), partial))
-    return made
 
 
 def test_between_meshes_what_no_device_of_the_target_holds_must_enter_it() -> None:
@@ -81,7 +72,7 @@ def test_between_meshes_what_no_device_of_the_target_holds_must_enter_it() -> No
 
 def test_the_default_bound_is_twice_the_larger_piece() -> None:
     """To reorder by gathering everything would be as fast for a small value, and take four times the memory."""
-    for source, target in itertools.product(_layouts(MESH, 2), repeat=2):
+    for source, target in itertools.product(all_layouts(MESH, 2), repeat=2):
         made = plan_move(source, target, (512, 512), torch.float32, PROFILE)
         sizes = [4 * torch.Size(layout.local_shape((512, 512))).numel() for layout in (source, target)]
         assert made.peak_bytes <= 2 * max(sizes)
@@ -90,7 +81,7 @@ def test_the_default_bound_is_twice_the_larger_piece() -> None:
 def test_a_cap_is_kept_and_the_error_names_the_least_that_has_a_plan() -> None:
     """One byte less has no plan; the least has one, which may be slower."""
     tight = 0
-    for source, target in random.Random(1).sample(list(itertools.permutations(_layouts(MESH, 2), 2)), 60):
+    for source, target in random.Random(1).sample(list(itertools.permutations(all_layouts(MESH, 2), 2)), 60):
         with pytest.raises(LayoutError, match="no plan keeps to the memory cap") as error:
             plan_move(source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=1)
         least = int(re.search(r"allow (\d+) bytes", str(error.value))[1])  # type: ignore[index]
@@ -117,7 +108,7 @@ def test_a_cap_holds_between_meshes_too() -> None:
 
 def test_uneven_pieces_may_need_more_than_the_default_bound() -> None:
     """Then the plan is the cheapest under the least bound that has one."""
-    for source, target in itertools.product(_layouts(Mesh("a=2,b=3"), 1), repeat=2):
+    for source, target in itertools.product(all_layouts(Mesh("a=2,b=3"), 1), repeat=2):
         replay(plan_move(source, target, (5,), torch.float32, AlphaBeta()), (5,))
 
 
@@ -125,7 +116,7 @@ def test_uneven_pieces_may_need_more_than_the_default_bound() -> None:
 
 
 def test_alternatives_are_plans_that_cost_more_or_break_a_rule() -> None:
-    for source, target in random.Random(2).sample(list(itertools.product(_layouts(MESH, 2), repeat=2)), 40):
+    for source, target in random.Random(2).sample(list(itertools.product(all_layouts(MESH, 2), repeat=2)), 40):
         made = plan_move(source, target, LARGE, torch.float32, PROFILE)
         found = made.alternatives(100)
         assert [one.seconds for one in found] == sorted(one.seconds for one in found)
@@ -137,7 +128,7 @@ def test_alternatives_are_plans_that_cost_more_or_break_a_rule() -> None:
 
 
 def test_a_faster_plan_that_needs_more_memory_is_shown_with_what_it_needs() -> None:
-    for source, target in itertools.product(_layouts(Mesh("a=2,b=2"), 2), repeat=2):
+    for source, target in itertools.product(all_layouts(Mesh("a=2,b=2"), 2), repeat=2):
         made = plan_move(source, target, (64, 64), torch.float32, PROFILE)
         for one in made.alternatives(10):
             if one.why.startswith("needs"):

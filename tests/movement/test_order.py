@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.layouts import all_layouts
 
 from meshweave.errors import LayoutError
 from meshweave.hardware import AlphaBeta
@@ -99,17 +100,7 @@ def _added(parts: list[Array], seed: tuple[int, ...]) -> Array:
 
 
 def partial_sources(mesh: Mesh) -> list[Layout]:
-    return [layout for layout in _layouts(mesh) if layout.partial]
-
-
-def _layouts(mesh: Mesh) -> list[Layout]:
-    made = []
-    for uses in itertools.product([0, 1, "sum", "replicated"], repeat=len(mesh.axis_names)):
-        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(2)]
-        partial = {a: "sum" for a, use in zip(mesh.axis_names, uses, strict=True) if use == "sum"}
-        for order in itertools.product(*map(itertools.permutations, axes)):
-            made.append(Layout.of(mesh, 2, dict(enumerate(order)), partial))
-    return made
+    return [layout for layout in all_layouts(mesh, 2) if layout.partial]
 
 
 @pytest.mark.parametrize("order", ["sound", "strict"])
@@ -119,7 +110,7 @@ def test_replicas_have_the_same_bits(spec: str, count: int | None, alpha: float,
     """Strict plans whatever order a group adds in; sound ones where groups that the source makes twins add alike."""
     mesh, profile = Mesh(spec), AlphaBeta(alpha, dict(PROFILE.bandwidth))  # type: ignore[arg-type]
     shape = (mesh.num_devices,) * 2
-    pairs = list(itertools.product(partial_sources(mesh), _layouts(mesh)))
+    pairs = list(itertools.product(partial_sources(mesh), all_layouts(mesh, 2)))
     for source, target in random.Random(0).sample(pairs, count) if count else pairs:
         devices = Devices(source, shape, source.replicated_axes if order == "sound" else ())
         made = plan_move(source, target, shape, torch.float32, profile, order=order)
@@ -157,7 +148,7 @@ def test_an_unsound_order_of_reductions_shows() -> None:
 
 def test_a_plan_in_any_order_may_be_cheaper_and_is_never_dearer() -> None:
     mesh = Mesh("a=2,b=4")
-    for source, target in itertools.product(partial_sources(mesh), _layouts(mesh)):
+    for source, target in itertools.product(partial_sources(mesh), all_layouts(mesh, 2)):
         seconds = [
             plan_move(source, target, (512, 512), torch.float32, PROFILE, order=order).seconds
             for order in ("any", "sound", "strict")

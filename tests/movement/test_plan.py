@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layouts import all_layouts
 
 from meshweave.errors import LayoutError, MeshweaveError
 from meshweave.hardware import AlphaBeta
@@ -207,17 +208,6 @@ GOLDENS = [
 @pytest.mark.parametrize(("move", "text"), GOLDENS)
 def test_text(move: tuple[Any, ...], text: str) -> None:
     assert f"\n{plan(*move)}\n" == text
-
-
-def all_layouts(mesh: Mesh, num_dims: int) -> list[Layout]:
-    """Every layout over sum: each axis shards a dim at some depth, is partial or replicated."""
-    made = []
-    for uses in itertools.product([*range(num_dims), "sum", "replicated"], repeat=len(mesh.axis_names)):
-        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(num_dims)]
-        partial = {a: "sum" for a, use in zip(mesh.axis_names, uses, strict=True) if use == "sum"}
-        for order in itertools.product(*map(itertools.permutations, axes)):
-            made.append(Layout.of(mesh, num_dims, dict(enumerate(order)), partial))
-    return made
 
 
 @pytest.mark.parametrize(("spec", "shape"), [("a=2,b=2", (8, 8)), ("a=2,b=3", (7, 2)), ("a=2,b=2", (5,))])

@@ -6,10 +6,11 @@ The default run takes a seeded sample; `-m slow` takes all pairs.
 from __future__ import annotations
 
 import random
-from itertools import permutations, product
+from itertools import product
 
 import pytest
 import torch
+from tests.layouts import all_layouts
 from tests.steps import Chain, check
 
 from meshweave.hardware import AlphaBeta
@@ -33,17 +34,6 @@ SLOW, FREE = (
 ORDERS: list[Order] = ["sound", "sound", "sound", "strict", "any"]
 
 
-def layouts(mesh: Mesh, op: str) -> list[Layout]:
-    """Every layout of a matrix: an axis cuts a dim at some depth, is partial, or replicated."""
-    made = []
-    for uses in product([0, 1, "partial", "replicated"], repeat=len(mesh.axis_names)):
-        axes = [[a for a, use in zip(mesh.axis_names, uses, strict=True) if use == d] for d in range(2)]
-        partial = {a: op for a, use in zip(mesh.axis_names, uses, strict=True) if use == "partial"}
-        for order in product(*map(permutations, axes)):
-            made.append(Layout.of(mesh, 2, dict(enumerate(order)), partial))
-    return made
-
-
 def run(mesh: Mesh, shape: tuple[int, ...], pairs: list[tuple[Layout, Layout]]) -> None:
     """With start-up times (few, merged steps) and without (many, small ones) in turn, and in every order."""
     for number, (source, target) in enumerate(pairs):
@@ -57,7 +47,7 @@ def run(mesh: Mesh, shape: tuple[int, ...], pairs: list[tuple[Layout, Layout]]) 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_sample_of_all_pairs(name: str, shape: str) -> None:
     mesh = MESHES[name]
-    pairs = list(product(layouts(mesh, "sum"), repeat=2))
+    pairs = list(product(all_layouts(mesh, 2), repeat=2))
     run(mesh, SHAPES[shape], random.Random(f"{name} {shape}").sample(pairs, 40))
 
 
@@ -66,12 +56,12 @@ def test_a_sample_of_all_pairs(name: str, shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", MESHES)
 def test_all_pairs(name: str, shape: str) -> None:
-    run(MESHES[name], SHAPES[shape], list(product(layouts(MESHES[name], "sum"), repeat=2)))
+    run(MESHES[name], SHAPES[shape], list(product(all_layouts(MESHES[name], 2), repeat=2)))
 
 
 @pytest.mark.parametrize("source_op", ["max", "min", "avg"])
 def test_other_reductions(source_op: str) -> None:
     """To every layout that is partial by sum; an average of whole numbers over 2 and 4 is exact."""
     mesh = MESHES["2x2"]
-    sources = [layout for layout in layouts(mesh, source_op) if layout.partial]
-    run(mesh, (7, 5), list(product(sources, layouts(mesh, "sum"))))
+    sources = [layout for layout in all_layouts(mesh, 2, source_op) if layout.partial]
+    run(mesh, (7, 5), list(product(sources, all_layouts(mesh, 2))))

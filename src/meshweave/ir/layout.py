@@ -203,7 +203,7 @@ class Layout:
         """Device id -> the box it holds. Along replicated and partial axes devices hold the same box."""
         self.check_rank(shape)
         mesh, made = self.mesh, dict[tuple[int, ...], Box]()
-        spans = [self._spans(d, size) for d, size in enumerate(shape)]
+        spans = [self.spans(d, size) for d, size in enumerate(shape)]
         numbers = [0] * mesh.num_devices, *(self._numbers(d) for d in range(len(shape)))
         found = {}
         for device, (_, *key) in zip(mesh.devices, zip(*numbers, strict=True), strict=True):
@@ -214,7 +214,7 @@ class Layout:
             found[device] = made[at]
         return found
 
-    def _spans(self, d: int, size: int) -> list[tuple[int, int]]:
+    def spans(self, d: int, size: int) -> list[tuple[int, int]]:
         """Offset and size of the pieces of dim d, the outermost axis slowest."""
         parts, unit = self.parts(d), self.dims[d].unit
         return [nested_chunk(size, list(zip(parts, index, strict=True)), unit) for index in product(*map(range, parts))]

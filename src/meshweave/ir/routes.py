@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import product
 
 import numpy as np
 
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import Layout
-from meshweave.ir.pieces import Box, nested_chunk
+from meshweave.ir.pieces import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,7 @@ def _tiles(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[t
     """Every box that a piece of the source and one of the target have in common, with the numbers of these pieces."""
     tiles: Iterable[_Tile] = [(0, 0, (), ())]
     for d, size in enumerate(shape):
-        tiles = _cut(tiles, _spans(source, d, size), _spans(target, d, size))
+        tiles = _cut(tiles, source.spans(d, size), target.spans(d, size))
     return ((piece, wanted, Box(offset, size)) for piece, wanted, offset, size in tiles)
 
 
@@ -168,15 +167,6 @@ def _cut(tiles: Iterable[_Tile], before: list[_Span], after: list[_Span]) -> Ite
     """The tiles cut along one more dim, which the source has in pieces `before` and the target in pieces `after`."""
     overlaps, m, n = _overlaps(before, after), len(before), len(after)
     return ((p * m + i, w * n + j, (*lo, o), (*to, s)) for p, w, lo, to in tiles for i, j, o, s in overlaps)
-
-
-def _spans(layout: Layout, d: int, size: int) -> list[_Span]:
-    """The spans of dim d that the axes cut out, the outermost axis slowest, so that their offsets ascend."""
-    parts, unit = layout.parts(d), layout.dims[d].unit
-    return [
-        nested_chunk(size, list(zip(parts, index, strict=True)), unit)
-        for index in product(*(range(count) for count in parts))
-    ]
 
 
 def _overlaps(before: list[_Span], after: list[_Span]) -> list[tuple[int, int, int, int]]:
