@@ -81,7 +81,8 @@ class _Arranger:
         if any(one is None for one in pulled) or not isinstance(node.meta["layout"], Layout):
             return
         layouts = [one.layout for one in pulled if one is not None]
-        option = _on(node, layouts) if len({layout.mesh for layout in layouts}) == 1 else None
+        meshes = {layout.mesh for layout in (*layouts, node.meta["layout"])}
+        option = _on(node, layouts) if len(meshes) == 1 else None  # an op stays on its devices
         if option is None:
             return
         cost = self.price(option.results[0], node.meta["layout"], spec_of(node))
