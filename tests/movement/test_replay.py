@@ -1,10 +1,14 @@
 """replay: it passes what the planner makes, and fails whatever is changed in it."""
 
+import importlib
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+import meshweave as mw
 from meshweave.errors import VerifyError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -264,3 +268,29 @@ def test_a_reduction_on_another_mesh_is_refused() -> None:
         "a value is reduced on another mesh than its own\n  where: all_reduce(sum) over dp\n"
         "  got: mesh dp=2 on [2, 3]\n  expected: mesh dp=2"
     )
+
+
+def test_compile_takes_no_plan_that_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that leaves out a step is caught, whatever it says of its layouts."""
+    compiler = importlib.import_module("meshweave.compile")
+
+    def careless(*args: Any, **kwargs: Any) -> MovePlan:
+        made = plan_move(*args, **kwargs)
+        reductions = [step for step in made.steps if step.kind == "all_reduce"]
+        return replace(made, steps=tuple(step for step in made.steps if step not in reductions))
+
+    model, x = torch.nn.Linear(4, 4), torch.randn(4, 4)
+    options: dict[str, Any] = {"loss": lambda out, batch: out.square().mean(), "example": (x,), "mesh": "dp=2"}
+    assert mw.compile(model, **options)((x,)) > 0
+    monkeypatch.setattr(compiler, "plan_move", careless)
+    with pytest.raises(VerifyError, match=r"do not keep the value|do not lead|steps end elsewhere"):
+        mw.compile(model, **options)
+
+
+def test_axes_that_no_step_touches_cost_no_time() -> None:
+    """A gather over 4 of 16,384 devices, with uneven pieces: one replay for each size that the outer axis leaves."""
+    mesh = Mesh("a=4096,b=4")
+    made = plan_move(Layout.parse("[{a,b}, {}]", mesh), Layout.parse("[{a}, {}]", mesh), (30001, 8), torch.float32)
+    began = time.perf_counter()
+    replay(made, (30001, 8))
+    assert time.perf_counter() - began < 1
