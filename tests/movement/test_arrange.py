@@ -9,6 +9,7 @@ from tests.layouts import all_layouts
 from torch import fx, nn
 
 import meshweave as mw
+from meshweave.check.completeness import check_complete
 from meshweave.hardware import AlphaBeta
 from meshweave.ir import ops
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph, op_name, origin_of, spec_of
@@ -261,3 +262,33 @@ def test_under_autocast_the_gradients_of_three_projections_are_reduced_once() ->
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x).float().square().mean().item()
     assert step((x,)) == pytest.approx(expected, rel=2e-2)
+
+
+class Rounded(nn.Module):
+    """A matmul in float32 whose result is wanted in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).bfloat16().relu()
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_a_compiled_step_reduces_after_a_cast_only_if_asked(asked: bool, dtype: str) -> None:
+    torch.manual_seed(0)
+    model, x = Rounded(), torch.randn(4, 16)
+    loss = lambda out, batch: out.float().square().mean()  # noqa: E731
+    step = mw.compile(
+        model,
+        loss=loss,
+        example=(x,),
+        mesh="tp=2",
+        plan=mw.Plan({"first.weight": "[{tp}, {}]", "second.weight": "[{}, {tp}]"}),
+        reduce_after_cast=asked,
+    )
+    check_complete(step.program.placed, step.program.roles)
+    (reduced,) = [row for row in step.explain() if row.phase == "forward" and "partial" in row.source]
+    assert reduced.value.startswith(dtype)
+    assert step((x,)) == pytest.approx(loss(model(x), None).item(), rel=1e-2 if asked else 1e-6)
