@@ -33,7 +33,7 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(sum(size for _, size in runs) for runs in self.runs)
+        return tuple([runs[0][1] if len(runs) == 1 else sum([size for _, size in runs]) for runs in self.runs])
 
     def is_piece(self, box: Box) -> bool:
         """Whether the array stands for the box, element by element in order."""
@@ -62,11 +62,11 @@ class Held:
 def join(members: Sequence[Held], dim: int) -> Held:
     """The arrays side by side along `dim`. Raises ValueError where they differ along other dims, or hold an element
     twice."""
-    first = members[0]
-    if any(other.shape[d] != first.shape[d] for other in members for d in range(len(first.runs)) if d != dim):
+    first, shapes = members[0], [held.shape for held in members]
+    if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise ValueError(f"arrays of other shapes are joined along dim {dim}")
-    filled = [held for held in members if all(held.shape)]
-    if any(held.runs[d] != filled[0].runs[d] for held in filled for d in range(len(first.runs)) if d != dim):
+    filled = [held for held, shape in zip(members, shapes, strict=True) if all(shape)]
+    if len({(*held.runs[:dim], *held.runs[dim + 1 :]) for held in filled}) > 1:
         raise ValueError(f"different elements of other dims are joined along dim {dim}")
     runs = [run for held in members for run in held.runs[dim]]
     in_order = sorted(runs)
@@ -80,6 +80,8 @@ def join(members: Sequence[Held], dim: int) -> Held:
 def unite(members: Sequence[Held]) -> Held:
     """The arrays reduced into one. Raises ValueError where they hold different elements or a contribution twice."""
     first, found = members[0], dict[Box, int]()
+    if len(members) == 1:
+        return first
     for held in members:
         if held.runs != first.runs:
             raise ValueError("the devices that reduce hold different elements")
@@ -97,6 +99,8 @@ def unite(members: Sequence[Held]) -> Held:
 
 def is_complete(held: Held, box: Box, every: int) -> bool:
     """Whether all of the contributions are there for each element of the box; none of them is there twice."""
+    if len(held.parts) == 1 and held.parts.get(box) == every:
+        return True
     inside = held.part(box)
     total = sum(one.num_elements * bits.bit_count() for one, bits in inside.items())
     return total == box.num_elements * every.bit_count() and not any(bits & ~every for bits in inside.values())
