@@ -230,6 +230,25 @@ def test_random_copies_cost_no_more_and_are_what_they_were(seed: int) -> None:
             assert elements(parent, SHAPE) <= elements(step.placeholders[0], SHAPE)
 
 
+@pytest.mark.parametrize("mesh", ["a=2", "a=3"])
+def test_a_copy_as_small_as_the_piece_is_kept_for_backward(mesh: str) -> None:
+    """A weight of one element is no larger whole than in pieces: gathered once, and nothing moves that is there."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.randn(1, 1)
+    loss = lambda out, batch: out.square().sum()  # noqa: E731
+    step = mw.compile(
+        model,
+        loss=loss,
+        example=(x,),
+        mesh=mesh,
+        plan=mw.Plan.fsdp("a"),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    gathered = [row for row in step.explain() if row.name == "_1_weight"]
+    assert [row.phase for row in gathered if row.phase != "update"] == ["forward"]
+    assert step((x,)) == pytest.approx(loss(model(x), None).item())
+
+
 class Heads(nn.Module):
     """Three projections of one input: their gradients meet."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.training import assert_equals_eager, batches, mse, sgd, train_eagerly
 from torch import Tensor, nn
@@ -289,6 +289,7 @@ def _integers(model: nn.Module, widths: list[int], size: int) -> dict[str, Tenso
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(([1, 1, 1], False, 1, "a=2", Plan.fsdp("a")))
 @given(cases())
 def test_any_plan_on_any_mesh_computes_what_one_device_does_to_the_bit(
     case: tuple[list[int], bool, int, str, Plan],

@@ -296,6 +296,11 @@ class _Arranger:
                 with self.graph.inserting_before(anchor):
                     done[i] = self._new_move(source, copy.layout, anchor)
                 continue
+            if source.meta["layout"] == copy.layout:  # a copy of an earlier phase that costs no memory to keep
+                copy.node.replace_all_uses_with(source)
+                self.graph.erase_node(copy.node)
+                done[i] = source
+                continue
             copy.node.args = (source, *copy.node.args[1:])
             if anchor is not copy.node:
                 anchor.prepend(copy.node)
