@@ -14,7 +14,16 @@ from meshweave.ir.graph import NOWHERE, Origin
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
-from meshweave.ir.rank import axis_index, in_mesh_order, linear, member_pieces, piece_offset, piece_size, qualified
+from meshweave.ir.rank import (
+    STARTS,
+    axis_index,
+    in_mesh_order,
+    linear,
+    member_pieces,
+    piece_offset,
+    piece_size,
+    qualified,
+)
 
 aten = torch.ops.aten
 Number = Any  # an int, or the fx.Node of a symbolic one
@@ -30,11 +39,14 @@ class Emitter:
     meshes: Sequence[Mesh] = ()
     graph: fx.Graph = field(default_factory=fx.Graph)
     origin: Origin = NOWHERE
+    move: str = ""  # what the starts of communications are part of
     symbols: dict[Any, fx.Node] = field(default_factory=dict)
 
     def call(self, target: Any, args: Any, kwargs: Mapping[str, Any]) -> fx.Node:
         node = self.graph.call_function(target, tuple(args), dict(kwargs))
         node.meta["origin"] = self.origin
+        if target in STARTS:
+            node.meta["move"] = self.move
         return node
 
     def item(self, value: fx.Node, index: int) -> fx.Node:

@@ -168,6 +168,7 @@ class _Expander:
         finish = self._held(source) if self._has(ends[0]) else None
         for i, step in enumerate(steps):
             key = self.program.keys.get((node, i))
+            self.emit.move = f"{spec_of(node)}: {step.source} -> {step.target}"
             finish = self._step(key, finish() if finish is not None else None, step, shape)
         if finish is not None and self._has(ends[-1]):
             self.pending[node] = finish

@@ -1,5 +1,19 @@
 """Machine profiles: what communication and compute cost."""
 
 from meshweave.hardware.alpha_beta import AlphaBeta
+from meshweave.hardware.costs import Costs
+from meshweave.hardware.load import load_profile, profile_names
+from meshweave.hardware.profile import MachineProfile
+from meshweave.hardware.work import Attention, Matmul, Memory, Work
 
-__all__ = ["AlphaBeta"]
+__all__ = [
+    "AlphaBeta",
+    "Attention",
+    "Costs",
+    "MachineProfile",
+    "Matmul",
+    "Memory",
+    "Work",
+    "load_profile",
+    "profile_names",
+]

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshweave.errors import MeshweaveError
+from meshweave.hardware.collectives import LOCAL, bad_figure, bytes_received
+from meshweave.hardware.work import Work
 from meshweave.ir.mesh import Mesh
-
-# Bytes that one device receives, from the group size n and its local input of b bytes. Ring and pairwise algorithms,
-# which are optimal in bytes (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A local op receives nothing.
-_RECEIVED: dict[str, Callable[[int, float], float]] = {
-    "slice": lambda n, b: 0,
-    "to_partial": lambda n, b: 0,
-    "scale": lambda n, b: 0,
-    "all_gather": lambda n, b: (n - 1) * b,
-    "reduce_scatter": lambda n, b: (n - 1) * b / n,
-    "all_reduce": lambda n, b: 2 * (n - 1) * b / n,
-    "all_to_all": lambda n, b: (n - 1) * b / n,
-    "permute": lambda n, b: b,
-    "transfer": lambda n, b: b,
-}
-_LOCAL = ("slice", "to_partial", "scale")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -45,27 +32,30 @@ class AlphaBeta:
         table = bandwidth if isinstance(bandwidth, int | float) else tuple(sorted(dict(bandwidth).items()))
         figures = [("", table)] if isinstance(table, int | float) else [(f" of axis '{a}'", v) for a, v in table]
         if not (0 <= alpha_s < math.inf):
-            raise _bad_figure("alpha_s", alpha_s, "0 or more seconds")
+            raise bad_figure("alpha_s", alpha_s, "0 or more seconds", "AlphaBeta")
         for of_axis, figure in figures:
             if not figure > 0:
-                raise _bad_figure(f"the bandwidth{of_axis}", figure, "more than 0 bytes per second")
+                raise bad_figure(f"the bandwidth{of_axis}", figure, "more than 0 bytes per second", "AlphaBeta")
         object.__setattr__(self, "alpha_s", alpha_s)
         object.__setattr__(self, "bandwidth", table)
+
+    @property
+    def name(self) -> str:
+        """What this is called in tables."""
+        return "alpha-beta"
+
+    @property
+    def version(self) -> str:
+        """The figures themselves: they are all that there is."""
+        links = self.bandwidth if isinstance(self.bandwidth, int | float) else dict(self.bandwidth)
+        return f"alpha_s={self.alpha_s}, bandwidth={links}"
 
     def bytes_received(self, op: str, group_size: int, local_bytes: float) -> float:
         """Bytes that one device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
 
         Raises MeshweaveError for an unknown op and for a size that is negative or NaN.
         """
-        if op not in _RECEIVED:
-            raise MeshweaveError(
-                f"there is no cost for '{op}'", where="AlphaBeta", got=op, expected=f"one of {', '.join(_RECEIVED)}"
-            )
-        if not local_bytes >= 0:
-            raise _bad_figure("local_bytes", local_bytes, "0 or more bytes")
-        if group_size < 1:
-            raise _bad_figure("group_size", group_size, "1 or more devices")
-        return _RECEIVED[op](group_size, local_bytes) if group_size > 1 or op == "transfer" else 0
+        return bytes_received(op, group_size, local_bytes, "AlphaBeta")
 
     def seconds(self, op: str, mesh: Mesh, axes: Sequence[str], local_bytes: float) -> float:
         """Duration of `op` over the flattened `axes` of `mesh`.
@@ -79,13 +69,23 @@ class AlphaBeta:
         """
         group_size = mesh.flat_size(axes)
         received = self.bytes_received(op, group_size, local_bytes)
-        if op in _LOCAL or (group_size == 1 and op != "transfer"):
+        if op in LOCAL or (group_size == 1 and op != "transfer"):
             return 0.0
         return self.alpha_s + received / self._slowest(mesh, axes)
 
     def bandwidth_of(self, mesh: Mesh, axis: str) -> float:
         """Bytes per second and direction along one axis. Raises MeshweaveError for an axis without one."""
         return self._slowest(mesh, (axis,))
+
+    def compute_seconds(self, work: Work) -> float:
+        """Raises MeshweaveError: AlphaBeta knows of communication only."""
+        raise MeshweaveError(
+            "AlphaBeta does not say what compute costs",
+            where="AlphaBeta",
+            got=type(work).__name__,
+            expected="costs with compute rates",
+            hint='use a machine profile such as load_profile("h100")',
+        )
 
     def _slowest(self, mesh: Mesh, axes: Sequence[str]) -> float:
         if isinstance(self.bandwidth, int | float):
@@ -108,7 +108,3 @@ class AlphaBeta:
                 expected="a bandwidth for every axis, or one number",
             )
         return min(table[axis] for axis in axes or table)
-
-
-def _bad_figure(name: str, got: float, expected: str) -> MeshweaveError:
-    return MeshweaveError(f"{name} is not a cost", where="AlphaBeta", got=str(got), expected=expected)

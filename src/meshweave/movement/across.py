@@ -9,7 +9,7 @@ from itertools import permutations, product
 from math import prod
 
 from meshweave.errors import LayoutError
-from meshweave.hardware.alpha_beta import AlphaBeta
+from meshweave.hardware.costs import Costs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.routes import routes
@@ -133,7 +133,7 @@ def _places(num_dims: int, number: int, count: int) -> list[tuple[int, ...]]:
     return sorted(product(range(num_dims), repeat=number), key=lambda places: len(set(places)))
 
 
-def transfer_step(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, profile: AlphaBeta) -> Step:
+def transfer_step(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, profile: Costs) -> Step:
     """The transfer between two layouts that are not partial, priced by the device that sends or receives the most.
 
     It is free when everything stays on its device. `bytes_received` is the most that one device receives.

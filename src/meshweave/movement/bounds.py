@@ -135,5 +135,6 @@ def _between_meshes(request: Request) -> float:
     links = min(source.mesh.num_devices, target.mesh.num_devices)
     entering = profile.seconds("transfer", source.mesh, (), request.dtype.itemsize * crossing.entering / links)
     needed, axes = request.dtype.itemsize * crossing.receiving, target.mesh.axis_names
-    links_in = [profile.seconds("permute", target.mesh, (a,), needed) for a in axes if target.mesh.size(a) > 1]
+    inside = [profile.bandwidth_of(target.mesh, axis) for axis in axes if target.mesh.size(axis) > 1]
+    links_in = [profile.alpha_s + needed / bandwidth for bandwidth in inside]
     return max(entering, min([profile.seconds("transfer", source.mesh, (), needed), *links_in]))

@@ -12,6 +12,7 @@ import torch
 
 from meshweave.errors import LayoutError
 from meshweave.hardware.alpha_beta import AlphaBeta
+from meshweave.hardware.costs import Costs
 from meshweave.ir.layout import Layout
 from meshweave.movement.across import alternatives_across, steps_across
 from meshweave.movement.bounds import lower_bound_seconds
@@ -112,7 +113,7 @@ def plan_move(
     target: Layout,
     shape: Sequence[int],
     dtype: torch.dtype,
-    profile: AlphaBeta = _DEFAULT_PROFILE,
+    profile: Costs = _DEFAULT_PROFILE,
     *,
     memory_cap_bytes: int | None = None,
     order: Order = "sound",
@@ -164,7 +165,7 @@ def _plan(
     target: Layout,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    profile: AlphaBeta,
+    profile: Costs,
     memory_cap_bytes: int | None,
     order: Order,
 ) -> MovePlan:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import count
 from typing import Literal
 
-from meshweave.hardware.alpha_beta import AlphaBeta
+from meshweave.hardware.costs import Costs
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.space import LOCAL, Edge, Fan, Space, State
 from meshweave.movement.steps import Kind
@@ -28,7 +28,7 @@ def to_ticks(seconds: float) -> int:
 class Prices:
     """Ticks of steps over sets of axes (bit sets of `axes`) of a mesh under a profile, each asked for once."""
 
-    def __init__(self, profile: AlphaBeta, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    def __init__(self, profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.profile, self.mesh, self.axes = profile, mesh, axes
         self._tables: dict[int, dict[tuple[Kind, int], int]] = {}
 
@@ -47,7 +47,7 @@ class Prices:
 
 
 @lru_cache(maxsize=256)
-def prices_of(profile: AlphaBeta, mesh: Mesh, axes: tuple[str, ...]) -> Prices:
+def prices_of(profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> Prices:
     return Prices(profile, mesh, axes)
 
 

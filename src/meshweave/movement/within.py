@@ -10,7 +10,7 @@ from math import inf, prod
 import torch
 
 from meshweave.errors import LayoutError
-from meshweave.hardware.alpha_beta import AlphaBeta
+from meshweave.hardware.costs import Costs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.pieces import unit_matters
 from meshweave.movement.search import Link, Order, Problem, cheapest, least_peak, prices_of, to_ticks
@@ -34,7 +34,7 @@ class Request:
     target: Layout
     shape: tuple[int, ...]
     dtype: torch.dtype
-    profile: AlphaBeta
+    profile: Costs
     order: Order = "sound"
     cap: int | None = None
 

@@ -1,0 +1,153 @@
+"""What work takes on a device: matmuls in tiles and waves, fused attention, and kernels bound by memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.fitted import along, between
+from meshweave.hardware.schema import AttentionRate, Power
+from meshweave.hardware.work import Attention, Matmul, Memory, Work
+
+if TYPE_CHECKING:
+    from meshweave.hardware.profile import MachineProfile
+
+_SPLITS = (1, 2, 4, 8, 16)  # parts that k is cut in where tiles are too few to fill the device (split-k of cuBLAS)
+_PARTIAL_BYTES = 4  # split-k adds partial results in float32
+
+
+def compute_seconds(profile: MachineProfile, work: Work) -> float:
+    """Seconds of `work` on one device with nothing beside it, launches included. Raises MeshweaveError for a figure
+    that the profile lacks."""
+    if isinstance(work, Matmul):
+        return matmul_seconds(profile, work)
+    return attention_seconds(profile, work) if isinstance(work, Attention) else memory_seconds(profile, work)
+
+
+def power_share(power: Power | None) -> float:
+    """The share of the sustained rates that a power limit leaves; 1 without one, or at the reference.
+
+    Of the watts above the static ones a chip makes clock: power goes as f * V^2, so the clock as its cube root where
+    voltage must rise with it, and faster where voltage is at its floor; the profile says which exponent holds.
+    """
+    if power is None or power.watts >= power.reference_watts:
+        return 1.0
+    spare, reference = power.watts - power.static_watts, power.reference_watts - power.static_watts
+    return float((spare / reference) ** power.exponent)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def peak_flops(profile: MachineProfile, dtype: torch.dtype) -> float:
+    return _entry(profile, "peak", profile.peak, name_of(dtype))
+
+
+def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
+    """The longer of math and memory, after a launch.
+
+    The result is made in tiles, each on one multiprocessor, in waves of as many tiles as there are multiprocessors;
+    a tile takes as long as its products along k and a ramp (filling the pipeline, writing the tile) do. Of all
+    tiles and ways to split k the fastest counts, as the library chooses.
+    """
+    model, dtype = profile.matmul, name_of(work.dtype)
+    if not work.flops:
+        return profile.launch_s
+    for table in model.measured:
+        if table.dtype == dtype:
+            points = [(m, n, k, b, 2.0 * m * n * k * b, seconds) for m, n, k, b, seconds in table.points]
+            return max(between(points, (work.m, work.n, work.k, work.batch), work.flops), profile.launch_s)
+    sustained = _entry(profile, "matmul.sustained", model.sustained, dtype)
+    unit = peak_flops(profile, work.dtype) * sustained * power_share(profile.power) / model.num_units
+    ramp = model.k_ramp_bytes / work.dtype.itemsize
+    rate = profile.memory.bandwidth * _entry(profile, "memory.efficiency", profile.memory.efficiency, "copy")
+    if not model.tiles:
+        raise _missing(profile, "matmul.tiles", "tiles", ())
+    best = min(
+        _tiled(work, (int(rows), int(columns)), splits, model.num_units, unit * share, ramp)
+        + (splits > 1) * _PARTIAL_BYTES * 2 * splits * work.batch * work.m * work.n / rate
+        for rows, columns, share in model.tiles
+        for splits in _SPLITS
+    )
+    return profile.launch_s + max(best, work.bytes / rate)
+
+
+def _tiled(work: Matmul, tile: tuple[int, int], splits: int, num_units: int, unit: float, ramp: float) -> float:
+    rows, columns = tile
+    num_tiles = ceil(work.m / rows) * ceil(work.n / columns) * work.batch * splits
+    waves = ceil(num_tiles / num_units)
+    return waves * 2.0 * rows * columns * (ceil(work.k / splits) + ramp) / unit
+
+
+def attention_seconds(profile: MachineProfile, work: Attention) -> float:
+    """The longer of math and memory, after a launch; the math fills multiprocessors in waves of blocks of queries."""
+    model, dtype = profile.attention, name_of(work.dtype)
+    if not work.flops:
+        return profile.launch_s
+    direction = "backward" if work.is_backward else "forward"
+    for table in model.measured:
+        if table.dtype == dtype and table.direction == direction:
+            chosen = [p for p in table.points if bool(p[4]) == work.is_causal] or list(table.points)
+            features = (work.heads, work.queries, work.keys, work.head_dim)
+            seconds = between([_counted(p, work) for p in chosen], features, work.flops)
+            return max(seconds, profile.launch_s)
+    if not model.rates:
+        raise _missing(profile, "attention.rates", dtype, ())
+    rate = _by_head_dim(model.rates, work.head_dim, work.is_backward)
+    if dtype != model.dtype:
+        rate *= peak_flops(profile, work.dtype) / _entry(profile, "peak", profile.peak, model.dtype)
+    half = model.backward_half_keys if work.is_backward else model.forward_half_keys
+    half *= 2 if work.is_causal else 1
+    units, rows = profile.matmul.num_units, work.keys if work.is_backward else work.queries
+    blocks = work.heads * ceil(rows / model.block)
+    filled = blocks / (ceil(blocks / units) * units)
+    math = work.flops / (rate * power_share(profile.power) * filled) * (1 + half / work.keys)
+    copy = _entry(profile, "memory.efficiency", profile.memory.efficiency, "copy")
+    return profile.launch_s + max(math, work.bytes / (profile.memory.bandwidth * copy))
+
+
+def _counted(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
+    """A measured point with its flops, counted as `work` counts its own."""
+    heads, queries, keys, head_dim, causal, seconds = point
+    flops = 2.0 * heads * queries * keys * head_dim * (5 if work.is_backward else 2) * (0.5 if causal else 1.0)
+    return heads, queries, keys, head_dim, flops, seconds
+
+
+def _by_head_dim(rates: Iterable[AttentionRate], head_dim: int, is_backward: bool) -> float:
+    """The rate of a head_dim: linear between those given, the nearest beyond them."""
+    table = sorted((r.head_dim, r.backward if is_backward else r.forward) for r in rates)
+    if head_dim <= table[0][0] or head_dim >= table[-1][0]:
+        return table[0][1] if head_dim <= table[0][0] else table[-1][1]
+    return along(table, head_dim)
+
+
+def memory_seconds(profile: MachineProfile, work: Memory) -> float:
+    """Launches, and bytes at the bandwidth that this kind of work reaches; a measured curve holds for one kernel."""
+    share = work.bytes / work.num_kernels
+    for curve in profile.memory.measured:
+        if curve.kind == work.kind:
+            return work.num_kernels * along(curve.points, share)
+    efficiency = _entry(profile, "memory.efficiency", profile.memory.efficiency, work.kind)
+    return work.num_kernels * (profile.launch_s + share / (profile.memory.bandwidth * efficiency))
+
+
+def _entry(profile: MachineProfile, table: str, entries: tuple[tuple[str, float], ...], key: str) -> float:
+    for name, value in entries:
+        if name == key:
+            return value
+    raise _missing(profile, table, key, tuple(name for name, _ in entries))
+
+
+def _missing(profile: MachineProfile, table: str, key: str, known: tuple[str, ...]) -> MeshweaveError:
+    return MeshweaveError(
+        f"the profile has no figure for {key}",
+        where=f"profile {profile.name}, [{table}]",
+        got=", ".join(known) or "nothing",
+        expected=key,
+        hint=f"add it to [{table}], or measure it with `meshweave calibrate`",
+    )

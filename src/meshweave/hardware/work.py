@@ -1,0 +1,65 @@
+"""What a device has to do, in numbers: the question that a profile answers with seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """`batch` products of [m, k] and [k, n], operands of `dtype`; `bytes` are those of operands and result."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: torch.dtype
+    bytes: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Scaled-dot-product attention of `heads` (batch times heads) over `queries` and `keys` of `head_dim`.
+
+    Forward takes 2 matmuls, backward 5 (the scores are made again, as flash attention does); a causal mask halves both.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    is_causal: bool
+    is_backward: bool
+    dtype: torch.dtype
+    bytes: int
+
+    @property
+    def flops(self) -> float:
+        one = 2.0 * self.heads * self.queries * self.keys * self.head_dim
+        return one * (5 if self.is_backward else 2) * (0.5 if self.is_causal else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A kernel bound by memory: `bytes` read and written in `num_kernels` launches (1 for a fused chain).
+
+    `kind` is `pointwise`, `reduction`, `copy` (contiguous), `strided` (a transpose or other strided copy), `gather`
+    (embedding, index_select), `scatter` (index_add and the like), `random` or `fill`; `elements` is the largest number
+    of elements that one of its ops goes over, `num_ops` how many ops were fused.
+    """
+
+    kind: str
+    bytes: int
+    elements: int
+    dtype: torch.dtype
+    num_ops: int = 1
+    num_kernels: int = 1
+
+
+Work = Matmul | Attention | Memory

@@ -1,0 +1,102 @@
+"""Parameters are gathered ahead of the block that needs them, as ZeRO-3 implementations prefetch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from meshweave.errors import PlanError
+from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import COLLECTIVES, SYMBOLS, WAIT, RankGraph
+
+_BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")  # up to the first index: model.layers.3
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Gathers of one block in one phase, with what makes their operands, and the first wait for any of them."""
+
+    starts: tuple[tuple[fx.Node, ...], ...]  # each with the chain before it, the start last
+    first_wait: fx.Node
+
+
+def prefetch(role: RankGraph, ahead: int) -> RankGraph:
+    """Start the collectives whose operands need nothing but inputs `ahead` blocks before the block that waits for them.
+
+    A block is what stands under one index of a repeated module (`model.layers.3`), or a module outside of those. With
+    0 nothing moves. Values are exactly the same; up to `ahead` more blocks are held gathered. Starts do not leave their
+    phase. The graph is changed in place and returned. Raises PlanError for a negative number.
+    """
+    if ahead < 0:
+        raise PlanError("blocks cannot be fetched after they are needed", got=f"prefetch={ahead}", expected="0 or more")
+    if ahead:
+        for phase in ("forward", "backward"):
+            units = list(_units(role.graph, phase))
+            for i, unit in reversed(list(enumerate(units))):
+                anchor = units[max(0, i - ahead)].first_wait
+                _move(unit, anchor)
+    return replace(role)
+
+
+def _units(graph: fx.Graph, phase: str) -> Iterator[_Unit]:
+    free = _free(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    groups: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in COLLECTIVES and node in free and origin_of(node).phase == phase:
+            groups.setdefault(_block(node), []).append(node)
+    made = []
+    for starts in groups.values():
+        waits = [user for start in starts for user in start.users if user.target is WAIT]
+        first = min(waits, key=order.__getitem__)
+        made.append(_Unit(tuple((*_chain(s, order), s) for s in starts), first))
+    yield from sorted(made, key=lambda unit: order[unit.first_wait])
+
+
+def _free(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that need nothing but inputs: no communication and no work on activations stands before them.
+
+    Only what starts from parameters counts: a batch is there from the beginning too, but is gathered where it is used.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if str(node.name).startswith("batch_"):
+                continue
+            found.add(node)
+        elif node.op == "call_function" and node.target is not WAIT and all(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _block(node: fx.Node) -> str:
+    module = origin_of(node).module
+    match = _BLOCK.match(module)
+    return match.group() if match else module
+
+
+def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
+    """What makes the operand of a start, in order."""
+    found: dict[fx.Node, None] = {}
+    waiting = list(start.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.op == "call_function" and node not in found:
+            found[node] = None
+            waiting += node.all_input_nodes
+    return sorted(found, key=order.__getitem__)
+
+
+def _move(unit: _Unit, anchor: fx.Node) -> None:
+    """Put the starts of a unit, in their order, before `anchor`, unless they stand there already."""
+    position = {node: i for i, node in enumerate(anchor.graph.nodes)}
+    for chain in unit.starts:
+        for node in chain:
+            if position[node] > position[anchor] or node.target in SYMBOLS:
+                anchor.prepend(node)
+
+
+__all__ = ["prefetch"]

@@ -1,0 +1,264 @@
+"""A rank graph as kernels: which ops one launch runs, what it reads and writes, and where in the order it stands.
+
+`ops`: every op by itself, as our own executor runs them. `eager`: as PyTorch's eager mode, in which the ops that we
+take apart (log-softmax, one optimizer update) are one kernel. `compiled`: chains of pointwise ops, copies, reductions
+over the innermost dims and gathers are one kernel, as a compiler such as Inductor makes them, and of equal ops in a
+phase one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.work import Work
+from meshweave.ir.graph import map_nodes, origin_of
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
+from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, work_of
+from meshweave.simulate.shapes import Local, Value
+
+Fusion = Literal["ops", "eager", "compiled"]
+
+_MOST_OPS = 64  # in one kernel, as Inductor's max_fusion_size (torch/_inductor/config.py, 2.13)
+_AFTER = 1e-4  # a kernel stands after what it reads: positions of nodes are integers, those of kernels lie between them
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch. `nodes` in their order (views are none), `position` among the positions of the role's nodes.
+
+    `reads` and `writes` are the nodes whose values it takes from and leaves in device memory; what only its own ops use
+    stays in registers.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    position: float
+    works: tuple[Work, ...]
+    reads: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+
+    @property
+    def node(self) -> fx.Node:
+        """The node that names the kernel: the last."""
+        return self.nodes[-1]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Ops that may become one kernel. `size` is the largest number of elements that one of them goes over."""
+
+    nodes: list[fx.Node]
+    position: float
+    size: int
+    is_open: bool = True
+
+
+@dataclass(slots=True)
+class _Fusion:
+    """Grows groups of ops that run as one, in the order of the graph.
+
+    Every edge between groups leads to a later position, so that a group can run as one thing: what it reads is made
+    before it, what reads it comes after (ops by themselves and starts of communications stay in their places).
+    """
+
+    local: Local
+    order: dict[fx.Node, int]
+    fusion: Fusion
+    group_of: dict[fx.Node, _Group] = field(default_factory=dict)
+    bases: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # what views are views of
+    readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # past views
+    sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the other way round
+    same: dict[fx.Node, fx.Node] = field(default_factory=dict)  # op -> the earlier one that it is equal to
+    kinds: dict[fx.Node, str] = field(default_factory=dict)
+
+    def run(self, nodes: Sequence[fx.Node]) -> list[_Group]:
+        work = [node for node in nodes if not self._is_view(node)]
+        for node in work:
+            self.sources[node] = self._operands(node)
+            if not (node.target in STARTS or node.target is WAIT):
+                self.kinds[node] = kind_of(node)
+            for base in self.sources[node]:
+                self.readers.setdefault(base, []).append(node)
+        groups: dict[int, _Group] = {}
+        for node in work:
+            if node.target in STARTS or node.target is WAIT:
+                continue
+            made = self._join(node) if self.fusion != "ops" else None
+            if made is None:
+                made = _Group([node], self.order[node], self.size(node), is_fusible(self.kinds[node]))
+                self.group_of[node] = made
+            groups[id(made)] = made
+            made.is_open = made.is_open and not self._closes(node)
+        alive = {id(group) for group in self.group_of.values()}
+        return sorted(
+            (g for key, g in groups.items() if key in alive), key=lambda g: (g.position, self.order[g.nodes[0]])
+        )
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a node makes nothing: all of its results live where an operand does."""
+        if node.target in STARTS or node.target is WAIT:
+            return False
+        if node in self.same:
+            first = self.same[node]
+            self.bases[node] = self.bases.get(first, (first,))
+            return True
+        made = self.local.values[node]
+        held = {x.storage for n in node.all_input_nodes for x in self.local.values.get(n, ())}
+        if made and all(x.storage in held for x in made):
+            self.bases[node] = tuple(
+                base
+                for n in node.all_input_nodes
+                if any(x.storage in {y.storage for y in made} for x in self.local.values.get(n, ()))
+                for base in self.bases.get(n, (n,))
+            )
+            return True
+        return False
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        return self.sources[node]
+
+    def size(self, node: fx.Node) -> int:
+        values = (*self._values(node.all_input_nodes), *self.local.values[node])
+        return max((x.num_elements for x in values), default=0)
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that made what a node reads, past views; placeholders too, symbols not."""
+        inputs = (n for n in node.all_input_nodes if n.target not in SYMBOLS)
+        return list(dict.fromkeys(base for n in inputs for base in self.bases.get(n, (n,))))
+
+    def _closes(self, node: fx.Node) -> bool:
+        if not is_fusible(self.kinds[node]):
+            return True
+        return is_closing(node, self._values(node.all_input_nodes), self.local.values[node])
+
+    def _values(self, nodes: Iterable[fx.Node]) -> list[Value]:
+        return [x for n in nodes for x in self.local.values.get(n, ())]
+
+    def _join(self, node: fx.Node) -> _Group | None:
+        """Put a node with the groups that it reads from: with all of them, else with the last that it can go to."""
+        if not is_fusible(self.kinds[node]):
+            return None
+        made = [self.group_of[n] for n in self.operands(node) if n in self.group_of]
+        found = list({id(group): group for group in made if group.is_open and self._belong(group, node)}.values())
+        found.sort(key=lambda group: group.position)
+        for chosen in (found, *([group] for group in reversed(found))):
+            if chosen and (merged := self._merged(chosen, node)):
+                return merged
+        return None
+
+    def _belong(self, group: _Group, node: fx.Node) -> bool:
+        """Whether the way of fusing lets the two be one kernel, whatever stands between them."""
+        first, second = origin_of(group.nodes[-1]), origin_of(node)
+        if first.phase != second.phase or len(group.nodes) >= _MOST_OPS:
+            return False
+        if self.fusion == "compiled":  # a scalar is read by a kernel, not made in it again
+            return group.size == self.size(node) or min(group.size, self.size(node)) > 1
+        if first.phase == "update":
+            return first.module == second.module
+        return first.call == second.call != 0
+
+    def _merged(self, groups: Sequence[_Group], node: fx.Node) -> _Group | None:
+        if len(groups) == 1:
+            (group,) = groups
+            if all(self.group_of.get(x) is group or self._position(x) < group.position for x in self.operands(node)):
+                group.nodes.append(node)  # nothing moves
+                group.size = max(group.size, self.size(node))
+                self.group_of[node] = group
+                return group
+        nodes = sorted({*(n for group in groups for n in group.nodes), node}, key=self.order.__getitem__)
+        inside = set(nodes)
+        position = float(self.order[nodes[0]])
+        for operand in (x for n in nodes for x in self.operands(n) if x not in inside):
+            position = max(position, self._position(operand) + _AFTER)
+        for reader in (r for n in nodes for r in self.readers.get(n, ()) if r not in inside):
+            known = self.group_of.get(reader)
+            is_fixed = known is None and (reader not in self.kinds or not is_fusible(self.kinds[reader]))
+            limit = known.position if known is not None else self.order[reader] if is_fixed else float("inf")
+            if limit <= position:
+                return None
+        made = _Group(nodes, position, max(self.size(node), *(group.size for group in groups)))
+        for n in nodes:
+            self.group_of[n] = made
+        return made
+
+    def _position(self, node: fx.Node) -> float:
+        group = self.group_of.get(node)
+        return group.position if group is not None else float(self.order[node])
+
+
+def kernels_of(role: RankGraph, local: Local, fusion: Fusion) -> tuple[list[Kernel], Local]:
+    """The kernels of a role in the order in which they run, and its values, of which equal ones are now one.
+
+    Raises MeshweaveError for an op that has no cost.
+    """
+    if fusion not in get_args(Fusion):
+        raise MeshweaveError("unknown way of making kernels", got=repr(fusion), expected=", ".join(get_args(Fusion)))
+    graph = role.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
+    same = _equal_ops(nodes) if fusion == "compiled" else {}
+    local = _as_one(local, same)
+    grouping = _Fusion(local, order, fusion, same=same)
+    groups = grouping.run(nodes)
+    returned = {base for n in next(iter(reversed(graph.nodes))).all_input_nodes for base in grouping.bases.get(n, (n,))}
+    return [_kernel(group, grouping, returned, local) for group in groups], local
+
+
+def _equal_ops(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Ops that do what an earlier op of their phase did."""
+    known: dict[Any, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node.target in STARTS or node.target is WAIT:
+            continue
+        args, kwargs = map_nodes(node, lambda n: same.get(n, n))
+        first = known.setdefault((node.target, repr(args), repr(kwargs), origin_of(node).phase), node)
+        if first is not node:
+            same[node] = first
+    return same
+
+
+def _as_one(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
+    """The values with equal ones in one storage."""
+    moved: dict[int, int] = {}
+    for node, first in same.items():
+        for mine, its in zip(local.values[node], local.values[first], strict=True):
+            if mine.storage != its.storage:
+                moved[mine.storage] = moved.get(its.storage, its.storage)
+    if not moved:
+        return local
+    values = {
+        node: tuple(replace(x, storage=moved.get(x.storage, x.storage)) for x in made)
+        for node, made in local.values.items()
+    }
+    return replace(local, values=values)
+
+
+def _kernel(group: _Group, grouping: _Fusion, returned: set[fx.Node], local: Local) -> Kernel:
+    inside = set(group.nodes)
+    reads = dict.fromkeys(x for n in group.nodes for x in grouping.operands(n) if x not in inside)
+    writes = [
+        n for n in group.nodes if n in returned or any(reader not in inside for reader in grouping.readers.get(n, ()))
+    ]
+    if len(group.nodes) == 1:
+        (node,) = group.nodes
+        shown = [x for n in node.all_input_nodes for x in local.values.get(n, ())]
+        works = work_of(node, shown, local.values[node])
+    else:
+        taken = [x for n in group.nodes for x in _read(n, inside, grouping, local)]
+        kinds = [grouping.kinds[n] for n in group.nodes]
+        kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
+        works = (memory_work(kind, taken, [x for n in writes for x in local.values[n]], len(group.nodes)),)
+    return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes) or tuple(group.nodes[-1:]))
+
+
+def _read(node: fx.Node, inside: set[fx.Node], grouping: _Fusion, local: Local) -> Iterable[Value]:
+    """What an op of a fused kernel reads from memory: operands (as it sees them) that are not made inside."""
+    for n in node.all_input_nodes:
+        bases = grouping.bases.get(n, (n,))
+        if not inside.issuperset(bases):
+            yield from local.values.get(n, ())

@@ -1,0 +1,179 @@
+"""What a device of a role holds over time: every storage from the task that makes it to the last that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from meshweave.ir.graph import origin_of
+from meshweave.simulate.clock import Times
+from meshweave.simulate.kernels import Fusion
+from meshweave.simulate.result import Held
+from meshweave.simulate.tasks import RoleTasks, Task, Tasks
+
+Key = tuple[int, int]  # storage, microbatch that made it (-1: before the step)
+
+_IN_PLACE = ("param", "state", "buffer", "acc")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes over time of one device, the peak, and what is held then (the largest first)."""
+
+    curve: tuple[tuple[float, int], ...]
+    peak_bytes: int
+    peak_at: float
+    persistent_bytes: int
+    at_peak: tuple[Held, ...]
+
+
+@dataclass(slots=True)
+class _Life:
+    node: fx.Node
+    bytes: int
+    kind: str
+    begin: float
+    end: float
+    crosses: bool = False  # made in forward, used in backward
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """The lives of all storages of a role, from its tasks in their order."""
+
+    tasks: Tasks
+    held: RoleTasks
+    times: Times
+    fusion: Fusion
+    last_microbatch: int
+    lives: dict[Key, _Life] = field(default_factory=dict)
+    lasting: set[int] = field(default_factory=set)  # storages that outlive the step
+    replaced: dict[int, int] = field(default_factory=dict)  # new storage -> the storage of what it replaces
+    start_operands: dict[tuple[fx.Node, int], list[Key]] = field(default_factory=dict)
+
+    def run(self, makespan: float) -> list[_Life]:
+        self.enter_inputs(makespan)
+        for number in self.held.tasks:
+            self.enter(self.tasks.tasks[number], self.times.starts[number], self.times.ends[number])
+        for (storage, _), life in self.lives.items():
+            if storage in self.lasting:
+                life.end = makespan
+        return list(self.lives.values())
+
+    def enter_inputs(self, makespan: float) -> None:
+        role = self.held.role
+        output = next(iter(reversed(role.graph.nodes)))
+        returned = dict(zip(role.outputs, list(output.args[0]), strict=True))
+        sources = [n for n in role.graph.nodes if n.op == "placeholder"]
+        for node, item in zip(sources, role.inputs, strict=True):
+            for x in self.held.local.values[node]:
+                self.lives[x.storage, -1] = _Life(node, x.storage_bytes, item.kind, 0.0, makespan)
+                made = returned.get((item.kind, item.name))
+                if made is not None and item.kind in _IN_PLACE:
+                    for new in self.held.local.values[made]:
+                        self.replaced[new.storage] = x.storage
+        for (kind, _), node in returned.items():
+            if kind != "grad":
+                self.lasting |= {x.storage for x in self.held.local.values[node]}
+        if self.fusion == "ops":  # a new tensor is made, and the old one freed after its last use
+            for old in self.replaced.values():
+                self.lives[old, -1].end = 0.0
+
+    def enter(self, task: Task, begin: float, end: float) -> None:
+        microbatch = task.microbatch
+        values = self.held.local.values
+        if task.kind == "kernel":
+            assert task.kernel is not None
+            for node in task.kernel.writes:
+                self.make(node, microbatch, begin, end)
+            self.use(
+                (x.storage for n in task.kernel.nodes for i in n.all_input_nodes for x in values.get(i, ())), task, end
+            )
+        elif task.kind == "start":
+            self.make(task.node, microbatch, begin, end)
+            operand = task.node.args[0]
+            used = values[operand] if isinstance(operand, fx.Node) else ()
+            self.start_operands[task.node, microbatch] = self.use((x.storage for x in used), task, end)
+        else:
+            started: Any = task.node.args[0]
+            self.use((x.storage for x in values[task.node]), task, end)
+            of = microbatch if (started, microbatch) in self.start_operands else self.last_microbatch
+            for key in self.start_operands.get((started, of), ()):
+                self.lives[key].end = max(self.lives[key].end, end)
+
+    def make(self, node: fx.Node, microbatch: int, begin: float, end: float) -> None:
+        held = {x.storage for i in node.all_input_nodes for x in self.held.local.values.get(i, ())}
+        for x in self.held.local.values[node]:
+            in_place = self.fusion != "ops" and x.storage in self.replaced
+            if x.storage not in held and not in_place and (x.storage, microbatch) not in self.lives:
+                self.lives[x.storage, microbatch] = _Life(node, x.storage_bytes, "", begin, end)
+
+    def use(self, storages: Iterable[int], task: Task, end: float) -> list[Key]:
+        found = []
+        for storage in dict.fromkeys(storages):
+            choices = ((storage, task.microbatch), (storage, self.last_microbatch), (storage, -1))
+            key = next((key for key in choices if key in self.lives), None)
+            if key is not None:
+                life = self.lives[key]
+                life.end = max(life.end, end)
+                made, used = origin_of(life.node).phase, origin_of(task.node).phase
+                life.crosses = life.crosses or (made in ("forward", "loss") and used == "backward")
+                found.append(key)
+        return found
+
+
+def memory_of(
+    tasks: Tasks, index: int, times: Times, makespan: float, fusion: Fusion, last_microbatch: int, num_at_peak: int = 40
+) -> Memory:
+    """Memory of role `index`. Where kernels are fused, updates are in place; else (as our executor does) the new tensor
+    stands beside the old one. The inputs of a communication live until it has been waited for."""
+    held = tasks.roles[index]
+    lives = _Ledger(tasks, held, times, fusion, last_microbatch).run(makespan)
+    events: dict[float, int] = {}
+    changes = sorted(
+        [(life.begin, 1, life.bytes) for life in lives]
+        + [(life.end, 0, -life.bytes) for life in lives if life.end < makespan]
+    )
+    level = peak = 0
+    peak_at = 0.0
+    for at, _, change in changes:
+        level += change
+        events[at] = level
+        if level > peak:
+            peak, peak_at = level, at
+    alive = [life for life in lives if life.begin <= peak_at and (life.end > peak_at or life.end >= makespan)]
+    alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
+    lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
+    shown = tuple(_held(life, held) for life in alive[:num_at_peak])
+    return Memory(tuple(sorted(events.items())), peak, peak_at, lasting, shown)
+
+
+def _held(life: _Life, held: RoleTasks) -> Held:
+    origin = origin_of(life.node)
+    return Held(life.node.name, life.bytes, life.kind or _kind(life, held), origin.module, origin.source)
+
+
+def _kind(life: _Life, held: RoleTasks) -> str:
+    name = getattr(life.node.target, "__name__", str(life.node.target))
+    if "all_gather" in name:
+        return "gathered"
+    if life.crosses:
+        return "activation"
+    returned = {
+        x.storage
+        for (kind, _), n in zip(held.role.outputs, next(iter(reversed(held.role.graph.nodes))).args[0], strict=True)
+        if kind == "grad"
+        for x in held.local.values[n]
+    }
+    return "grad" if any(x.storage in returned for x in held.local.values[life.node]) else "temporary"
+
+
+def bytes_by_kind(at_peak: Iterable[Held]) -> Mapping[str, int]:
+    """Bytes per kind of tensor, the largest first."""
+    found: dict[str, int] = {}
+    for one in at_peak:
+        found[one.kind] = found.get(one.kind, 0) + one.bytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

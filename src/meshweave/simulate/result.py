@@ -1,0 +1,146 @@
+"""What a simulated (or measured) step is: spans on streams, memory over time, and totals. Plain values: the same inputs
+give the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["compute", "collective", "transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a communication is exposed for `seconds`.
+
+    `kind` is `dependency` (something waits for it and nothing else is left to compute), `late` (it could have started
+    earlier, but is started only here), `link` (the link was busy with `blocker`), `channel` (its channel was busy with
+    `blocker`), `order` (compute that does not need it stands behind its wait: the order of `blocker` is fixed),
+    `memory` (the memory cap kept it from starting) or `peer` (another role was late with `blocker`). `text` says it in
+    one sentence with names and source lines; `blocker` is the index of a span, -1 where there is none.
+    """
+
+    kind: str
+    seconds: float
+    text: str
+    blocker: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task that ran: a kernel (an op or a fused chain) of a role's compute stream, or a communication of a channel.
+
+    Times are in seconds from the start of the step. `exposed_seconds` is the part of a communication during which its
+    role computes nothing; where several run, the one that the role waits for has it, else they share it.
+    `needs` are the spans that it had to wait for, `index` is its own place in `Simulation.spans`. `bytes` are received
+    over links by a communication, moved in device memory by a kernel. `names` are the graph nodes it stands for.
+    """
+
+    index: int
+    name: str
+    op: str
+    kind: Kind
+    stream: str
+    role: int
+    start: float
+    seconds: float
+    phase: str
+    module: str = ""
+    line: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+    layout: str = ""  # of a communication: "[{fsdp}, {}] -> [{}, {}]", with the value's global dtype and shape
+    group: str = ""  # of a communication: the axes, such as "dp,tp"
+    microbatch: int = 0
+    exposed_seconds: float = 0.0
+    reasons: tuple[Reason, ...] = ()
+    needs: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor in memory at the peak."""
+
+    name: str
+    bytes: int
+    kind: str  # param, state, grad, batch, activation, gathered, temporary
+    module: str = ""
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleResult:
+    """One role: its devices, memory and time. `memory` is (seconds, bytes) at every change, in order of time."""
+
+    index: int
+    devices: tuple[int, ...]
+    compute_seconds: float
+    communication_seconds: float  # time in which at least one communication of the role runs
+    exposed_seconds: float  # part of that in which it computes nothing
+    idle_seconds: float  # neither
+    peak_bytes: int
+    peak_at: float
+    persistent_bytes: int  # parameters, optimizer state, buffers
+    at_peak: tuple[Held, ...] = ()  # the largest first
+    memory: tuple[tuple[float, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A step on a machine. `source` is "modelled" or "measured"; `profile` and `profile_version` say by what.
+
+    `flops` are those of the model's mathematics per step of the whole program (recomputation not counted), `mfu` is
+    flops / (seconds * devices * peak rate of `mfu_dtype`); None where the profile has no peak. `tokens` per step.
+    """
+
+    seconds: float
+    spans: tuple[Span, ...]
+    roles: tuple[RoleResult, ...]
+    streams: tuple[str, ...]
+    mesh: str
+    num_devices: int
+    profile: str
+    profile_version: str
+    source: Literal["modelled", "measured"] = "modelled"
+    title: str = ""
+    tokens: int = 0
+    flops: float = 0.0
+    mfu: float | None = None
+    mfu_dtype: str = ""
+    memory_bytes: int | None = None  # of one device; None where unknown
+    verdict: str = ""  # "" when it fits, else what does not and what would make it fit
+    notes: tuple[str, ...] = ()
+    edges: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # (span, span it feeds), for the graph view
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Exposed communication of the role that has the most."""
+        return max((role.exposed_seconds for role in self.roles), default=0.0)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((role.peak_bytes for role in self.roles), default=0)
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens / self.seconds / self.num_devices if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The totals, as `--json` prints them."""
+        return {
+            "seconds": self.seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+            "peak_bytes": self.peak_bytes,
+            "profile": self.profile,
+            "profile_version": self.profile_version,
+            "source": self.source,
+            "fits": not self.verdict,
+            "verdict": self.verdict,
+        }

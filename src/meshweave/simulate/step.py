@@ -1,0 +1,240 @@
+"""Simulating one step: rank graphs and a profile in, spans, memory and totals out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshweave.hardware.profile import MachineProfile
+from meshweave.hardware.work import Attention, Matmul
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import RankGraph
+from meshweave.simulate.clock import Times, play
+from meshweave.simulate.exposure import Exposure, exposure_of
+from meshweave.simulate.kernels import Fusion, Kernel
+from meshweave.simulate.memory import Memory, memory_of
+from meshweave.simulate.result import RoleResult, Simulation, Span
+from meshweave.simulate.tasks import FORWARD, Pipeline, RoleTasks, Tasks, items_by_part, lower_tasks
+
+_FUSION: dict[str, Fusion] = {"pointwise": "compiled", "none": "ops"}  # what a profile says of its machine
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """How a step is played.
+
+    fusion: what one kernel is (see `simulate.kernels`); None: what the profile says its machine runs.
+    microbatches, pipeline: how often forward and backward run, and in what order stages take them.
+    matmul_dtype: the dtype in which the matmuls of repeated blocks are done, as float8 training does: both operands are
+    cast (with their largest value found first), other matmuls stay.
+    tokens: of the whole batch, for tokens/s. title: for reports.
+    """
+
+    fusion: Fusion | None = None
+    microbatches: int = 1
+    pipeline: Pipeline = "sequential"
+    matmul_dtype: torch.dtype | None = None
+    tokens: int = 0
+    title: str = ""
+
+
+def simulate_roles(
+    roles: Sequence[RankGraph], profile: MachineProfile, options: SimulateOptions | None = None
+) -> Simulation:
+    """Play a step of `roles` on the machine of `profile`. Nothing is allocated, nothing random: equal inputs give
+    equal results to the byte. Raises MeshweaveError for an op, dtype or link that the profile has no cost for."""
+    options = options or SimulateOptions()
+    profile.check_mesh(roles[0].mesh)
+    fusion = options.fusion or _FUSION[profile.fusion]
+    tasks = lower_tasks(roles, profile, fusion, options.microbatches, options.pipeline, options.matmul_dtype)
+    times = play(tasks.schedule, tasks.tasks, len(roles), profile.compute_slowdown)
+    makespan = max(times.ends, default=0.0)
+    exposure = exposure_of(tasks, times, makespan)
+    memories = [memory_of(tasks, i, times, makespan, fusion, options.microbatches - 1) for i in range(len(roles))]
+    return _result(tasks, times, exposure, memories, makespan, profile, options, fusion)
+
+
+def _result(
+    tasks: Tasks,
+    times: Times,
+    exposure: Exposure,
+    memories: Sequence[Memory],
+    makespan: float,
+    profile: MachineProfile,
+    options: SimulateOptions,
+    fusion: Fusion,
+) -> Simulation:
+    mesh = tasks.roles[0].role.mesh
+    spans = _spans(tasks, times, exposure)
+    roles = tuple(
+        RoleResult(
+            i,
+            held.role.devices,
+            exposure.compute[i],
+            exposure.communication[i],
+            exposure.total[i],
+            exposure.idle[i],
+            memory.peak_bytes,
+            memory.peak_at,
+            memory.persistent_bytes,
+            memory.at_peak,
+            memory.curve,
+        )
+        for i, (held, memory) in enumerate(zip(tasks.roles, memories, strict=True))
+    )
+    flops = sum(_model_flops(held) * len(held.role.devices) for held in tasks.roles) * options.microbatches
+    dtype = _matmul_dtype(tasks)
+    peak_rate = profile.peak_flops(dtype) if dtype is not None else None
+    return Simulation(
+        makespan,
+        spans,
+        roles,
+        tasks.streams,
+        str(mesh) or "one device",
+        mesh.num_devices,
+        profile.name,
+        profile.version,
+        "modelled",
+        options.title,
+        options.tokens,
+        flops,
+        flops / (makespan * mesh.num_devices * peak_rate) if peak_rate and makespan else None,
+        str(dtype).removeprefix("torch.") if dtype is not None else "",
+        int(profile.usable_bytes),
+        _verdict(roles, profile),
+        _notes(options, fusion, len(roles)),
+    )
+
+
+def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
+    """Kernels and communications in order of time; starts and waits are seen through."""
+    shown = [i for i, t in enumerate(tasks.tasks) if t.kind in ("kernel", "copy")]
+    shown.sort(key=lambda i: (times.starts[i], times.ends[i], i))
+    number = {task: i for i, task in enumerate(shown)}
+    producers = _producers(tasks)
+    spans = []
+    for i, task_index in enumerate(shown):
+        task = tasks.tasks[task_index]
+        origin = origin_of(task.node)
+        needs = tuple(sorted({number[n] for n in producers[task_index] if n in number}))
+        names = tuple(n.name for n in task.kernel.nodes) if task.kernel is not None else (task.node.name,)
+        kind = (
+            "compute" if task.kind == "kernel" else "transfer" if task.op in ("transfer", "permute") else "collective"
+        )
+        spans.append(
+            Span(
+                i,
+                task.node.name,
+                _op_text(tasks, task_index),
+                kind,  # type: ignore[arg-type]
+                tasks.streams[tasks.schedule.stream_of[task_index]],
+                task.roles[0],
+                times.starts[task_index],
+                times.ends[task_index] - times.starts[task_index],
+                origin.phase,
+                origin.module,
+                origin.source,
+                task.flops,
+                task.received if task.kernel is None else float(sum(work.bytes for work in task.kernel.works)),
+                task.node.meta.get("move", "") if task.kernel is None else "",
+                task.group,
+                task.microbatch,
+                exposure.exposed.get(task_index, 0.0),
+                tuple(
+                    type(r)(r.kind, r.seconds, r.text, number.get(r.blocker, -1))
+                    for r in exposure.reasons.get(task_index, ())
+                ),
+                needs,
+                names,
+            )
+        )
+    return tuple(spans)
+
+
+def _op_text(tasks: Tasks, index: int) -> str:
+    task = tasks.tasks[index]
+    if task.kernel is None:
+        return task.op
+    names = list(dict.fromkeys(op_name(n.target) for n in task.kernel.nodes))
+    return (
+        names[0]
+        if len(names) == 1
+        else f"fused({', '.join(n.removeprefix('aten.') for n in names[:6])}{', ...' if len(names) > 6 else ''})"
+    )
+
+
+def _producers(tasks: Tasks) -> list[list[int]]:
+    """Per task the kernels and copies whose results it takes, past starts and waits."""
+    found: list[list[int]] = [[] for _ in tasks.tasks]
+    for held in tasks.roles:
+        made: dict[int, int] = {}  # storage -> task
+        values = held.local.values
+        for number in held.tasks:
+            task = tasks.tasks[number]
+            if task.kernel is not None:
+                reads = {x.storage for n in task.kernel.nodes for i in n.all_input_nodes for x in values.get(i, ())}
+                found[number] = [made[s] for s in sorted(reads) if s in made]
+                made |= {x.storage: number for n in task.kernel.writes for x in values[n]}
+            elif task.kind == "start":
+                reads = {x.storage for i in task.node.all_input_nodes for x in values.get(i, ())}
+                for copy in tasks.schedule.users[number]:
+                    found[copy] += [made[s] for s in sorted(reads) if s in made]
+            else:
+                for copy in tasks.schedule.needs[number]:
+                    made |= {x.storage: copy for x in values[task.node]}
+    return found
+
+
+def _model_flops(held: RoleTasks) -> float:
+    """Flops of the model's mathematics in one microbatch on one device: the matmuls and attentions of forward once, and
+    twice again for backward (the convention of PaLM, Chowdhery et al. 2022; a causal mask counts half)."""
+    forward = [item for item in items_by_part(held)[FORWARD] if isinstance(item, Kernel)]
+    works = [work for kernel in forward for work in kernel.works]
+    return 3.0 * sum(work.flops for work in works if isinstance(work, Matmul | Attention))
+
+
+def _matmul_dtype(tasks: Tasks) -> torch.dtype | None:
+    """The dtype in which most matmul flops are done."""
+    found: dict[torch.dtype, float] = {}
+    for held in tasks.roles:
+        for kernel in held.kernels:
+            for work in kernel.works:
+                if isinstance(work, Matmul):
+                    found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
+    return max(found, key=lambda d: found[d], default=None)
+
+
+def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
+    worst = max(roles, key=lambda role: role.peak_bytes)
+    room = int(profile.usable_bytes)
+    if worst.peak_bytes <= room:
+        return ""
+    over = worst.peak_bytes - room
+    kinds: dict[str, int] = {}
+    for one in worst.at_peak:
+        kinds[one.kind] = kinds.get(one.kind, 0) + one.bytes
+    advice = []
+    if kinds.get("activation", 0) > over:
+        advice.append("recompute activations (--recompute full), or a smaller local batch")
+    if worst.persistent_bytes > room // 2:
+        advice.append("shard parameters and optimizer state over more devices (a larger fsdp axis)")
+    if not advice:
+        advice.append("a smaller local batch or shorter sequences, or more devices")
+    most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in sorted(kinds.items(), key=lambda item: -item[1])[:3])
+    return (
+        f"does not fit: role {worst.index} needs {worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB "
+        f"({most} among the largest at the peak); what would make it fit: {'; '.join(advice)}"
+    )
+
+
+def _notes(options: SimulateOptions, fusion: Fusion, num_roles: int) -> tuple[str, ...]:
+    notes = [
+        {"ops": "every op is a kernel", "eager": "kernels as in eager PyTorch", "compiled": "chains of ops are fused"}[
+            fusion
+        ]
+    ]
+    if options.pipeline != "sequential" and num_roles > 1:
+        notes.append(f"the {options.pipeline} schedule is modelled; the runtime runs microbatches one after the other")
+    return tuple(notes)

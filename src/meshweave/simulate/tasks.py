@@ -1,0 +1,323 @@
+"""Rank graphs as tasks with durations: kernels, starts and waits in a compute stream per role, communications in
+channels.
+
+The cost grows with roles and nodes, never with devices: one device stands for all of its role.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import fx
+
+from meshweave.engine.machine import Schedule
+from meshweave.engine.match import Channel, agreed
+from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.hardware.profile import MachineProfile
+from meshweave.hardware.work import Matmul, Memory, Work
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, collectives, transfer
+from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
+from meshweave.simulate.shapes import Local, local_values
+
+Pipeline = Literal["sequential", "gpipe", "1f1b"]
+Passes = tuple[tuple[int, int], ...]  # (part, microbatch), in the order in which a role runs them
+
+FORWARD, BACKWARD, UPDATE = 0, 1, 2
+_INDEXED = re.compile(r"(^|\.)\d+(\.|$)")  # a module under an index: of a repeated block
+_COST_NAMES: dict[Any, str] = {
+    collectives.all_gather_into_tensor.default: "all_gather",
+    collectives.reduce_scatter_tensor.default: "reduce_scatter",
+    collectives.all_reduce.default: "all_reduce",
+    collectives.all_to_all_single.default: "all_to_all",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a stream runs. `seconds` is its duration with the machine to itself, `usage` the share of each link level
+    that it takes then. A start or a wait takes no time: it says where in the order of its role a communication is."""
+
+    kind: Literal["kernel", "start", "wait", "copy"]
+    node: fx.Node
+    roles: tuple[int, ...]
+    seconds: float
+    microbatch: int
+    kernel: Kernel | None = None
+    usage: tuple[tuple[str, float], ...] = ()
+    op: str = ""  # of a copy, as profiles name it
+    group: str = ""
+    received: float = 0.0  # bytes that one device receives
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTasks:
+    """A role as the simulator sees it: its values, its kernels, and (in its stream's order) its tasks."""
+
+    role: RankGraph
+    local: Local
+    kernels: tuple[Kernel, ...]
+    tasks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels."""
+
+    schedule: Schedule
+    tasks: tuple[Task, ...]
+    roles: tuple[RoleTasks, ...]
+    streams: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Lowering:
+    graphs: Sequence[RankGraph]
+    profile: MachineProfile
+    roles: list[RoleTasks]
+    passes: list[Passes]
+    matmul_dtype: torch.dtype | None = None
+    is_buffered: bool = False
+    priced: dict[str, Task] = field(default_factory=dict)  # of transfers, by key
+    tasks: list[Task] = field(default_factory=list)
+    needs: list[list[int]] = field(default_factory=list)
+    starts: dict[Any, list[dict[int, int]]] = field(default_factory=dict)  # channel -> number -> role -> start
+    counts: dict[Any, int] = field(default_factory=dict)
+    waits: dict[int, int] = field(default_factory=dict)  # start -> its wait
+
+    def run(self) -> Tasks:
+        streams = [self.stream(i) for i in range(len(self.graphs))]
+        roles = tuple(RoleTasks(r.role, r.local, r.kernels, tuple(s)) for r, s in zip(self.roles, streams, strict=True))
+        names = [f"compute {i}" if len(self.graphs) > 1 else "compute" for i in range(len(self.graphs))]
+        for channel, numbered in self.starts.items():
+            names.append(self.channel_name(channel))
+            streams.append([self.copy(channel, starts) for starts in numbered])
+        schedule = Schedule(
+            tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
+        )
+        return Tasks(schedule, tuple(self.tasks), roles, tuple(names))
+
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        self.needs.append([])
+        return len(self.tasks) - 1
+
+    def stream(self, number: int) -> list[int]:
+        """The tasks of a role's compute stream, pass by pass."""
+        held = self.roles[number]
+        parts = items_by_part(held)
+        begun: dict[tuple[fx.Node, int], int] = {}
+        found = []
+        last = max((mb for _, mb in self.passes[number]), default=0)
+        for part, microbatch in self.passes[number]:
+            for item in parts[part]:
+                if isinstance(item, Kernel):
+                    found.append(self.add(self.kernel(number, item, microbatch)))
+                    continue
+                kind: Any = "wait" if item.target is WAIT else "start"
+                task = self.add(Task(kind, item, (number,), 0.0, microbatch))
+                found.append(task)
+                if kind == "start":
+                    begun[item, microbatch] = task
+                    self.enter(number, item, task)
+                else:
+                    started = item.args[0]
+                    of = microbatch if part != UPDATE else last
+                    assert isinstance(started, fx.Node)
+                    self.waits.setdefault(begun[started, of], task)
+        return found
+
+    def kernel(self, number: int, kernel: Kernel, microbatch: int) -> Task:
+        works = kernel.works
+        if self.matmul_dtype is not None and _INDEXED.search(origin_of(kernel.node).module):
+            works = tuple(new for work in works for new in _in_dtype(work, self.matmul_dtype))
+        seconds = sum(self.profile.compute_seconds(work) for work in works)
+        flops = sum(work.flops for work in works if not isinstance(work, Memory))
+        return Task("kernel", kernel.node, (number,), seconds, microbatch, kernel, flops=flops)
+
+    def enter(self, number: int, node: fx.Node, task: int) -> None:
+        """Put a start with those of the other roles that take part in it: the k-th of each on a channel."""
+        channel = self.channel(number, node)
+        count = self.counts.get((channel, number), 0)
+        self.counts[channel, number] = count + 1
+        numbered = self.starts.setdefault(channel, [])
+        if count == len(numbered):
+            numbered.append({})
+        numbered[count][number] = task
+
+    def channel(self, number: int, node: fx.Node) -> Channel:
+        """What a start queues in: the groups of its axes, with the roles that they reach into, or a transfer."""
+        key = str(node.args[-1])
+        if node.target is transfer:
+            made = agreed(self.graphs, key)
+            roles = self.members({*made.source.mesh.devices, *made.target.mesh.devices}) if not made.axes else (number,)
+            return ("transfer", key, *roles)
+        graph = self.graphs[number]
+        return ("group", key, *self.members(set(graph.group_members(key, graph.devices[0]))))
+
+    def members(self, devices: set[int]) -> tuple[int, ...]:
+        return tuple(i for i, graph in enumerate(self.graphs) if not devices.isdisjoint(graph.devices))
+
+    def channel_name(self, channel: Channel) -> str:
+        kind, key, *roles = channel
+        shown = ", ".join(map(str, roles)) if len(self.graphs) > 1 else ""
+        name = f"comm {key}" if kind == "group" else f"transfer {key}"
+        return f"{name} (roles {shown})" if len(roles) > 1 else f"{name} ({shown})" if shown else name
+
+    def copy(self, channel: Channel, starts: dict[int, int]) -> int:
+        kind, key, *roles = channel
+        if missing := [r for r in roles if r not in starts]:
+            node = self.tasks[next(iter(starts.values()))].node
+            raise VerifyError(f"role {missing[0]} lacks a start of {kind} {key}", where=str(origin_of(node)))
+        first = self.tasks[starts[roles[0]]]
+        if kind == "transfer":
+            self.priced[key] = self.priced.get(key) or self.transferred(key, roles, first)
+            made = replace(self.priced[key], node=first.node, microbatch=first.microbatch)
+        else:
+            made = self.collective(key, roles, first)
+        task = self.add(made)
+        senders, takers = self.ends(kind, key, starts)
+        self.needs[task] += senders
+        for start in takers:
+            if start in self.waits:
+                self.needs[self.waits[start]].append(task)
+        return task
+
+    def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
+        """The starts that a copy needs and those whose waits need it: all. In a pipelined schedule a transfer is
+        buffered: it needs its senders and keeps its receivers waiting."""
+        every = list(starts.values())
+        if kind == "group" or not self.is_buffered:
+            return every, every
+        made = agreed(self.graphs, key)
+        senders = [s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(made.source.mesh.devices)]
+        takers = [s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(made.target.mesh.devices)]
+        return senders, takers
+
+    def collective(self, key: str, roles: Sequence[int], start: Task) -> Task:
+        node, number = start.node, roles[0]
+        mesh, axes = self.graphs[number].group_axes(key)
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        held = self.roles[number].local.one(operand)
+        size = held.num_elements * held.dtype.itemsize if held is not None else 0
+        op = _COST_NAMES[node.target]
+        seconds = self.profile.seconds(op, mesh, axes, size)
+        usage = self.profile.usage(op, mesh, axes) if seconds else ()
+        received = self.profile.bytes_received(op, mesh.flat_size(axes), size)
+        return Task("copy", node, tuple(roles), seconds, start.microbatch, None, usage, op, ",".join(axes), received)
+
+    def transferred(self, key: str, roles: Sequence[int], start: Task) -> Task:
+        """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""
+        made = agreed(self.graphs, key)
+        item = made.spec.dtype.itemsize
+        routes = made.routes
+        best, usage, received = 0.0, tuple[tuple[str, float], ...](), 0.0
+        for messages in _samples(made):
+            crossing = [m for m in messages if m.sender != m.receiver]
+            sizes = [m.box.num_elements * item for m in crossing]
+            ends = [(m.sender, m.receiver) for m in crossing]
+            latency = max((self.profile.transfer_seconds(a, b, 0) for a, b in ends), default=0.0)
+            flows = (
+                self.profile.transfer_seconds(a, b, n) - self.profile.transfer_seconds(a, b, 0)
+                for (a, b), n in zip(ends, sizes, strict=True)
+            )
+            seconds = latency + sum(flows)
+            if seconds > best:
+                best, usage = seconds, self.profile.transfer_usage(*ends[0])
+        received = max((float(routes.bytes_received(d, item)) for d in made.target.mesh.devices[:64]), default=0.0)
+        return Task(
+            "copy",
+            start.node,
+            tuple(roles),
+            best,
+            start.microbatch,
+            None,
+            usage,
+            "permute" if made.axes else "transfer",
+            ",".join(made.axes),
+            received,
+        )
+
+
+def _in_dtype(work: Work, dtype: torch.dtype) -> Iterator[Work]:
+    """A matmul in another dtype after the kernels that cast its operands: find the largest value, scale and round."""
+    if not isinstance(work, Matmul) or work.batch != 1 or work.dtype.itemsize <= dtype.itemsize:
+        yield work
+        return
+    for elements in (work.m * work.k, work.k * work.n):
+        yield Memory("reduction", elements * work.dtype.itemsize, elements, work.dtype)
+        yield Memory("pointwise", elements * (work.dtype.itemsize + dtype.itemsize), elements, work.dtype)
+    cast = (work.m + work.n) * work.k * (work.dtype.itemsize - dtype.itemsize)
+    yield replace(work, dtype=dtype, bytes=max(work.bytes - cast, 0))
+
+
+def _samples(made: Transfer) -> Iterator[Sequence[Any]]:
+    routes = made.routes
+    yield from (routes.received_by(device) for device in made.target.mesh.devices[:16])
+    yield from (routes.sent_by(device) for device in made.source.mesh.devices[:16])
+
+
+def items_by_part(held: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
+    """Kernels, starts and waits of a role in their order, cut where the first node of backward and of update stands."""
+    nodes = list(held.role.graph.nodes)
+    items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in held.kernels]
+    items += [(float(i), n) for i, n in enumerate(nodes) if n.target in STARTS or n.target is WAIT]
+    items.sort(key=lambda item: item[0])
+    run = [(i, origin_of(n).phase) for i, n in enumerate(nodes) if n.op == "call_function"]
+    update = next((i for i, phase in run if phase == "update"), len(nodes))
+    backward = min(next((i for i, phase in run if phase == "backward"), update), update)
+    parts: tuple[list[Kernel | fx.Node], ...] = ([], [], [])
+    for position, item in items:
+        parts[FORWARD if position < backward else BACKWARD if position < update else UPDATE].append(item)
+    return parts
+
+
+def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline) -> Passes:
+    """What a stage runs, in order.
+
+    `sequential`: forward and backward of one microbatch after the other, as the runtime does today. `gpipe`: all
+    forwards, then all backwards (Huang et al., NeurIPS 2019). `1f1b`: as many forwards as there are stages after it,
+    then a forward and a backward in turn (Narayanan et al., SOSP 2019).
+    """
+    if pipeline not in get_args(Pipeline):
+        raise MeshweaveError("unknown pipeline schedule", got=repr(pipeline), expected=", ".join(get_args(Pipeline)))
+    all_of = range(microbatches)
+    if pipeline == "gpipe":
+        order = [*((FORWARD, m) for m in all_of), *((BACKWARD, m) for m in all_of)]
+    elif pipeline == "1f1b":
+        ahead = min(num_stages - 1 - stage, microbatches)
+        order = [(FORWARD, m) for m in range(ahead)]
+        for m in all_of:
+            order += [(FORWARD, m + ahead)] if m + ahead < microbatches else []
+            order.append((BACKWARD, m))
+    else:
+        order = [(part, m) for m in all_of for part in (FORWARD, BACKWARD)]
+    return (*order, (UPDATE, 0))
+
+
+def lower_tasks(
+    graphs: Sequence[RankGraph],
+    profile: MachineProfile,
+    fusion: Fusion,
+    microbatches: int = 1,
+    pipeline: Pipeline = "sequential",
+    matmul_dtype: torch.dtype | None = None,
+) -> Tasks:
+    """The tasks of a step on a machine. Roles are stages of a pipeline in their order."""
+    roles = []
+    for graph in graphs:
+        local = local_values(graph)
+        kernels, local = kernels_of(graph, local, fusion)
+        roles.append(RoleTasks(graph, local, tuple(kernels)))
+    passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
+    return _Lowering(graphs, profile, roles, passes, matmul_dtype, pipeline != "sequential").run()
+
+
+def describe(task: Task) -> str:
+    return f"{op_name(task.node.target)} ({task.node.name}) {origin_of(task.node)}"

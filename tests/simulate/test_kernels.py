@@ -1,0 +1,153 @@
+"""Kernels: what is fused, that the order stays right, and that no work is lost."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from tests.models import hugging_face
+from torch import nn
+
+import meshweave as mw
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.work import Matmul, Memory
+from meshweave.ir.graph import op_name
+from meshweave.ir.rank import STARTS, WAIT, RankGraph
+from meshweave.sharding.registry import TABLE
+from meshweave.simulate.classify import base_name, kind_of
+from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
+from meshweave.simulate.shapes import Local, local_values
+
+
+def program(model: nn.Module, batch: object, loss: object, mesh: str = "") -> RankGraph:
+    step = mw.compile(
+        model,
+        loss=loss,  # type: ignore[arg-type]
+        example=batch,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        mesh=mesh,
+    )
+    return step.program.rank
+
+
+@pytest.fixture(scope="module")
+def llama() -> RankGraph:
+    return program(*hugging_face("llama", batch=4, heads=4), mesh="fsdp=2,tp=2")
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(torch.sigmoid(y) * y + 1.0)
+
+
+def names(kernels: list[Kernel], phase: str) -> list[str]:
+    return [
+        "+".join(op_name(n.target).removeprefix("aten.") for n in k.nodes)
+        for k in kernels
+        if k.node.meta["origin"].phase == phase
+    ]
+
+
+def test_a_chain_of_pointwise_ops_is_one_kernel_when_compiled() -> None:
+    rank = program(Small(), (torch.randn(8, 16),), lambda out, batch: out.square().sum())
+    compiled, _ = kernels_of(rank, local_values(rank), "compiled")
+    assert names(compiled, "forward") == ["mm", "sigmoid+mul.Tensor+add.Tensor", "mm"]
+    ops, _ = kernels_of(rank, local_values(rank), "ops")
+    assert names(ops, "forward") == ["mm", "sigmoid", "mul.Tensor", "add.Tensor", "mm"]
+
+
+def test_what_a_fused_kernel_reads_and_writes() -> None:
+    """The chain reads y once and writes its result, and the sigmoid for backward; a matmul reads and writes its own."""
+    rank = program(Small(), (torch.randn(8, 16),), lambda out, batch: out.square().sum())
+    kernels, _ = kernels_of(rank, local_values(rank), "compiled")
+    first, chain, _ = [k.works[0] for k in kernels if k.node.meta["origin"].phase == "forward"]
+    assert first == Matmul(8, 64, 16, 1, torch.float32, 4 * (8 * 16 + 16 * 64 + 8 * 64))
+    assert chain == Memory("pointwise", 4 * 3 * 8 * 64, 8 * 64, torch.float32, 3, 1)
+
+
+@pytest.mark.parametrize("fusion", get_args(Fusion))
+def test_every_op_is_in_one_kernel_and_reads_what_is_made_before(llama: RankGraph, fusion: Fusion) -> None:
+    local = local_values(llama)
+    kernels, local = kernels_of(llama, local, fusion)
+    held = [n for k in kernels for n in k.nodes]
+    assert len(held) == len(set(held))
+    order = {node: float(i) for i, node in enumerate(llama.graph.nodes)}
+    made = {n: k.position for k in kernels for n in k.nodes} | {
+        n: order[n] for n in llama.graph.nodes if n.target in STARTS or n.target is WAIT or n.op == "placeholder"
+    }
+    assert [k.position for k in kernels] == sorted(k.position for k in kernels)
+    for kernel in kernels:
+        for read in kernel.reads:
+            assert made[read] < kernel.position or read in kernel.nodes
+    for node in llama.graph.nodes:
+        if node.target in STARTS:
+            storages = {x.storage for x in local.values[node.args[0]]}
+            writers = [k for k in kernels for n in k.writes if {x.storage for x in local.values[n]} & storages]
+            assert all(k.position < order[node] for k in writers)
+
+
+def test_less_is_moved_the_more_is_fused(llama: RankGraph) -> None:
+    sizes, flops = {}, {}
+    for fusion in get_args(Fusion):
+        kernels, _ = kernels_of(llama, local_values(llama), fusion)
+        works = [w for k in kernels for w in k.works]
+        sizes[fusion] = sum(w.bytes for w in works)
+        flops[fusion] = sum(w.flops for w in works if not isinstance(w, Memory))
+    assert sizes["compiled"] < 0.9 * sizes["eager"] < 0.8 * sizes["ops"]
+    assert flops["compiled"] == flops["ops"] == flops["eager"] > 0
+
+
+def test_every_op_with_a_sharding_rule_has_a_cost() -> None:
+    graph = torch.fx.Graph()
+    kinds = {kind_of(graph.call_function(op, ())) for op in TABLE}
+    assert kinds >= {"matmul", "attention", "pointwise", "reduction", "strided", "gather", "scatter", "scan", "fill"}
+
+
+def test_an_op_without_a_cost_is_an_error_that_names_it() -> None:
+    node = torch.fx.Graph().call_function(torch.ops.aten.linalg_qr.default, ())
+    assert base_name(node.target) == "linalg_qr"
+    with pytest.raises(MeshweaveError, match=r"no cost for aten\.linalg_qr"):
+        kind_of(node)
+
+
+def test_an_unknown_way_of_fusing_is_an_error(llama: RankGraph) -> None:
+    with pytest.raises(MeshweaveError, match="unknown way"):
+        kernels_of(llama, local_values(llama), "magic")  # type: ignore[arg-type]
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, padding=1, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)
+
+
+def test_a_convolution_is_a_matmul_of_its_windows() -> None:
+    rank = program(Conv(), (torch.randn(2, 4, 8, 8),), lambda out, batch: out.square().sum())
+    kernels, _ = kernels_of(rank, local_values(rank), "ops")
+    works = [w for k in kernels for w in k.works if isinstance(w, Matmul)]
+    one = 2 * 2 * 64 * 6 * 2 * 9  # batch, positions, channels out, channels in per group, window
+    assert [w.flops for w in works] == [one, one]  # no gradient of the input is wanted
+
+
+def test_equal_ops_are_one_when_compiled() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight.exp()) + (x.cos() @ self.weight.exp())
+
+    rank = program(Twice(), (torch.randn(8, 8),), lambda out, batch: out.sum())
+    local: Local = local_values(rank)
+    assert names(kernels_of(rank, local, "ops")[0], "forward").count("exp") == 2
+    assert names(kernels_of(rank, local, "compiled")[0], "forward").count("exp") == 1
