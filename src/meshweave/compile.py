@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshweave.capture.optimizers import OptimizerSpec, current_lrs, initial_state, read_optimizer
+from meshweave.capture.recompute import recompute as recomputed
+from meshweave.capture.recompute_check import check_recompute
 from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
 from meshweave.errors import LayoutError, MeshweaveError, PlanError
 from meshweave.expand.expand import expand
-from meshweave.hardware import AlphaBeta
+from meshweave.hardware import AlphaBeta, Costs, load_profile
 from meshweave.interop import dtensor_from_piece, mark_stepped, prepare_device_meshes
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
@@ -25,6 +27,7 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
+from meshweave.overlap import prefetch as prefetched
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.initialize import materialize
@@ -62,7 +65,7 @@ class Program:
         return self.roles[0]
 
 
-def move_price(profile: AlphaBeta) -> Price:
+def move_price(profile: Costs) -> Price:
     """Seconds of a move by its plan."""
 
     @cache
@@ -72,7 +75,7 @@ def move_price(profile: AlphaBeta) -> Price:
     return price
 
 
-def _planner(profile: AlphaBeta) -> PlanMove:
+def _planner(profile: Costs) -> PlanMove:
     return lambda source, target, shape, dtype: plan_move(source, target, shape, dtype, profile)
 
 
@@ -88,17 +91,20 @@ def build_program(
     optimizer: OptimizerSpec | None,
     mesh: Mesh,
     plan: Plan | None,
-    profile: AlphaBeta,
+    profile: Costs,
     options: CaptureOptions,
     forward: Callable[[nn.Module, Any], Any] = call_model,
     progress: Callable[[str], None] = lambda stage: None,
+    prefetch: int = 0,
 ) -> Program:
-    """Capture, place, plan, expand; the verifier runs after each. `progress(stage)` is called as each begins."""
+    """Capture, place, plan, expand; the verifier runs after each. `progress(stage)` is called as each begins.
+
+    `prefetch`: how many blocks ahead parameters are gathered (see `overlap.prefetch`).
+    """
     progress("capture")
     resolved = resolve(plan, model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
-    step = capture(model, loss, micro, optimizer, options, forward=forward, hooks=pinning(resolved))
-    captured = verify_step(step)
+    captured = verify_step(capture(model, loss, micro, optimizer, options, forward=forward, hooks=pinning(resolved)))
     named = axes_of_operators(captured, mesh)
     check_axes(resolved, mesh, named)
     progress("place")
@@ -112,11 +118,22 @@ def build_program(
     # Without a plan, an axis that operators in the model use is theirs.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
         resolved = choose_tp(model, captured, resolved, axis, place_with, price)
+    step = _with_recompute(captured, options.recompute, resolved)
+    placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
     planner = _planner(profile)
-    placed = verify_placed(arrange(place_with(resolved, {}), planner, reduce_after_cast=options.reduce_after_cast))
+    placed = arrange(place(step, placement, price), planner, reduce_after_cast=options.reduce_after_cast)
     progress("expand")
-    roles = tuple(verify_rank(rank) for rank in expand(placed, mesh, _proving(planner)))
-    return Program(captured, placed, roles, decide(resolved, captured, mesh, units, homes), options)
+    expanded = expand(verify_placed(placed), mesh, _proving(planner))
+    roles = tuple(verify_rank(prefetched(rank, prefetch)) for rank in expanded)
+    return Program(step, placed, roles, placement, options)
+
+
+def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> StepGraph:
+    """The step that is placed, proven to be the captured one."""
+    cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
+    step = recomputed(captured, policy, cuts)
+    check_recompute(captured, step, policy, cuts)
+    return verify_step(step)
 
 
 class TrainStep:
@@ -240,12 +257,14 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     mesh: Mesh | str,
     plan: Plan | None = None,
-    profile: AlphaBeta | None = None,
+    profile: Costs | str | None = None,
     memory_cap_bytes: int | None = None,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
     reduce_after_cast: bool = False,
+    recompute: str = "none",
+    param_dtype: torch.dtype | None = None,
     seed: int = 0,
     forward: Callable[[nn.Module, Any], Any] = call_model,
     keep_gradients: bool = False,
@@ -264,6 +283,11 @@ def compile(
     mesh, plan: without a plan the axes dp, fsdp and tp mean the usual. See `Plan`.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
     reduce_after_cast: cast before a sum over devices where its result is cast to a smaller dtype: rounds each part.
+    recompute: what the backward pass makes again instead of keeping it, in each repeated block of the model. "none";
+        "full": all but what enters a block; "selective": all but attention, every second matmul, sums over devices.
+    param_dtype: cast floating-point parameters to this dtype before the forward pass. What is stored, gradients as they
+        are summed over devices, and optimizer state stay in the parameters' own dtype; batch and buffers stay theirs.
+    profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of one ("h100") or its file.
     check_finite: raise before the update when the loss is NaN or infinite.
 
     Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
@@ -272,14 +296,13 @@ def compile(
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     if memory_cap_bytes is not None:
         raise MeshweaveError("memory_cap_bytes needs the scheduler, which this version lacks", hint="leave it out")
-    if profile is not None and not isinstance(profile, AlphaBeta):
-        raise MeshweaveError("named profiles are not known yet", got=repr(profile), expected="an AlphaBeta or None")
+    costs = load_profile(profile) if isinstance(profile, str) else profile or AlphaBeta()
     if optimizer is None and (clip_grad_norm is not None):
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
     spec = None if optimizer is None else read_optimizer(optimizer, model)
-    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast)
+    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype)
     world = make_world(mesh, device)
-    program = build_program(model, loss, example, spec, mesh, plan, profile or AlphaBeta(), options, forward, progress)
+    program = build_program(model, loss, example, spec, mesh, plan, costs, options, forward, progress)
     progress("start")
     settings = Settings(accumulate, seed, keep_gradients or optimizer is None, check_finite)
     return TrainStep(program, model, optimizer, world, settings)

@@ -368,3 +368,33 @@ def test_errors_of_a_plan_reach_the_user_of_compile() -> None:
     model, example = nn.Linear(4, 4), {"input": torch.ones(2, 4), "y": torch.ones(2, 4)}
     with pytest.raises(PlanError, match="the plan names no module"):
         mw.compile(model, loss=mse, example=example, mesh="tp=2", plan=Plan.tp("tp", {"*.q_proj": "colwise"}))
+
+
+def test_kept_parameters_are_gathered_once_and_train_the_same() -> None:
+    def trained(plan: mw.Plan) -> tuple[mw.TrainStep, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        batch = {"x": torch.arange(32.0).view(4, 8) / 32, "y": torch.ones(4, 8)}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss = lambda out, batch: (out - batch["y"]).square().mean()  # noqa: E731
+        step = mw.compile(
+            model,
+            loss=loss,
+            example=batch,
+            optimizer=optimizer,
+            mesh="fsdp=2",
+            plan=plan,
+            forward=lambda model, batch: model(batch["x"]),
+        )
+        return step, [step(batch) for _ in range(3)]
+
+    def gathers(step: mw.TrainStep, name: str) -> list[str]:
+        return [r.phase for r in step.explain() if r.name == name and r.kind == "all_gather"]
+
+    dropped, losses = trained(mw.Plan.fsdp("fsdp"))
+    kept, same = trained(mw.Plan.fsdp("fsdp") + mw.Plan.keep("2"))
+    assert losses == same
+    assert gathers(dropped, "_2_weight") == ["forward", "backward"]
+    assert gathers(kept, "_2_weight") == ["forward"]
+    with pytest.raises(PlanError, match="names no parameter or module"):
+        trained(mw.Plan.fsdp("fsdp") + mw.Plan.keep("head"))

@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from meshweave.capture.functions import CapturedFunctions
 from meshweave.capture.normalize import normalize
 from meshweave.capture.optimizers import OptimizerSpec, update
+from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
+from meshweave.capture.recompute import check_policy
 from meshweave.capture.trace import Provenance, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.graph import Input, Spec, StepGraph
@@ -25,16 +27,22 @@ Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """How the step is made from the model: clipping by global norm, microbatches per step, autocast dtype, seed, and
-    whether sums over devices may be taken after a cast to a smaller dtype."""
+    """How the step is made from the model: clipping by global norm, microbatches per step, autocast dtype, seed,
+    whether sums over devices may be taken after a cast to a smaller dtype, what the backward pass makes again (see
+    `capture.recompute`), and the dtype to which parameters are cast before they are used."""
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
     autocast: torch.dtype | None = None
     seed: int = 0
     reduce_after_cast: bool = False
+    recompute: str = "none"
+    param_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        check_policy(self.recompute)
+        if self.param_dtype is not None and not self.param_dtype.is_floating_point:
+            raise PlanError("param_dtype is no dtype of floating-point numbers", got=str(self.param_dtype))
         if self.accumulate < 1:
             raise PlanError("accumulate counts microbatches", got=str(self.accumulate), expected="1 or more")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -128,6 +136,23 @@ class _Runner(nn.Module):
         return self.call(self.model, batch)
 
 
+def call_in(dtype: torch.dtype | None) -> Callable[[nn.Module, Any], Any]:
+    """`call_model` for an eager run, with parameters cast as `CaptureOptions.param_dtype` casts them.
+
+    Parameters of a smaller dtype are cast, too; those of a run in float64 are not, for that is there to be exact.
+    """
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        cast = {f"model.{n}": p.to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
+        return torch.func.functional_call(_Runner(model, call_model), cast, (batch,))
+
+    def exact_or_cast(model: nn.Module, batch: Any) -> Any:
+        is_exact = any(p.dtype == torch.float64 for p in model.parameters())
+        return call_model(model, batch) if is_exact else call(model, batch)
+
+    return call_model if dtype is None else exact_or_cast
+
+
 @dataclass(slots=True)
 class _Values:
     """The inputs of one traced step, by kind and name."""
@@ -177,7 +202,7 @@ def capture(
     module = trace(step, fakes)
     constants = {name: value for name, value in module.named_buffers(recurse=False)}
     constants |= {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and n.startswith("_tensor_constant")}
-    return normalize(module.graph, inputs, tuple(outputs), constants)
+    return cast_gradients_early(normalize(module.graph, inputs, tuple(outputs), constants))
 
 
 def _describe(
@@ -249,9 +274,10 @@ def _step(
     leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in values.params.items()}
     buffers = {n: b.clone() for n, b in values.buffers.items()}
     runner = _Runner(model, forward)
-    substituted = {f"model.{n}": t for n, t in {**leaves, **buffers}.items()}
     data = batch.rebuild(values.batch)
     with torch.enable_grad(), CapturedFunctions(), _autocast(options.autocast):
+        cast = cast_parameters(leaves, options.param_dtype, tracker)
+        substituted = {f"model.{n}": t for n, t in {**cast, **buffers}.items()}
         with tracker.inside(model), hooks(model) if hooks else nullcontext():
             out = torch.func.functional_call(runner, substituted, (data,))
         tracker.phase = "loss"

@@ -14,16 +14,18 @@ from meshweave import cli
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import CaptureOptions
+from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Stage
 from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import AlphaBeta
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plan_text import data_parallel_size
 from meshweave.sharding.plans import Plan
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
+Policy = Literal["none", "selective", "full"]
+ParamDtype = Literal["bfloat16", "float32"]
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory, or hf:MODEL_TYPE?field=value&...")]
 MeshText = Annotated[str, typer.Option("--mesh", help="named axes, such as dp=2,tp=2; empty for one device")]
@@ -36,8 +38,16 @@ Seq = Annotated[int, typer.Option("--seq", min=2, help="tokens per sequence")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="bfloat16 is autocast: parameters stay float32")]
 Accumulate = Annotated[int, typer.Option("--accumulate", min=1, help="microbatches per step")]
 Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="clip gradients by their global norm")]
+Recompute = Annotated[Policy, typer.Option("--recompute", help="what backward makes again of each layer")]
+ParamDtypeOption = Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")]
+Prefetch = Annotated[int, typer.Option("--prefetch", min=0, help="blocks ahead of which parameters are gathered")]
+Profile = Annotated[
+    str,
+    typer.Option("--profile", help="costs to choose moves by: a machine such as h100, its file, or alpha=s,axis=B/s"),
+]
 Seed = Annotated[int, typer.Option("--seed", help="of parameters, data and dropout")]
 
+_CAST = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _LR = {"sgd": 1e-2, "adam": 1e-3, "adamw": 1e-3}
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
@@ -61,17 +71,37 @@ class Job:
     dtype: str
     accumulate: int
     clip_grad_norm: float | None
+    recompute: str
+    param_dtype: str | None
     seed: int
     json: bool
     debug: bool
+    prefetch: int = 0
+    profile: str = ""
 
     @property
     def autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self.dtype == "bfloat16" else None
 
     @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype that parameters are cast to."""
+        if self.param_dtype is not None and self.dtype == "float64":
+            raise MeshweaveError(
+                "--dtype float64 and --param-dtype contradict each other", hint="leave one of them out"
+            )
+        return None if self.param_dtype is None else _CAST[self.param_dtype]
+
+    @property
     def options(self) -> CaptureOptions:
-        return CaptureOptions(self.clip_grad_norm, self.accumulate, self.autocast, self.seed)
+        return CaptureOptions(
+            self.clip_grad_norm,
+            self.accumulate,
+            self.autocast,
+            self.seed,
+            recompute=self.recompute,
+            param_dtype=self.cast,
+        )
 
     def load(self, mesh: Mesh, plan: Plan | None, device: str = "cpu") -> Source:
         if self.batch is not None and self.local_batch is not None:
@@ -88,7 +118,18 @@ class Job:
 
 
 def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage) -> Program:
+    """The program that a job asks for, its moves chosen by the job's costs."""
     spec = read_optimizer(optimizer, source.model)
+    costs = parse_costs(job.profile, mesh.axis_names)
     return cli.build_program(
-        source.model, source.loss, source.batch, spec, mesh, plan, AlphaBeta(), job.options, progress=stage
+        source.model,
+        source.loss,
+        source.batch,
+        spec,
+        mesh,
+        plan,
+        costs,
+        job.options,
+        progress=stage,
+        prefetch=job.prefetch,
     )

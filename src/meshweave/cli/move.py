@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Debug, Json, Screen, guarded
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import AlphaBeta
 from meshweave.interop.peer_plans import PeerPlan, peer_plans
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -37,9 +37,7 @@ def move_command(
     dtype: Annotated[str, typer.Option("--dtype", help="a torch dtype")] = "float32",
     profile: Annotated[
         str,
-        typer.Option(
-            "--profile", help="alpha=seconds, axis=bytes per second or one bandwidth for all: alpha=1e-5,5e10"
-        ),
+        typer.Option("--profile", help="a machine such as h100, its file, or alpha=seconds,axis=bytes per second"),
     ] = "",
     memory_cap: Annotated[
         int | None, typer.Option("--memory-cap", min=0, help="most bytes of input and output of a step on a device")
@@ -55,7 +53,7 @@ def move_command(
         start = Mesh.parse(mesh)
         goal = start if to_mesh is None else Mesh.parse(to_mesh)
         before, after = Layout.parse(source, start), Layout.parse(target, goal)
-        sizes, kind, costs = _shape(shape), _dtype(dtype), _profile(profile, (start, goal))
+        sizes, kind, costs = _shape(shape), _dtype(dtype), parse_costs(profile, (*start.axis_names, *goal.axis_names))
         plan = plan_move(before, after, sizes, kind, costs, memory_cap_bytes=memory_cap, order=order)
         return _show(screen, plan, peer_plans(before, after, sizes, kind, costs), alternatives, sizes, dtype)
 
@@ -169,32 +167,3 @@ def _dtype(text: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise MeshweaveError("this is not a dtype", where="--dtype", got=repr(text), expected="float32, bfloat16, ...")
     return found
-
-
-def _profile(text: str, meshes: Sequence[Mesh]) -> AlphaBeta:
-    """Reads `alpha=10e-6,a=50e9,b=400e9` or `alpha=10e-6,50e9`; what it does not say is AlphaBeta's default."""
-    usual = AlphaBeta()
-    alpha, everywhere, by_axis = usual.alpha_s, usual.bandwidth, dict[str, float]()
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, figure = part.rpartition("=")
-        value = _number(figure, text)
-        if not equals:
-            everywhere = value
-        elif name == "alpha":
-            alpha = value
-        else:
-            by_axis[name.strip()] = value
-    known = [axis for mesh in meshes for axis in mesh.axis_names]
-    for axis in by_axis:
-        if axis not in known:
-            expected = f"alpha or one of {', '.join(dict.fromkeys(known)) or '(no axes)'}"
-            raise MeshweaveError(f"no mesh has an axis '{axis}'", where="--profile", got=text, expected=expected)
-    return AlphaBeta(alpha, by_axis or everywhere)
-
-
-def _number(figure: str, text: str) -> float:
-    try:
-        return float(figure)
-    except ValueError:
-        expected = "something like alpha=10e-6,a=50e9,b=400e9"
-        raise MeshweaveError("this is not a profile", where="--profile", got=repr(text), expected=expected) from None

@@ -11,10 +11,10 @@ import typer
 from torch import nn
 
 from meshweave.capture.sources import Source
-from meshweave.capture.step import Batch
+from meshweave.capture.step import Batch, call_in
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, NumericsReport, Recipe, check_numerics
+from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, Recipe, check_numerics
 from meshweave.cli.job import (
     Accumulate,
     Clip,
@@ -26,7 +26,11 @@ from meshweave.cli.job import (
     MeshText,
     Model,
     OptimizerOption,
+    ParamDtypeOption,
     PlanText,
+    Prefetch,
+    Profile,
+    Recompute,
     Seed,
     Seq,
     compiled,
@@ -45,27 +49,33 @@ from meshweave.sharding.plans import Plan
 def check(
     model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
     local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
-    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, seed: Seed = 0, json: Json = False, debug: Debug = False,
+    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
+    param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
+    json: Json = False, debug: Debug = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS,
 ) -> None:  # fmt: skip
     """Prove that MODEL's program on a mesh is complete and free of deadlock, and compare it with one device, and that
     with eager PyTorch. Exit code 0 when all holds."""
     job = Job(
-        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, seed, json, debug
-    )
+        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
+        param_dtype, seed, json, debug, prefetch, profile,
+    )  # fmt: skip
     guarded(Screen("check", json), debug, lambda screen: _check(screen, job, steps))
 
 
 def plan_command(
     model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
     local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
-    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, seed: Seed = 0, json: Json = False, debug: Debug = False,
+    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
+    param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
+    json: Json = False, debug: Debug = False,
     show_all: Annotated[bool, typer.Option("--all", help="show each twin of repeated layers")] = False,
 ) -> None:  # fmt: skip
     """Show every move of data in one step, without running it: no memory is taken for an hf: model."""
     job = Job(
-        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, seed, json, debug
-    )
+        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
+        param_dtype, seed, json, debug, prefetch, profile,
+    )  # fmt: skip
     guarded(Screen("plan", json), debug, lambda screen: _plan(screen, job, show_all))
 
 
@@ -102,12 +112,15 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)
 
-    recipe, batches = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed), source.make_batch
+    recipe = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed, call_in(job.cast))
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, job.make_optimizer(source.model, lr), stage)
         stage("prove")
         complete, deadlock = check_complete(program.placed, program.roles), check_deadlock(program.roles)
-        report = check_numerics(make_model, batches, recipe, mesh, plan, compiler, steps=steps, progress=stage)
+        report = check_numerics(
+            make_model, source.make_batch, recipe, mesh, plan, compiler,
+            steps=steps, bounds=Bounds.under(job.autocast or job.cast), progress=stage,
+        )  # fmt: skip
     screen.say(tables.proof_text(complete, deadlock))
     _show_check(screen, report)
     screen.result(**report.as_dict(), complete=asdict(complete), deadlock=asdict(deadlock))

@@ -25,7 +25,11 @@ from meshweave.cli.job import (
     MeshText,
     Model,
     OptimizerOption,
+    ParamDtypeOption,
     PlanText,
+    Prefetch,
+    Profile,
+    Recompute,
     Seed,
     Seq,
     compiled,
@@ -40,15 +44,18 @@ from meshweave.sharding.plan_text import parse_plan
 def run(
     model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
     local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
-    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, seed: Seed = 0, json: Json = False, debug: Debug = False,
+    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
+    param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
+    json: Json = False, debug: Debug = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20,
     checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = "",
     save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: at the end")] = 0,
 ) -> None:  # fmt: skip
     """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
     job = Job(
-        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, seed, json, debug
-    )
+        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
+        param_dtype, seed, json, debug, prefetch, profile,
+    )  # fmt: skip
     guarded(Screen("run", json), debug, lambda screen: _run(screen, job, steps, checkpoint, save_every))
 
 

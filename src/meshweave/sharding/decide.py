@@ -48,7 +48,7 @@ def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes:
             stored["buffer", item.name] = Layout.replicated(at["buffer", item.name], rank)
         elif item.kind == "batch" and rank and item.spec.shape[0] == size:
             stored["batch", item.name] = Layout.of(mesh, rank, {0: axes}).normalized(item.spec.shape)
-    return Placement(mesh, stored, used, homes)
+    return Placement(mesh, stored, used, homes, frozenset(resolved.kept))
 
 
 def _used_layout(resolved: Resolved, item: Input, mesh: Mesh, units: Sequence[int]) -> Layout:

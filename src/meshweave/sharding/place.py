@@ -36,9 +36,11 @@ from meshweave.sharding.rules_shape import CONSTANTS, FACTORIES
 
 aten = torch.ops.aten
 PIN = torch.ops.meshweave.pin.default
+ROUND_PARTS = torch.ops.meshweave.round_parts.default
 
-# Moving a parameter away from the layout that the plan uses it in, or a value from where an operator put it, is priced
-# this many times over: what was said is followed where following it is possible at all.
+# Moving a parameter away from the layout that the plan uses it in, a value from where an operator put it, or a part of
+# a sum that is to be cast before the sum is taken, is priced this many times over: what was said is followed where
+# following it is possible at all.
 SAID_WEIGHT = 100.0
 
 # Ops through which a parameter is still that parameter: they are done again in each phase that needs them, so that a
@@ -56,6 +58,7 @@ class Placement:
     stored: Mapping[tuple[str, str], Layout]
     used: Mapping[str, Layout]
     homes: Homes
+    kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
 
     def layout(self, kind: str, name: str, spec: Spec) -> Layout:
         """Layout of an input or output: new values are stored like old ones, gradients like their parameters."""
@@ -176,6 +179,7 @@ class _Placer:
 
     def _used_form(self, node: fx.Node, phase: str) -> _Copy:
         """The parameter as `phase` uses it: gathered, then viewed."""
+        phase = "forward" if self._parameter(node) in self.placement.kept else phase
         key = (node, phase)
         if key in self.used:
             return self.used[key]
@@ -277,6 +281,8 @@ class _Placer:
         self.line = origin_of(node).source
         operands, mesh = tensor_inputs(node), self.placement.homes[node]
         held = [self._held(n, phase, mesh) for n in operands]
+        if node.target is ROUND_PARTS:
+            held = [replace(h, weight=SAID_WEIGHT) for h in held]
         try:
             option = self._choose(node, held, mesh)
         except RuleError as error:

@@ -20,6 +20,7 @@ _SCHEMES: Mapping[str, Callable[[str], Plan]] = {
     "sequence": Plan.sequence_parallel,
     "replicate": Plan.replicate,
     "stages": Plan.stages,
+    "keep": Plan.keep,
 }
 
 

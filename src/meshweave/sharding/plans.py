@@ -15,7 +15,8 @@ Devices = Mesh | int | Sequence[int] | str
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One statement: `kind` is batch, state, style, layout, on, stages, hf_tp, auto_tp, sequence or idle."""
+    """One statement: `kind` is batch, state, style, layout, on, stages, hf_tp, auto_tp, sequence, keep
+    or idle."""
 
     kind: str
     axis: str = ""
@@ -104,6 +105,12 @@ class Plan:
         return Plan([Entry("stages", axis)])
 
     @staticmethod
+    def keep(glob: str) -> Plan:
+        """Parameters (or those of modules) that stay gathered from forward to backward: less communication, more
+        memory. As FSDP2 keeps what its root module holds."""
+        return Plan([Entry("keep", glob=glob)])
+
+    @staticmethod
     def replicate(axis: str) -> Plan:
         """Every device along `axis` does the same: for an axis that should stay unused."""
         return Plan([Entry("idle", axis)])
@@ -122,7 +129,8 @@ class Resolved:
     """A plan read against one model: what placement and capture need of it.
 
     `shards[param][axis]` is the dim that the axis shards; `pins` are (module, "in" or "out", constraint); `homes` are
-    the devices of modules. `named` are the axes that it gives something to do; `is_default` when the user gave no plan.
+    the devices of modules; `kept` are parameters gathered once. `named` are the axes that it gives something to do;
+    `is_default` when the user gave no plan.
     """
 
     is_default: bool = False
@@ -134,6 +142,7 @@ class Resolved:
     pins: list[tuple[str, str, str]] = field(default_factory=list)
     homes: dict[str, Mesh] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
 
     def shard(self, param: str, axis: str, dim: int | None, where: str) -> None:
         """Note that `axis` shards `dim` of a parameter (None: leaves it whole). PlanError if it was said otherwise."""

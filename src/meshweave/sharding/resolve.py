@@ -152,6 +152,15 @@ def _layout(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None
         raise _nothing(entry.glob, names, "parameter or module")
 
 
+def _keep(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    params = dict(model.named_parameters(remove_duplicate=False))
+    modules = _matching(entry.glob, dict(model.named_modules()))
+    names = {*_matching(entry.glob, params), *(n for n in params for m in modules if n.startswith(f"{m}."))}
+    if not names:
+        raise _nothing(entry.glob, [*params, *(n for n, _ in model.named_modules() if n)], "parameter or module")
+    found.kept |= names
+
+
 def _constraint(layout: Layout, mesh: Mesh) -> Iterator[str]:
     for axis in mesh.axis_names:
         if layout.dim_of(axis) is None:
@@ -242,6 +251,7 @@ _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {
     "layout": _layout,
     "on": _on,
     "stages": _stages,
+    "keep": _keep,
     "idle": _idle,
 }
 

@@ -3,6 +3,7 @@ slows while communication runs beside it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -45,6 +46,7 @@ class _Clock:
     starts: list[float] = field(init=False)
     ends: list[float] = field(init=False)
     heap: list[tuple[float, int, int]] = field(default_factory=list)  # (end, stream, version)
+    instant: deque[int] = field(default_factory=deque)  # streams whose task takes no time
     active: list[list[int]] = field(init=False)  # per role: streams of running communications
     factors: dict[frozenset[str], float] = field(default_factory=dict)
 
@@ -57,8 +59,12 @@ class _Clock:
 
     def play(self) -> Times:
         machine, heap, streams = self.machine, self.heap, self.streams
-        self.act(machine.handle(Release(0)), 0.0)
-        while heap:
+        now, instant = 0.0, self.instant
+        self.act(machine.handle(Release(0)), now)
+        while heap or instant:
+            if instant:
+                self.finish(instant.popleft(), now)
+                continue
             now, number, version = heappop(heap)
             if streams[number].version == version:
                 self.finish(number, now)
@@ -82,6 +88,9 @@ class _Clock:
         self.starts[task] = now
         held = self.tasks[task]
         stream.left, stream.since, stream.rate = held.seconds, now, 1.0
+        if not held.seconds:
+            self.instant.append(number)
+            return
         if held.usage:
             for role in held.roles:
                 self.active[role].append(number)
@@ -102,7 +111,7 @@ class _Clock:
         self.ends[task] = now
         held = self.tasks[task]
         stream.version += 1
-        if held.usage:
+        if held.usage and held.seconds:
             for role in held.roles:
                 self.active[role].remove(number)
             self.share(held.roles, now)

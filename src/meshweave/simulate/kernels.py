@@ -3,11 +3,13 @@
 `ops`: every op by itself, as our own executor runs them. `eager`: as PyTorch's eager mode, in which the ops that we
 take apart (log-softmax, one optimizer update) are one kernel. `compiled`: chains of pointwise ops, copies, reductions
 over the innermost dims and gathers are one kernel, as a compiler such as Inductor makes them, and of equal ops in a
-phase one is done.
+phase one is done. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as training frameworks
+compile transformer blocks one by one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -16,13 +18,14 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Work
-from meshweave.ir.graph import map_nodes, origin_of
+from meshweave.ir.graph import Origin, map_nodes, origin_of
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
 from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, work_of
 from meshweave.simulate.shapes import Local, Value
 
-Fusion = Literal["ops", "eager", "compiled"]
+Fusion = Literal["ops", "eager", "compiled", "blocks"]
 
+_INDEXED = re.compile(r"(^|\.)\d+(\.|$)")
 _MOST_OPS = 64  # in one kernel, as Inductor's max_fusion_size (torch/_inductor/config.py, 2.13)
 _AFTER = 1e-4  # a kernel stands after what it reads: positions of nodes are integers, those of kernels lie between them
 
@@ -155,11 +158,16 @@ class _Fusion:
         first, second = origin_of(group.nodes[-1]), origin_of(node)
         if first.phase != second.phase or len(group.nodes) >= _MOST_OPS:
             return False
-        if self.fusion == "compiled":  # a scalar is read by a kernel, not made in it again
+        if self._is_compiled(first) != self._is_compiled(second):
+            return False
+        if self._is_compiled(first):  # a scalar is read by a kernel, not made in it again
             return group.size == self.size(node) or min(group.size, self.size(node)) > 1
         if first.phase == "update":
             return first.module == second.module
         return first.call == second.call != 0
+
+    def _is_compiled(self, origin: Origin) -> bool:
+        return self.fusion == "compiled" or (self.fusion == "blocks" and is_in_block(origin))
 
     def _merged(self, groups: Sequence[_Group], node: fx.Node) -> _Group | None:
         if len(groups) == 1:
@@ -190,6 +198,11 @@ class _Fusion:
         return group.position if group is not None else float(self.order[node])
 
 
+def is_in_block(origin: Origin) -> bool:
+    """Whether an op belongs to a repeated block: to a module under an index, such as model.layers.3."""
+    return origin.phase != "update" and _INDEXED.search(origin.module) is not None
+
+
 def kernels_of(role: RankGraph, local: Local, fusion: Fusion) -> tuple[list[Kernel], Local]:
     """The kernels of a role in the order in which they run, and its values, of which equal ones are now one.
 
@@ -200,7 +213,8 @@ def kernels_of(role: RankGraph, local: Local, fusion: Fusion) -> tuple[list[Kern
     graph = role.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
-    same = _equal_ops(nodes) if fusion == "compiled" else {}
+    compiled = [n for n in nodes if fusion == "compiled" or (fusion == "blocks" and is_in_block(origin_of(n)))]
+    same = _equal_ops(compiled)
     local = _as_one(local, same)
     grouping = _Fusion(local, order, fusion, same=same)
     groups = grouping.run(nodes)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import STARTS
+from meshweave.simulate.allocator import reserved_bytes
 from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.result import Held
@@ -16,6 +18,7 @@ from meshweave.simulate.tasks import RoleTasks, Task, Tasks
 
 Key = tuple[int, int]  # storage, microbatch that made it (-1: before the step)
 
+_STEPS = 3  # after which an allocator asks for nothing more, where all steps are alike
 _IN_PLACE = ("param", "state", "buffer", "acc")
 
 
@@ -26,6 +29,7 @@ class Memory:
     curve: tuple[tuple[float, int], ...]
     peak_bytes: int
     peak_at: float
+    reserved_bytes: int
     persistent_bytes: int
     at_peak: tuple[Held, ...]
 
@@ -37,6 +41,7 @@ class _Life:
     kind: str
     begin: float
     end: float
+    used: float = 0.0  # when it was first used
     crosses: bool = False  # made in forward, used in backward
 
 
@@ -100,7 +105,8 @@ class _Ledger:
         else:
             started: Any = task.node.args[0]
             self.use((x.storage for x in values[task.node]), task, end)
-            of = microbatch if (started, microbatch) in self.start_operands else self.last_microbatch
+            late = origin_of(task.node).phase == "update" and (started, self.last_microbatch) in self.start_operands
+            of = self.last_microbatch if late else microbatch
             for key in self.start_operands.get((started, of), ()):
                 self.lives[key].end = max(self.lives[key].end, end)
 
@@ -114,10 +120,13 @@ class _Ledger:
     def use(self, storages: Iterable[int], task: Task, end: float) -> list[Key]:
         found = []
         for storage in dict.fromkeys(storages):
-            choices = ((storage, task.microbatch), (storage, self.last_microbatch), (storage, -1))
+            choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]
+            if origin_of(task.node).phase == "update":
+                choices[:2] = choices[1::-1]
             key = next((key for key in choices if key in self.lives), None)
             if key is not None:
                 life = self.lives[key]
+                life.used = life.used or end
                 life.end = max(life.end, end)
                 made, used = origin_of(life.node).phase, origin_of(task.node).phase
                 life.crosses = life.crosses or (made in ("forward", "loss") and used == "backward")
@@ -148,7 +157,26 @@ def memory_of(
     alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
     lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
     shown = tuple(_held(life, held) for life in alive[:num_at_peak])
-    return Memory(tuple(sorted(events.items())), peak, peak_at, lasting, shown)
+    reserved = reserved_bytes(_allocations(lives, makespan))
+    return Memory(tuple(sorted(events.items())), peak, peak_at, reserved, lasting, shown)
+
+
+def _allocations(lives: Sequence[_Life], makespan: float) -> Iterator[tuple[int, int, str]]:
+    """What a caching allocator is asked for in the first steps of a training. Parameters are there from the beginning;
+    optimizers make their state in the first update, in whatever room activations have left; results of communications
+    come from the pool of another stream."""
+    changes = []
+    for i, life in enumerate(lives):
+        stream = "communication" if life.node.target in STARTS else "compute"
+        begin = life.used if life.kind == "state" else life.begin
+        changes.append((begin, 1, i, life.bytes, stream))
+        if life.end < makespan:
+            changes.append((life.end, 0, i, life.bytes, stream))
+    changes.sort()
+    yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes)
+    ended = {i for _, is_made, i, _, _ in changes if not is_made}
+    for _ in range(_STEPS - 1):
+        yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes if i in ended)
 
 
 def _held(life: _Life, held: RoleTasks) -> Held:

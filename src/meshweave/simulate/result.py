@@ -85,6 +85,7 @@ class RoleResult:
     idle_seconds: float  # neither
     peak_bytes: int
     peak_at: float
+    reserved_bytes: int  # what PyTorch's caching allocator has then taken, fragments included
     persistent_bytes: int  # parameters, optimizer state, buffers
     at_peak: tuple[Held, ...] = ()  # the largest first
     memory: tuple[tuple[float, int], ...] = ()
@@ -127,6 +128,10 @@ class Simulation:
         return max((role.peak_bytes for role in self.roles), default=0)
 
     @property
+    def reserved_bytes(self) -> int:
+        return max((role.reserved_bytes for role in self.roles), default=0)
+
+    @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.tokens / self.seconds / self.num_devices if self.seconds else 0.0
 
@@ -138,6 +143,7 @@ class Simulation:
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
             "peak_bytes": self.peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
             "profile": self.profile,
             "profile_version": self.profile_version,
             "source": self.source,

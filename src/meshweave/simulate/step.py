@@ -78,6 +78,7 @@ def _result(
             exposure.idle[i],
             memory.peak_bytes,
             memory.peak_at,
+            memory.reserved_bytes,
             memory.persistent_bytes,
             memory.at_peak,
             memory.curve,
@@ -230,10 +231,14 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
 
 
 def _notes(options: SimulateOptions, fusion: Fusion, num_roles: int) -> tuple[str, ...]:
+    compiled = "the ops of repeated blocks are fused, others are as in eager PyTorch"
     notes = [
-        {"ops": "every op is a kernel", "eager": "kernels as in eager PyTorch", "compiled": "chains of ops are fused"}[
-            fusion
-        ]
+        {
+            "ops": "every op is a kernel",
+            "eager": "kernels as in eager PyTorch",
+            "compiled": "chains of ops are fused",
+            "blocks": compiled,
+        }[fusion]
     ]
     if options.pipeline != "sequential" and num_roles > 1:
         notes.append(f"the {options.pipeline} schedule is modelled; the runtime runs microbatches one after the other")

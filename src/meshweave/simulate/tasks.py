@@ -6,7 +6,6 @@ The cost grows with roles and nodes, never with devices: one device stands for a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -18,17 +17,17 @@ from meshweave.engine.machine import Schedule
 from meshweave.engine.match import Channel, agreed
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.hardware.profile import MachineProfile
-from meshweave.hardware.work import Matmul, Memory, Work
+from meshweave.hardware.work import Memory
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, collectives, transfer
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
+from meshweave.simulate.narrow import Narrow
 from meshweave.simulate.shapes import Local, local_values
 
 Pipeline = Literal["sequential", "gpipe", "1f1b"]
 Passes = tuple[tuple[int, int], ...]  # (part, microbatch), in the order in which a role runs them
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2
-_INDEXED = re.compile(r"(^|\.)\d+(\.|$)")  # a module under an index: of a repeated block
 _COST_NAMES: dict[Any, str] = {
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
@@ -81,7 +80,7 @@ class _Lowering:
     profile: MachineProfile
     roles: list[RoleTasks]
     passes: list[Passes]
-    matmul_dtype: torch.dtype | None = None
+    narrow: Sequence[Narrow] = ()
     is_buffered: bool = False
     priced: dict[str, Task] = field(default_factory=dict)  # of transfers, by key
     tasks: list[Task] = field(default_factory=list)
@@ -127,15 +126,13 @@ class _Lowering:
                     self.enter(number, item, task)
                 else:
                     started = item.args[0]
-                    of = microbatch if part != UPDATE else last
                     assert isinstance(started, fx.Node)
-                    self.waits.setdefault(begun[started, of], task)
+                    late = part == UPDATE and (started, last) in begun
+                    self.waits.setdefault(begun[started, last if late else microbatch], task)
         return found
 
     def kernel(self, number: int, kernel: Kernel, microbatch: int) -> Task:
-        works = kernel.works
-        if self.matmul_dtype is not None and _INDEXED.search(origin_of(kernel.node).module):
-            works = tuple(new for work in works for new in _in_dtype(work, self.matmul_dtype))
+        works = tuple(self.narrow[number].works(kernel, microbatch)) if self.narrow else kernel.works
         seconds = sum(self.profile.compute_seconds(work) for work in works)
         flops = sum(work.flops for work in works if not isinstance(work, Memory))
         return Task("kernel", kernel.node, (number,), seconds, microbatch, kernel, flops=flops)
@@ -205,7 +202,8 @@ class _Lowering:
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         held = self.roles[number].local.one(operand)
-        size = held.num_elements * held.dtype.itemsize if held is not None else 0
+        size = float(held.num_elements * held.dtype.itemsize) if held is not None else 0.0
+        size = self.narrow[number].moved_bytes(node, size) if self.narrow else size
         op = _COST_NAMES[node.target]
         seconds = self.profile.seconds(op, mesh, axes, size)
         usage = self.profile.usage(op, mesh, axes) if seconds else ()
@@ -243,18 +241,6 @@ class _Lowering:
             ",".join(made.axes),
             received,
         )
-
-
-def _in_dtype(work: Work, dtype: torch.dtype) -> Iterator[Work]:
-    """A matmul in another dtype after the kernels that cast its operands: find the largest value, scale and round."""
-    if not isinstance(work, Matmul) or work.batch != 1 or work.dtype.itemsize <= dtype.itemsize:
-        yield work
-        return
-    for elements in (work.m * work.k, work.k * work.n):
-        yield Memory("reduction", elements * work.dtype.itemsize, elements, work.dtype)
-        yield Memory("pointwise", elements * (work.dtype.itemsize + dtype.itemsize), elements, work.dtype)
-    cast = (work.m + work.n) * work.k * (work.dtype.itemsize - dtype.itemsize)
-    yield replace(work, dtype=dtype, bytes=max(work.bytes - cast, 0))
 
 
 def _samples(made: Transfer) -> Iterator[Sequence[Any]]:
@@ -316,7 +302,8 @@ def lower_tasks(
         kernels, local = kernels_of(graph, local, fusion)
         roles.append(RoleTasks(graph, local, tuple(kernels)))
     passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
-    return _Lowering(graphs, profile, roles, passes, matmul_dtype, pipeline != "sequential").run()
+    narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
+    return _Lowering(graphs, profile, roles, passes, narrow, pipeline != "sequential").run()
 
 
 def describe(task: Task) -> str:

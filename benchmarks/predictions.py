@@ -1,0 +1,203 @@
+"""Published training runs, predicted from public hardware figures alone.
+
+    python benchmarks/predictions.py                 # all cases; writes results/predictions.md
+    python benchmarks/predictions.py 8b-8            # programs whose name begins so; nothing is written
+
+Every case is compiled from a Hugging Face configuration on the meta device and simulated. No figure is fitted to a run:
+profiles come from data sheets, NCCL's constants and kernel papers (docs/hardware.md). Targets are those of torchtitan
+(benchmarks/llama3_h100_202412 and asyncTP_llama3_h100_2025-06) and Megatron-Bridge (performance summary 25.11).
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import meshweave as mw
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.step import CaptureOptions
+from meshweave.compile import Program, build_program
+from meshweave.hardware import load_profile
+from meshweave.sharding.plan_text import parse_plan
+from meshweave.simulate.result import Simulation
+from meshweave.whatif import simulate
+
+TABLE = Path(__file__).parent / "results" / "predictions.md"
+GIB = 2**30
+MODELS = {  # published configurations of Llama 3
+    "8B": {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "70B": {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+    "405B": {"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compiled: a model on a mesh. `batch` is per data-parallel device and microbatch."""
+
+    name: str
+    model: str
+    mesh: str
+    batch: int
+    recompute: str
+    profile: str
+    plan: str = ""
+    accumulate: int = 1
+    prefetch: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published figure (tokens/s/GPU, GiB reserved at most where given) and how it is simulated."""
+
+    setup: str
+    what: str
+    tokens_per_s: float
+    fusion: str = "blocks"
+    fp8: bool = False
+    pipeline: str = "sequential"
+    memory_gib: float = 0.0
+
+
+FSDP = "fsdp:fsdp+keep:lm_head+keep:embed_tokens+keep:norm"  # FSDP2 keeps what its root module holds
+SETUPS = [
+    Setup("8b-8", "8B", "fsdp=8", 2, "selective", "h100-500w", FSDP),
+    Setup("8b-128", "8B", "fsdp=128", 2, "selective", "h100-500w", FSDP),
+    Setup("70b-256", "70B", "fsdp=32,tp=8", 16, "full", "h100-500w", FSDP + "+hf_tp:tp+sequence:tp"),
+    Setup("8b-64-tp", "8B", "fsdp=8,tp=8", 12, "selective", "h100-500w", FSDP + "+hf_tp:tp+sequence:tp"),
+    Setup("mb-8b-8", "8B", "fsdp=8", 1, "none", "h100"),
+    Setup("mb-8b-8-gb200", "8B", "fsdp=8", 1, "none", "gb200"),
+    Setup("mb-70b-64-gb200", "70B", "fsdp=64", 1, "none", "gb200"),
+]
+CASES = [
+    Case("8b-8", "torchtitan 8B, 8 GPUs, FSDP, eager", 5762, fusion="eager", memory_gib=82.4),
+    Case("8b-8", "... + compile", 6667, memory_gib=77.0),
+    Case("8b-8", "... + compile + float8", 8532, fp8=True, memory_gib=76.8),
+    Case("8b-128", "torchtitan 8B, 128 GPUs, FSDP, eager", 5605, fusion="eager"),
+    Case("8b-128", "... + compile", 6514),
+    Case("8b-128", "... + compile + float8", 8380, fp8=True),
+    Case("70b-256", "torchtitan 70B, 256 GPUs, FSDP 32 x TP 8, bf16", 597.3),
+    Case("70b-256", "... float8 (2024-12)", 829, fp8=True),
+    Case("70b-256", "... float8 (2025-06)", 809.8, fp8=True),
+    Case("8b-64-tp", "torchtitan 8B, 64 GPUs, FSDP 8 x TP 8, batch 12, bf16", 4378),
+    Case("8b-64-tp", "... float8", 5078.1, fp8=True),
+    Case("mb-8b-8", "Megatron-Bridge 8B, 8 H100, FSDP, FP8", 14451, fp8=True),
+    Case("mb-8b-8-gb200", "Megatron-Bridge 8B, 8 GB200, FSDP, FP8", 31508, fp8=True),
+    Case("mb-70b-64-gb200", "Megatron-Bridge 70B, 64 GB200, FSDP, FP8", 4312, fp8=True),
+]
+NOT_EXPRESSED = [
+    (
+        "torchtitan 70B, 256 GPUs, async TP: 876 (float8), 652.4 (bf16)",
+        "permute rings (decomposed collectives) do not exist yet",
+    ),
+    ("torchtitan 8B, 64 GPUs, async TP: 4,809.4", "as above"),
+    (
+        "torchtitan 405B, 512 GPUs, async TP, 1F1B 100, interleaved 128",
+        "as above; interleaved stages do not exist either",
+    ),
+    ("Megatron-Bridge 70B, 64 H100, TP4 PP8 VP5: 1,602", "interleaved (virtual) pipeline stages do not exist"),
+    (
+        "Megatron-Bridge 405B, 1,024 H100, TP8 PP8 CP2 VP8: 292",
+        "as above, and context parallel attention does not exist",
+    ),
+]
+
+
+def compiled(setup: Setup) -> Program:
+    kv = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "use_cache": False}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODELS[setup.model], **kv))
+    mesh = mw.Mesh(setup.mesh)
+    ids = torch.empty(setup.batch * mesh.size("fsdp") * setup.accumulate, 8192, dtype=torch.long, device="meta")
+    optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
+    options = CaptureOptions(
+        clip_grad_norm=1.0, accumulate=setup.accumulate, recompute=setup.recompute, param_dtype=torch.bfloat16
+    )
+    return build_program(
+        model,
+        lambda out, batch: out.loss,
+        {"input_ids": ids, "labels": ids},
+        optimizer,
+        mesh,
+        parse_plan(setup.plan),
+        load_profile(setup.profile),
+        options,
+        prefetch=setup.prefetch,
+    )
+
+
+def rows(wanted: str) -> Iterator[tuple[Case, Setup, Simulation]]:
+    for setup in SETUPS:
+        if not setup.name.startswith(wanted):
+            continue
+        began = time.perf_counter()
+        program = compiled(setup)
+        print(f"{setup.name}: compiled in {time.perf_counter() - began:.1f} s", flush=True)
+        for case in (case for case in CASES if case.setup == setup.name):
+            began = time.perf_counter()
+            dtype = torch.float8_e4m3fn if case.fp8 else None
+            found = simulate(program, setup.profile, fusion=case.fusion, pipeline=case.pipeline, matmul_dtype=dtype)  # type: ignore[arg-type]
+            took = time.perf_counter() - began
+            shown = found.tokens_per_s_per_gpu
+            print(
+                f"  {case.what}: {shown:,.0f} of {case.tokens_per_s:,.0f} ({shown / case.tokens_per_s - 1:+.1%}), step "
+                f"{found.seconds:.3f} s, exposed {found.exposed_seconds:.3f} s, {found.peak_bytes / GIB:.1f} GiB "
+                f"({found.reserved_bytes / GIB:.1f} reserved), "
+                f"simulated in {took:.1f} s, {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB",
+                flush=True,
+            )
+            yield case, setup, found
+
+
+def write(found: list[tuple[Case, Setup, Simulation]]) -> None:
+    errors = [one.tokens_per_s_per_gpu / case.tokens_per_s - 1 for case, _, one in found]
+    lines = [
+        "# Published runs, predicted",
+        "",
+        f"`python benchmarks/predictions.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Profiles are made of "
+        "public figures; no figure is fitted to a run. Tokens per second and GPU.",
+        "",
+        f"Median absolute error {median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}, {len(errors)} cases.",
+        "",
+        "| run | profile | published | predicted | error | step s | exposed s | memory GiB: published / predicted |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (case, setup, one), error in zip(found, errors, strict=True):
+        peak = one.reserved_bytes / GIB
+        memory = (
+            f"{case.memory_gib:.1f} / {peak:.1f} ({peak / case.memory_gib - 1:+.0%})"
+            if case.memory_gib
+            else f"{peak:.1f}"
+        )
+        lines.append(
+            f"| {case.what} | {setup.profile} | {case.tokens_per_s:,.0f} | {one.tokens_per_s_per_gpu:,.0f} "
+            f"| {error:+.1%} | {one.seconds:.3f} | {one.exposed_seconds:.3f} | {memory} |"
+        )
+    lines += [
+        "",
+        "## Not expressed yet",
+        "",
+        "| run | why |",
+        "|---|---|",
+        *(f"| {run} | {why} |" for run, why in NOT_EXPRESSED),
+    ]
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    found = list(rows(wanted))
+    if not wanted:
+        write(found)
+
+
+if __name__ == "__main__":
+    main()

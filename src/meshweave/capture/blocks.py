@@ -1,0 +1,90 @@
+"""The repeated blocks of a model (its layers), found from the modules that the nodes of a captured step come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from meshweave.errors import PlanError
+from meshweave.ir import ops  # noqa: F401  (defines our ops)
+from meshweave.ir.graph import StepGraph, origin_of
+
+aten = torch.ops.aten
+MATMULS = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, torch.ops.meshweave.matmul.default}
+)
+
+# Layers of one list may differ: one has a mixture of experts where another has a feed-forward, the first of a stage
+# downsamples. They are alike when they share this part of the modules of both; an embedding and a layer share none.
+_ALIKE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The paths of a model's blocks, in the order in which they run."""
+
+    names: tuple[str, ...]
+    _known: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def of(self, node: fx.Node) -> str:
+        """The block that a node comes from (a backward node: that its forward op is in), or ""."""
+        module = origin_of(node).module
+        if module not in self._known:
+            self._known[module] = next((n for n in self.names if module == n or module.startswith(n + ".")), "")
+        return self._known[module]
+
+
+def find_blocks(step: StepGraph) -> Blocks:
+    """The outermost indexed modules (`layers.0`, `layers.1`) that have a sibling like themselves.
+
+    A block is made of several modules or several matmuls; siblings are alike when they share half of the modules under
+    them. Raises PlanError where there is none.
+    """
+    ahead = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase == "forward"]
+    matmuls: dict[str, int] = {}
+    for node in ahead:
+        module = origin_of(node).module
+        matmuls[module] = matmuls.get(module, 0) + (node.target in MATMULS)
+    lists = _indexed(matmuls)
+    blocks: dict[str, None] = {}
+    for prefix in sorted(lists, key=lambda p: p.count(".") + bool(p)):
+        siblings = {n: inner for n, inner in lists[prefix].items() if _is_composite(n, inner, matmuls)}
+        if not any(_is_inside(prefix, held) for held in blocks):
+            blocks |= dict.fromkeys(n for n in siblings if _has_twin(n, siblings))
+    if not blocks:
+        raise PlanError(
+            "the model has no repeated block to recompute",
+            got=f"modules {', '.join([m for m in matmuls if m][:8])}" if any(matmuls) else "a model without modules",
+            expected="layers in a list: path.0, path.1, ... of several modules each, at least two of them alike",
+            hint='put the layers into an nn.ModuleList or nn.Sequential, or compile with recompute="none"',
+        )
+    first = {module: i for i, module in reversed(list(enumerate(matmuls)))}
+    order = {n: min(i for m, i in first.items() if _is_inside(m, n)) for n in blocks}
+    return Blocks(tuple(sorted(blocks, key=order.__getitem__)))
+
+
+def _indexed(modules: Iterable[str]) -> dict[str, dict[str, set[str]]]:
+    """Path of a list -> its items -> the paths inside of an item from which ops come."""
+    lists: dict[str, dict[str, set[str]]] = {}
+    for module in modules:
+        parts = module.split(".")
+        for i in (i for i, part in enumerate(parts) if part.isdigit()):
+            items = lists.setdefault(".".join(parts[:i]), {})
+            items.setdefault(".".join(parts[: i + 1]), set()).add(".".join(parts[i + 1 :]))
+    return lists
+
+
+def _is_inside(path: str, block: str) -> bool:
+    return path == block or path.startswith(block + ".")
+
+
+def _is_composite(name: str, inner: Set[str], matmuls: Mapping[str, int]) -> bool:
+    return len(inner) > 1 or sum(matmuls[f"{name}.{path}" if path else name] for path in inner) > 1
+
+
+def _has_twin(name: str, siblings: Mapping[str, Set[str]]) -> bool:
+    own = siblings[name]
+    return any(n != name and len(own & other) >= _ALIKE * len(own | other) for n, other in siblings.items())

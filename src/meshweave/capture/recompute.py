@@ -1,0 +1,203 @@
+"""Activation checkpointing: what the backward pass of a block needs of its forward pass is made again, not kept.
+
+A pass from captured graph to captured graph, so that placement plans the moves of what is made again like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from meshweave.capture.blocks import MATMULS, Blocks, find_blocks
+from meshweave.errors import PlanError
+from meshweave.ir.graph import StepGraph, map_nodes, origin_of, tensor_inputs
+
+aten = torch.ops.aten
+ATTENTION = torch.ops.meshweave.attention.default
+PIN = torch.ops.meshweave.pin.default
+VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
+AGAIN = "_again"  # ends the name of a node that is made again
+
+Cuts = Mapping[str, Collection[int]]
+"""Parameter -> the dims that a plan cuts, beside what it cuts for storage alone: a matmul that sums over one of them
+is a sum over devices."""
+
+
+def recompute(step: StepGraph, policy: str, cuts: Cuts | None = None) -> StepGraph:
+    """The step with fewer values kept from forward to backward; `step` itself for policy "none", else a new one.
+
+    "full": of a block only what enters it is kept, "selective": also what `selective` lists. What a block's backward
+    needs besides is made again in phase backward, right before the first op that uses it, from what is kept; a value
+    that is kept for others in any case (what leaves the block) is used as it is. Nodes that are made again do the same
+    op as the original with the same numbers (random ones too), have its module, source and call, and its name with
+    `_again`. Parameters with their casts and views are left to placement, which makes them anew in each phase.
+    Raises PlanError for an unknown policy and for a model without repeated blocks.
+    """
+    check_policy(policy)
+    if policy == "none":
+        return step
+    remake = plan_remake(step, policy, cuts or {})
+    return _rebuilt(step, remake)
+
+
+def check_policy(policy: str) -> None:
+    """Raise PlanError for a policy that there is not."""
+    if policy not in ("none", *_KEEPS):
+        raise PlanError(f"'{policy}' is no way to recompute", got=repr(policy), expected=", ".join(("none", *_KEEPS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Remake:
+    """What is made again: per block the forward nodes in the order of the graph, and what the policy keeps of all."""
+
+    blocks: Blocks
+    nodes: Mapping[str, tuple[fx.Node, ...]]
+    kept: frozenset[fx.Node]
+
+
+def plan_remake(step: StepGraph, policy: str, cuts: Cuts) -> Remake:
+    """Decide what is made again. Blocks are taken from the last to the first: what the recomputation of a later one
+    reads is kept, and so is there for an earlier one."""
+    blocks = find_blocks(step)
+    members: dict[str, list[fx.Node]] = {name: [] for name in blocks.names}
+    forms = parameter_forms(step)
+    for node in step.graph.nodes:
+        if is_ahead(node) and blocks.of(node) and node not in forms:
+            members[blocks.of(node)].append(node)
+    kept = frozenset(n for nodes in members.values() for n in _KEEPS[policy](nodes, forms, cuts))
+    read: set[fx.Node] = set()
+    made: dict[str, tuple[fx.Node, ...]] = {}
+    for name in reversed(blocks.names):
+        own = set(members[name])
+        there = {n for n in own if n in kept or n in read or any(is_back(u) and blocks.of(u) != name for u in n.users)}
+        wanted = [n for n in own - there if any(is_back(u) for u in n.users)]
+        found = _closure(wanted, own - there)
+        read.update(i for n in found for i in n.all_input_nodes)
+        made[name] = tuple(n for n in members[name] if n in found)
+    return Remake(blocks, made, kept)
+
+
+def is_ahead(node: fx.Node) -> bool:
+    return node.op == "call_function" and origin_of(node).phase in ("forward", "loss")
+
+
+def is_back(node: fx.Node) -> bool:
+    return node.op == "call_function" and origin_of(node).phase not in ("forward", "loss")
+
+
+def _closure(wanted: Iterable[fx.Node], among: Collection[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [n for n in node.all_input_nodes if n in among]
+    return found
+
+
+def parameter_forms(step: StepGraph) -> dict[fx.Node, tuple[str, tuple[int, ...]]]:
+    """Parameters, their casts and their views -> the name, and per dim the dim of the parameter that it is (-1: it is
+    no single one)."""
+    forms: dict[fx.Node, tuple[str, tuple[int, ...]]] = {}
+    for node, item in zip(step.placeholders, step.inputs, strict=True):
+        if item.kind == "param":
+            forms[node] = item.name, tuple(range(len(item.spec.shape)))
+    for node in filter(is_ahead, step.graph.nodes):
+        inputs = tensor_inputs(node) if node.target in VIEWS or node.target is aten._to_copy.default else []
+        if len(inputs) == 1 and inputs[0] in forms:
+            name, dims = forms[inputs[0]]
+            forms[node] = name, _dims_after(node, dims)
+    return forms
+
+
+def _dims_after(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
+    if node.target is aten.permute.default:
+        return tuple(dims[d] for d in node.args[1])  # type: ignore[union-attr,index,misc]
+    if node.target is aten.view.default:
+        return (-1,) * len(node.meta["spec"].shape)
+    return (-1,) * (len(node.meta["spec"].shape) - len(dims)) + dims
+
+
+# What a policy keeps of a block's forward nodes.
+
+Forms = Mapping[fx.Node, tuple[str, tuple[int, ...]]]
+
+
+def _nothing(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.Node]:
+    yield from ()
+
+
+def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.Node]:
+    """Attention with its log-sum-exp, the first, third, fifth ... matmul of a block, and sums over devices.
+
+    As torchtitan's selective "op" policy (torchtitan/distributed/activation_checkpoint.py: what `_op_sac_save_list`
+    has is saved, but every second matmul of a block is made again).
+    """
+    count = 0
+    for node in nodes:
+        if node.target is ATTENTION:
+            yield from (node, *node.users)
+        elif node.target is PIN and str(node.args[1]).startswith("reduction "):  # mw.reduction
+            yield node
+        elif node.target in MATMULS:
+            count += 1
+            if count % 2:
+                yield node
+            if _sums_over_devices(node, forms, cuts):
+                yield from _until_reduced(node)
+
+
+_KEEPS: Mapping[str, Callable[[Iterable[fx.Node], Forms, Cuts], Iterator[fx.Node]]] = {
+    "selective": selective,
+    "full": _nothing,
+}
+
+
+def _sums_over_devices(node: fx.Node, forms: Forms, cuts: Cuts) -> bool:
+    """Whether a matmul sums over a dim of a parameter that the plan cuts."""
+    *_, left, right = tensor_inputs(node)
+    return any(
+        operand in forms and forms[operand][1][dim] in cuts.get(forms[operand][0], ())
+        for operand, dim in ((left, -1), (right, -2))
+    )
+
+
+def _until_reduced(node: fx.Node) -> Iterator[fx.Node]:
+    """A matmul and what its result alone becomes by views, pins and additions (of a bias, of the residual stream).
+
+    A partial value with one user flows on, and is reduced where it gets several (see sharding/place.py): the last of
+    these is the sum over devices. To keep the matmul's own result would be to keep one part of it, and to give it a
+    second user would have it reduced elsewhere.
+    """
+    yield node
+    while True:
+        users = [u for u in node.users if is_ahead(u)]
+        if len(users) != 1 or not (users[0].target in VIEWS or users[0].target in (PIN, aten.add.Tensor)):
+            return
+        node = users[0]
+        yield node
+
+
+def _rebuilt(step: StepGraph, remake: Remake) -> StepGraph:
+    """A copy of the graph in which the nodes stand again where they are first needed, and dead code is gone."""
+    graph, copies, twins = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    again = {node: name for name, nodes in remake.nodes.items() for node in nodes}
+    waiting = dict(remake.nodes)
+    for node in step.graph.nodes:
+        own = remake.blocks.of(node) if is_back(node) else ""
+        needs = own and any(again.get(n) == own for n in node.all_input_nodes)
+        for original in waiting.pop(own, ()) if needs else ():
+            args, kwargs = map_nodes(original, lambda n: twins.get(n, copies[n]))
+            twin = graph.create_node("call_function", original.target, args, kwargs, original.name + AGAIN)
+            twin.meta.update(original.meta, origin=replace(origin_of(original), phase="backward"))
+            twins[original] = twin
+        copies[node] = graph.node_copy(
+            node,
+            lambda n, own=own: twins[n] if own and again.get(n) == own else copies[n],  # type: ignore[misc]
+        )
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    return replace(step, graph=graph)

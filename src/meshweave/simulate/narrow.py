@@ -1,0 +1,100 @@
+"""Training with matmuls in a smaller dtype, such as float8: what is cast, what is moved narrow, and what that costs.
+
+The 2-D matmuls of repeated blocks are done in the dtype. Each operand is cast once per phase: its largest value is
+found (by the kernel that makes it, where kernels are fused), then it is scaled and rounded. What is gathered for such
+matmuls alone is cast before it moves, as float8 FSDP and float8 sequence parallelism do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from meshweave.hardware.work import Matmul, Memory, Work
+from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.simulate.classify import kind_of
+from meshweave.simulate.kernels import Fusion, Kernel, is_in_block
+from meshweave.simulate.shapes import Local
+
+_GATHER = collectives.all_gather_into_tensor.default
+
+
+@dataclass(slots=True)
+class Narrow:
+    """One role's matmuls in `dtype`. `sources` are the storages that narrow gathers make, with the elements that a
+    device hands in; `done` the (storage, phase, microbatch) that have been cast."""
+
+    dtype: torch.dtype
+    role: RankGraph
+    local: Local
+    fusion: Fusion
+    sources: dict[int, int] = field(default_factory=dict)
+    done: set[tuple[int, str, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for node in self.role.graph.nodes:
+            if node.target is _GATHER and is_in_block(origin_of(node)):
+                operand = node.args[0]
+                assert isinstance(operand, fx.Node)
+                handed = sum(x.num_elements for x in self.local.values[operand])
+                self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
+
+    def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
+        """Bytes of the operand of a collective as it is moved."""
+        made = self.local.values[start]
+        if start.target is not _GATHER or not made or made[0].storage not in self.sources:
+            return num_bytes
+        return num_bytes * self.dtype.itemsize / made[0].dtype.itemsize
+
+    def works(self, kernel: Kernel, microbatch: int) -> Iterator[Work]:
+        """The work of a kernel, with casts before matmuls that are done in the dtype."""
+        for work in kernel.works:
+            if not self._is_narrow(kernel.node, work):
+                yield work
+                continue
+            assert isinstance(work, Matmul)
+            for node in dict.fromkeys(kernel.node.all_input_nodes[-2:]):
+                yield from self._cast(node, origin_of(kernel.node).phase, microbatch)
+            saved = (work.m + work.n) * work.k * (work.dtype.itemsize - self.dtype.itemsize)
+            yield replace(work, dtype=self.dtype, bytes=max(work.bytes - saved, 0))
+
+    def _is_narrow(self, node: fx.Node, work: Work) -> bool:
+        wide = isinstance(work, Matmul) and work.batch == 1 and work.dtype.itemsize > self.dtype.itemsize
+        return wide and is_in_block(origin_of(node))
+
+    def _cast(self, node: fx.Node, phase: str, microbatch: int) -> Iterator[Memory]:
+        for x in self.local.values[node]:
+            key = (x.storage, phase, microbatch)
+            if key in self.done:
+                continue
+            self.done.add(key)
+            elements = self.sources.get(x.storage, x.num_elements)
+            if self.fusion in ("ops", "eager"):
+                yield Memory("reduction", elements * x.dtype.itemsize, elements, x.dtype)
+            yield Memory("pointwise", elements * (x.dtype.itemsize + self.dtype.itemsize), elements, x.dtype)
+
+    def _fed_to_matmuls(self, start: fx.Node) -> set[int]:
+        """The storages of what a gather makes and of copies of it, if matmuls alone read them; else none."""
+        waiting, seen, is_read = list(start.users), set[fx.Node](), False
+        storages = {x.storage for x in self.local.values[start]}
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op != "call_function":
+                return set()
+            is_view = node.target is WAIT or any(x.storage in storages for x in self.local.values[node])
+            kind = "strided" if is_view else kind_of(node)
+            if kind == "strided":  # a view or a copy of the same elements
+                storages |= {x.storage for x in self.local.values[node]}
+                waiting += node.users
+            elif kind == "matmul":
+                is_read = True
+            else:
+                return set()
+        return storages if is_read else set()

@@ -1,0 +1,56 @@
+"""A program on any machine: the public entry to the simulator, and how two simulations compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from meshweave.compile import Program
+from meshweave.hardware import MachineProfile, load_profile
+from meshweave.ir.graph import StepGraph
+from meshweave.simulate.kernels import Fusion
+from meshweave.simulate.result import Simulation
+from meshweave.simulate.step import SimulateOptions, simulate_roles
+from meshweave.simulate.tasks import Pipeline
+
+
+def simulate(
+    program: Program,
+    profile: MachineProfile | str,
+    *,
+    fusion: Fusion | None = None,
+    pipeline: Pipeline = "sequential",
+    matmul_dtype: torch.dtype | None = None,
+    title: str = "",
+) -> Simulation:
+    """One training step of a compiled program (`step.program`) on a machine: time, exposed communication with its
+    reasons, memory with the tensors at the peak. Deterministic, and as dear as its roles: devices cost nothing.
+
+    profile: a MachineProfile, the name of one ("h100"), or its file.
+    fusion: "ops" (every op a kernel, as meshweave's own runtime), "eager" (PyTorch's kernels) or "compiled" (chains
+        fused, as torch.compile); by default what the profile says of its machine.
+    pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
+    matmul_dtype: as float8 training: matmuls of repeated blocks in this dtype.
+
+    Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, an op or dtype without a cost.
+    """
+    machine = load_profile(profile) if isinstance(profile, str) else profile
+    microbatches = program.options.accumulate
+    tokens = tokens_of(program.captured) * microbatches
+    options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title)
+    return simulate_roles(program.roles, machine, options)
+
+
+def tokens_of(step: StepGraph) -> int:
+    """Tokens of one microbatch: the elements of the largest integer input of the batch, else the size of its dim 0."""
+    batch = [item.spec for item in step.inputs if item.kind == "batch" and item.spec.shape]
+    integers = [spec for spec in batch if not spec.dtype.is_floating_point and len(spec.shape) > 1]
+    return max((prod(spec.shape) for spec in integers), default=max((spec.shape[0] for spec in batch), default=0))
+
+
+def best_of(simulations: Sequence[Simulation]) -> int:
+    """The index of the best: the most tokens per second among those that fit in memory, else among all."""
+    fitting = [i for i, one in enumerate(simulations) if not one.verdict] or list(range(len(simulations)))
+    return max(fitting, key=lambda i: (simulations[i].tokens_per_s_per_gpu * simulations[i].num_devices, -i))

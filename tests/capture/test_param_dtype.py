@@ -1,0 +1,189 @@
+"""Parameters stored in float32 and used in bfloat16: what moves in which dtype, and the numbers of eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import hugging_face
+from tests.training import assert_tensors, batches, mse, sgd, train
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from meshweave.capture.step import CaptureOptions, call_in, capture
+from meshweave.cli import app
+from meshweave.errors import PlanError
+from meshweave.ir.graph import op_name, origin_of, spec_of
+
+BF16 = torch.bfloat16
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
+ROUND_PARTS = torch.ops.meshweave.round_parts.default
+
+
+def eager(model: nn.Module, data: list[Any], loss: Any, make: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters and losses of a copy whose parameters are cast for every forward pass, as FSDP2 casts them."""
+    model = copy.deepcopy(model)
+    optimizer, losses = make(model.parameters()), []
+    for batch in data:
+        optimizer.zero_grad()
+        cast = {n: p.to(BF16) for n, p in model.named_parameters()}
+        value = loss(torch.func.functional_call(model, cast, (), {k: v for k, v in batch.items() if k != "y"}), batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return {n: p.detach() for n, p in model.named_parameters()}, losses
+
+
+# Activations are rounded to 8 bits: half a unit is 2**-9 of a value. Several such roundings meet in a gradient.
+ROUNDED, ROUNDED_GRADIENT = 2**-9, 2**-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_loss", "of_parameter"),
+    [("llama", 2e-6, 1e-5), pytest.param("gpt2", ROUNDED, ROUNDED_GRADIENT, marks=pytest.mark.slow)],
+)
+def test_equals_eager_and_trains_on_a_mesh(kind: str, of_loss: float, of_parameter: float) -> None:
+    """The loss falls; one device is eager PyTorch (to float32 rounding for llama; gpt2's sum of matmul and bias, one op
+    in eager PyTorch, rounds twice); a mesh is, to the rounding of bfloat16 activations.
+
+    Without dropout, for eager PyTorch draws other numbers. gpt2 ties its embedding to its head: one cast, one sum.
+    """
+    model, batch, loss = hugging_face(kind, batch=4, heads=4)
+    model.eval()
+    data = [batch] * 4
+    expected, losses = eager(model, data, loss, sgd)
+    single, found = train(model, data, "", loss, sgd, param_dtype=BF16)
+    torch.testing.assert_close(found, losses, rtol=of_loss, atol=0)
+    assert_tensors(single.parameters(), expected, of_parameter)
+    assert found[3] < found[0]
+    mesh, on_mesh = train(model, data, "fsdp=2,tp=2", loss, sgd, param_dtype=BF16, keep_gradients=True)
+    torch.testing.assert_close(on_mesh, losses, rtol=ROUNDED, atol=0)
+    assert_tensors(mesh.parameters(), expected, ROUNDED_GRADIENT)
+    assert {g.dtype for g in mesh.gradients().values()} == {torch.float32}
+    assert {p.dtype for p in (mesh.parameters() | mesh.optimizer_state()).values()} == {torch.float32}
+
+
+def test_bfloat16_is_gathered_and_float32_reduced() -> None:
+    model, batch, loss = hugging_face("llama", batch=4, heads=4)
+    for options in ({}, {"recompute": "full"}):
+        step, _ = train(model, [batch], "fsdp=2", loss, ADAM, param_dtype=BF16, **options)
+        rows = step.explain()
+        gathered = [row for row in rows if "all_gather" in row.kind]
+        reduced = [row for row in rows if "reduce_scatter" in row.kind]
+        num = len(list(model.parameters()))
+        # Every parameter in forward; in backward all but the embedding, of which no gradient needs the value.
+        assert [r.phase for r in gathered].count("forward") == num
+        assert [r.phase for r in gathered].count("backward") == num - 1
+        assert all(row.value.startswith("bfloat16") for row in gathered)
+        assert len(reduced) == num
+        assert [row.value for row in reduced if not row.value.startswith("float32")] == []
+
+
+def test_a_gradient_is_cast_and_reduced_as_soon_as_it_is_there() -> None:
+    """Not at the end of the backward pass, where autograd would cast what was cast first."""
+    model, batch, loss = hugging_face("llama", batch=4, heads=4)
+    step = capture(model, loss, batch, None, CaptureOptions(param_dtype=BF16))
+    casts = [n for n in step.graph.nodes if n.target is ROUND_PARTS]
+    assert len(casts) == len(list(model.parameters()))
+    assert all(n.prev is n.all_input_nodes[0] for n in casts)
+    assert {n for (kind, _), n in zip(step.outputs, step.output_values, strict=True) if kind == "grad"} == set(casts)
+    assert {str(spec_of(n).dtype) for n in casts} == {"torch.float32"}
+    modules = {origin_of(n).module for n in casts}
+    assert {"model.embed_tokens", "model.layers.1.mlp.up_proj", "model.norm", "lm_head"} <= modules
+
+
+class Mixed(nn.Module):
+    """A float32 weight, a float64 one, and a buffer, which stays what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(4, 4)
+        self.wide = nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
+        self.register_buffer("shift", torch.full((4,), 0.1))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[:] = [x.dtype, self.narrow.weight.dtype, self.wide.dtype, self.shift.dtype]
+        return self.narrow(x.to(self.narrow.weight.dtype)) * self.wide + self.shift
+
+
+def test_parameters_are_cast_and_nothing_else() -> None:
+    model = Mixed()
+    data = batches(2, (4, 4), (4, 4))
+    step, found = train(model, data, "fsdp=2", param_dtype=BF16, keep_gradients=True)
+    assert model.seen == [torch.float32, BF16, BF16, torch.float32]
+    assert step.gradients()["wide"].dtype == step.parameters()["wide"].dtype == torch.float64
+    expected, losses = eager(model, data, mse, sgd)
+    torch.testing.assert_close(found, losses, rtol=ROUNDED, atol=0)
+    assert_tensors(step.parameters(), expected, ROUNDED_GRADIENT)
+
+
+def test_no_cast_where_nothing_would_change() -> None:
+    model, data = nn.Linear(4, 4), {"input": torch.randn(2, 4), "y": torch.randn(2, 4)}
+    plain = capture(model, mse, data, None, CaptureOptions())
+    assert capture(model, mse, data, None, CaptureOptions(param_dtype=torch.float32)).text() == plain.text()
+    other = capture(model.to(BF16), mse, data, None, CaptureOptions(param_dtype=torch.float32))
+    assert [op_name(n.target) for n in other.graph.nodes if "copy" in n.name] == ["aten._to_copy"] * 2
+
+
+def test_a_dtype_of_integers_is_refused() -> None:
+    with pytest.raises(PlanError, match="param_dtype is no dtype of floating-point numbers") as error:
+        CaptureOptions(param_dtype=torch.int8)
+    assert error.value.got == "torch.int8"
+
+
+def test_the_eager_call_casts_alike_but_leaves_float64() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    assert call_in(BF16)(model, x.to(BF16)).equal(copy.deepcopy(model).to(BF16)(x.to(BF16)))
+    wide = copy.deepcopy(model).double()
+    assert call_in(BF16)(wide, x.double()).equal(wide(x.double()))
+    assert call_in(None)(model, x).equal(model(x))
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x.to(self.up.weight.dtype))))
+
+def make():
+    return Net(), {"x": torch.ones(4, 8)}, lambda out, batch: (out.float() ** 2).mean()
+"""
+
+
+def test_the_command_line_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FACTORY)
+    model = f"{tmp_path}/net.py:make"
+
+    def result(*arguments: str) -> Any:
+        return CliRunner().invoke(app, [*arguments])
+
+    def losses(*options: str) -> list[float]:
+        lines = result("run", model, "--steps", "3", "--json", *options).stdout.splitlines()
+        found: list[float] = json.loads(lines[-1])["losses"]
+        return found
+
+    plain, cast = losses(), losses("--param-dtype", "bfloat16")
+    assert plain != cast
+    assert cast == pytest.approx(plain, rel=0.05)
+    checked = result(
+        "check", model, "--mesh", "fsdp=2", "--param-dtype", "bfloat16", "--steps", "2", "--optimizer", "sgd"
+    )
+    assert checked.exit_code == 0
+    shown = result("plan", model, "--mesh", "fsdp=2", "--param-dtype", "bfloat16", "--json")
+    moves = json.loads(shown.stdout.splitlines()[-1])["moves"]
+    assert {m["value"].partition("[")[0] for m in moves if m["kind"] == "all_gather"} == {"bfloat16"}
+    wrong = result("run", model, "--dtype", "float64", "--param-dtype", "bfloat16")
+    assert wrong.exit_code == 2
+    assert "contradict each other" in wrong.output

@@ -1,0 +1,83 @@
+"""Gathers start ahead of the block that needs them, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.models import hugging_face
+
+import meshweave as mw
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.step import CaptureOptions
+from meshweave.check.completeness import check_complete
+from meshweave.check.deadlock import check_deadlock
+from meshweave.compile import Program, TrainStep, build_program
+from meshweave.errors import PlanError
+from meshweave.hardware import AlphaBeta
+from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import COLLECTIVES, WAIT
+from meshweave.runtime.session import Settings
+from meshweave.runtime.world import LocalWorld
+from meshweave.whatif import simulate
+
+MADE = hugging_face("llama", batch=4, heads=4, layers=4)
+
+
+def program(ahead: int, mesh: str = "fsdp=4") -> tuple[Program, torch.nn.Module, torch.optim.Optimizer]:
+    model, batch, loss = copy.deepcopy(MADE[0]), MADE[1], MADE[2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spec = read_optimizer(optimizer, model)
+    options = CaptureOptions()
+    made = build_program(model, loss, batch, spec, mw.Mesh(mesh), None, AlphaBeta(), options, prefetch=ahead)
+    return made, model, optimizer
+
+
+def starts(made: Program) -> dict[str, int]:
+    """Per layer, the number of waits that stand between the start of its first forward gather and the wait for it."""
+    found: dict[str, int] = {}
+    nodes = list(made.rank.graph.nodes)
+    for i, node in enumerate(nodes):
+        origin = origin_of(node)
+        if node.target in COLLECTIVES and origin.phase == "forward" and ".layers." in origin.module:
+            layer = origin.module.split(".layers.")[1].split(".")[0]
+            waits = [n for n in nodes[i:] if n.target is WAIT]
+            found.setdefault(layer, next(k for k, n in enumerate(waits) if n.args[0] is node))
+    return found
+
+
+def test_each_layer_is_gathered_while_the_one_before_computes() -> None:
+    without, one, two = (starts(program(ahead)[0]) for ahead in (0, 1, 2))
+    assert without["2"] == 0
+    assert one["2"] >= 9  # as many waits as a layer has parameters
+    assert two["3"] > one["3"] > without["3"]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2", "pp=2,fsdp=2"])
+def test_the_step_is_the_same_to_the_bit_and_proven(mesh: str) -> None:
+    losses, params = [], []
+    for ahead in (0, 1, 3):
+        made, model, optimizer = program(ahead, mesh)
+        check_complete(made.placed, made.roles)
+        check_deadlock(made.roles)
+        step = TrainStep(made, model, optimizer, LocalWorld(made.mesh), Settings(1, 0))
+        losses.append([step(MADE[1]) for _ in range(2)])
+        params.append(step.parameters())
+    assert losses[0] == losses[1] == losses[2]
+    for name, value in params[0].items():
+        assert torch.equal(value, params[1][name])
+        assert torch.equal(value, params[2][name])
+
+
+def test_it_hides_what_it_can() -> None:
+    without, ahead = (simulate(program(n)[0], "h100") for n in (0, 1))
+    assert ahead.seconds < without.seconds
+    assert ahead.exposed_seconds < 0.9 * without.exposed_seconds
+    late = [sum(r.seconds for s in one.spans for r in s.reasons if r.kind == "late") for one in (without, ahead)]
+    assert late[1] < 0.5 * late[0]
+
+
+def test_backwards_in_time_is_an_error() -> None:
+    with pytest.raises(PlanError, match="after they are needed"):
+        program(-1)
