@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
+    block, *_ = re.findall(r"```python\n(.*?)```", README, re.S)
     model, batch, _ = hugging_face("llama", batch=4, heads=4)
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"model": model, "batch": batch, "loader": [batch, batch]}
@@ -32,7 +32,7 @@ def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_block_on_moves_runs() -> None:
-    _, block = re.findall(r"```python\n(.*?)```", README, re.S)
+    _, block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
     mesh = mw.Mesh("a=4,b=8")
     ends = {name: mw.Layout.parse(text, mesh) for name, text in (("source", "[{}, {b}]"), ("target", "[{b,a}, {}]"))}
     scope: dict[str, Any] = {"mw": mw, "torch": torch, **ends}
@@ -40,8 +40,18 @@ def test_the_block_on_moves_runs() -> None:
     assert 0 < scope["plan"].lower_bound_seconds <= scope["plan"].seconds
 
 
+def test_the_block_on_machines_runs(capsys: Any) -> None:
+    *_, block = re.findall(r"```python\n(.*?)```", README, re.S)
+    model, batch, loss = hugging_face("llama", batch=4, heads=4)
+    step = mw.compile(model, loss=loss, example=batch, mesh="fsdp=4")
+    scope: dict[str, Any] = {"mw": mw, "step": step}
+    exec(block, scope)
+    assert 0 < scope["result"].exposed_seconds < scope["result"].seconds
+    assert "Reason(kind=" in capsys.readouterr().out
+
+
 # The check is run by tests/test_cli.py.
-@pytest.mark.parametrize("line", re.findall(r"^meshweave ((?:plan|run|move) .*?)\s*(?:#.*)?$", README, re.M))
+@pytest.mark.parametrize("line", re.findall(r"^meshweave ((?:plan|run|move|simulate|explain) .*?)\s*(?:#.*)?$", README, re.M))
 def test_command_lines_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [str(ROOT / w) if w.startswith("examples/") else w.replace("20", "2") for w in shlex.split(line)]

@@ -12,7 +12,7 @@ from meshweave.errors import (
     StepError,
     VerifyError,
 )
-from meshweave.hardware import AlphaBeta
+from meshweave.hardware import AlphaBeta, MachineProfile, load_profile
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
@@ -20,6 +20,8 @@ from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule
+from meshweave.simulate.result import Simulation
+from meshweave.whatif import simulate
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,7 @@ __all__ = [
     "DimSharding",
     "Layout",
     "LayoutError",
+    "MachineProfile",
     "Mesh",
     "MeshError",
     "MeshweaveError",
@@ -39,11 +42,13 @@ __all__ = [
     "PlanError",
     "Program",
     "RuleError",
+    "Simulation",
     "StepError",
     "TrainStep",
     "VerifyError",
     "combine",
     "compile",
+    "load_profile",
     "move",
     "on",
     "plan_move",
@@ -51,4 +56,5 @@ __all__ = [
     "register_rule",
     "repartition",
     "replicate",
+    "simulate",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from meshweave.sharding.place import Placement, place
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.resolve import check_axes, resolve
 from meshweave.sharding.search import choose_tp
+from meshweave.simulate.result import Simulation
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -136,6 +138,13 @@ def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> Ste
     return verify_step(step)
 
 
+def tokens_of(step: StepGraph) -> int:
+    """Tokens of one microbatch: the elements of the largest integer input of the batch, else the size of its dim 0."""
+    batch = [item.spec for item in step.inputs if item.kind == "batch" and item.spec.shape]
+    integers = [spec for spec in batch if not spec.dtype.is_floating_point and len(spec.shape) > 1]
+    return max((prod(spec.shape) for spec in integers), default=max((spec.shape[0] for spec in batch), default=0))
+
+
 class TrainStep:
     """A compiled training step: call it with a batch, get the loss.
 
@@ -167,6 +176,19 @@ class TrainStep:
         if self.optimizer is not None:
             mark_stepped(self.optimizer)
         return loss
+
+    def trace(self, batch: Any) -> Simulation:
+        """Train on one batch as a call does, and measure when every task and communication ran on every device.
+
+        The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
+        all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
+        """
+        micros = self._micros(batch, self.program.options.accumulate)
+        tokens = tokens_of(self.program.captured) * len(micros)
+        found = self.session.trace(micros, current_lrs(self.optimizer) if self.optimizer else [], tokens=tokens)
+        if self.optimizer is not None:
+            mark_stepped(self.optimizer)
+        return found
 
     def forward(self, batch: Any) -> float:
         """Forward and loss of one microbatch (the batch, unless gradients are accumulated); returns its loss.
@@ -265,6 +287,7 @@ def compile(
     reduce_after_cast: bool = False,
     recompute: str = "none",
     param_dtype: torch.dtype | None = None,
+    prefetch: int = 0,
     seed: int = 0,
     forward: Callable[[nn.Module, Any], Any] = call_model,
     keep_gradients: bool = False,
@@ -288,6 +311,7 @@ def compile(
     param_dtype: cast floating-point parameters to this dtype before the forward pass. What is stored, gradients as they
         are summed over devices, and optimizer state stay in the parameters' own dtype; batch and buffers stay theirs.
     profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of one ("h100") or its file.
+    prefetch: how many blocks ahead parameters are gathered: hides their gathers, holds that many more blocks whole.
     check_finite: raise before the update when the loss is NaN or infinite.
 
     Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
@@ -302,7 +326,7 @@ def compile(
     spec = None if optimizer is None else read_optimizer(optimizer, model)
     options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype)
     world = make_world(mesh, device)
-    program = build_program(model, loss, example, spec, mesh, plan, costs, options, forward, progress)
+    program = build_program(model, loss, example, spec, mesh, plan, costs, options, forward, progress, prefetch)
     progress("start")
     settings = Settings(accumulate, seed, keep_gradients or optimizer is None, check_finite)
     return TrainStep(program, model, optimizer, world, settings)

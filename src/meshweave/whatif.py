@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
-from meshweave.compile import Program
+from meshweave.compile import Program, tokens_of
 from meshweave.hardware import MachineProfile, load_profile
-from meshweave.ir.graph import StepGraph
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.result import Simulation
 from meshweave.simulate.step import SimulateOptions, simulate_roles
@@ -41,13 +39,6 @@ def simulate(
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title)
     return simulate_roles(program.roles, machine, options)
-
-
-def tokens_of(step: StepGraph) -> int:
-    """Tokens of one microbatch: the elements of the largest integer input of the batch, else the size of its dim 0."""
-    batch = [item.spec for item in step.inputs if item.kind == "batch" and item.spec.shape]
-    integers = [spec for spec in batch if not spec.dtype.is_floating_point and len(spec.shape) > 1]
-    return max((prod(spec.shape) for spec in integers), default=max((spec.shape[0] for spec in batch), default=0))
 
 
 def best_of(simulations: Sequence[Simulation]) -> int:

@@ -1,5 +1,5 @@
-"""The command line: run | check | plan | move. Exit code 0 when all it claims holds, 1 when a step or check fails, 2
-for bad input, 130 after Ctrl-C."""
+"""The command line: run | check | plan | explain | simulate | move | calibrate. Exit code 0 when all it claims holds, 1
+when a step or check fails, 2 for bad input, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 
 from meshweave.cli.move import move_command
 from meshweave.cli.prove import check, plan_command
+from meshweave.cli.simulate import explain_command, simulate_command
 from meshweave.cli.train import run
 from meshweave.compile import build_program
 
@@ -23,6 +24,8 @@ app = typer.Typer(
 app.command()(run)
 app.command()(check)
 app.command("plan")(plan_command)
+app.command("explain")(explain_command)
+app.command("simulate")(simulate_command)
 app.command("move")(move_command)
 
 

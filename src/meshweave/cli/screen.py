@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -51,6 +52,14 @@ class Screen:
         if self.json and rank() == 0:
             sys.stdout.write(json.dumps({"command": self.command, "ok": ok, **values}) + "\n")
             sys.stdout.flush()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or say why not."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise MeshweaveError("the file cannot be written", where=str(path), got=str(error)) from error
 
 
 def rank() -> int:

@@ -6,8 +6,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,15 @@ from meshweave.cli.job import (
     Seq,
     compiled,
 )
-from meshweave.cli.screen import Debug, Json, Screen, guarded
+from meshweave.cli.screen import Debug, Json, Screen, guarded, rank, write_text
 from meshweave.compile import TrainStep, make_world
 from meshweave.ir.mesh import Mesh
+from meshweave.report.html import html_page
+from meshweave.report.moves import move_rows
 from meshweave.runtime.session import Settings
 from meshweave.sharding.plan_text import parse_plan
+from meshweave.simulate.result import Simulation
+from meshweave.whatif import simulate
 
 
 def run(
@@ -50,16 +55,17 @@ def run(
     steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20,
     checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = "",
     save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: at the end")] = 0,
+    report: Annotated[Path | None, typer.Option("--report", help="measure the last step, and write a page")] = None,
 ) -> None:  # fmt: skip
     """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
         param_dtype, seed, json, debug, prefetch, profile,
     )  # fmt: skip
-    guarded(Screen("run", json), debug, lambda screen: _run(screen, job, steps, checkpoint, save_every))
+    guarded(Screen("run", json), debug, lambda screen: _run(screen, job, steps, checkpoint, save_every, report))
 
 
-def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int) -> int:
+def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int, report: Path | None) -> int:
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     world = make_world(mesh)
     source = job.load(mesh, plan)
@@ -73,7 +79,11 @@ def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int)
     first = step.num_steps
     if first >= steps:
         screen.say(f"nothing to do: the checkpoint is of step {first}, and --steps is {steps}")
-    losses, rate = _train(screen, step, source, steps, checkpoint, save_every)
+    measured: list[Simulation] = []
+    traced = partial(_traced, step, measured) if report is not None else None
+    losses, rate = _train(screen, step, source, steps, checkpoint, save_every, traced)
+    if report is not None and measured and rank() == 0:
+        _compare(screen, step, job, measured[0], report)
     screen.result(True, mesh=str(mesh), num_devices=mesh.num_devices, first_step=first, num_steps=step.num_steps,
                   losses=losses, loss=losses[-1] if losses else None, checkpoint=checkpoint or None,
                   **{f"{source.unit}_per_s": rate})  # fmt: skip
@@ -81,9 +91,15 @@ def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int)
 
 
 def _train(
-    screen: Screen, step: TrainStep, source: Source, steps: int, checkpoint: str, save_every: int
+    screen: Screen,
+    step: TrainStep,
+    source: Source,
+    steps: int,
+    checkpoint: str,
+    save_every: int,
+    last: Callable[[Any], float] | None = None,
 ) -> tuple[list[float], float | None]:
-    """Losses of the steps and tokens per second, without the first step, which warms up."""
+    """Losses of the steps and tokens per second, without the first step, which warms up. `last` runs the last step."""
     losses: list[float] = []
     saved = step.num_steps
     shown_every = max(1, (steps - step.num_steps) // 20)
@@ -91,7 +107,8 @@ def _train(
     with _interruptible(step) as check_interrupt:
         try:
             for i in range(step.num_steps, steps):
-                losses.append(step(source.make_batch(i)))
+                run_one = last if last is not None and i + 1 == steps else step
+                losses.append(run_one(source.make_batch(i)))
                 began = time.perf_counter() if len(losses) == 1 else began
                 if len(losses) == 1 or (i + 1) % shown_every == 0 or i + 1 == steps:
                     screen.say(_progress_line(i + 1, steps, losses, source, time.perf_counter() - began))
@@ -108,6 +125,24 @@ def _train(
         step.save(checkpoint)
         screen.say(f"saved step {step.num_steps} to {checkpoint}")
     return losses, _rate(losses, source, time.perf_counter() - began)
+
+
+def _traced(step: TrainStep, measured: list[Simulation], batch: Any) -> float:
+    """A step that is measured; its loss."""
+    measured.append(step.trace(batch))
+    return step.metrics["loss"]
+
+
+def _compare(screen: Screen, step: TrainStep, job: Job, measured: Simulation, report: Path) -> None:
+    """The page of a measured step beside what the machine profile predicts of it."""
+    profile = job.profile if job.profile and "=" not in job.profile else "cpu-gloo"
+    modelled = simulate(step.program, profile, title=f"{job.model} on {job.mesh or 'one device'}")
+    page = html_page(modelled, move_rows(step.program.placed, step.program.mesh), measured=measured)
+    write_text(report, page)
+    screen.say(
+        f"measured {measured.seconds * 1e3:.2f} ms, {modelled.profile} predicts {modelled.seconds * 1e3:.2f} ms; "
+        f"both on {report}"
+    )
 
 
 def _rate(losses: Sequence[float], source: Source, seconds: float) -> float | None:

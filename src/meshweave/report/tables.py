@@ -52,19 +52,21 @@ def _twin_key(row: MoveRow) -> tuple[Any, ...]:
 
 def moves_table(rows: Sequence[MoveRow], *, show_all: bool = False) -> Table:
     """One line per move: bytes are those that one device receives. Twins share a line unless `show_all`."""
-    table = _table("phase", "kind", "from", "to", "value", ">bytes", ">times", "of", "line")
+    table = plain_table("phase", "kind", "from", "to", "value", ">bytes", ">times", "of", "line")
     phase = ""
     for item in fold(rows, twins=not show_all):
         row = item.row
         if phase and row.phase != phase:
             table.add_section()
         shown = (row.phase if row.phase != phase else "", row.kind, row.source, row.target, row.value)
-        table.add_row(*shown, bytes_text(row.bytes_received), str(item.count), item.name or row.name, _short(row.line))
+        table.add_row(
+            *shown, bytes_text(row.bytes_received), str(item.count), item.name or row.name, short_line(row.line)
+        )
         phase = row.phase
     return table
 
 
-def _short(line: str) -> str:
+def short_line(line: str) -> str:
     """`models/llama/modeling_llama.py:306 in forward` as `modeling_llama.py:306`."""
     return line.partition(" in ")[0].rpartition("/")[2]
 
@@ -94,7 +96,7 @@ def totals(rows: Iterable[MoveRow]) -> list[Total]:
 
 def totals_table(rows: Sequence[MoveRow]) -> Table:
     """Number and bytes of the moves, per kind and phase and in all."""
-    table = _table("phase", "kind", ">moves", ">bytes per device")
+    table = plain_table("phase", "kind", ">moves", ">bytes per device")
     for total in totals(rows):
         table.add_row(total.phase, total.kind, str(total.count), bytes_text(total.bytes_received))
     table.add_section()
@@ -114,7 +116,7 @@ def proof_text(complete: Completeness, deadlock: DeadlockFreedom) -> str:
 
 def numerics_table(report: NumericsReport) -> Table:
     """Per run and kind of tensor the worst of them, with its bound."""
-    table = _table("run", "against", "kind", ">tensors", ">worst error", ">bound", "worst tensor", "")
+    table = plain_table("run", "against", "kind", ">tensors", ">worst error", ">bound", "worst tensor", "")
     groups: dict[tuple[str, str, str], list[TensorError]] = {}
     for error in report.errors:
         groups.setdefault((error.run, error.reference, error.kind), []).append(error)
@@ -140,7 +142,7 @@ def _mark(error: TensorError) -> str:
 
 def failures_table(failed: Sequence[TensorError]) -> Table:
     """The tensors that differ, worst first, with the element that differs the most."""
-    table = _table("tensor", "kind", "run", ">error", "at", ">got", ">expected")
+    table = plain_table("tensor", "kind", "run", ">error", "at", ">got", ">expected")
     for e in failed:
         at = str(list(e.index)) if e.index else ""
         table.add_row(
@@ -159,7 +161,12 @@ def bytes_text(num_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _table(*columns: str) -> Table:
+def milliseconds_text(seconds: float) -> str:
+    """Milliseconds to the microsecond."""
+    return f"{seconds * 1e3:,.3f} ms"
+
+
+def plain_table(*columns: str) -> Table:
     """A plain table; a column that begins with > is aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for column in columns:

@@ -1,0 +1,227 @@
+"""simulate and explain: a MODEL's training step on a machine that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from meshweave.cli.costs import parse_machine
+from meshweave.cli.job import (
+    Accumulate,
+    Clip,
+    DtypeOption,
+    GlobalBatch,
+    Job,
+    LocalBatch,
+    Lr,
+    Model,
+    OptimizerOption,
+    ParamDtypeOption,
+    Prefetch,
+    Recompute,
+    Seed,
+    Seq,
+    compiled,
+)
+from meshweave.cli.screen import Debug, Json, Screen, guarded, write_text
+from meshweave.compile import Program
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import MachineProfile
+from meshweave.ir.mesh import Mesh
+from meshweave.report.diff import diff_rows, diff_table
+from meshweave.report.html import html_page
+from meshweave.report.moves import move_rows
+from meshweave.report.simulation import simulation_table
+from meshweave.report.tables import bytes_text
+from meshweave.report.trace import trace_json
+from meshweave.sharding.plan_text import parse_plan
+from meshweave.simulate.result import Simulation
+from meshweave.whatif import best_of, simulate
+
+FusionOption = Literal["ops", "eager", "compiled", "blocks"]
+PipelineOption = Literal["sequential", "gpipe", "1f1b"]
+MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
+
+Machine = Annotated[str, typer.Option("--profile", help="machine: a100, h100, h200, gb200, cpu-gloo, or a file")]
+Scale = Annotated[str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,compute=1.5")]
+Meshes = Annotated[list[str], typer.Option("--mesh", help="named axes, such as fsdp=8,tp=8; several are compared")]
+Plans = Annotated[list[str], typer.Option("--plan", help="as for plan; one for all meshes, or one for each")]
+Fusing = Annotated[FusionOption | None, typer.Option("--fusion", help="what is one kernel; without it as the machine")]
+Pipelined = Annotated[PipelineOption, typer.Option("--pipeline", help="how stages take the --accumulate microbatches")]
+InDtype = Annotated[MatmulDtype | None, typer.Option("--matmul-dtype", help="of the matmuls in repeated blocks")]
+
+
+def simulate_command(
+    model: Model, mesh: Meshes, plan: Plans = [], profile: Machine = "h100", scale: Scale = "",  # noqa: B006
+    optimizer: OptimizerOption = "adamw", lr: Lr = None, local_batch: LocalBatch = None, batch: GlobalBatch = None,
+    seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1, clip_grad_norm: Clip = None,
+    recompute: Recompute = "none", param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, seed: Seed = 0,
+    fusion: Fusing = None, pipeline: Pipelined = "sequential", matmul_dtype: InDtype = None,
+    report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="of two meshes: what moved, where time went")] = False,
+    json: Json = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
+    and the best is marked. Nothing of the machine is needed."""
+    job = Job(
+        model, "", "", optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
+        param_dtype, seed, json, debug, prefetch, profile,
+    )  # fmt: skip
+
+    def body(screen: Screen) -> int:
+        machine = parse_machine(profile, scale)
+        if diff and len(mesh) != 2:
+            raise MeshweaveError("--diff compares two", got=f"{len(mesh)} meshes", expected="--mesh A --mesh B --diff")
+        found = []
+        for text, planned in zip(mesh, _plans(plan, len(mesh)), strict=True):
+            program = _compiled(screen, replace(job, mesh=text, plan=planned), machine)
+            narrow = getattr(torch, matmul_dtype) if matmul_dtype else None
+            title = " ".join(filter(None, (model, f"on {text or 'one device'}", planned)))
+            made = simulate(program, machine, fusion=fusion, pipeline=pipeline, matmul_dtype=narrow, title=title)
+            found.append((program, made))
+        _show(screen, [one for _, one in found], diff)
+        _write(screen, found, report, trace)
+        return 0
+
+    guarded(Screen("simulate", json), debug, body)
+
+
+def explain_command(
+    model: Model, mesh: Annotated[str, typer.Option("--mesh", help="named axes")] = "",
+    plan: Annotated[str, typer.Option("--plan", help="as for plan")] = "", profile: Machine = "h100",
+    scale: Scale = "", optimizer: OptimizerOption = "adamw", lr: Lr = None, local_batch: LocalBatch = None,
+    batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1,
+    clip_grad_norm: Clip = None, recompute: Recompute = "none", param_dtype: ParamDtypeOption = None,
+    prefetch: Prefetch = 0, seed: Seed = 0, fusion: Fusing = None,
+    why: Annotated[str, typer.Option("--why", help="a node, module or source line, or part of one")] = "",
+    json: Json = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Say of every communication why it moves and why it is exposed; with --why of those that a text names."""
+    job = Job(
+        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
+        param_dtype, seed, json, debug, prefetch, profile,
+    )  # fmt: skip
+
+    def body(screen: Screen) -> int:
+        machine = parse_machine(profile, scale)
+        program = _compiled(screen, job, machine)
+        return _explain(screen, program, simulate(program, machine, fusion=fusion), why)
+
+    guarded(Screen("explain", json), debug, body)
+
+
+def _plans(plans: Sequence[str], count: int) -> list[str]:
+    if len(plans) not in (0, 1, count):
+        raise MeshweaveError(
+            "plans and meshes do not pair up",
+            got=f"{len(plans)} plans, {count} meshes",
+            expected="one, or one for each",
+        )
+    return list(plans) if len(plans) == count else [*(plans or [""])] * count
+
+
+def _compiled(screen: Screen, job: Job, machine: MachineProfile) -> Program:
+    """Moves are chosen by the profile as its file says, whatever --scale makes of the machine that runs them."""
+    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
+    machine.check_mesh(mesh)
+    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
+    with screen.stages() as stage:
+        return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
+
+
+def _show(screen: Screen, found: Sequence[Simulation], diff: bool) -> None:
+    if len(found) == 1:
+        screen.out.print(simulation_table(found[0]))
+        screen.result(True, mesh=found[0].mesh, **found[0].as_dict())
+        return
+    best = best_of(found)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("", "mesh", "plan"):
+        table.add_column(column)
+    for column in ("step ms", "tokens/s/GPU", "MFU", "exposed ms", "peak", "fits"):
+        table.add_column(column, justify="right")
+    for i, one in enumerate(found):
+        table.add_row(
+            "[green]best[/]" if i == best else "",
+            one.mesh,
+            escape(one.title.partition(f" on {one.mesh}")[2].strip()),
+            f"{one.seconds * 1e3:,.2f}",
+            f"{one.tokens_per_s_per_gpu:,.0f}",
+            f"{one.mfu:.1%}" if one.mfu is not None else "",
+            f"{one.exposed_seconds * 1e3:,.2f}",
+            bytes_text(one.peak_bytes),
+            "yes" if not one.verdict else "[red]no[/]",
+        )
+    screen.out.print(table)
+    for one in found:
+        if one.verdict:
+            screen.say(f"{one.mesh}: {one.verdict}")
+    if diff:
+        for shown in diff_table(found[0], found[1]):
+            screen.out.print(shown)
+    rows = [r.as_dict() for r in diff_rows(found[0], found[1])] if diff else None
+    screen.result(
+        True,
+        best=best,
+        simulations=[{"mesh": one.mesh, "title": one.title, **one.as_dict()} for one in found],
+        diff=rows,
+    )
+
+
+def _write(
+    screen: Screen, found: Sequence[tuple[Program, Simulation]], report: Path | None, trace: Path | None
+) -> None:
+    program, first = found[best_of([one for _, one in found])]
+    others = [one for _, one in found if one is not first]
+    if report is not None:
+        page = html_page(first, move_rows(program.placed, program.mesh), other=others[0] if others else None)
+        write_text(report, page)
+        screen.say(f"page: {report}")
+    if trace is not None:
+        write_text(trace, trace_json([first]))
+        screen.say(f"trace: {trace} (open it in ui.perfetto.dev or chrome://tracing)")
+
+
+def _explain(screen: Screen, program: Program, found: Simulation, why: str) -> int:
+    spans = [s for s in found.spans if s.kind != "compute"]
+    chosen = [s for s in spans if why in s.name or why in s.module or why in s.line or why == s.op] if why else spans
+    if not chosen:
+        raise MeshweaveError(
+            "no communication is named so",
+            where="--why",
+            got=why,
+            expected=f"part of a name, module or source line, such as {', '.join(s.name for s in spans[:3])}",
+        )
+    rows: list[dict[str, Any]] = []
+    for span in sorted(chosen, key=lambda s: -s.exposed_seconds) if not why else chosen:
+        rows.append(
+            {"name": span.name, "op": span.op, "group": span.group, "phase": span.phase, "module": span.module}
+            | {"line": span.line, "layout": span.layout, "start": span.start, "seconds": span.seconds}
+            | {"bytes": span.bytes, "exposed_seconds": span.exposed_seconds}
+            | {"reasons": [{"kind": r.kind, "seconds": r.seconds, "text": r.text} for r in span.reasons]}
+        )
+    for row in rows if why else rows[:20]:
+        screen.say(
+            f"[bold]{escape(row['name'])}[/] {row['op']} over {row['group']} [{row['phase']}] {escape(row['module'])} "
+            f"{escape(row['line'])}\n  moves {escape(row['layout'])}: {bytes_text(row['bytes'])} received in "
+            f"{row['seconds'] * 1e3:.3f} ms from {row['start'] * 1e3:.3f} ms"
+        )
+        if not row["exposed_seconds"]:
+            screen.say("  hidden under compute")
+        for reason in row["reasons"]:
+            screen.say(f"  exposed {reason['seconds'] * 1e3:.3f} ms ({reason['kind']}): {escape(reason['text'])}")
+    hidden = sum(1 for s in spans if not s.exposed_seconds)
+    screen.say(
+        f"{len(spans)} communications, {hidden} hidden; exposed {found.exposed_seconds * 1e3:.3f} of "
+        f"{found.seconds * 1e3:.3f} ms, modelled by {found.profile} {found.profile_version}"
+    )
+    screen.result(True, mesh=found.mesh, communications=rows, **found.as_dict())
+    return 0

@@ -1,0 +1,264 @@
+"""What differs between two simulated steps: which communications appear, vanish or change, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from meshweave.errors import MeshweaveError
+from meshweave.report.spans import COMPUTE_CLASSES, class_of, folded
+from meshweave.report.tables import bytes_text, milliseconds_text, plain_table
+from meshweave.simulate.result import Simulation, Span
+
+_SHOWN_SECONDS = 5e-7  # a change of less is none: what is shown has three digits behind the point of a millisecond
+_PHASES = ("forward", "loss", "backward", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """All communications of one key in one step: their number, seconds, exposed seconds, bytes received."""
+
+    count: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    bytes: float = 0.0
+
+    def plus(self, span: Span) -> Sum:
+        return Sum(
+            self.count + 1,
+            self.seconds + span.seconds,
+            self.exposed_seconds + span.exposed_seconds,
+            self.bytes + span.bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DiffRow:
+    """Communications of one phase, op, group, layouts and module (`*` for layer numbers), in step `a` and in step `b`.
+
+    `kind` is `same`, `changed`, `appears`, `vanishes` or `moved`: then `a` is of another group, layout or op, which
+    `change` names. `change` says in words what differs.
+    """
+
+    phase: str
+    op: str
+    group: str
+    layout: str
+    module: str
+    a: Sum
+    b: Sum
+    kind: str
+    change: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        sums = {
+            f"{which}_{name}": getattr(held, name)
+            for which, held in (("a", self.a), ("b", self.b))
+            for name in Sum.__slots__
+        }
+        names = ("phase", "op", "group", "layout", "module", "kind", "change")
+        return {**{name: getattr(self, name) for name in names}, **sums}
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRow:
+    """Seconds of one phase and class in both steps, averaged over the roles. The rows of a split add up to the seconds
+    of the steps. `part` is the class of a kernel, `exposed` with the op of a communication, or `idle`."""
+
+    phase: str
+    part: str
+    a: float
+    b: float
+
+    @property
+    def change(self) -> float:
+        return self.b - self.a
+
+
+_Key = tuple[str, str, str, str, str]
+
+
+def _key(span: Span) -> _Key:
+    return span.phase, span.op, span.group, span.layout, folded(span.module)
+
+
+def diff_rows(a: Simulation, b: Simulation) -> tuple[DiffRow, ...]:
+    """A row per phase, op, group, layouts and module of the communications of both steps, those whose exposed seconds
+    differ the most first, then by seconds, then in the order of the key.
+
+    What stands in one step alone is matched with what stands in the other alone in the same phase and module, for the
+    same value: it moved.
+    """
+    sums_a, sums_b = _sums(a), _sums(b)
+    gone = {key: held for key, held in sums_a.items() if key not in sums_b}
+    rows = []
+    for key, held in sums_b.items():
+        if key in sums_a:
+            kind, change = _changed(sums_a[key], held)
+            rows.append(DiffRow(*key, sums_a[key], held, kind, change))
+            continue
+        before = _moved_from(key, held, gone)
+        if before is None:
+            text = f"{_times(held.count)} appear: {bytes_text(held.bytes)}, {_shown(held)}"
+            rows.append(DiffRow(*key, Sum(), held, "appears", text))
+        else:
+            rows.append(DiffRow(*key, sums_a[before], held, "moved", _moved(before, key, sums_a[before], held)))
+            del gone[before]
+    for key, held in gone.items():
+        text = f"{_times(held.count)} vanish: {bytes_text(held.bytes)}, {_shown(held)}"
+        rows.append(DiffRow(*key, held, Sum(), "vanishes", text))
+    return tuple(sorted(rows, key=_weight))
+
+
+def _weight(row: DiffRow) -> tuple[Any, ...]:
+    exposed = abs(row.b.exposed_seconds - row.a.exposed_seconds)
+    seconds = abs(row.b.seconds - row.a.seconds)
+    return -exposed, -seconds, row.phase, row.op, row.group, row.layout, row.module
+
+
+def _sums(simulation: Simulation) -> dict[_Key, Sum]:
+    found: dict[_Key, Sum] = {}
+    for span in simulation.spans:
+        if span.kind != "compute":
+            key = _key(span)
+            found[key] = found.get(key, Sum()).plus(span)
+    return found
+
+
+def _moved_from(key: _Key, held: Sum, gone: Mapping[_Key, Sum]) -> _Key | None:
+    """What of `gone` this was: same phase, module and value, best the same op and number."""
+    phase, op, _, layout, module = key
+    value = layout.partition(": ")[0]
+    near = [k for k in gone if (k[0], k[4], k[3].partition(": ")[0]) == (phase, module, value)]
+    return min(near, key=lambda k: (k[1] != op, abs(gone[k].count - held.count), k), default=None)
+
+
+def _times(count: int) -> str:
+    return f"{count:,}"
+
+
+def _shown(held: Sum) -> str:
+    return f"{milliseconds_text(held.seconds)}, {milliseconds_text(held.exposed_seconds)} of them exposed"
+
+
+def _moved(before: _Key, after: _Key, a: Sum, b: Sum) -> str:
+    """What of op, group and layouts is another, and what that changes."""
+    names = (("", 1), ("over ", 2), ("", 3))
+    parts = [f"{word}{after[at]} instead of {before[at] or 'none'}" for word, at in names if before[at] != after[at]]
+    _, change = _changed(a, b)
+    return "; ".join([*parts, *([change] if change else [])])
+
+
+def _changed(a: Sum, b: Sum) -> tuple[str, str]:
+    """`same` or `changed`, and how number, bytes, seconds and exposed seconds differ."""
+    parts = []
+    if a.count != b.count:
+        parts.append(f"{b.count:,} instead of {a.count:,}")
+    if round(a.bytes) != round(b.bytes):
+        parts.append(f"{bytes_text(b.bytes)} instead of {bytes_text(a.bytes)}")
+    parts += _longer(a.seconds, b.seconds, "longer", "shorter")
+    parts += _longer(a.exposed_seconds, b.exposed_seconds, "more exposed", "less exposed")
+    return ("changed" if parts else "same"), ", ".join(parts)
+
+
+def _longer(a: float, b: float, more: str, less: str) -> list[str]:
+    if abs(b - a) < _SHOWN_SECONDS:
+        return []
+    return [f"{milliseconds_text(abs(b - a))} {more if b > a else less}"]
+
+
+def step_split(a: Simulation, b: Simulation) -> tuple[SplitRow, ...]:
+    """Where the time of two steps goes. A role computes, shows a communication or is idle: kernels per phase and class,
+    exposed communications per phase and op, and what is left is idle. Sums over roles are divided by their number."""
+    parts_a, parts_b = _parts(a), _parts(b)
+    keys = sorted({*parts_a, *parts_b}, key=_order)
+    rows = [
+        SplitRow(phase, part, parts_a.get((phase, part), 0.0), parts_b.get((phase, part), 0.0)) for phase, part in keys
+    ]
+    return tuple(row for row in rows if row.a or row.b)
+
+
+def _order(key: tuple[str, str]) -> tuple[Any, ...]:
+    phase, part = key
+    at = COMPUTE_CLASSES.index(part) if part in COMPUTE_CLASSES else len(COMPUTE_CLASSES)
+    return part == "idle", _PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase, at, part
+
+
+def _parts(simulation: Simulation) -> dict[tuple[str, str], float]:
+    num_roles = len(simulation.roles)
+    if not num_roles:
+        raise MeshweaveError("a step without roles cannot be compared", where=simulation.title)
+    found: dict[tuple[str, str], float] = {}
+    for span in simulation.spans:
+        is_kernel = span.kind == "compute"
+        part = class_of(span) if is_kernel else f"exposed {span.op}"
+        seconds = span.seconds if is_kernel else span.exposed_seconds
+        found[span.phase, part] = found.get((span.phase, part), 0.0) + seconds / num_roles
+    found["", "idle"] = simulation.seconds - sum(found.values())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ClassError:
+    """A class of tasks in a modelled and a measured step: how many, seconds in all. `error` is modelled / measured - 1,
+    None where nothing was measured."""
+
+    name: str
+    num_modelled: int
+    num_measured: int
+    modelled: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        return self.modelled / self.measured - 1 if self.measured else None
+
+
+@dataclass(slots=True)
+class _Class:
+    counts: list[int] = field(default_factory=lambda: [0, 0])
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+
+def class_errors(modelled: Simulation, measured: Simulation) -> tuple[ClassError, ...]:
+    """Per class of tasks the error of the model: kernels first, then communications by name; last the exposed time of
+    the role that has the most, and the step. The host's part of a measured step has no model."""
+    found: dict[str, _Class] = {}
+    for which, simulation in enumerate((modelled, measured)):
+        for span in simulation.spans:
+            held = found.setdefault(class_of(span), _Class())
+            held.counts[which] += 1
+            held.seconds[which] += span.seconds
+    names = [name for name in COMPUTE_CLASSES if name in found]
+    names += sorted(name for name in found if name not in COMPUTE_CLASSES)
+    rows = [ClassError(name, *found[name].counts, *found[name].seconds) for name in names]
+    exposed = ClassError("exposed", 0, 0, modelled.exposed_seconds, measured.exposed_seconds)
+    return (*rows, exposed, ClassError("step", 1, 1, modelled.seconds, measured.seconds))
+
+
+def diff_table(a: Simulation, b: Simulation, *, num_rows: int = 30) -> tuple[Table, Table]:
+    """Where the time of the steps goes, and the communications that differ, for the terminal."""
+    split = plain_table("phase", "what", ">A ms", ">B ms", ">change ms")
+    for row in step_split(a, b):
+        split.add_row(
+            row.phase, row.part, *(f"{value * 1e3:.3f}" for value in (row.a, row.b)), f"{row.change * 1e3:+.3f}"
+        )
+    split.add_section()
+    total = SplitRow("step", "", a.seconds, b.seconds)
+    split.add_row("step", "", f"{a.seconds * 1e3:.3f}", f"{b.seconds * 1e3:.3f}", f"{total.change * 1e3:+.3f}")
+    return split, _changes_table([row for row in diff_rows(a, b) if row.kind != "same"], num_rows)
+
+
+def _changes_table(rows: Sequence[DiffRow], num_rows: int) -> Table:
+    table = plain_table("", "phase", "op", "over", ">A", ">B", "module", "what changes")
+    for row in rows[:num_rows]:
+        counts = (str(row.a.count), str(row.b.count))
+        texts = (row.kind, row.phase, row.op, row.group, *counts, row.module, row.change)
+        table.add_row(*(escape(text) for text in texts))
+    if len(rows) > num_rows:
+        table.add_row("", "", "", "", "", "", "", f"and {len(rows) - num_rows:,} more")
+    return table

@@ -1,0 +1,129 @@
+"""A simulated step in the terminal: totals, time by class, the most exposed communications, memory at the peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from meshweave.report.spans import COMPUTE_CLASSES, class_of, folded
+from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
+from meshweave.simulate.result import Simulation, Span
+
+_NUM_EXPOSED = 10  # communications listed
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTotal:
+    """All tasks of a class: their number and seconds, of these exposed, and the bytes that they receive or touch."""
+
+    name: str
+    count: int
+    seconds: float
+    exposed_seconds: float
+    bytes: float
+
+
+def class_totals(simulation: Simulation) -> tuple[ClassTotal, ...]:
+    """Kernels first, then communications by name; sums over all roles."""
+    found: dict[str, ClassTotal] = {}
+    for span in simulation.spans:
+        name = class_of(span)
+        held = found.get(name, ClassTotal(name, 0, 0.0, 0.0, 0.0))
+        found[name] = ClassTotal(
+            name,
+            held.count + 1,
+            held.seconds + span.seconds,
+            held.exposed_seconds + span.exposed_seconds,
+            held.bytes + span.bytes,
+        )
+    known = [found[name] for name in COMPUTE_CLASSES if name in found]
+    return (*known, *(found[name] for name in sorted(found) if name not in COMPUTE_CLASSES))
+
+
+def simulation_table(simulation: Simulation) -> Group:
+    """What the simulator says of a step: totals, time by class, exposed communications with reason and line, memory."""
+    parts: list[RenderableType] = [
+        _totals(simulation),
+        Text(),
+        _classes(simulation),
+        Text(),
+        _exposed(simulation),
+        Text(),
+        _memory(simulation),
+    ]
+    if simulation.verdict:
+        parts.append(Text(simulation.verdict, style="bold red"))
+    parts += [Text(note, style="dim") for note in simulation.notes]
+    return Group(*parts)
+
+
+def _totals(simulation: Simulation) -> Table:
+    table = plain_table(f"{simulation.source}: {simulation.profile} {simulation.profile_version}", ">")
+    table.add_row("step", milliseconds_text(simulation.seconds))
+    if simulation.tokens:
+        table.add_row("tokens/s per device", f"{simulation.tokens_per_s_per_gpu:,.0f}")
+    if simulation.mfu is not None:
+        table.add_row(f"MFU ({simulation.mfu_dtype})", f"{simulation.mfu:.1%}")
+    worst = max(simulation.roles, key=lambda role: role.exposed_seconds)
+    which = f" of role {worst.index}" if len(simulation.roles) > 1 else ""
+    for name, seconds in (
+        ("compute", worst.compute_seconds),
+        ("exposed", worst.exposed_seconds),
+        ("idle", worst.idle_seconds),
+    ):
+        table.add_row(name + which, f"{milliseconds_text(seconds)} ({seconds / max(simulation.seconds, 1e-12):.1%})")
+    room = f" of {bytes_text(simulation.memory_bytes)}" if simulation.memory_bytes else ""
+    table.add_row("peak memory", bytes_text(simulation.peak_bytes) + room)
+    table.add_row("reserved by the allocator", bytes_text(simulation.reserved_bytes))
+    return table
+
+
+def _classes(simulation: Simulation) -> Table:
+    table = plain_table("class", ">tasks", ">time", ">exposed", ">bytes")
+    for total in class_totals(simulation):
+        is_kernel = total.name in COMPUTE_CLASSES
+        exposed = "" if is_kernel else milliseconds_text(total.exposed_seconds)
+        table.add_row(
+            total.name, f"{total.count:,}", milliseconds_text(total.seconds), exposed, bytes_text(total.bytes)
+        )  # fmt: skip
+    return table
+
+
+def _exposed(simulation: Simulation) -> Table:
+    """The most exposed communications, those of repeated layers as one: their sum, and the main reason of the worst."""
+    table = plain_table(">exposed", ">of", ">times", "op", "over", "phase", "module", "line", "why")
+    table.columns[-1].no_wrap = False
+    twins: dict[tuple[str, ...], list[Span]] = {}
+    for span in simulation.spans:
+        if span.exposed_seconds > 0:
+            key = (span.phase, span.op, span.group, span.layout, folded(span.module), span.line)
+            twins.setdefault(key, []).append(span)
+    shown = sorted(twins.items(), key=lambda item: (-sum(s.exposed_seconds for s in item[1]), item[0]))
+    for names, spans in shown[:_NUM_EXPOSED]:
+        phase, op, group, _, module, line = names
+        worst = max(spans, key=lambda s: (s.exposed_seconds, -s.index))
+        reason = max(worst.reasons, key=lambda r: r.seconds, default=None)
+        why = f"{reason.kind}: {reason.text}" if reason else ""
+        sums = (sum(s.exposed_seconds for s in spans), sum(s.seconds for s in spans))
+        cells = (op, group, phase, module, short_line(line), why)
+        table.add_row(*map(milliseconds_text, sums), str(len(spans)), *(escape(cell) for cell in cells))
+    return table
+
+
+def _memory(simulation: Simulation) -> Table:
+    """Of the role that needs the most: what is held at its peak, by kind. A simulation lists the largest tensors."""
+    role = max(simulation.roles, key=lambda held: held.peak_bytes)
+    kinds: dict[str, int] = {}
+    for held in role.at_peak:
+        kinds[held.kind] = kinds.get(held.kind, 0) + held.bytes
+    table = plain_table(f"at the peak of role {role.index}", ">bytes")
+    for kind, num_bytes in sorted(kinds.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(kind, bytes_text(num_bytes))
+    rest = role.peak_bytes - sum(kinds.values())
+    if rest > 0:
+        table.add_row("smaller tensors", bytes_text(rest))
+    return table

@@ -1,0 +1,132 @@
+"""What reports say of spans: their class, the module with its layer number folded, where a communication is exposed,
+and rows in which no two spans overlap."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshweave.simulate.result import Simulation, Span
+
+COMPUTE_CLASSES = ("matmul", "attention", "memory", "host")
+NANOSECONDS = 1e9  # per second; reports are rounded to whole ones
+
+
+def class_of(span: Span) -> str:
+    """`matmul`, `attention`, `memory` (every other kernel), `host` (putting a communication on its way, finishing it),
+    or the op of a communication.
+
+    Only matmuls and attention have flops in a Simulation; an attention is told by its name.
+    """
+    if span.kind != "compute":
+        return span.op
+    if span.op in ("start", "wait"):
+        return "host"
+    if "attention" in span.op:
+        return "attention"
+    return "matmul" if span.flops > 0 else "memory"
+
+
+def folded(module: str) -> str:
+    """A module path with `*` for its numbers: what twins in repeated layers have in common."""
+    return re.sub(r"\b\d+\b", "*", module)
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * NANOSECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A row of a timeline: spans of one role and stream that do not overlap, in order of time. `row` counts the lanes
+    of one stream: above 0 are those whose time was taken in the rows before."""
+
+    role: int
+    stream: str
+    row: int
+    spans: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.stream} ({self.row + 1})" if self.row else self.stream
+
+
+def lanes_of(simulation: Simulation) -> tuple[Lane, ...]:
+    """Every span on exactly one lane. Lanes are in order of role, then of `Simulation.streams`, then of row."""
+    order = {stream: i for i, stream in enumerate(simulation.streams)}
+    groups: dict[tuple[int, int, str], list[Span]] = {}
+    for span in simulation.spans:
+        place = (span.role, order.get(span.stream, len(order)), span.stream)
+        groups.setdefault(place, []).append(span)
+    found: list[Lane] = []
+    for (role, _, stream), spans in sorted(groups.items()):
+        rows = _rows(spans)
+        found += [Lane(role, stream, i, tuple(row)) for i, row in enumerate(rows)]
+    return tuple(found)
+
+
+def _rows(spans: Sequence[Span]) -> list[list[int]]:
+    """Each span in the first row that is free at its start, in whole nanoseconds."""
+    rows: list[list[int]] = []
+    ends: list[int] = []
+    for span in sorted(spans, key=lambda s: (nanoseconds(s.start), nanoseconds(s.end), s.index)):
+        begin, end = nanoseconds(span.start), nanoseconds(span.end)
+        at = next((i for i, taken in enumerate(ends) if taken <= begin), len(rows))
+        if at == len(rows):
+            rows.append([])
+            ends.append(0)
+        rows[at].append(span.index)
+        ends[at] = end
+    return rows
+
+
+def exposed_stretches(simulation: Simulation) -> Mapping[int, tuple[tuple[int, int], ...]]:
+    """Per communication that is exposed, where: (begin, end) in nanoseconds, inside the span, in order.
+
+    A Simulation says how long; here the gaps of its role's compute that the span covers are taken from the last
+    backwards until they are that long (who shares a gap with others has a part of it alone). What no gap covers (a
+    transfer that another role waits for) stands at the span's end.
+    """
+    gaps = _compute_gaps(simulation)
+    found = {}
+    for span in simulation.spans:
+        left = nanoseconds(span.exposed_seconds)
+        if span.kind == "compute" or left <= 0:
+            continue
+        begin, end = nanoseconds(span.start), nanoseconds(span.end)
+        found[span.index] = _last(gaps.get(span.role, ()), begin, end, left)
+    return found
+
+
+def _compute_gaps(simulation: Simulation) -> dict[int, list[tuple[int, int]]]:
+    """Per role, when it computes nothing."""
+    ends: dict[int, int] = {}
+    gaps: dict[int, list[tuple[int, int]]] = {role.index: [] for role in simulation.roles}
+    for span in sorted((s for s in simulation.spans if s.kind == "compute"), key=lambda s: (s.start, s.index)):
+        begin, free = nanoseconds(span.start), ends.get(span.role, 0)
+        if begin > free:
+            gaps.setdefault(span.role, []).append((free, begin))
+        ends[span.role] = max(free, nanoseconds(span.end))
+    for role, held in gaps.items():
+        held.append((ends.get(role, 0), max(nanoseconds(simulation.seconds), ends.get(role, 0))))
+    return gaps
+
+
+def _last(gaps: Sequence[tuple[int, int]], begin: int, end: int, length: int) -> tuple[tuple[int, int], ...]:
+    """The last `length` nanoseconds of the gaps within begin..end; (end - length, end) where they are shorter."""
+    taken: list[tuple[int, int]] = []
+    left = length
+    for at in range(bisect_right(gaps, (end, end)) - 1, -1, -1):
+        low, high = max(gaps[at][0], begin), min(gaps[at][1], end)
+        if gaps[at][1] <= begin or left <= 0:
+            break
+        if low < high:
+            low = max(low, high - left)
+            taken.append((low, high))
+            left -= high - low
+    # Both ends of a gap are rounded: two nanoseconds are no sign that the gap was another.
+    if left > 2:
+        return ((max(begin, end - length), end),)
+    return tuple(reversed(taken))

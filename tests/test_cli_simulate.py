@@ -1,0 +1,142 @@
+"""`meshweave simulate` and `explain`: one machine or several meshes, files, comparisons, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshweave.cli import app
+
+MODEL = (
+    "hf:llama?num_hidden_layers=2&hidden_size=64&intermediate_size=128&num_attention_heads=4&num_key_value_heads=4"
+    "&vocab_size=512"
+)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [*arguments])
+
+
+def last_line(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_one_mesh_with_page_and_trace(tmp_path: Path) -> None:
+    page, trace = tmp_path / "step.html", tmp_path / "step.json"
+    files = ("--report", str(page), "--trace", str(trace))
+    found = last_line(run("simulate", MODEL, "--mesh", "fsdp=8", "--profile", "h100", *files, "--json"))
+    assert found["mesh"] == "fsdp=8"
+    assert 0 < found["exposed_seconds"] < found["seconds"]
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(2 * 64 / found["seconds"])
+    assert 0 < found["mfu"] < 1
+    assert 0 < found["peak_bytes"] <= found["reserved_bytes"]
+    assert found["fits"]
+    assert "<html" in page.read_text()
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(e.get("ph") == "X" for e in events)
+
+
+def test_the_table_says_what_is_exposed_and_why() -> None:
+    result = run("simulate", MODEL, "--mesh", "fsdp=8")
+    assert result.exit_code == 0, result.output
+    assert "modelled: h100" in result.output
+    assert "late: its input is ready" in result.output
+
+
+def test_several_meshes_are_compared_and_the_best_is_marked() -> None:
+    meshes = ("--mesh", "fsdp=8", "--mesh", "fsdp=4,tp=2", "--mesh", "tp=8")
+    found = last_line(run("simulate", MODEL, *meshes, "--json"))
+    rates = [one["tokens_per_s_per_gpu"] for one in found["simulations"]]
+    assert [one["mesh"] for one in found["simulations"]] == ["fsdp=8", "fsdp=4,tp=2", "tp=8"]
+    assert found["best"] == rates.index(max(rates))
+    assert "best" in run("simulate", MODEL, *meshes).output
+
+
+def test_a_difference_names_what_moved() -> None:
+    found = last_line(run("simulate", MODEL, "--mesh", "fsdp=4", "--mesh", "tp=4", "--diff", "--json"))
+    assert {row["op"] for row in found["diff"]} >= {"all_gather", "all_reduce"}
+    assert run("simulate", MODEL, "--mesh", "fsdp=4", "--diff").exit_code == 2
+
+
+def test_what_if(tmp_path: Path) -> None:
+    def seconds(*options: str) -> float:
+        return float(last_line(run("simulate", MODEL, "--mesh", "fsdp=16", *options, "--json"))["seconds"])
+
+    base = seconds()
+    assert seconds("--scale", "bandwidth=2,latency=0.5") < base
+    assert seconds("--prefetch", "1") < base
+    assert seconds("--recompute", "full") > base
+    assert seconds("--fusion", "ops") > base
+    assert seconds("--profile", "gb200") != base
+
+
+def test_a_model_that_does_not_fit_is_simulated_all_the_same() -> None:
+    result = run("simulate", MODEL, "--mesh", "fsdp=2", "--scale", "memory_bytes=2.0001e9", "--json")
+    found = last_line(result)
+    if not found["fits"]:
+        assert "what would make it fit" in found["verdict"]
+    assert found["seconds"] > 0
+
+
+def test_explain_why() -> None:
+    found = last_line(run("explain", MODEL, "--mesh", "fsdp=4", "--why", "layers.1.mlp.up_proj", "--json"))
+    rows = found["communications"]
+    assert {row["op"] for row in rows} == {"all_gather", "reduce_scatter"}
+    for row in rows:
+        assert row["layout"]
+        assert sum(r["seconds"] for r in row["reasons"]) == pytest.approx(row["exposed_seconds"])
+    shown = run("explain", MODEL, "--mesh", "fsdp=4").output
+    assert "communications," in shown
+    assert "modelled by h100" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--mesh", "fsdp=8", "--profile", "h10"), "h100"),
+        (("--mesh", "fsdp=8", "--scale", "speed=2"), "changes nothing of a machine"),
+        (("--mesh", "fsdp=8", "--scale", "num_devices=4"), "cannot hold"),
+        (("--mesh", "fsdp=8", "--plan", "fsdp:fsdp", "--plan", "dp:fsdp"), "do not pair up"),
+        (("--mesh", "fsdp=8", "--report", "/nowhere/x.html"), "cannot be written"),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], expected: str) -> None:
+    result = run("simulate", MODEL, *arguments)
+    assert result.exit_code == 2, result.output
+    assert expected in result.output
+
+
+def test_explain_of_nothing() -> None:
+    result = run("explain", MODEL, "--mesh", "fsdp=4", "--why", "layers.9")
+    assert result.exit_code == 2
+    assert "no communication is named so" in result.output
+
+
+def test_a_profile_with_a_wrong_figure_names_its_line(tmp_path: Path) -> None:
+    import meshweave.hardware
+
+    text = (Path(meshweave.hardware.__file__).parent / "data" / "h100.toml").read_text()
+    at = next(i for i, line in enumerate(text.splitlines()) if line.startswith("launch_s"))
+    lines = text.splitlines()
+    lines[at] = "launch_s = -1.0"
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(lines))
+    result = run("simulate", MODEL, "--mesh", "fsdp=8", "--profile", str(file))
+    assert result.exit_code == 2
+    assert f"mine.toml:{at + 1}" in result.output or f"line {at + 1}" in result.output
+    assert "launch_s" in result.output
+
+
+def test_a_run_measures_its_last_step_beside_the_model(tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    plain = last_line(run("run", MODEL, "--mesh", "fsdp=2", "--steps", "3", "--json"))
+    found = last_line(run("run", MODEL, "--mesh", "fsdp=2", "--steps", "3", "--report", str(page), "--json"))
+    assert found["losses"] == plain["losses"]
+    assert found["num_steps"] == 3
+    assert "measured" in page.read_text()
