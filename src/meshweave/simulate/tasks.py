@@ -93,9 +93,14 @@ class _Lowering:
         streams = [self.stream(i) for i in range(len(self.graphs))]
         roles = tuple(RoleTasks(r.role, r.local, r.kernels, tuple(s)) for r, s in zip(self.roles, streams, strict=True))
         names = [f"compute {i}" if len(self.graphs) > 1 else "compute" for i in range(len(self.graphs))]
+        lines: dict[Any, list[tuple[int, Channel, dict[int, int]]]] = {}
         for channel, numbered in self.starts.items():
-            names.append(self.channel_name(channel))
-            streams.append([self.copy(channel, starts) for starts in numbered])
+            for starts in numbered:
+                lines.setdefault(self.line_of(channel), []).append((starts[min(starts)], channel, starts))
+        for line, waiting in lines.items():
+            names.append(self.line_name(line))
+            waiting.sort(key=lambda one: one[0])
+            streams.append([self.copy(channel, starts) for _, channel, starts in waiting])
         schedule = Schedule(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
@@ -160,11 +165,25 @@ class _Lowering:
     def members(self, devices: set[int]) -> tuple[int, ...]:
         return tuple(i for i, graph in enumerate(self.graphs) if not devices.isdisjoint(graph.devices))
 
-    def channel_name(self, channel: Channel) -> str:
+    def line_of(self, channel: Channel) -> tuple[Any, ...]:
+        """The stream in which a channel's copies run, one after the other: transfers between the same meshes, or over
+        the same axes, share one."""
         kind, key, *roles = channel
-        shown = ", ".join(map(str, roles)) if len(self.graphs) > 1 else ""
-        name = f"comm {key}" if kind == "group" else f"transfer {key}"
-        return f"{name} (roles {shown})" if len(roles) > 1 else f"{name} ({shown})" if shown else name
+        if kind == "group":
+            return channel
+        made = agreed(self.graphs, key)
+        return (kind, made.source.mesh, made.target.mesh, made.axes, *roles)
+
+    def line_name(self, line: tuple[Any, ...]) -> str:
+        if line[0] == "group":
+            name, roles = f"comm {line[1]}", line[2:]
+        elif line[3]:
+            name, roles = f"permute {','.join(line[3])}", line[4:]
+        else:
+            name, roles = f"transfer {line[1].devices[0]} -> {line[2].devices[0]}", line[4:]
+        if len(self.graphs) == 1:
+            return name
+        return f"{name} (role{'s' * (len(roles) > 1)} {', '.join(map(str, roles))})"
 
     def copy(self, channel: Channel, starts: dict[int, int]) -> int:
         kind, key, *roles = channel
