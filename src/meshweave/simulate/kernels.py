@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.work import Work
+from meshweave.hardware.work import Memory, Work
 from meshweave.ir.graph import Origin, map_nodes, origin_of
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
 from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, work_of
@@ -203,10 +203,11 @@ def is_in_block(origin: Origin) -> bool:
     return origin.phase != "update" and _INDEXED.search(origin.module) is not None
 
 
-def kernels_of(role: RankGraph, local: Local, fusion: Fusion) -> tuple[list[Kernel], Local]:
+def kernels_of(role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False) -> tuple[list[Kernel], Local]:
     """The kernels of a role in the order in which they run, and its values, of which equal ones are now one.
 
-    Raises MeshweaveError for an op that has no cost.
+    `with_views`: a view is a kernel that moves nothing, as it is for a processor that runs the ops itself. Raises
+    MeshweaveError for an op that has no cost.
     """
     if fusion not in get_args(Fusion):
         raise MeshweaveError("unknown way of making kernels", got=repr(fusion), expected=", ".join(get_args(Fusion)))
@@ -218,6 +219,10 @@ def kernels_of(role: RankGraph, local: Local, fusion: Fusion) -> tuple[list[Kern
     local = _as_one(local, same)
     grouping = _Fusion(local, order, fusion, same=same)
     groups = grouping.run(nodes)
+    if with_views:
+        grouping.sources.update((node, [*bases]) for node, bases in grouping.bases.items())
+        groups += [_Group([node], order[node], 0, False) for node in grouping.bases if node not in same]
+        groups.sort(key=lambda group: (group.position, order[group.nodes[0]]))
     returned = {base for n in next(iter(reversed(graph.nodes))).all_input_nodes for base in grouping.bases.get(n, (n,))}
     return [_kernel(group, grouping, returned, local) for group in groups], local
 
@@ -261,7 +266,8 @@ def _kernel(group: _Group, grouping: _Fusion, returned: set[fx.Node], local: Loc
     if len(group.nodes) == 1:
         (node,) = group.nodes
         shown = [x for n in node.all_input_nodes for x in local.values.get(n, ())]
-        works = work_of(node, shown, local.values[node])
+        is_view = node in grouping.bases
+        works = (Memory("copy", 0, 0, shown[0].dtype),) if is_view else work_of(node, shown, local.values[node])
     else:
         taken = [x for n in group.nodes for x in _read(n, inside, grouping, local)]
         kinds = [grouping.kinds[n] for n in group.nodes]

@@ -39,7 +39,8 @@ _COST_NAMES: dict[Any, str] = {
 @dataclass(frozen=True, slots=True)
 class Task:
     """What a stream runs. `seconds` is its duration with the machine to itself, `usage` the share of each link level
-    that it takes then. A start or a wait takes no time: it says where in the order of its role a communication is."""
+    that it takes then. A start or a wait says where in the order of its role a communication is; it takes no
+    time where streams are those of an accelerator."""
 
     kind: Literal["kernel", "start", "wait", "copy"]
     node: fx.Node
@@ -106,6 +107,11 @@ class _Lowering:
         )
         return Tasks(schedule, tuple(self.tasks), roles, tuple(names))
 
+    @property
+    def host_seconds(self) -> float:
+        """What a start or a wait takes of its role's stream: time where a processor runs the ops itself, else none."""
+        return self.profile.launch_s if self.profile.fusion == "none" else 0.0
+
     def add(self, task: Task) -> int:
         self.tasks.append(task)
         self.needs.append([])
@@ -124,7 +130,7 @@ class _Lowering:
                     found.append(self.add(self.kernel(number, item, microbatch)))
                     continue
                 kind: Any = "wait" if item.target is WAIT else "start"
-                task = self.add(Task(kind, item, (number,), 0.0, microbatch))
+                task = self.add(Task(kind, item, (number,), self.host_seconds, microbatch))
                 found.append(task)
                 if kind == "start":
                     begun[item, microbatch] = task
@@ -318,7 +324,7 @@ def lower_tasks(
     roles = []
     for graph in graphs:
         local = local_values(graph)
-        kernels, local = kernels_of(graph, local, fusion)
+        kernels, local = kernels_of(graph, local, fusion, profile.fusion == "none")
         roles.append(RoleTasks(graph, local, tuple(kernels)))
     passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
