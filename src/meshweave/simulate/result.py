@@ -15,9 +15,9 @@ class Reason:
 
     `kind` is `dependency` (something waits for it and nothing else is left to compute), `late` (it could have started
     earlier, but is started only here), `link` (the link was busy with `blocker`), `channel` (its channel was busy with
-    `blocker`), `order` (compute that does not need it stands behind its wait: the order of `blocker` is fixed),
-    `memory` (the memory cap kept it from starting) or `peer` (another role was late with `blocker`). `text` says it in
-    one sentence with names and source lines; `blocker` is the index of a span, -1 where there is none.
+    `blocker`), `order` (compute that does not need it stands behind its wait: the order of `blocker` is fixed)
+    or `peer` (another role was late with `blocker`). `text` says it in one sentence with names and source lines;
+    `blocker` is the index of a span, -1 where there is none.
     """
 
     kind: str
