@@ -113,13 +113,13 @@ NOT_EXPRESSED = [
 
 NOT_MODELLED = [
     "FSDP2's flat buffers: it copies parameters into one buffer per block before a gather and out of it after, "
-    "gradients likewise (about 4 GiB of the 8B runs' memory), and has one collective per block where these programs have "
-    "one per parameter.",
-    "What eager selective checkpointing keeps although nobody reads it (the last matmul of each block: 4 GiB of the eager "
-    "8B run).",
-    "Kernels of Megatron and Transformer Engine (cuDNN attention is up to 1.7 times as fast as the FlashAttention-2 priced "
-    "here, fused FP8 casts): the Megatron rows are low. Their recomputation and offloading are not published with the "
-    "figures: the 70B row is without, and would not fit.",
+    "gradients likewise (about 4 GiB of the 8B runs' memory), and has one collective per block where these "
+    "programs have one per parameter.",
+    "What eager selective checkpointing keeps although nobody reads it (the last matmul of each block: 4 GiB of "
+    "the eager 8B run).",
+    "Kernels of Megatron and Transformer Engine (cuDNN attention is up to 1.7 times as fast as the "
+    "FlashAttention-2 priced here, fused FP8 casts): the Megatron rows are low. Their recomputation and "
+    "offloading are not published with the figures: the 70B row is without, and would not fit.",
     "Data loading, CPU launch queues, other jobs on the network, drift of clocks under power limits, stragglers.",
 ]
 
@@ -175,10 +175,10 @@ def write(found: list[tuple[Case, Setup, Simulation]]) -> None:
     lines = [
         "# Published runs, predicted",
         "",
-        f"`python benchmarks/predictions.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Profiles are made of "
-        "public figures; no figure is fitted to a run. Tokens per second and GPU.",
+        f"`python benchmarks/predictions.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Profiles are made "
+        "of public figures; no figure is fitted to a run. Tokens per second and GPU.",
         "",
-        f"Median absolute error {median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}, {len(errors)} cases.",
+        f"Median absolute error {median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}, {len(errors)} runs.",
         "",
         "| run | profile | published | predicted | error | step s | exposed s | memory GiB: published / predicted |",
         "|---|---|---|---|---|---|---|---|",
