@@ -175,8 +175,8 @@ def write(found: list[tuple[Case, Setup, Simulation]]) -> None:
     lines = [
         "# Published runs, predicted",
         "",
-        f"`python benchmarks/predictions.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Profiles are made "
-        "of public figures; no figure is fitted to a run. Tokens per second and GPU.",
+        f"`python benchmarks/predictions.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Profiles are "
+        "made of public figures; no figure is fitted to a run. Tokens per second and GPU.",
         "",
         f"Median absolute error {median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}, {len(errors)} runs.",
         "",

@@ -54,8 +54,8 @@ def main() -> None:
         end = time.perf_counter()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         lines.append(
-            f"| {mesh} | {middle - began:.1f} | {end - middle:.1f} | {end - began:.1f} | {rss:.2f} | {len(found.spans):,} "
-            f"| {found.seconds:.3f} | {pipeline} |"
+            f"| {mesh} | {middle - began:.1f} | {end - middle:.1f} | {end - began:.1f} | {rss:.2f} "
+            f"| {len(found.spans):,} | {found.seconds:.3f} | {pipeline} |"
         )
         print(lines[-1], flush=True)
     machine = load_profile("h100")

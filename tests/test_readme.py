@@ -51,7 +51,9 @@ def test_the_block_on_machines_runs(capsys: Any) -> None:
 
 
 # The check is run by tests/test_cli.py.
-@pytest.mark.parametrize("line", re.findall(r"^meshweave ((?:plan|run|move|simulate|explain) .*?)\s*(?:#.*)?$", README, re.M))
+@pytest.mark.parametrize(
+    "line", re.findall(r"^meshweave ((?:plan|run|move|simulate|explain) .*?)\s*(?:#.*)?$", README, re.M)
+)
 def test_command_lines_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [str(ROOT / w) if w.startswith("examples/") else w.replace("20", "2") for w in shlex.split(line)]

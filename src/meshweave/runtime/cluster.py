@@ -62,6 +62,10 @@ class ClusterWorld:
         """Stop watching the other ranks. The world is not used afterwards."""
         self._watch.close(LINGER)
 
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        dist.barrier()
+
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         """The full tensor, bit for bit, on every process: pieces are gathered over the axes that shard the value.
 

@@ -28,10 +28,26 @@ class Meter(Protocol):
     def freed(self, index: int, node: fx.Node) -> None: ...
 
 
+class Recorder(Protocol):
+    """Told when tasks ran: see tracing.Recorder."""
+
+    def mark(self) -> Any: ...
+
+    def ran(self, index: int, task: Task, began: Any) -> None: ...
+
+    def copied(self, index: int, start: fx.Node, began: Any) -> None: ...
+
+    def begun(self, works: Sequence[Any]) -> None: ...
+
+
 class Executor(Protocol):
     """Runs rank graphs on the devices that a process holds, part by part."""
 
     meter: Meter | None
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell a recorder of every task from now on, or nobody."""
+        ...
 
     def environment(self) -> list[Env]:
         """A fresh environment per held device, with its symbols filled in."""
@@ -174,6 +190,8 @@ def fill(value: Any, env: Env) -> Any:
 class Communicator(Protocol):
     """What the communications of one device become where the process holds only that."""
 
+    recorder: Recorder | None
+
     def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
         """Begin a collective or a transfer. `args` are those of the node without its operand."""
         ...
@@ -193,9 +211,13 @@ class SerialExecutor:
     meter: Meter | None = None
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
+    _recorder: Recorder | None = None
 
     def __post_init__(self) -> None:
         self._fresh = environment(self.compiled, self.device)
+
+    def record(self, recorder: Recorder | None) -> None:
+        self._recorder = self.communicator.recorder = recorder
 
     def environment(self) -> list[Env]:
         return [list(self._fresh)]
@@ -207,10 +229,13 @@ class SerialExecutor:
         self._env = []
 
     def run(self, part: int, after: After | None = None) -> None:
-        env = self._env
+        env, recorder = self._env, self._recorder
         with torch.no_grad():
             for task in self.compiled.tasks[part]:
+                began = None if recorder is None else recorder.mark()
                 env[task.out] = self._result(task, env)
+                if recorder is not None:
+                    recorder.ran(0, task, began)
                 if self.meter is not None:
                     self.meter.made(0, task.node, env[task.out])
                 finish(task, env, 0, self.meter, after, self.compiled)

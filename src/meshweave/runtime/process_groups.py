@@ -19,6 +19,7 @@ from meshweave.errors import StepError
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import COLLECTIVES, RankGraph, Transfer, collectives, transfer
+from meshweave.runtime.executor import Recorder
 from meshweave.runtime.local import piece_of, receive, reduce_in_order
 from meshweave.runtime.watch import await_work
 
@@ -98,6 +99,7 @@ class Sends:
 
     def __init__(self, works: tuple[Any, ...]) -> None:
         self._works, self._done = works, Event()
+        self._future: torch.futures.Future[None] = torch.futures.Future()
         self._error: BaseException | None = None
 
     def finish(self) -> None:
@@ -108,6 +110,11 @@ class Sends:
             self._error = error
         self._works = ()
         self._done.set()
+        self._future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """Completed when the works are, whether they went well or not."""
+        return self._future
 
     def is_completed(self) -> bool:
         return self._done.is_set()
@@ -137,6 +144,7 @@ class ClusterCommunicator:
     is_native: bool
     check: Callable[[], None] = lambda: None
     timeout: timedelta = TIMEOUT
+    recorder: Recorder | None = None
     num_started: int = 0
     num_waited: int = 0
     open: set[Pending] = field(default_factory=set)
@@ -258,6 +266,8 @@ class ClusterCommunicator:
         except RuntimeError as error:
             raise ConnectionLost("a communication could not start", got=str(error)) from error
         self.open.add(pending)
+        if self.recorder is not None:
+            self.recorder.begun(pending.works)
         return pending
 
     def _finished(self, pending: Pending) -> Tensor | None:

@@ -21,9 +21,12 @@ from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime import checkpoint
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Meter, Task, compile_tasks
+from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
 from meshweave.runtime.state import Key, State
+from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.world import World
+from meshweave.simulate.result import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,28 @@ class Session:
                 self.backward()
             self.update(lrs)
         return self.metrics["loss"]
+
+    def trace(
+        self, micros: Sequence[Mapping[str, Tensor]], lrs: Sequence[float], devices: Sequence[int] = (), tokens: int = 0
+    ) -> Simulation:
+        """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the whole picture."""
+        clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
+        recorder = Recorder(clock, len(self.ranks))
+        recorder.hold(self.state, self.ranks)
+        held_meter = self.executor.meter
+        with self.world.guard():
+            self.world.meet()
+            began = recorder.mark()
+            self.executor.record(recorder)
+            self.executor.meter = recorder
+            try:
+                self.run(micros, lrs)
+            finally:
+                self.executor.record(None)
+                self.executor.meter = held_meter
+            traces = recorder.traces(self.world.devices, began, recorder.mark())
+            found = gathered(traces) if self.world.is_distributed else traces
+        return measured(self.roles, found, devices, tokens)
 
     def forward(self, batch: Mapping[str, Tensor]) -> float:
         """Forward and loss of one microbatch. Returns its loss. StepError when that is not what comes next."""

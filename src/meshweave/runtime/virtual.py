@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -21,8 +21,21 @@ from meshweave.engine.machine import Action, Done, Failed, Idle, Machine, Releas
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.rank import transfer
 from meshweave.ir.routes import Message
-from meshweave.runtime.executor import After, Compiled, Env, Meter, Task, environment, evaluate, failed, fill, finish
+from meshweave.runtime.executor import (
+    After,
+    Compiled,
+    Env,
+    Meter,
+    Recorder,
+    Task,
+    environment,
+    evaluate,
+    failed,
+    fill,
+    finish,
+)
 from meshweave.runtime.local import exchange, piece_of, receive
+from meshweave.runtime.streams import Streams
 
 # A copy of so few bytes is done by the worker that found it ready: waking another costs more than it takes (a wake-up
 # is about 20 us under a contended interpreter lock; 2 shared cores copy 1 MiB in about 100 us; 2026-11, torch 2.13).
@@ -139,6 +152,10 @@ class LocalExecutor:
         self._workers = Workers(2 * len(self.devices))
         self._meter_lock, self._turns = Lock(), Turns()
         self._pass = _Pass([])
+        self._recorder: Recorder | None = None
+
+    def record(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
 
     def environment(self) -> list[Env]:
         return [list(fresh) for fresh in self._fresh]
@@ -261,11 +278,14 @@ class LocalExecutor:
             return Failed(run.stream, index, error)
 
     def _compute(self, now: _Pass, i: int, task: Task) -> None:
-        env = now.envs[i]
+        env, recorder = now.envs[i], self._recorder
+        began = None if recorder is None else recorder.mark()
         if task.is_start:
             env[task.out] = fill(task.args[0], env)
         elif not task.is_wait:
             env[task.out] = evaluate(task, env, self.devices[i])
+        if recorder is not None:
+            recorder.ran(i, task, began)
         if self.meter is None:
             finish(task, env, i, None, now.after, self.ranks[i])
         else:
@@ -295,6 +315,7 @@ class LocalExecutor:
         starts, waits = [self._at(t) for t in copy.sources], [self._at(t) for t in copy.targets]
         operands = [now.envs[i][task.out] for i, task in starts]
         i, task = (starts or waits)[0]
+        began = None if self._recorder is None else self._recorder.mark()
         try:
             if copy.op is transfer:
                 results = [self._received(copy, operands, waits[0][0])]
@@ -307,6 +328,9 @@ class LocalExecutor:
             raise failed(task, f"over {copy.key} failed", error) from error
         self._streams.share([*operands, *results], [i for i, _ in (*starts, *waits)])
         operands.clear()
+        if self._recorder is not None:
+            for i, wait in waits:
+                self._recorder.copied(i, wait.node.all_input_nodes[0], began)
         for (i, wait), value in zip(waits, results, strict=True):
             now.envs[i][wait.out] = value
             self._tell(i, wait, value)
@@ -333,52 +357,3 @@ class LocalExecutor:
                     self.meter.freed(i, task.node)
                 else:
                     self.meter.made(i, task.node, value)
-
-
-class Streams:
-    """On CUDA, a stream per stream of the schedule, and events between them; on CPU nothing at all.
-
-    A task that needs others waits, on the device, for the events that were recorded after them; a tensor that crosses
-    streams is recorded with the allocator. So the host runs ahead, and what it was told done was only enqueued.
-    """
-
-    def __init__(self, on: torch.device, count: int) -> None:
-        self._cuda = [torch.cuda.Stream(on) for _ in range(count)] if on.type == "cuda" else []
-        self._events: dict[int, torch.cuda.Event] = {}
-
-    def reset(self) -> None:
-        self._events = {}
-
-    def follow(self) -> None:
-        """What the caller's stream has been given so far comes first."""
-        for stream in self._cuda:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-
-    def entered(self, stream: int) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._cuda[stream]) if self._cuda else nullcontext()
-
-    def await_needs(self, needs: Sequence[int]) -> None:
-        if self._cuda:
-            for task in needs:
-                torch.cuda.current_stream().wait_event(self._events[task])
-
-    def record(self, task: int) -> None:
-        """After a task that others may need: the last of a run."""
-        if self._cuda:
-            event = torch.cuda.Event()
-            event.record()
-            self._events[task] = event
-
-    def share(self, tensors: Iterable[Any], streams: Iterable[int]) -> None:
-        """Tensors of the current stream are used on others, and the other way round."""
-        if self._cuda:
-            used = [torch.cuda.current_stream(), *(self._cuda[i] for i in streams)]
-            for tensor in tensors:
-                for stream in used:
-                    if isinstance(tensor, Tensor):
-                        tensor.record_stream(stream)
-
-    def join(self) -> None:
-        """The caller's stream goes on after all of these."""
-        for stream in self._cuda:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -47,6 +47,10 @@ class World(Protocol):
         """A context in which a failure here reaches every other process."""
         ...
 
+    def meet(self) -> None:
+        """Wait until every process is here."""
+        ...
+
 
 def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> list[Box]:
     return [layout.box_of(shape, device) for device in devices]
@@ -76,3 +80,6 @@ class LocalWorld:
     @contextmanager
     def guard(self) -> Iterator[None]:
         yield
+
+    def meet(self) -> None:
+        pass

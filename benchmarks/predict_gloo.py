@@ -1,0 +1,340 @@
+"""Predicted against measured step times of real two-process runs over Gloo on this machine.
+
+    python benchmarks/predict_gloo.py [-o benchmarks/results/predict_gloo.md] [--quick] [--only loopback|shaped]
+
+Two links: the loopback, and one of 1 Gbit/s between two network namespaces (a veth pair shaped by `tc ... tbf`; needs
+root, and is left out without). For each, `meshweave calibrate` measures the machine under that condition; then each
+configuration runs as a job of two processes, its median step is taken, and the simulator predicts it from the
+calibrated profile alone. No figure of a run goes into its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WARM_UP, STEPS = 4, 12
+RATE = "1gbit"
+TIMEOUT_S = 600
+CALIBRATE = "import typer; from meshweave.cli.calibrate import calibrate; typer.run(calibrate)"
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int
+    layers: int
+    batch: int
+    seq: int
+    mesh: str
+
+    @property
+    def model(self) -> str:
+        wide = self.hidden * 8 // 3 // 16 * 16
+        return (
+            f"hf:llama?num_hidden_layers={self.layers}&hidden_size={self.hidden}&intermediate_size={wide}"
+            f"&num_attention_heads={self.hidden // 64}&num_key_value_heads={self.hidden // 64}&vocab_size=2048"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.layers} x {self.hidden}, batch {self.batch}, seq {self.seq}"
+
+
+CONFIGS = (
+    Config(256, 2, 8, 64, "dp=2"),
+    Config(256, 2, 8, 64, "tp=2"),
+    Config(256, 2, 8, 64, "fsdp=2"),
+    Config(512, 4, 8, 128, "dp=2"),
+    Config(512, 4, 8, 128, "tp=2"),
+    Config(512, 2, 4, 128, "fsdp=2"),
+    Config(768, 2, 2, 256, "dp=2"),
+    Config(768, 2, 2, 256, "tp=2"),
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the two processes reach each other: what stands before each command, and their environment."""
+
+    name: str
+    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+    address: str
+    per_node: int
+    interfaces: tuple[str, str]
+
+    def run(self, *command: str) -> str:
+        """stdout of rank 0, when both have ended. Raises RuntimeError when one fails or takes too long."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            port = _free_port()
+            jobs = [
+                subprocess.Popen(
+                    [*self.prefixes[rank], sys.executable, *command],
+                    stdout=out if rank == 0 else subprocess.DEVNULL,
+                    stderr=errors,
+                    env=self._environment(rank, port),
+                    cwd=ROOT,
+                )
+                for rank in (0, 1)
+            ]
+            end = time.monotonic() + TIMEOUT_S
+            try:
+                codes = [job.wait(max(1.0, end - time.monotonic())) for job in jobs]
+            except subprocess.TimeoutExpired:
+                codes = [-1]
+            finally:
+                for job in jobs:
+                    if job.poll() is None:
+                        job.kill()
+                        job.wait()
+            out.seek(0)
+            errors.seek(0)
+            if any(codes):
+                raise RuntimeError(f"{' '.join(command[:3])} on {self.name}: {codes}\n{errors.read()[-3000:]}")
+            return out.read()
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        """What torchrun sets, on as many nodes as there are."""
+        return {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank % self.per_node),
+            "LOCAL_WORLD_SIZE": str(self.per_node),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
+            "GLOO_SOCKET_IFNAME": self.interfaces[rank],
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def loopback() -> Iterator[Link]:
+    yield Link("loopback", ((), ()), "127.0.0.1", 2, ("lo", "lo"))
+
+
+@contextmanager
+def shaped() -> Iterator[Link]:
+    """Two network namespaces with a shaped link between them, gone afterwards."""
+    names = [f"meshweave{os.getpid()}{side}" for side in "ab"]
+    devices = [f"mw{os.getpid()}{side}" for side in "ab"]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
+        for i, (name, device) in enumerate(zip(names, devices, strict=True), 1):
+            _ip("link", "set", device, "netns", name)
+            _ip("-n", name, "addr", "add", f"10.77.0.{i}/24", "dev", device)
+            _ip("-n", name, "link", "set", device, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            # A burst of 256 KB is what passes in 2 ms: less would be below the timer's resolution at this rate.
+            shape = ("root", "tbf", "rate", RATE, "burst", "256kb", "latency", "50ms")
+            _checked("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, *shape)
+        prefixes = tuple(("ip", "netns", "exec", name) for name in names)
+        yield Link("1 Gbit/s", prefixes, "10.77.0.1", 1, (devices[0], devices[1]))  # type: ignore[arg-type]
+    finally:
+        for name in names:  # the devices go with them
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    _checked("ip", *arguments)
+
+
+def _checked(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+# In each process of a job
+
+
+def worker(config: Config, profile: str) -> None:
+    """Train, time and trace; rank 0 prints what it found as JSON."""
+    import torch
+
+    import meshweave as mw
+    from meshweave.capture.optimizers import current_lrs
+    from meshweave.capture.sources import load_source
+    from meshweave.runtime.cluster import init_from_env, shutdown
+
+    rank, _ = init_from_env()
+    source = load_source(config.model, batch=config.batch, seq=config.seq, dtype=torch.float32, seed=0, device="cpu")
+    optimizer = torch.optim.AdamW(source.model.parameters(), lr=1e-3)
+    step = mw.compile(source.model, loss=source.loss, example=source.batch, optimizer=optimizer, mesh=config.mesh)
+    batches = [source.make_batch(i) for i in range(4)]
+    for i in range(WARM_UP):
+        step(batches[i % 4])
+    seconds = []
+    for i in range(STEPS):
+        began = time.perf_counter()
+        step(batches[i % 4])
+        seconds.append(time.perf_counter() - began)
+    traced = [step.session.trace(step._micros(batches[0], 1), current_lrs(optimizer)) for _ in range(3)]
+    trace = sorted(traced, key=lambda one: one.seconds)[1]
+    if rank == 0:
+        found = {"seconds": seconds, "measured": split(trace)}
+        if profile:
+            found |= predicted(step.program, profile)
+        print(json.dumps(found))
+    shutdown(step.session.world)
+
+
+def predicted(program: Any, profile: str) -> dict[str, Any]:
+    """The model's seconds of a step, and where they go."""
+    from meshweave.whatif import simulate
+
+    found = simulate(program, profile)
+    return {"predicted": found.seconds, "modelled": split(found)}
+
+
+def split(simulation: Any) -> dict[str, float]:
+    """Seconds of role 0 by class: matmul, attention, other compute, exposed communication."""
+    classes = {"matmul": 0.0, "attention": 0.0, "other ops": 0.0, "host's part of communication": 0.0}
+    for span in simulation.spans:
+        if span.kind == "compute" and span.role == 0:
+            name = span.op
+            is_matmul = span.flops > 0 and "attention" not in name
+            kind = "matmul" if is_matmul else "attention" if "attention" in name else "other ops"
+            classes["host's part of communication" if name in ("start", "wait") else kind] += span.seconds
+    role = simulation.roles[0]
+    return {
+        **classes,
+        "exposed": role.exposed_seconds,
+        "idle": role.idle_seconds,
+        "communication": role.communication_seconds,
+    }
+
+
+# The driver
+
+
+def measure(link: Link, configs: Sequence[Config], is_quick: bool, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """A row per configuration, and the calibration's own words."""
+    file = folder / "machine.toml"
+    options = ["--quick"] if is_quick else []
+    said = link.run("-c", CALIBRATE, "-o", str(file), *options)
+    print(said, flush=True)
+    rows = []
+    for config in configs:
+        arguments = json.dumps([config.hidden, config.layers, config.batch, config.seq, config.mesh])
+        load = running()
+        out = link.run(str(Path(__file__)), "--worker", arguments, "--profile", str(file))
+        found = json.loads(out.strip().splitlines()[-1])
+        rows.append({"link": link.name, "config": str(config), "mesh": config.mesh, "load": load, **found})
+        print(line(rows[-1]), flush=True)
+        print(f"    measured {_shown(found['measured'])}\n    modelled {_shown(found['modelled'])}", flush=True)
+    return rows, said
+
+
+def running() -> float:
+    """Processes of others that want a processor, the mean of a second: what is above 0 disturbs what is measured."""
+    found = []
+    for _ in range(20):
+        found.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)
+        time.sleep(0.05)
+    return sum(found) / len(found)
+
+
+def _shown(classes: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in classes.items())
+
+
+HEAD = (
+    "| link | llama (layers x hidden) | mesh | measured ms | middle half | best | predicted ms | error | load |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    middle = statistics.median(row["seconds"])
+    low, _, high = statistics.quantiles(row["seconds"], n=4)
+    cells = (
+        row["link"],
+        row["config"],
+        row["mesh"],
+        f"{middle * 1e3:.1f}",
+        f"{low * 1e3:.1f} - {high * 1e3:.1f}",
+        f"{min(row['seconds']) * 1e3:.1f}",
+        f"{row['predicted'] * 1e3:.1f}",
+        f"{row['predicted'] / middle - 1:+.1%}",
+        f"{row['load']:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    errors = [abs(row["predicted"] / statistics.median(row["seconds"]) - 1) for row in rows]
+    parts = [
+        "# Predicted and measured steps over Gloo",
+        "",
+        f"`python benchmarks/predict_gloo.py`: two processes of one machine, {STEPS} steps after {WARM_UP}, "
+        "each profile calibrated under the same conditions right before. No figure of a run goes into its prediction. "
+        "The load is that of other processes before the run, in processors.",
+        "",
+        HEAD,
+        *map(line, rows),
+        "",
+        f"Median error {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
+        "",
+        "Where the time goes on rank 0, milliseconds (measured: one traced step; the trace itself takes some):",
+        "",
+        "| link | llama | mesh | | " + " | ".join(rows[0]["measured"]) + " |",
+        "|---|---|---|---|" + "---|" * len(rows[0]["measured"]),
+    ]
+    for row in rows:
+        for source in ("measured", "modelled"):
+            cells = " | ".join(f"{row[source][name] * 1e3:.1f}" for name in row["measured"])
+            parts.append(f"| {row['link']} | {row['config']} | {row['mesh']} | {source} | {cells} |")
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a quick calibration and three configurations")
+    parser.add_argument("--only", choices=("loopback", "shaped"))
+    parser.add_argument("--worker")
+    parser.add_argument("--profile", default="")
+    options = parser.parse_args()
+    if options.worker:
+        worker(Config(*json.loads(options.worker)), options.profile)
+        return 0
+    links = {"loopback": loopback, "shaped": shaped}
+    if os.geteuid():
+        links.pop("shaped")
+        print("not root: the shaped link is left out")
+    rows = []
+    for name, link in links.items():
+        if options.only in (None, name):
+            with link() as held, tempfile.TemporaryDirectory() as folder:
+                found, _ = measure(held, CONFIGS[:3] if options.quick else CONFIGS, options.quick, Path(folder))
+                rows += found
+    text = page(rows)
+    print(text)
+    if options.output:
+        options.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,198 @@
+"""Measured times as a machine profile: the figures of its file, and what they get wrong on points held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from meshweave.calibrate.links import MeasuredLink, Place
+from meshweave.calibrate.ops import Measured
+from meshweave.hardware.load import parse_profile
+from meshweave.hardware.profile import MachineProfile
+from meshweave.hardware.schema import DTYPES, KINDS
+from meshweave.hardware.work import Attention, Matmul, Memory
+
+Row = tuple[float, ...]
+_SAME_SIZE = 1.1  # ops of a kind are given so many bytes that they differ by less than sizes do
+W = TypeVar("W", Matmul, Attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is known of the machine without measuring: bytes of memory of one process, and how much of it is taken
+    before any tensor is."""
+
+    name: str
+    version: str
+    summary: str
+    command: str
+    devices_per_node: int
+    memory_bytes: float
+    reserved_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All that was measured. `slowdowns` are by level of links."""
+
+    ops: tuple[Measured, ...]
+    links: tuple[MeasuredLink, ...] = ()
+    slowdowns: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """Relative errors of one class on held-out points: 0.1 is 10%."""
+
+    label: str
+    num_points: int
+    median: float
+    worst: float
+
+
+def profile_text(machine: Machine, figures: Figures, places: Sequence[Place]) -> tuple[str, tuple[ErrorRow, ...]]:
+    """The profile's TOML file, and its errors, which stand in it too."""
+    text = _body(machine, figures)
+    rows = error_rows(parse_profile(text, machine.name), figures, places)
+    tables = [
+        f'[[errors]]\nkind = "{row.label}"\nnum_points = {row.num_points}\n'
+        f"median = {_number(row.median)}\nworst = {_number(row.worst)}\n"
+        for row in rows
+    ]
+    head = "# Relative errors on points that no figure above was made of: 0.1 is 10%.\n"
+    return text + ("\n" + head + "\n".join(tables) if tables else ""), rows
+
+
+def error_rows(profile: MachineProfile, figures: Figures, places: Sequence[Place]) -> tuple[ErrorRow, ...]:
+    """Errors of the profile on what was held out, class by class."""
+    errors: dict[str, list[float]] = {}
+    for one in figures.ops:
+        if one.is_held_out:
+            predicted = profile.compute_seconds(one.work)
+            errors.setdefault(one.label, []).append(abs(predicted / one.seconds - 1.0))
+    where = {(place.level, place.size): place for place in places}
+    for link in figures.links:
+        if link.is_held_out:
+            place = where[link.level, link.group_size]
+            predicted = profile.seconds(link.op, place.mesh, place.axes, link.local_bytes)
+            label = f"{link.op}, {link.group_size} {'in a node' if link.level == 'node' else 'nodes'}"
+            errors.setdefault(label, []).append(abs(predicted / link.seconds - 1.0))
+    return tuple(ErrorRow(label, len(found), median(found), max(found)) for label, found in errors.items())
+
+
+def _body(machine: Machine, figures: Figures) -> str:
+    fitted = [one for one in figures.ops if not one.is_held_out]
+    matmuls = [(one.work, one.seconds) for one in fitted if isinstance(one.work, Matmul)]
+    memory = [(one.work, one) for one in fitted if isinstance(one.work, Memory) and one.label != "launch"]
+    launch = next(one.seconds for one in fitted if one.label == "launch")
+    copies = [work.bytes / one.seconds for work, one in memory if work.kind == "copy"]
+    bandwidth = max(copies)
+    parts = [
+        f"# Measured by `{machine.command}`.\n# {machine.summary}\n",
+        f'name = "{machine.name}"\nversion = "{machine.version}"\nsource = "measured"\n'
+        f'summary = "{machine.summary}"\ndevices_per_node = {machine.devices_per_node}\n'
+        'fusion = "none"\n'
+        f"launch_s = {_number(launch)}  # an op on 4 elements\n",
+        f"[memory]\nbytes = {_number(machine.memory_bytes)}\n"
+        f"reserved_bytes = {_number(machine.reserved_bytes)}  # of the process before it had tensors\n"
+        f"reserved_fraction = 0.0\nbandwidth = {_number(bandwidth)}  # the fastest copy, read and written\n",
+        *_memory_tables(memory),
+        "[peak]  # the fastest matmul\n" + "".join(_peaks(matmuls)),
+        "[matmul]\n",
+        *_matmul_tables(matmuls),
+        "[attention]\n",
+        *_attention_tables([(one.work, one.seconds) for one in fitted if isinstance(one.work, Attention)]),
+        *_link_tables(figures, bandwidth),
+    ]
+    return "\n".join(parts)
+
+
+def _memory_tables(found: Sequence[tuple[Memory, Measured]]) -> Iterable[str]:
+    for kind in KINDS:
+        rows = [(float(work.bytes), one.seconds, one.weight) for work, one in found if work.kind == kind]
+        if rows:
+            yield f'[[memory.measured]]  # bytes read and written, seconds\nkind = "{kind}"\n{_points(_rising(rows))}'
+
+
+def _peaks(found: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
+    for name, own in _by_dtype(found):
+        yield f"{name} = {_number(max(work.flops / seconds for work, seconds in own))}\n"
+
+
+def _matmul_tables(found: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
+    for name, own in _by_dtype(found):
+        rows = [(w.m, w.n, w.k, w.batch, seconds) for w, seconds in own]
+        yield f'[[matmul.measured]]  # m, n, k, batch, seconds\ndtype = "{name}"\n{_points(rows)}'
+
+
+def _attention_tables(found: Sequence[tuple[Attention, float]]) -> Iterable[str]:
+    for direction in ("forward", "backward"):
+        for name, own in _by_dtype([f for f in found if f[0].is_backward == (direction == "backward")]):
+            rows = [(w.heads, w.queries, w.keys, w.head_dim, int(w.is_causal), seconds) for w, seconds in own]
+            head = "[[attention.measured]]  # heads (batch times heads), queries, keys, head_dim, causal, seconds"
+            yield f'{head}\ndtype = "{name}"\ndirection = "{direction}"\n{_points(rows)}'
+
+
+def _by_dtype(found: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tuple[W, float]]]]:
+    for name in DTYPES:
+        own = [(work, seconds) for work, seconds in found if work.dtype is getattr(torch, name)]
+        if own:
+            yield name, own
+
+
+def _link_tables(figures: Figures, memory_bandwidth: float) -> Iterable[str]:
+    slow = dict(figures.slowdowns)
+    for level in ("node", "net"):
+        found = [one for one in figures.links if one.level == level]
+        if found:
+            fastest = max(one.received for one in found)
+            comment = "the most that a device received"
+        elif level == "node":
+            fastest, comment = memory_bandwidth, "not measured: no link beats the memory; without collectives no price"
+        else:
+            continue
+        yield (
+            f"[links.{level}]\nbandwidth = {_number(fastest)}  # {comment}\nefficiency = 1.0\n"
+            f"compute_slowdown = {_number(slow.get(level, 1.0))}\n"
+        )
+    keys = dict.fromkeys((one.op, one.level, one.group_size) for one in figures.links)
+    for op, level, size in keys:
+        own = [one for one in figures.links if (one.op, one.level, one.group_size) == (op, level, size)]
+        rows = [(float(one.local_bytes), one.seconds, 1.0) for one in own if not one.is_held_out]
+        head = "[[collectives]]  # bytes of the local input, seconds"
+        yield f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n{_points(_rising(rows))}'
+
+
+def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
+    """Bytes and seconds in the order of bytes, each taking at least as long as the one before, of (bytes, seconds,
+    weight). Several ops of nearly one size are one row, of their weighted mean."""
+    groups: list[list[tuple[float, float, float]]] = []
+    for row in sorted(rows):
+        if groups and row[0] < groups[-1][0][0] * _SAME_SIZE:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    made: list[Row] = []
+    longest = 0.0
+    for group in groups:
+        total = sum(weight for *_, weight in group)
+        size, seconds = (sum(row[i] * row[2] for row in group) / total for i in (0, 1))
+        longest = max(longest, seconds)
+        made.append((float(round(size)), longest))
+    return made
+
+
+def _points(rows: Iterable[Row]) -> str:
+    lines = "".join(f"  [{', '.join(map(_number, row))}],\n" for row in rows)
+    return f"points = [\n{lines}]\n"
+
+
+def _number(value: float) -> str:
+    """Four digits, as TOML reads them; whole numbers as they are."""
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.4g}"

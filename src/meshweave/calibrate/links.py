@@ -1,0 +1,209 @@
+"""Times communications as a step runs them: through the communicator of the cluster, sums and copies included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.calibrate.ops import Effort, Peers, timed, typical
+from meshweave.hardware.collectives import bytes_received
+from meshweave.ir.graph import Spec
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import Transfer, collectives
+from meshweave.runtime.process_groups import ClusterCommunicator
+
+_COLLECTIVES: dict[str, tuple[Any, Callable[[int, int], list[Any]]]] = {  # arguments of the op from rows and group size
+    "all_gather": (collectives.all_gather_into_tensor.default, lambda rows, n: [n]),
+    "reduce_scatter": (collectives.reduce_scatter_tensor.default, lambda rows, n: ["sum", n]),
+    "all_reduce": (collectives.all_reduce.default, lambda rows, n: ["sum"]),
+    "all_to_all": (collectives.all_to_all_single.default, lambda rows, n: [[rows // n] * n] * 2),
+}
+OPS = (*_COLLECTIVES, "permute", "transfer")
+MOST_SLOWDOWN = 20.0
+_COVER = 2.5  # compute that should hide a communication lasts so many times as long
+_WIDTH = 16  # columns of the operands: rows are what collectives cut
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A group to measure in: `mesh` flattened over `axes` has groups of `size` on links of `level`, all of which run
+    at once."""
+
+    level: str
+    size: int
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """`op` in groups of `group_size` takes `seconds` for a local input of `local_bytes`."""
+
+    op: str
+    level: str
+    group_size: int
+    local_bytes: int
+    seconds: float
+    is_held_out: bool
+
+    @property
+    def received(self) -> float:
+        """Bytes per second that a device receives."""
+        return bytes_received(self.op, self.group_size, self.local_bytes, "calibrate") / self.seconds
+
+
+def places(num_ranks: int, per_node: int) -> list[Place]:
+    """Groups of every size that halves the node and the job: inside a node, and over nodes with one process of each.
+
+    Ranks r * per_node to (r + 1) * per_node - 1 are on node r, as torchrun numbers them.
+    """
+    found = []
+    size = per_node
+    while size > 1:
+        mesh = Mesh(outer=num_ranks // size, inner=size)
+        found.append(Place("node", size, mesh, ("inner",)))
+        size = size // 2 if size % 2 == 0 else 1
+    size = num_ranks // per_node
+    while size > 1:
+        mesh = Mesh(outer=num_ranks // per_node // size, nodes=size, inner=per_node)
+        found.append(Place("net", size, mesh, ("nodes",)))
+        size = size // 2 if size % 2 == 0 else 1
+    return found
+
+
+class Links:
+    """The communications of this rank. All ranks of the job make one, and time the same things in the same order."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, peers: Peers) -> None:
+        self.rank, self.device, self.peers = rank, device, peers
+        self.communicator = ClusterCommunicator(mesh, rank, device.type == "cuda")
+
+    def start(self, place: Place, op: str, local_bytes: int) -> Callable[[], Any]:
+        """A function that begins `op` on an operand of about `local_bytes`, and returns what `wait` takes."""
+        if op in ("permute", "transfer"):
+            return self._message(place, op, local_bytes)
+        group = self.communicator.group(place.axes, place.mesh)
+        rows = max(1, local_bytes // 4 // _WIDTH // place.size) * place.size
+        operand = torch.ones((rows, _WIDTH), device=self.device)
+        target, arguments = _COLLECTIVES[op]
+        args = arguments(rows, place.size)
+        return lambda: self.communicator.collect(target, group, operand, args)
+
+    def _message(self, place: Place, op: str, local_bytes: int) -> Callable[[], Any]:
+        """In each group, every member sends to the next (permute), or the first to the second (transfer)."""
+        members = next(g for g in place.mesh.groups(place.axes) if self.rank in g)
+        count = max(1, local_bytes // 4)
+        if op == "transfer":
+            source, target = (Layout.replicated(Mesh("", devices=[m]), 1) for m in members[:2])
+            made = Transfer(source, target, Spec((count,), torch.float32))
+        else:
+            source, target = (
+                Layout.parse("[{d}]", Mesh(f"d={len(ids)}", devices=ids)) for ids in (members, _rotated(members))
+            )
+            made = Transfer(source, target, Spec((count * len(members),), torch.float32))
+        if self.rank not in (*made.source.mesh.devices, *made.target.mesh.devices):
+            return lambda: None
+        operand = torch.ones(count, device=self.device) if self.rank in made.source.mesh else None
+        return lambda: self.communicator.transfer(made, operand, 0)
+
+    def wait(self, started: Any) -> Tensor | None:
+        return self.communicator.wait(started)
+
+    def sample(self, start: Callable[[], Any], repeats: int) -> float:
+        """Wall time of one communication, the mean of `repeats` that follow each other."""
+
+        def run() -> None:
+            for _ in range(repeats):
+                self.wait(start())
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        self.peers.meet()
+        return timed(run, repeats)
+
+
+def _rotated(members: Sequence[int]) -> tuple[int, ...]:
+    return (*members[1:], members[0])
+
+
+def local_bytes_of(op: str, size: int, received: int) -> int:
+    """Local input at which a device receives about `received` bytes: ops are measured where they load links alike."""
+    return max(64 * size, round(received / bytes_received(op, size, 1.0, "calibrate")))
+
+
+def time_links(
+    links: Links, found: Sequence[Place], sizes: Sequence[int], held_out: Sequence[int], effort: Effort
+) -> list[MeasuredLink]:
+    """Typical seconds of every op in every place where a device receives about so many bytes; sizes that would take too
+    long are left out. The slowest rank counts."""
+    cases: list[tuple[Place, str, int, bool, Callable[[], Any], int, int]] = []
+    for place in found:
+        for op in OPS:
+            for received in sorted({*sizes, *held_out}):
+                size = local_bytes_of(op, place.size, received)
+                start = links.start(place, op, size)
+                links.sample(start, 1)
+                (first,) = links.peers.most([min(links.sample(start, 1) for _ in range(2))])
+                repeats = max(1, min(effort.max_repeats, round(effort.block_seconds / first)))
+                rounds = max(3, min(effort.rounds, round(effort.case_seconds / (first * repeats))))
+                is_held_out = received in held_out
+                cases.append((place, op, size, is_held_out, start, repeats, rounds))
+                if first * 3 > effort.case_seconds:
+                    break
+    samples: list[list[float]] = [[] for _ in cases]
+    for turn in range(max((case[-1] for case in cases), default=0)):
+        for case, sample in zip(cases, samples, strict=True):
+            if turn < case[-1]:
+                sample.append(links.sample(case[4], case[5]))
+    seconds = links.peers.most([typical(sample) for sample in samples])
+    return [
+        MeasuredLink(op, place.level, place.size, size, one, is_held_out)
+        for (place, op, size, is_held_out, *_), one in zip(cases, seconds, strict=True)
+    ]
+
+
+def slowdown(links: Links, place: Place, compute: Callable[[], Any], effort: Effort, received: int) -> float:
+    """By how much compute is slower while a communication runs beside it, such that a model in which communication
+    takes as long as alone is right in total: compute that takes C alone and T beside a communication that takes D
+    alone has lost T - C in D seconds, so that it ran at 1 - (T - C) / D of its rate. `compute` is a small part of it.
+
+    At most MOST_SLOWDOWN: where communication takes the processor away altogether, it would be without bounds.
+    """
+    start = links.start(place, "all_gather", local_bytes_of("all_gather", place.size, received))
+    part, whole = (
+        min(links.peers.most([_timed(links, run, ()) for _ in range(3)]))
+        for run in (compute, lambda: links.wait(start()))
+    )
+    count = max(1, round(_COVER * whole / part))
+
+    def all_parts() -> None:
+        for _ in range(count):
+            compute()
+
+    alone, beside, communication = [], [], []
+    for _ in range(effort.rounds):
+        communication.append(_timed(links, lambda: links.wait(start()), ()))
+        alone.append(_timed(links, all_parts, ()))
+        beside.append(_timed(links, all_parts, (start,)))
+    c, t, d = links.peers.mean([typical(found) for found in (alone, beside, communication)])
+    lost = min(1 - 1 / MOST_SLOWDOWN, max(0.0, (t - c) / d))
+    return 1.0 / (1.0 - lost)
+
+
+def _timed(links: Links, compute: Callable[[], Any], starts: Sequence[Callable[[], Any]]) -> float:
+    """Wall time of compute with communications begun before it and waited for after it."""
+    links.peers.meet()
+    began = time.perf_counter()
+    started = [start() for start in starts]
+    compute()
+    for one in started:
+        links.wait(one)
+    if links.device.type == "cuda":
+        torch.cuda.synchronize(links.device)
+    return time.perf_counter() - began

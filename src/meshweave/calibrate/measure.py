@@ -1,0 +1,226 @@
+"""What a calibration measures, and how the processes of a job do it together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshweave.calibrate.cases import (
+    SHAPES,
+    Grid,
+    Pool,
+    Sizes,
+    attention_cases,
+    batched_cases,
+    matmul_cases,
+    memory_cases,
+    tiny_cases,
+)
+from meshweave.calibrate.figures import ErrorRow, Figures, Machine, profile_text
+from meshweave.calibrate.links import Links, Place, places, slowdown, time_links
+from meshweave.calibrate.ops import ALONE, Block, Effort, OpCase, Peers, time_ops
+from meshweave.errors import MeshError
+from meshweave.ir.mesh import Mesh
+from meshweave.runtime.cluster import ClusterWorld
+
+_KIB, _MIB = 1 << 10, 1 << 20
+# glibc gives a freed block back to the system until one so large was freed once (M_MMAP_THRESHOLD, mallopt(3): its
+# dynamic limit is 32 MiB); a step that runs has freed larger ones.
+_ALLOCATED_BEFORE = 32 * _MIB - 4096
+_LEAST_POOL = 64 * _MIB  # holds the operands of any matmul and attention many times
+_SLOWDOWN_BYTES = 4 * _MIB  # received beside compute: of the size of a layer's gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured and how often. Sizes are bytes read and written (memory) or received (links)."""
+
+    ops: Effort
+    links: Effort
+    matmul_sizes: tuple[int, ...]
+    other_sizes: tuple[int, ...]  # of dtypes beside float32
+    max_flops: float
+    held_out_shapes: tuple[tuple[int, int, int], ...]
+    attention: tuple[Sizes, ...]
+    memory: tuple[int, ...]
+    held_out_memory: tuple[int, ...]
+    received: tuple[int, ...]
+    held_out_received: tuple[int, ...]
+    is_quick: bool = False
+
+
+FULL = Plan(
+    Effort(11, 2.0),
+    Effort(11, 1.5),
+    (16, 64, 256, 768, 2048),
+    (32, 256, 1024),
+    4e9,
+    SHAPES,
+    ((1, 2, 64, 64), (4, 4, 64, 64), (2, 8, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64), (1, 4, 1024, 64),
+     (2, 4, 128, 32), (2, 4, 128, 128), (1, 4, 512, 128)),
+    tuple(_KIB << i for i in (0, 3, 5, 7, 9, 10, 11, 12, 13, 14, 15, 16, 18)),
+    tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000, 96000)),
+    tuple(_KIB << i for i in (0, 2, 4, 6, 8, 10, 12, 14, 16)),
+    tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000)),
+)  # fmt: skip
+QUICK = Plan(
+    Effort(7, 0.5),
+    Effort(9, 0.5),
+    (16, 96, 384, 1536),
+    (64, 512),
+    1.5e9,
+    SHAPES,
+    ((4, 4, 64, 64), (1, 8, 256, 64), (1, 4, 512, 64), (2, 4, 128, 128)),
+    tuple(_KIB << i for i in (0, 4, 7, 9, 11, 13, 15, 17)),
+    tuple(_KIB * n for n in (24, 1500, 24000)),
+    tuple(_KIB << i for i in (0, 5, 8, 11, 14)),
+    tuple(_KIB * n for n in (24, 1500)),
+    True,
+)
+_HELD_OUT_ATTENTION: tuple[Sizes, ...] = ((2, 4, 96, 64), (1, 4, 384, 64), (3, 4, 64, 48))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`text` is the profile's file, `errors` what it gets wrong on held-out points, class by class."""
+
+    text: str
+    errors: tuple[ErrorRow, ...]
+
+
+def calibrate(
+    plan: Plan, name: str, command: str, device: torch.device, say: Callable[[str], None] = lambda stage: None
+) -> Calibration:
+    """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
+    and every rank gets the same result. `command` is what the file says it was made by.
+
+    Raises MeshError where nodes hold different numbers of processes.
+    """
+    reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
+    world = ClusterWorld(Mesh(d=dist.get_world_size()), device) if dist.is_initialized() else None
+    if world is None:
+        return _measured(plan, name, command, device, None, reserved, say)
+    try:
+        with world.guard():
+            return _measured(plan, name, command, device, world, reserved, say)
+    finally:
+        world.close()
+
+
+def _measured(
+    plan: Plan,
+    name: str,
+    command: str,
+    device: torch.device,
+    world: ClusterWorld | None,
+    reserved: float,
+    say: Callable[[str], None],
+) -> Calibration:
+    peers = ALONE if world is None else _peers(world)
+    num_ranks = 1 if world is None else world.mesh.num_devices
+    per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
+    torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
+    pool = Pool(device, max(*plan.memory, _LEAST_POOL))
+    say("ops")
+    ops = time_ops(list(_cases(plan, pool)), device, plan.ops, peers)
+    figures = Figures(tuple(ops))
+    found: list[Place] = []
+    if world is not None and num_ranks > 1:
+        found = places(num_ranks, per_node)
+        links = Links(world.mesh, world.rank, device, peers)
+        say("links")
+        timed = time_links(links, found, plan.received, plan.held_out_received, plan.links)
+        say("compute beside communication")
+        beside = _beside(pool, device)
+        levels = {place.level: place for place in reversed(found)}  # the largest group of each level
+        slow = tuple((level, slowdown(links, at, beside, plan.links, _SLOWDOWN_BYTES)) for level, at in levels.items())
+        figures = Figures(tuple(ops), tuple(timed), slow)
+    text, errors = profile_text(_machine(name, command, device, num_ranks, per_node, reserved), figures, found)
+    return Calibration(text, errors)
+
+
+def _cases(plan: Plan, pool: Pool) -> Iterator[OpCase]:
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if pool.device.type == "cpu" else [torch.float16])
+    yield from tiny_cases(pool)
+    grids = [Grid(torch.float32, plan.matmul_sizes, plan.max_flops, plan.held_out_shapes)]
+    grids += [Grid(dtype, plan.other_sizes, plan.max_flops / 2, plan.held_out_shapes[::3]) for dtype in dtypes[1:]]
+    yield from matmul_cases(pool, grids)
+    for dtype in dtypes[:2]:
+        yield from batched_cases(pool, dtype, plan.is_quick)
+        yield from attention_cases(pool, dtype, plan.attention, _HELD_OUT_ATTENTION)
+    yield from memory_cases(pool, plan.memory, plan.held_out_memory)
+
+
+def _beside(pool: Pool, device: torch.device) -> Callable[[], Any]:
+    """A small part of a step: a matmul and what moves memory."""
+    aten = torch.ops.aten
+    product = OpCase("", aten.mm.default, ((pool.take((256, 256)), pool.take((256, 512))),))
+    sums = OpCase("", aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
+    blocks = (Block(product, 4, device), Block(sums, 8, device))
+
+    def run() -> None:
+        for block in blocks:
+            block.run()
+
+    return run
+
+
+def _peers(world: ClusterWorld) -> Peers:
+    def reduced(op: Any) -> Callable[[Sequence[float]], list[float]]:
+        def over_all(values: Sequence[float]) -> list[float]:
+            held = torch.tensor(list(values), dtype=torch.float64, device=world.device)
+            dist.all_reduce(held, op)
+            return [float(v) for v in held]
+
+        return over_all
+
+    total = reduced(dist.ReduceOp.SUM)
+    return Peers(
+        world.meet, lambda values: [v / world.mesh.num_devices for v in total(values)], reduced(dist.ReduceOp.MAX)
+    )
+
+
+def _per_node(num_ranks: int, peers: Peers) -> int:
+    """Processes of a node, as torchrun says it."""
+    own = float(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    (most,), (negated,) = peers.most([own]), peers.most([-own])
+    if most != -negated or num_ranks % int(own):
+        raise MeshError(
+            "nodes hold different numbers of processes",
+            where="calibrate",
+            got=f"{-negated:g} to {most:g}",
+            expected="as many on each",
+            hint="start all nodes with the same --nproc-per-node",
+        )
+    return int(own)
+
+
+def _devices_here(device: torch.device) -> int:
+    """As many processes as have a device of their own on this machine."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+
+
+def _machine(name: str, command: str, device: torch.device, num_ranks: int, per_node: int, reserved: float) -> Machine:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        kind, memory = found.name, float(found.total_memory)
+        reserved = memory - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
+    else:
+        threads = torch.get_num_threads()
+        kind = f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} cores each"
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / per_node
+    backend = f" over {dist.get_backend()}" if dist.is_initialized() else ""
+    count = f"{num_ranks} processes{backend}, {per_node} a node" if num_ranks > 1 else "1 process, no links"
+    summary = f"{count}; {kind}; torch {torch.__version__}; {now} UTC"
+    return Machine(name, now, summary.replace('"', "'"), command, per_node, memory, min(reserved, memory / 2))

@@ -1,0 +1,203 @@
+"""Single ops as our executor runs them, to be timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from meshweave.hardware.work import Memory, Work
+from meshweave.ir.graph import Input, Origin, Spec
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph
+from meshweave.runtime.executor import FORWARD, Compiled, Recorder, SerialExecutor, compile_tasks, evaluate
+from meshweave.simulate.classify import work_of
+from meshweave.simulate.shapes import Value
+
+MOST_MEDIANS = 3.0
+_ALONE = Mesh("")
+
+
+@dataclass(frozen=True, slots=True)
+class OpCase:
+    """An op to time: `target` on each of `operands` in turn, so that what it reads need not be in a near cache.
+
+    `label` is the class that errors are stated for. A held-out case is no part of the fit. `kind` says what kind of
+    memory work it stands for, where that is not how the simulator classifies the op, and `weight` how much it counts
+    among the ops of the fit that are of one kind and size.
+    """
+
+    label: str
+    target: Any
+    operands: tuple[tuple[Any, ...], ...]
+    is_held_out: bool = False
+    kind: str = ""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`work` took `seconds`, its part of the executor included."""
+
+    label: str
+    work: Work
+    seconds: float
+    is_held_out: bool
+    weight: float = 1.0
+
+
+def timed(run: Callable[[], None], repeats: int = 1) -> float:
+    """Wall time of `run` in seconds, divided by `repeats`."""
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) / repeats
+
+
+def typical(samples: Sequence[float]) -> float:
+    """The mean of repetitions, of which none counts for more than MOST_MEDIANS medians.
+
+    A step is a sum of hundreds of ops, so that its median is near the sum of their means: where every tenth repetition
+    takes twice as long (processes that share cores and caches), every step has such ops, and the sum of medians would
+    leave them out. What is far out (another program, a collection of garbage) is cut down.
+    """
+    most = MOST_MEDIANS * median(samples)
+    return sum(min(one, most) for one in samples) / len(samples)
+
+
+class NoCommunicator:
+    """Single ops do not communicate."""
+
+    recorder: Recorder | None = None
+
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
+        raise AssertionError("a single op starts no communication")
+
+    def wait(self, started: Any) -> Any:
+        raise AssertionError("a single op waits for no communication")
+
+
+class Block:
+    """Repetitions of one op in the executor's own loop: every result is freed before the next op runs, as in a step
+    whose values are used at once."""
+
+    def __init__(self, case: OpCase, repeats: int, device: torch.device) -> None:
+        self.case, self.repeats, self.device = case, repeats, device
+        tensors = [x for args in case.operands for x in tensors_of(args)]
+        compiled = compile_tasks(_graph(case, repeats), device)
+        self._executor = SerialExecutor(compiled, 0, NoCommunicator())
+        (self._env,) = self._executor.environment()
+        for slot, tensor in zip(compiled.inputs, tensors, strict=True):
+            self._env[slot] = tensor
+        self.work = self._work(compiled)
+
+    def _work(self, compiled: Compiled) -> Work:
+        """What the simulator takes one op for, from the values that it really reads and makes."""
+        task = compiled.tasks[FORWARD][0]
+        with torch.no_grad():
+            made = evaluate(task, self._env, 0)
+        results = [_value(x, -1 - i) for i, x in enumerate(made if isinstance(made, tuple) else (made,))]
+        operands = [_value(x, i) for i, x in enumerate(tensors_of(self.case.operands[0]))]
+        (work,) = work_of(task.node, operands, results)
+        if self.case.kind:
+            assert isinstance(work, Memory)
+            return Memory(self.case.kind, work.bytes, work.elements, work.dtype)
+        return work
+
+    def run(self) -> None:
+        self._executor.begin([self._env])
+        self._executor.run(FORWARD)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def sample(self) -> float:
+        """Wall time of one op, the mean of the block."""
+        return timed(self.run, self.repeats)
+
+
+def tensors_of(args: Any) -> list[Tensor]:
+    """The tensors of an op's arguments, those in lists too."""
+    found: list[Tensor] = []
+    map_aggregate(args, lambda x: found.append(x) if isinstance(x, Tensor) else None)
+    return found
+
+
+def _value(x: Tensor, storage: int) -> Value:
+    return Value(tuple(x.shape), tuple(x.stride()), x.dtype, storage, x.numel() * x.itemsize)
+
+
+def _graph(case: OpCase, repeats: int) -> RankGraph:
+    """`repeats` independent nodes of one op; node i reads the operands i modulo their number."""
+    graph = fx.Graph()
+    inputs: list[Input] = []
+
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        inputs.append(Input("batch", f"x{len(inputs)}", Spec(tuple(x.shape), x.dtype)))
+        return graph.placeholder(inputs[-1].name)
+
+    sets: list[Any] = [map_aggregate(args, placed) for args in case.operands]
+    for i in range(repeats):
+        graph.call_function(case.target, tuple(sets[i % len(sets)])).meta["origin"] = Origin("forward")
+    graph.output([])
+    layouts = tuple(Layout.replicated(_ALONE, len(item.spec.shape)) for item in inputs)
+    return RankGraph(graph, _ALONE, tuple(inputs), layouts, (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: `rounds` over all cases at most, at most `case_seconds` in all on one case."""
+
+    rounds: int
+    case_seconds: float
+    block_seconds: float = 1e-3  # a block is so long that the clock and the loop around it do not count
+    max_repeats: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The other processes that measure at the same time: `meet` returns when all are there, `mean` and `most` are taken
+    over all, figure by figure.
+
+    Each is called by all of them in one order.
+    """
+
+    meet: Callable[[], None]
+    mean: Callable[[Sequence[float]], list[float]]
+    most: Callable[[Sequence[float]], list[float]]
+
+
+ALONE = Peers(lambda: None, list, list)
+
+
+def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peers: Peers) -> list[Measured]:
+    """Typical seconds of each case. Repetitions of all cases take turns, so that a disturbance hits few of each; where
+    there are peers, all of them run the same case at the same time, and the mean over them counts."""
+    firsts = []
+    for case in cases:
+        block = Block(case, 1, device)
+        block.run()
+        firsts.append(min(block.sample() for _ in range(2)))
+    blocks, rounds = [], []
+    for case, first in zip(cases, peers.mean(firsts), strict=True):
+        repeats = max(len(case.operands), min(effort.max_repeats, round(effort.block_seconds / first)))
+        blocks.append(Block(case, repeats, device))
+        rounds.append(max(3, min(effort.rounds, round(effort.case_seconds / (first * repeats)))))
+    samples: list[list[float]] = [[] for _ in cases]
+    for turn in range(max(rounds, default=0)):
+        for block, found, count in zip(blocks, samples, rounds, strict=True):
+            if turn < count:
+                peers.meet()
+                found.append(block.sample())
+    seconds = peers.mean([typical(found) for found in samples])
+    return [
+        Measured(block.case.label, block.work, one, block.case.is_held_out, block.case.weight)
+        for block, one in zip(blocks, seconds, strict=True)
+    ]

@@ -1,0 +1,77 @@
+"""calibrate: measure the machine at hand into a profile file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+
+from meshweave.calibrate import FULL, QUICK, Calibration, ErrorRow
+from meshweave.calibrate import calibrate as measure
+from meshweave.cli.screen import Debug, Json, Screen, guarded, rank
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import load_profile
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the profile to write, machine.toml")],
+    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and repetitions")] = False,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda; without it CUDA where there is any")] = "",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine into a profile. Under torchrun its links are measured too, and compute with all processes
+    computing at once."""
+    guarded(Screen("calibrate", json), debug, lambda screen: _calibrate(screen, output, quick, device))
+
+
+def _calibrate(screen: Screen, output: Path, quick: bool, device: str) -> int:
+    if output.suffix != ".toml":
+        raise MeshweaveError(
+            "a profile is a TOML file", where="--output", got=str(output), expected=f"{output.name or 'machine'}.toml"
+        )
+    if not output.parent.is_dir():
+        raise MeshweaveError("there is no such directory", where="--output", got=str(output.parent))
+    began = time.perf_counter()
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    found = measure(
+        QUICK if quick else FULL, output.stem, _command(output, quick), on, lambda s: screen.say(f"{s} ...")
+    )
+    if rank() == 0:
+        output.write_text(found.text)
+        profile = load_profile(output)
+        screen.say(f"{profile.summary}\n")
+        screen.out.print(_table(found.errors))
+        seconds = time.perf_counter() - began
+        screen.say(f"\nwritten to {output} after {seconds:.0f} s; --profile {output} takes it")
+        screen.result(True, output=str(output), seconds=seconds, errors=_rows(found))
+    if dist.is_initialized():
+        dist.barrier()
+    return 0
+
+
+def _command(output: Path, quick: bool) -> str:
+    many = f"torchrun --nproc-per-node={dist.get_world_size()} -m " if dist.is_initialized() else ""
+    return f"{many}meshweave calibrate -o {output.name}{' --quick' if quick else ''}"
+
+
+def _rows(found: Calibration) -> list[dict[str, object]]:
+    return [
+        {"class": row.label, "num_points": row.num_points, "median": row.median, "worst": row.worst}
+        for row in found.errors
+    ]
+
+
+def _table(rows: Sequence[ErrorRow]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for column in ("held-out points of", "points", "median error", "worst"):
+        table.add_column(column, justify="left" if column.startswith("held") else "right")
+    for row in rows:
+        table.add_row(row.label, str(row.num_points), f"{row.median:.1%}", f"{row.worst:.1%}")
+    return table

@@ -1,0 +1,290 @@
+"""Recorded steps as a Simulation: the spans of one device per role, exposed communication, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.collectives import bytes_received
+from meshweave.hardware.work import Attention, Matmul
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, collectives, transfer
+from meshweave.runtime.meter import classify
+from meshweave.runtime.tracing import DeviceTrace, Event
+from meshweave.simulate.classify import work_of
+from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
+from meshweave.simulate.shapes import Local, local_values
+
+_NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
+_OPS: Mapping[Any, str] = {
+    collectives.all_gather_into_tensor.default: "all_gather",
+    collectives.reduce_scatter_tensor.default: "reduce_scatter",
+    collectives.all_reduce.default: "all_reduce",
+    collectives.all_to_all_single.default: "all_to_all",
+}
+
+
+@dataclass(slots=True)
+class _Role:
+    """The trace of the device that stands for a role, as spans."""
+
+    index: int
+    role: RankGraph
+    trace: DeviceTrace
+    zero: float
+    first: int  # of its spans
+    is_only: bool
+    nodes: dict[str, fx.Node] = field(init=False)
+    local: Local = field(init=False)
+    spans: list[Span] = field(default_factory=list)
+    exposed: dict[int, float] = field(default_factory=dict)  # by place in `spans`
+    copies: dict[tuple[str, int], int] = field(default_factory=dict)  # of a start and microbatch, likewise
+    last_microbatch: int = 0
+
+    def __post_init__(self) -> None:
+        self.nodes = {node.name: node for node in self.role.graph.nodes}
+        self.local = local_values(self.role)
+
+    def run(self) -> RoleResult:
+        microbatches: dict[tuple[str, bool], int] = {}
+        for event in _queued(self.trace.events, self.nodes):
+            key = (event.name, event.is_copy)
+            microbatches[key] = microbatches.get(key, -1) + 1
+            node = self.nodes[event.name]
+            span = self.copy(node, event) if event.is_copy else self.task(node, event)
+            self.spans.append(replace(span, index=self.first + len(self.spans), microbatch=microbatches[key]))
+        self.last_microbatch = max((span.microbatch for span in self.spans), default=0)
+        self.expose()
+        self.connect()
+        return self.result()
+
+    def task(self, node: fx.Node, event: Event) -> Span:
+        """Ops that read and write, and the host's part of communications: putting them on their way, finishing them."""
+        works = () if node.target in STARTS or node.target is WAIT else _works(node, self.local)
+        flops = sum(work.flops for work in works if isinstance(work, Matmul | Attention))
+        op = "start" if node.target in STARTS else "wait" if node.target is WAIT else op_name(node.target)
+        stream = "compute" if self.is_only else f"compute {self.index}"
+        return self.span(node, event, op, "compute", stream, flops=flops, bytes=float(sum(w.bytes for w in works)))
+
+    def copy(self, node: fx.Node, event: Event) -> Span:
+        key = str(node.args[-1])
+        suffix = "" if self.is_only else f" ({self.index})"
+        if node.target is transfer:
+            made = self.role.transfers[key]
+            received = made.routes.bytes_received(self.trace.device, made.spec.dtype.itemsize)
+            axes = ",".join(made.axes)
+            op = "permute" if made.axes else "transfer"
+            stream = f"transfer {key}{suffix}"
+            return self.span(node, event, op, "transfer", stream, bytes=float(received), group=axes)
+        mesh, axis_list = self.role.group_axes(key)
+        operand = node.args[0]
+        held = self.local.one(operand) if isinstance(operand, fx.Node) else None
+        size = held.num_elements * held.dtype.itemsize if held is not None else 0
+        op = _OPS[node.target]
+        taken = bytes_received(op, mesh.flat_size(axis_list), size, "a measured step")
+        return self.span(
+            node, event, op, "collective", f"comm {key}{suffix}", bytes=float(taken), group=",".join(axis_list)
+        )
+
+    def span(self, node: fx.Node, event: Event, op: str, kind: str, stream: str, **more: object) -> Span:
+        origin = origin_of(node)
+        more |= {"phase": origin.phase, "module": origin.module, "line": origin.source, "names": (node.name,)}
+        if kind != "compute":
+            more["layout"] = node.meta.get("move", "")
+        begin = event.begin - self.zero
+        seconds = event.end - event.begin
+        return Span(0, node.name, op, kind, stream, self.index, begin, seconds, **more)  # type: ignore[arg-type]
+
+    def expose(self) -> None:
+        """Where the compute stream stands still while a communication that it then waits for is under way, that is
+        exposed, and so is what its channel did before it. A wait that has work to do once the communication is done (a
+        sum) is cut down to that."""
+        channels: dict[str, list[int]] = {}
+        for i, span in enumerate(self.spans):
+            if span.kind != "compute":
+                channels.setdefault(span.stream, []).append(i)
+                self.copies[span.name, span.microbatch] = i
+        free = 0.0
+        for i, span in enumerate(self.spans):
+            if span.kind == "compute":
+                at = self.copies.get(self.started_by(span)) if span.op == "wait" else None
+                if at is not None:
+                    done = self.spans[at].end
+                    self.blame(channels[self.spans[at].stream], free, min(span.end, done))
+                    begin = min(max(span.start, done), span.end)
+                    self.spans[i] = replace(span, start=begin, seconds=span.end - begin)
+                free = max(free, span.end)
+        for at, seconds in self.exposed.items():
+            reason = Reason("dependency", seconds, "the next op waited for it")
+            found = (reason,) if seconds > 0 else ()
+            self.spans[at] = replace(self.spans[at], exposed_seconds=seconds, reasons=found)
+
+    def started_by(self, wait: Span) -> tuple[str, int]:
+        """Name and microbatch of the communication that a wait is for. In the update, which runs once, that is the last
+        microbatch's."""
+        (start,) = self.nodes[wait.name].all_input_nodes
+        is_last = origin_of(start).phase != "update" and wait.phase == "update"
+        return start.name, self.last_microbatch if is_last else wait.microbatch
+
+    def blame(self, channel: Sequence[int], begin: float, end: float) -> None:
+        """What a channel did from `begin` to `end` is exposed."""
+        for at in reversed(channel):
+            span = self.spans[at]
+            if span.end <= begin:
+                return
+            seconds = min(span.end, end) - max(span.start, begin)
+            if seconds > 0:
+                self.exposed[at] = self.exposed.get(at, 0.0) + seconds
+
+    def connect(self) -> None:
+        """Spans that each span had to wait for: those of its operands, past waits for communications."""
+        made: dict[str, int] = {}
+        for i, span in enumerate(self.spans):
+            if span.op == "wait":
+                copy = self.copies.get(self.started_by(span))
+                needs = set() if copy is None else {self.first + copy}
+            else:
+                needs = {made[n.name] for n in self.nodes[span.name].all_input_nodes if n.name in made}
+            self.spans[i] = replace(span, needs=tuple(sorted(needs)))
+            if span.kind == "compute":
+                made[span.name] = self.first + i
+
+    def result(self) -> RoleResult:
+        compute = _covered([(s.start, s.end) for s in self.spans if s.kind == "compute"])
+        communication = _covered([(s.start, s.end) for s in self.spans if s.kind != "compute"])
+        exposed = sum(self.exposed.values())
+        whole = self.trace.ended - self.trace.began
+        curve, peak, peak_at, held = self.memory()
+        return RoleResult(
+            index=self.index,
+            devices=self.role.devices,
+            compute_seconds=compute,
+            communication_seconds=communication,
+            exposed_seconds=exposed,
+            idle_seconds=max(0.0, whole - compute - exposed),
+            peak_bytes=peak,
+            peak_at=peak_at,
+            reserved_bytes=max(peak, self.trace.reserved_bytes),
+            persistent_bytes=self.trace.persistent_bytes,
+            at_peak=held,
+            memory=curve,
+        )
+
+    def memory(self) -> tuple[tuple[tuple[float, int], ...], int, float, tuple[Held, ...]]:
+        """Curve, peak, when that was, and what was held then."""
+        level, peak, peak_at, count = 0, 0, 0.0, 0
+        curve: dict[float, int] = {}
+        for i, change in enumerate(self.trace.changes, 1):
+            level += change.bytes
+            at = max(0.0, change.at - self.zero)
+            curve[at] = level
+            if level > peak:
+                peak, peak_at, count = level, at, i
+        alive: dict[str, int] = {}
+        for change in self.trace.changes[:count]:
+            alive[change.name] = alive.get(change.name, 0) + change.bytes
+        kinds = classify(self.role)
+        sources = [n for n in self.role.graph.nodes if n.op == "placeholder"]
+        inputs = {n: i.kind for n, i in zip(sources, self.role.inputs, strict=True)}
+        largest = sorted((-size, name) for name, size in alive.items() if size > 0)[:_NUM_AT_PEAK]
+        found = [_held(self.nodes[name], -size, inputs, kinds) for size, name in largest]
+        return tuple(sorted(curve.items())), peak, peak_at, tuple(found)
+
+
+def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event]:
+    """Events in the order of time. A channel takes its communications one by one: one begins when it has been posted
+    and those posted before it are done (where a backend works at several at once, they end at nearly one time)."""
+    free: dict[tuple[bool, str], float] = {}
+    found = []
+    for event in events:
+        if event.is_copy:
+            node = nodes[event.name]
+            channel = (node.target is transfer, str(node.args[-1]))
+            begin = max(event.begin, free.get(channel, 0.0))
+            event = replace(event, begin=begin, end=max(begin, event.end))
+            free[channel] = event.end
+        found.append(event)
+    return sorted(found, key=lambda event: (event.begin, event.end, event.name))
+
+
+def _held(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mapping[fx.Node, str]) -> Held:
+    origin = origin_of(node)
+    crosses = origin.phase in ("forward", "loss") and any(origin_of(u).phase == "backward" for u in node.users)
+    kind = inputs.get(node) or kinds.get(node) or ("activation" if crosses else "temporary")
+    return Held(node.name, size, kind, origin.module, origin.source)
+
+
+def _works(node: fx.Node, local: Local) -> tuple[Matmul | Attention, ...]:
+    """The work of an op; that of one which has no cost is not known, which its time does not mind."""
+    operands = [x for n in node.all_input_nodes if n.target not in SYMBOLS for x in local.values.get(n, ())]
+    try:
+        return work_of(node, operands, local.values[node])  # type: ignore[return-value]
+    except MeshweaveError:
+        return ()
+
+
+def _covered(stretches: Sequence[tuple[float, float]]) -> float:
+    """Seconds that lie in any of the stretches."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(stretches):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def measured(
+    roles: Sequence[RankGraph], traces: Sequence[DeviceTrace], devices: Sequence[int] = (), tokens: int = 0
+) -> Simulation:
+    """The step that `traces` recorded, of all devices in one time. A role is shown by its first device, or by the one
+    of it that `devices` names. The step lasts from where the first device began to where the last one ended.
+
+    Raises MeshweaveError for a device that was not recorded.
+    """
+    by_device = {trace.device: trace for trace in traces}
+    if strange := [d for d in devices if d not in by_device]:
+        known = ", ".join(map(str, sorted(by_device)))
+        raise MeshweaveError("this device was not recorded", where="trace", got=str(strange[0]), expected=known)
+    zero = min(trace.began for trace in traces)
+    spans: list[Span] = []
+    results, shown = [], []
+    for i, role in enumerate(roles):
+        device = next((d for d in devices if d in role.devices), role.devices[0])
+        shown.append(device)
+        one = _Role(i, role, by_device[device], zero, len(spans), len(roles) == 1)
+        results.append(one.run())
+        spans += one.spans
+    spans, edges = _in_order(spans)
+    computing = [span.stream for span in spans if span.kind == "compute"]
+    moving = [span.stream for span in spans if span.kind != "compute"]
+    mesh = roles[0].mesh
+    return Simulation(
+        max(trace.ended for trace in traces) - zero,
+        tuple(spans),
+        tuple(results),
+        tuple(dict.fromkeys(sorted(computing) + moving)),
+        str(mesh) or "one device",
+        mesh.num_devices,
+        "this machine",
+        f"torch {torch.__version__}",
+        "measured",
+        tokens=tokens,
+        flops=sum(span.flops for span in spans),
+        notes=(f"recorded on device{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}",),
+        edges=edges,
+    )
+
+
+def _in_order(spans: Sequence[Span]) -> tuple[list[Span], tuple[tuple[int, int], ...]]:
+    """Spans in the order of time, numbered anew."""
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end, i))
+    number = {old: new for new, old in enumerate(order)}
+    found = [
+        replace(spans[old], index=new, needs=tuple(sorted(number[n] for n in spans[old].needs)))
+        for new, old in enumerate(order)
+    ]
+    return found, tuple((need, span.index) for span in found for need in span.needs)

@@ -1,0 +1,290 @@
+"""Records a step that really runs: when each task ran on each held device, when each communication was done, and what
+was held in memory meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from meshweave.runtime.executor import Compiled, Task
+from meshweave.runtime.state import State
+
+Mark = Any  # a point in time as a clock notes it down
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # Linux: processes with the same one read the same monotonic clock
+_NUM_ROUNDS = 5  # barriers by which the clocks of two machines are compared
+_PATIENCE_SECONDS = 1.0  # for the last callback of a communication that has been waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a device did from `begin` to `end`, in seconds: ran the node `name`, or (`is_copy`) had the communication
+    under way that the node `name` starts."""
+
+    name: str
+    begin: float
+    end: float
+    is_copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """At `at` seconds the value of node `name` appeared (`bytes` of new memory, 0 for a view) or, below 0, went."""
+
+    name: str
+    at: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTrace:
+    """One step on one device, from `began` to `ended`. `persistent_bytes` is what it held before, `reserved_bytes` what
+    PyTorch's caching allocator had taken at most; 0 on CPU, which has none."""
+
+    device: int
+    began: float
+    ended: float
+    events: tuple[Event, ...]
+    changes: tuple[Change, ...]
+    persistent_bytes: int
+    reserved_bytes: int = 0
+
+
+class Clock(Protocol):
+    """Notes points in time, and says afterwards when they were."""
+
+    def mark(self) -> Mark: ...
+
+    def when_done(self, work: Any, into: list[Mark]) -> None:
+        """Put the time into a list at which a started communication is done."""
+        ...
+
+    def settle(self) -> None:
+        """Called when all is done, before `seconds`."""
+        ...
+
+    def seconds(self, mark: Mark) -> float: ...
+
+    def reserved_bytes(self) -> int:
+        """The most that a caching allocator of the device has taken from it."""
+        ...
+
+
+class HostClock:
+    """The host's monotonic clock. Works of Gloo tell when they are done on a thread of theirs."""
+
+    def __init__(self) -> None:
+        self._asked, self._told = 0, list[int]()
+
+    def mark(self) -> Mark:
+        return time.perf_counter_ns()
+
+    def when_done(self, work: Any, into: list[Mark]) -> None:
+        def tell(_: Any) -> None:
+            now = time.perf_counter_ns()
+            into.append(now)
+            self._told.append(now)
+
+        self._asked += 1
+        work.get_future().add_done_callback(tell)
+
+    def settle(self) -> None:
+        """A work is waited for, and tells that it is done, on two threads: the second may be behind."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while len(self._told) < self._asked and time.monotonic() < end:
+            time.sleep(1e-3)
+
+    def seconds(self, mark: Mark) -> float:
+        return float(mark) * 1e-9
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+
+class DeviceClock:
+    """Events in the streams of a CUDA device, on the time of the host: what is marked there is when it really ran."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        self._zero, self._began = self.mark(), time.perf_counter()
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def when_done(self, work: Any, into: list[Mark]) -> None:
+        with torch.cuda.stream(self._side):
+            work.wait()  # orders the side stream after the communication, and returns
+            into.append(self.mark())
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def seconds(self, mark: Mark) -> float:
+        return self._began + float(self._zero.elapsed_time(mark)) * 1e-3
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Told by executors what they do, and a Meter. Several threads may tell it of different devices at once.
+
+    `posted` are the times at which the rounds of a communication ended that the task at hand has started, for the rank
+    of a cluster that runs it.
+    """
+
+    clock: Clock
+    num_held: int
+    posted: list[list[Mark]] = field(default_factory=list)
+    _tasks: list[list[tuple[fx.Node, Mark, Mark]]] = field(init=False)
+    _copies: list[list[tuple[fx.Node, Mark, list[list[Mark]]]]] = field(init=False)  # rounds of works
+    _values: list[list[tuple[fx.Node, Mark, tuple[tuple[int, int], ...] | None]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tasks = [[] for _ in range(self.num_held)]
+        self._copies = [[] for _ in range(self.num_held)]
+        self._values = [[] for _ in range(self.num_held)]
+
+    def mark(self) -> Mark:
+        return self.clock.mark()
+
+    def ran(self, index: int, task: Task, began: Mark) -> None:
+        """A task of held device `index` ran from `began` until now."""
+        self._tasks[index].append((task.node, began, self.clock.mark()))
+        if not self.posted:
+            return
+        done, self.posted = self.posted, []
+        copies = self._copies[index]
+        if task.is_wait:  # a second round, of a communication that goes on
+            started = task.node.all_input_nodes[0]
+            own = next(copy for copy in reversed(copies) if copy[0] is started)
+            own[2].extend(done)
+        else:
+            copies.append((task.node, began, done))
+
+    def copied(self, index: int, start: fx.Node, began: Mark) -> None:
+        """The communication that `start` began on held device `index` ran from `began` until now."""
+        self._copies[index].append((start, began, [[self.clock.mark()]]))
+
+    def begun(self, works: Iterable[Any]) -> None:
+        """Communications of torch.distributed have begun, as a part of the task that runs."""
+        done: list[Mark] = []
+        for work in works:
+            self.clock.when_done(work, done)
+        self.posted.append(done)
+
+    def made(self, index: int, node: fx.Node, value: Any) -> None:
+        held = value if isinstance(value, (tuple, list)) else (value,)
+        found = tuple(_storage(x) for x in held if isinstance(x, Tensor))
+        self._values[index].append((node, self.clock.mark(), found))
+
+    def freed(self, index: int, node: fx.Node) -> None:
+        self._values[index].append((node, self.clock.mark(), None))
+
+    def hold(self, state: State, ranks: Sequence[Compiled]) -> None:
+        """Take the pieces of the state for values that are there already."""
+        nodes = [
+            {(i.kind, i.name): node for i, node in zip(rank.graph.inputs, rank.nodes, strict=False)} for rank in ranks
+        ]
+        for item, layout in state.items:
+            pieces = state.pieces[item.kind, item.name]
+            for device, piece in zip(state.holders(layout), pieces, strict=True):
+                index = state.devices.index(device)
+                if (item.kind, item.name) in nodes[index]:
+                    self.made(index, nodes[index][item.kind, item.name], piece)
+
+    def traces(self, devices: Sequence[int], began: Mark, ended: Mark) -> list[DeviceTrace]:
+        """What was recorded, per held device. Called once, when all is done."""
+        self.clock.settle()
+        at = self.clock.seconds
+        found = []
+        for i, device in enumerate(devices):
+            events = [Event(n.name, at(b), at(e), False) for n, b, e in self._tasks[i]]
+            for node, mark, rounds in self._copies[i]:
+                if done := [at(m) for marks in rounds for m in marks]:  # none where nothing had to move
+                    events.append(Event(node.name, at(mark), max(done), True))
+            events.sort(key=lambda event: (event.begin, event.end))
+            changes, before = _changes(self._values[i], at, at(began))
+            reserved = self.clock.reserved_bytes()
+            found.append(DeviceTrace(device, at(began), at(ended), tuple(events), changes, before, reserved))
+        return found
+
+
+def _storage(x: Tensor) -> tuple[int, int]:
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _changes(
+    values: Sequence[tuple[fx.Node, Mark, tuple[tuple[int, int], ...] | None]],
+    at: Callable[[Mark], float],
+    began: float,
+) -> tuple[tuple[Change, ...], int]:
+    """Changes of memory, and the bytes before the first of them: a storage counts once, however many values see it."""
+    users: dict[int, int] = {}
+    owner: dict[int, tuple[str, int]] = {}
+    seen: dict[fx.Node, tuple[tuple[int, int], ...]] = {}
+    changes: list[Change] = []
+    before = 0
+    for node, mark, made in values:
+        for pointer, size in made or ():
+            users[pointer] = users.get(pointer, 0) + 1
+            if users[pointer] == 1:
+                owner[pointer] = (node.name, size)
+                changes.append(Change(node.name, at(mark), size))
+                before += size if at(mark) <= began else 0
+        if made is not None:
+            seen[node] = made
+            continue
+        for pointer, _ in seen.pop(node, ()):
+            users[pointer] -= 1
+            if not users[pointer]:
+                name, size = owner.pop(pointer)
+                changes.append(Change(name, at(mark), -size))
+    return tuple(changes), before
+
+
+def gathered(own: Sequence[DeviceTrace]) -> list[DeviceTrace]:
+    """The traces of all ranks, on every rank, in the time of rank 0. All ranks of the job call it together.
+
+    Processes of one machine read one clock. Those of others are set to that of rank 0 by the moments at which they
+    leave the same barriers, which is as exact as a barrier takes.
+    """
+    boot = _BOOT.read_text() if _BOOT.exists() else ""
+    moments = []
+    for _ in range(_NUM_ROUNDS):
+        dist.barrier()
+        moments.append(time.perf_counter())
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (boot, moments, list(own)))
+    first_boot, first_moments, _ = told[0]
+    found = []
+    for its_boot, its_moments, traces in told:
+        same = bool(first_boot) and its_boot == first_boot
+        ahead = 0.0 if same else median(a - b for a, b in zip(its_moments, first_moments, strict=True))
+        found += [_shifted(trace, -ahead) for trace in traces]
+    return found
+
+
+def _shifted(trace: DeviceTrace, by: float) -> DeviceTrace:
+    if not by:
+        return trace
+    return replace(
+        trace,
+        began=trace.began + by,
+        ended=trace.ended + by,
+        events=tuple(replace(e, begin=e.begin + by, end=e.end + by) for e in trace.events),
+        changes=tuple(replace(c, at=c.at + by) for c in trace.changes),
+    )

@@ -1,0 +1,351 @@
+"""Calibration: what is timed, what becomes of the times, and the file that comes of a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import meshweave.cli.calibrate as command
+from meshweave.calibrate import Plan, calibrate
+from meshweave.calibrate.cases import (
+    Grid,
+    Pool,
+    attention_cases,
+    batched_cases,
+    matmul_cases,
+    memory_cases,
+    tiny_cases,
+)
+from meshweave.calibrate.figures import Figures, Machine, profile_text
+from meshweave.calibrate.links import OPS, MeasuredLink, local_bytes_of, places
+from meshweave.calibrate.ops import ALONE, Block, Effort, Measured, OpCase, time_ops, typical
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import load_profile
+from meshweave.hardware.collectives import bytes_received
+from meshweave.hardware.load import parse_profile
+from meshweave.hardware.schema import KINDS
+from meshweave.hardware.work import Attention, Matmul, Memory
+from meshweave.ir.mesh import Mesh
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+TINY = Plan(
+    Effort(3, 0.01, 1e-4, 4),
+    Effort(3, 0.05, 1e-4, 2),
+    (16, 64),
+    (32,),
+    1e6,
+    ((24, 48, 32), (40, 24, 17)),
+    ((1, 2, 16, 16), (1, 2, 64, 16)),
+    (1 << 10, 1 << 16, 1 << 18),
+    (1 << 14,),
+    (1 << 12, 1 << 16),
+    (1 << 14,),
+    True,
+)
+MACHINE = Machine("toy", "1", "a toy", "meshweave calibrate", 2, 1e9, 1e8)
+
+
+# Single ops
+
+
+def test_a_case_is_the_work_that_the_simulator_takes_it_for() -> None:
+    pool = Pool(CPU, 32 * MIB)
+    cases = [
+        *matmul_cases(pool, [Grid(torch.float32, (16, 32), 1e5, ((7, 5, 3),))]),
+        *batched_cases(pool, torch.float32, True),
+        *attention_cases(pool, torch.float32, [(2, 3, 16, 8)], []),
+    ]
+    works = {case.label: [] for case in cases}
+    for case in cases:
+        works[case.label].append((Block(case, 1, CPU).work, case.is_held_out))
+    products = [(w.m, w.n, w.k, w.batch) for w, is_held_out in works["matmul float32"] if not is_held_out]
+    assert products[:8] == [(m, n, k, 1) for m in (16, 32) for n in (16, 32) for k in (16, 32)]
+    assert (8, 256, 256, 64) not in products  # batch comes last: 8 of [256, 64] x [64, 256]
+    assert (256, 256, 64, 8) in products
+    (odd,) = (w for w, is_held_out in works["matmul float32"] if is_held_out and w.m == 7)
+    assert odd == Matmul(7, 5, 3, 1, torch.float32, 4 * (7 * 3 + 3 * 5 + 7 * 5))
+    forward = [w for w, _ in works["attention float32"]]
+    assert [(w.heads, w.queries, w.keys, w.head_dim, w.is_causal, w.is_backward) for w in forward] == [
+        (6, 16, 16, 8, True, False),
+        (6, 16, 16, 8, False, False),
+    ]
+    assert all(isinstance(w, Attention) and w.is_backward for w, _ in works["attention backward float32"])
+
+
+def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
+    pool, size = Pool(CPU, 8 * MIB), MIB
+    found: dict[str, list[int]] = {}
+    for case in memory_cases(pool, [size], []):
+        work = Block(case, 1, CPU).work
+        assert isinstance(work, Memory)
+        found.setdefault(work.kind, []).append(work.bytes)
+    assert set(found) == set(KINDS)
+    for kind, sizes in found.items():
+        assert all(0.6 * size < n < 1.1 * size for n in sizes), (kind, sizes)  # an index is smaller than what it finds
+
+
+def test_a_transposed_factor_is_a_view() -> None:
+    """x @ w^T is read as it lies: the copy that would make it contiguous is not timed."""
+    pool = Pool(CPU, 32 * MIB)
+    (case, *_) = matmul_cases(pool, [Grid(torch.float32, (16,), 1e5, ())])
+    assert [tuple(x.is_contiguous() for x in pair) for pair in case.operands] == [
+        (True, False),
+        (True, True),
+        (False, True),
+    ]
+    assert all(a.shape == b.shape == (16, 16) for a, b in case.operands)
+
+
+def test_operands_of_repetitions_lie_apart() -> None:
+    pool = Pool(CPU, 8 * MIB)
+    made = pool.sets(MIB, lambda: (pool.take((MIB // 4,)),))
+    assert len({args[0].data_ptr() for args in made}) == len(made) == 4
+    assert len(pool.sets(64 * MIB, lambda: (0,))) == 1
+    assert bool(((made[0][0] >= 0.5) & (made[0][0] < 1.5)).all())
+
+
+def test_time_ops_finds_what_takes_longer() -> None:
+    pool = Pool(CPU, 8 * MIB)
+    mm, add = torch.ops.aten.mm.default, torch.ops.aten.add.Tensor
+    cases = [
+        OpCase("small", add, ((pool.take((8,)), pool.take((8,))),)),
+        OpCase("large", mm, ((pool.take((512, 512)), pool.take((512, 512))),), True),
+    ]
+    small, large = time_ops(cases, CPU, Effort(3, 0.2), ALONE)
+    assert (small.label, small.is_held_out, large.label, large.is_held_out) == ("small", False, "large", True)
+    assert 1e-7 < small.seconds < 1e-3
+    assert large.seconds > 10 * small.seconds
+    assert large.work == Matmul(512, 512, 512, 1, torch.float32, 3 * 512 * 512 * 4)
+
+
+def test_peers_meet_before_every_repetition_and_agree_on_how_many_there_are() -> None:
+    pool, met, asked = Pool(CPU, MIB), [], []
+
+    def mean(values: list[float]) -> list[float]:
+        asked.append(len(values))
+        return [2 * v for v in values]
+
+    peers = replace(ALONE, meet=lambda: met.append(1), mean=mean)
+    (found,) = time_ops(list(tiny_cases(pool)), CPU, Effort(5, 10.0), peers)
+    assert len(met) == 5
+    assert asked == [1, 1]  # the first times, and the medians
+    assert found.seconds > 0
+
+
+def test_what_is_far_out_is_cut_down_and_what_is_usual_is_not() -> None:
+    assert typical([1.0, 1.0, 1.0, 1.0]) == 1.0
+    assert typical([1.0, 1.0, 1.0, 2.0]) == 1.25
+    assert typical([1.0, 1.0, 1.0, 100.0]) == 1.5  # as if it had taken three times the median
+
+
+# The file
+
+
+def memory(kind: str, size: int, seconds: float, is_held_out: bool = False, weight: float = 1.0) -> Measured:
+    return Measured(kind, Memory(kind, size, size // 4, torch.float32), seconds, is_held_out, weight)
+
+
+def product(n: int, seconds: float, is_held_out: bool = False) -> Measured:
+    work = Matmul(n, n, n, 1, torch.float32, 12 * n * n)
+    return Measured("matmul float32", work, seconds, is_held_out)
+
+
+OPS_MEASURED = (
+    Measured("launch", Memory("pointwise", 48, 4, torch.float32), 5e-6, False),
+    memory("pointwise", 1000, 1e-5, weight=3.0),
+    memory("pointwise", 1050, 3e-5),
+    memory("pointwise", 100_000, 1e-4),
+    memory("copy", 100_000, 5e-5),
+    product(64, 1e-4),
+)
+
+
+def test_figures_become_a_profile_that_answers_with_them() -> None:
+    text, errors = profile_text(MACHINE, Figures(OPS_MEASURED), [])
+    assert errors == ()
+    profile = parse_profile(text, "toy.toml")
+    assert (profile.name, profile.version, profile.source, profile.fusion) == ("toy", "1", "measured", "none")
+    assert profile.launch_s == 5e-6
+    assert profile.devices_per_node == 2
+    assert profile.memory.bandwidth == 2e9  # of the copy
+    assert profile.peak_flops(torch.float32) == pytest.approx(2 * 64**3 / 1e-4, rel=1e-3)
+    (curve,) = (c for c in profile.memory.measured if c.kind == "pointwise")
+    assert curve.points == ((1012.0, 1.5e-5), (100_000.0, 1e-4))  # the first two are one size: 3 to 1
+    assert profile.compute_seconds(product(64, 0.0).work) == pytest.approx(1e-4, rel=1e-3)
+    assert profile_text(MACHINE, Figures(OPS_MEASURED), [])[0] == text
+
+
+def test_a_curve_never_falls() -> None:
+    ops = (*OPS_MEASURED, memory("fill", 1000, 5e-5), memory("fill", 2000, 4e-5), memory("fill", 4000, 6e-5))
+    profile = parse_profile(profile_text(MACHINE, Figures(ops), [])[0], "toy.toml")
+    (curve,) = (c for c in profile.memory.measured if c.kind == "fill")
+    assert [seconds for _, seconds in curve.points] == [5e-5, 5e-5, 6e-5]
+
+
+def test_errors_are_those_of_points_that_were_held_out() -> None:
+    held = (memory("copy", 200_000, 8e-5, True), memory("copy", 100_000, 1e-4, True), product(64, 2e-4, True))
+    text, errors = profile_text(MACHINE, Figures((*OPS_MEASURED, *held)), [])
+    by_label = {row.label: row for row in errors}
+    # A curve of one point goes on in proportion: 1e-4 where 8e-5 was measured, and 5e-5 where 1e-4 was.
+    assert (by_label["copy"].num_points, by_label["copy"].median) == (2, pytest.approx(0.375))
+    assert by_label["copy"].worst == pytest.approx(0.5)
+    assert by_label["matmul float32"].worst == pytest.approx(0.5, rel=1e-3)
+    said = parse_profile(text, "toy.toml").errors
+    assert [(e.kind, e.num_points) for e in said] == [(row.label, row.num_points) for row in errors]
+    without, _ = profile_text(MACHINE, Figures(OPS_MEASURED), [])
+    assert text.startswith(without)  # no figure is made of them
+
+
+def test_measured_links_are_priced_and_their_errors_stated() -> None:
+    links = [
+        MeasuredLink("all_gather", "node", 2, size, seconds, is_held_out)
+        for size, seconds, is_held_out in ((1000, 1e-4, False), (10_000, 2e-4, True), (100_000, 1e-3, False))
+    ]
+    found = places(2, 2)
+    text, errors = profile_text(MACHINE, Figures(OPS_MEASURED, tuple(links), (("node", 1.5),)), found)
+    profile = parse_profile(text, "toy.toml")
+    mesh = Mesh("dp=2")
+    assert profile.seconds("all_gather", mesh, ("dp",), 100_000) == pytest.approx(1e-3)
+    assert profile.links.node.bandwidth == 1e8
+    assert profile.compute_slowdown(frozenset({"node"})) == 1.5
+    with pytest.raises(MeshweaveError, match="does not say what 'all_reduce' costs"):
+        profile.seconds("all_reduce", mesh, ("dp",), 1000)
+    (row,) = (row for row in errors if row.label == "all_gather, 2 in a node")
+    expected = 1e-4 + 9e-4 * 9_000 / 99_000
+    assert row.worst == pytest.approx(abs(expected / 2e-4 - 1), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node", "expected"),
+    [
+        (2, 2, [("node", 2)]),
+        (2, 1, [("net", 2)]),
+        (4, 4, [("node", 4), ("node", 2)]),
+        (8, 4, [("node", 4), ("node", 2), ("net", 2)]),
+        (12, 3, [("node", 3), ("net", 4), ("net", 2)]),
+    ],
+)
+def test_groups_inside_nodes_and_between_them(num_ranks: int, per_node: int, expected: list[tuple[str, int]]) -> None:
+    found = places(num_ranks, per_node)
+    assert [(place.level, place.size) for place in found] == expected
+    for place in found:
+        for group in place.mesh.groups(place.axes):
+            nodes = {rank // per_node for rank in group}
+            assert len(group) == place.size
+            assert len(nodes) == (1 if place.level == "node" else place.size)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ops_are_measured_where_a_device_receives_alike(op: str) -> None:
+    assert bytes_received(op, 4, local_bytes_of(op, 4, 1 << 20), "test") == pytest.approx(1 << 20, rel=1e-5)
+
+
+# Real ones
+
+
+def test_a_small_calibration_makes_a_profile_of_this_process() -> None:
+    stages: list[str] = []
+    made = calibrate(TINY, "here", "meshweave calibrate", CPU, stages.append)
+    profile = parse_profile(made.text, "here.toml")
+    assert stages == ["ops"]
+    assert {c.kind for c in profile.memory.measured} == set(KINDS)
+    assert {dtype for dtype, _ in profile.peak} == {"float32", "bfloat16", "float64"}
+    assert {(p.dtype, p.direction) for p in profile.attention.measured} == {
+        (dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "backward")
+    }
+    assert {row.label for row in made.errors} >= {"matmul float32", "attention float32", "pointwise", "fill"}
+    assert all(0 <= row.median <= row.worst for row in made.errors)
+    assert 0 < profile.usable_bytes < profile.memory.bytes
+    assert 1e-7 < profile.launch_s < 1e-3
+    with pytest.raises(MeshweaveError, match="does not say what 'all_gather' costs"):
+        profile.seconds("all_gather", Mesh("dp=2"), ("dp",), 1000)
+
+
+def app() -> typer.Typer:
+    made = typer.Typer()
+    made.command()(command.calibrate)
+    return made
+
+
+def test_the_command_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "QUICK", TINY)
+    output = tmp_path / "machine.toml"
+    done = CliRunner().invoke(app(), ["-o", str(output), "--quick", "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    profile = load_profile(output)
+    assert (said["ok"], said["output"]) == (True, str(output))
+    assert [e["class"] for e in said["errors"]] == [e.kind for e in profile.errors]
+    assert profile.name == "machine"
+    assert output.read_text().startswith("# Measured by `meshweave calibrate -o machine.toml --quick`.")
+
+
+@pytest.mark.parametrize(
+    ("output", "what"),
+    [("machine.json", "a profile is a TOML file"), ("none/machine.toml", "there is no such directory")],
+)
+def test_an_output_that_cannot_be(tmp_path: Path, output: str, what: str) -> None:
+    done = CliRunner().invoke(app(), ["-o", str(tmp_path / output)])
+    assert done.exit_code == 2
+    assert what in done.output
+
+
+_WORKER = """
+import sys
+import typer
+import meshweave.cli.calibrate as command
+from tests.calibrate.test_calibrate import TINY
+command.QUICK = TINY
+app = typer.Typer()
+app.command()(command.calibrate)
+app()
+"""
+
+
+@pytest.mark.multiprocess
+def test_two_processes_measure_their_links_too(tmp_path: Path) -> None:
+    output = tmp_path / "pair.toml"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = Path(__file__).parents[2]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    paths = os.pathsep.join([str(root), str(root / "src")])
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WORKER, "-o", str(output), "--quick"],
+            env={**os.environ, **shared, "RANK": r, "LOCAL_RANK": r, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in ("0", "1")
+    ]
+    try:
+        said = [job.communicate(timeout=90)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [job.returncode for job in jobs] == [0, 0], said
+    profile = load_profile(output)
+    mesh = Mesh("dp=2")
+    assert {fit.op for fit in profile.collectives} == set(OPS)
+    assert all((fit.level, fit.group_size) == ("node", 2) for fit in profile.collectives)
+    for op in OPS:
+        assert 0 < profile.seconds(op, mesh, ("dp",), 1 << 12) <= profile.seconds(op, mesh, ("dp",), 1 << 20)
+        assert f"{op}, 2 in a node" in said[0]
+    assert 1.0 <= profile.compute_slowdown(frozenset({"node"})) <= 20.0
+    assert profile.devices_per_node == 2
+    assert "2 processes over gloo" in profile.summary
+    assert "written to" not in said[1]  # rank 0 speaks for all

@@ -1,0 +1,263 @@
+"""Traces of steps that really ran: what is in them, and that they change nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from tests.training import batches, train
+from torch import fx, nn
+
+import meshweave as mw
+from meshweave.capture.optimizers import current_lrs
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import Input, Origin, Spec, op_name
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, collectives
+from meshweave.runtime.cluster import init_from_env, shutdown
+from meshweave.runtime.measured import measured
+from meshweave.runtime.tracing import Change, DeviceTrace, Event
+from meshweave.simulate.result import Simulation
+
+MESHES = ["", "dp=2", "tp=2", "fsdp=2,tp=2", "pp=2"]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def compiled(mesh: str, accumulate: int = 1) -> tuple[mw.TrainStep, list[Any]]:
+    data = batches(3, (8, 8), (8, 8))
+    step, _ = train(Layers(), data[:1], mesh, accumulate=accumulate)
+    return step, data
+
+
+def traced(step: mw.TrainStep, batch: Any, devices: tuple[int, ...] = ()) -> Simulation:
+    micros = step._micros(batch, step.program.options.accumulate)
+    return step.session.trace(micros, current_lrs(step.optimizer), devices)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_task_of_a_role_is_a_span_of_its_own(mesh: str) -> None:
+    step, data = compiled(mesh)
+    found = traced(step, data[1])
+    assert found.source == "measured"
+    assert found.num_devices == step.program.mesh.num_devices
+    for i, role in enumerate(step.program.roles):
+        nodes = [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
+        spans = [s for s in found.spans if s.role == i]
+        ran = Counter(s.name for s in spans if s.kind == "compute")
+        assert ran == Counter(n.name for n in nodes)
+        by_name = {n.name: n for n in nodes}
+        for span in spans:
+            node = by_name[span.name]
+            assert span.names == (node.name,)
+            if span.kind == "compute" and node.target not in STARTS and node.target is not WAIT:
+                assert span.op == op_name(node.target)
+                assert (span.phase, span.module) == (node.meta["origin"].phase, node.meta["origin"].module)
+        moved = {s.name for s in spans if s.kind != "compute"}
+        assert moved <= {n.name for n in nodes if n.target in STARTS}
+        if mesh in ("dp=2", "tp=2", "fsdp=2,tp=2"):
+            assert moved == {n.name for n in nodes if n.target in STARTS}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_times_are_in_order_and_add_up(mesh: str) -> None:
+    step, data = compiled(mesh)
+    found = traced(step, data[1])
+    assert [s.index for s in found.spans] == list(range(len(found.spans)))
+    assert [s.start for s in found.spans] == sorted(s.start for s in found.spans)
+    for stream in found.streams:
+        own = sorted((s for s in found.spans if s.stream == stream), key=lambda s: (s.start, s.end))
+        assert own, stream
+        for one, other in pairwise(own):
+            assert one.end <= other.start + 1e-9
+    assert all(s.start >= 0 and s.end <= found.seconds for s in found.spans)
+    for role in found.roles:
+        assert 0 < role.compute_seconds < found.seconds
+        assert 0 <= role.exposed_seconds <= role.communication_seconds <= found.seconds
+        assert role.idle_seconds >= 0
+    for span in found.spans:
+        assert all(found.spans[n].start <= span.end for n in span.needs)
+    assert found.edges == tuple((n, s.index) for s in found.spans for n in s.needs)
+    assert {s.stream for s in found.spans} == set(found.streams)
+
+
+def test_communication_knows_its_group_bytes_and_move() -> None:
+    step, data = compiled("dp=2")
+    found = traced(step, data[1])
+    moves = [s for s in found.spans if s.kind == "collective"]
+    assert {s.stream for s in moves} == {"comm dp"}
+    assert {s.group for s in moves} == {"dp"}
+    weights = [s for s in moves if s.op == "all_reduce" and s.bytes == 8 * 8 * 4]
+    assert len(weights) == 4  # the gradients of four layers: as many bytes received as they have, 2 (n - 1) / n
+    products = [s for s in found.spans if s.flops]
+    assert products
+    assert all(s.flops == 2.0 * 4 * 8 * 8 for s in products if s.phase == "forward")
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+def test_a_traced_step_trains_like_any_other(mesh: str) -> None:
+    one, data = compiled(mesh)
+    other, _ = compiled(mesh)
+    traced(one, data[1])
+    other(data[1])
+    assert one.metrics == other.metrics
+    assert one(data[2]) == other(data[2])
+    for name, value in one.parameters().items():
+        assert torch.equal(value, other.parameters()[name])
+    assert one.session.executor.meter is None
+    again, once_more = traced(one, data[1]), traced(one, data[1])
+    assert [s.name for s in sorted(again.spans, key=lambda s: (s.role, s.kind, s.name))] == [
+        s.name for s in sorted(once_more.spans, key=lambda s: (s.role, s.kind, s.name))
+    ]
+
+
+def test_microbatches_are_numbered() -> None:
+    step, data = compiled("dp=2", accumulate=2)
+    found = traced(step, data[1])
+    numbers = {phase: {s.microbatch for s in found.spans if s.phase == phase} for phase in ("forward", "update")}
+    assert numbers == {"forward": {0, 1}, "update": {0}}
+    assert found.roles[0].exposed_seconds <= found.roles[0].communication_seconds
+
+
+def test_another_device_may_stand_for_its_role() -> None:
+    step, data = compiled("dp=2")
+    found = traced(step, data[1], (1,))
+    assert found.notes == ("recorded on device 1",)
+    with pytest.raises(MeshweaveError, match="this device was not recorded") as caught:
+        traced(step, data[1], (7,))
+    assert (caught.value.got, caught.value.expected) == ("7", "0, 1")
+
+
+def test_memory_is_that_of_the_values_that_were_held() -> None:
+    step, data = compiled("")
+    found = traced(step, data[1])
+    (role,) = found.roles
+    held = 4 * (8 * 8 + 8) * 4  # bytes of weights and biases
+    assert role.persistent_bytes == 2 * held  # and a momentum for each
+    assert role.memory[-1][1] >= 2 * held
+    assert role.peak_bytes == max(size for _, size in role.memory) > role.persistent_bytes
+    assert sum(one.bytes for one in role.at_peak) <= role.peak_bytes
+    assert {one.kind for one in role.at_peak} >= {"param", "state"}
+
+
+# What is made of given times
+
+
+def waiting() -> RankGraph:
+    """x + x while its sum over d is under way, then the sum plus one."""
+    mesh = Mesh("d=2")
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(collectives.all_reduce.default, (x, "sum", "d"))
+    second = graph.call_function(collectives.all_reduce.default, (x, "max", "d"))
+    double = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    wait = graph.call_function(WAIT, (second,))
+    last = graph.call_function(torch.ops.aten.add.Tensor, (wait, double))
+    other = graph.call_function(WAIT, (first,))
+    end = graph.call_function(torch.ops.aten.add.Tensor, (other, last))
+    for node in (first, second, double, wait, last, other, end):
+        node.meta["origin"] = Origin("forward", "layer", "model.py:1")
+    graph.output([end])
+    layout, item = Layout.replicated(mesh, 1), Input("batch", "x", Spec((4,), torch.float32))
+    return RankGraph(graph, mesh, (item,), (layout,), (("loss", ""),), (layout,))
+
+
+def test_a_wait_exposes_what_its_channel_does() -> None:
+    """Posted at 1 and 2, done at 5 and 8 on one channel; compute ends at 3, waits for the second until 9, of which the
+    last second is its own work."""
+    role = waiting()
+    first, second, double, wait, last, other, end = (n.name for n in role.graph.nodes if n.op == "call_function")
+    times = [
+        (first, 1, 1.5, False), (first, 1, 5, True), (second, 2, 2.25, False), (second, 2, 8, True),
+        (double, 2.5, 3, False), (wait, 3, 9, False), (last, 9, 10, False), (other, 10, 10.5, False),
+        (end, 10.5, 11, False),
+    ]  # fmt: skip
+    events = tuple(Event(name, float(a), float(b), is_copy) for name, a, b, is_copy in times)
+    changes = (Change("x", 0.5, 16), Change(double, 3.0, 16), Change(double, 10.0, -16))
+    traces = [DeviceTrace(d, 0.5, 11.5, events, changes, 16) for d in (0, 1)]
+    found = measured([role], traces, tokens=3)
+    spans = {(s.name, s.kind): s for s in found.spans}
+    assert found.seconds == 11.0
+    moved = [(s.name, s.start, s.end) for s in found.spans if s.kind == "collective"]
+    assert moved == [(first, 0.5, 4.5), (second, 4.5, 7.5)]
+    assert spans[first, "collective"].exposed_seconds == 2.0  # from 3 to 5
+    assert spans[second, "collective"].exposed_seconds == 3.0  # from 5 to 8
+    assert spans[second, "collective"].reasons[0].kind == "dependency"
+    assert (spans[wait, "compute"].start, spans[wait, "compute"].end) == (7.5, 8.5)  # the work after it was done
+    assert spans[other, "compute"].seconds == 0.5
+    (result,) = found.roles
+    assert (result.exposed_seconds, result.communication_seconds) == (5.0, 7.0)
+    assert result.compute_seconds == 0.5 + 0.25 + 0.5 + 1.0 + 1.0 + 0.5 + 0.5
+    assert result.idle_seconds == pytest.approx(11.0 - 4.25 - 5.0)
+    assert (result.peak_bytes, result.peak_at, result.persistent_bytes) == (32, 2.5, 16)
+    assert found.tokens == 3
+    needs = {found.spans[n].name for n in spans[wait, "compute"].needs}
+    assert needs == {second}
+
+
+# Real processes
+
+
+def _job(rank: int, port: int, mesh: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({k: str(v) for k, v in variables.items()})
+    init_from_env("gloo")
+    step, data = compiled(mesh)
+    found = traced(step, data[1])
+    after = step(data[2])
+    pipe.send((found, after, [n.name for n in step.program.roles[0].graph.nodes if n.target in STARTS]))
+    shutdown(step.session.world)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+def test_all_ranks_get_the_whole_picture(mesh: str) -> None:
+    context = get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [context.Pipe() for _ in range(2)]
+    jobs = [context.Process(target=_job, args=(r, port, mesh, pipes[r][1])) for r in range(2)]
+    for job in jobs:
+        job.start()
+    try:
+        assert all(pipe.poll(60) for pipe, _ in pipes)
+        (found, loss, starts), (other, other_loss, _) = (pipe.recv() for pipe, _ in pipes)
+    finally:
+        for job in jobs:
+            job.join(20)
+            job.kill()
+    assert found == other
+    assert loss == other_loss
+    step, data = compiled(mesh)
+    local = traced(step, data[1])
+    step_loss = step(data[2])
+    assert loss == pytest.approx(step_loss, rel=1e-6)
+    assert found.source == "measured"
+    assert len(found.roles) == len(local.roles)
+    compute = [sorted(s.name for s in one.spans if s.kind == "compute") for one in (found, local)]
+    assert compute[0] == compute[1]
+    assert {s.name for s in found.spans if s.kind != "compute" and s.role == 0} <= set(starts)
+    if mesh == "dp=2":
+        assert {s.name for s in found.spans if s.kind != "compute"} == set(starts)
+    else:
+        assert any(s.kind == "transfer" for s in found.spans)
+    assert all(s.start >= 0 and s.end <= found.seconds for s in found.spans)
