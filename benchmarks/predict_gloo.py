@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 4, 12
 RATE = "1gbit"
 TIMEOUT_S = 600
-CALIBRATE = "import typer; from meshweave.cli.calibrate import calibrate; typer.run(calibrate)"
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,6 @@ def worker(config: Config, profile: str) -> None:
     import torch
 
     import meshweave as mw
-    from meshweave.capture.optimizers import current_lrs
     from meshweave.capture.sources import load_source
     from meshweave.runtime.cluster import init_from_env, shutdown
 
@@ -189,7 +187,7 @@ def worker(config: Config, profile: str) -> None:
         began = time.perf_counter()
         step(batches[i % 4])
         seconds.append(time.perf_counter() - began)
-    traced = [step.session.trace(step._micros(batches[0], 1), current_lrs(optimizer)) for _ in range(3)]
+    traced = [step.trace(batches[0]) for _ in range(3)]
     trace = sorted(traced, key=lambda one: one.seconds)[1]
     if rank == 0:
         found = {"seconds": seconds, "measured": split(trace)}
@@ -232,7 +230,7 @@ def measure(link: Link, configs: Sequence[Config], is_quick: bool, folder: Path)
     """A row per configuration, and the calibration's own words."""
     file = folder / "machine.toml"
     options = ["--quick"] if is_quick else []
-    said = link.run("-c", CALIBRATE, "-o", str(file), *options)
+    said = link.run("-m", "meshweave", "calibrate", "-o", str(file), *options)
     print(said, flush=True)
     rows = []
     for config in configs:

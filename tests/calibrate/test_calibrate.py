@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -15,7 +16,6 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-import meshweave.cli.calibrate as command
 from meshweave.calibrate import Plan, calibrate
 from meshweave.calibrate.cases import (
     Grid,
@@ -37,6 +37,7 @@ from meshweave.hardware.schema import KINDS
 from meshweave.hardware.work import Attention, Matmul, Memory
 from meshweave.ir.mesh import Mesh
 
+command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")
 MIB = 1 << 20
 TINY = Plan(
@@ -209,7 +210,7 @@ def test_errors_are_those_of_points_that_were_held_out() -> None:
 
 def test_measured_links_are_priced_and_their_errors_stated() -> None:
     links = [
-        MeasuredLink("all_gather", "node", 2, size, seconds, is_held_out)
+        MeasuredLink("all_gather", "node", 2, size, seconds, is_held_out, 0.25)
         for size, seconds, is_held_out in ((1000, 1e-4, False), (10_000, 2e-4, True), (100_000, 1e-3, False))
     ]
     found = places(2, 2)
@@ -217,6 +218,7 @@ def test_measured_links_are_priced_and_their_errors_stated() -> None:
     profile = parse_profile(text, "toy.toml")
     mesh = Mesh("dp=2")
     assert profile.seconds("all_gather", mesh, ("dp",), 100_000) == pytest.approx(1e-3)
+    assert profile.host_share("all_gather", mesh, ("dp",)) == pytest.approx(0.25)
     assert profile.links.node.bandwidth == 1e8
     assert profile.compute_slowdown(frozenset({"node"})) == 1.5
     with pytest.raises(MeshweaveError, match="does not say what 'all_reduce' costs"):
@@ -302,9 +304,9 @@ def test_an_output_that_cannot_be(tmp_path: Path, output: str, what: str) -> Non
 
 
 _WORKER = """
-import sys
+import importlib
 import typer
-import meshweave.cli.calibrate as command
+command = importlib.import_module("meshweave.cli.calibrate")
 from tests.calibrate.test_calibrate import TINY
 command.QUICK = TINY
 app = typer.Typer()

@@ -164,7 +164,13 @@ def _link_tables(figures: Figures, memory_bandwidth: float) -> Iterable[str]:
         own = [one for one in figures.links if (one.op, one.level, one.group_size) == (op, level, size)]
         rows = [(float(one.local_bytes), one.seconds, 1.0) for one in own if not one.is_held_out]
         head = "[[collectives]]  # bytes of the local input, seconds"
-        yield f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n{_points(_rising(rows))}'
+        named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\nhost = {_number(_host(own))}\n'
+        yield f"{named}{_points(_rising(rows))}"
+
+
+def _host(found: Sequence[MeasuredLink]) -> float:
+    """The caller's share over all sizes, each as it weighs: of the seconds in all."""
+    return sum(one.host * one.seconds for one in found) / sum(one.seconds for one in found)
 
 
 def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _COLLECTIVES: dict[str, tuple[Any, Callable[[int, int], list[Any]]]] = {  # argu
 OPS = (*_COLLECTIVES, "permute", "transfer")
 MOST_SLOWDOWN = 20.0
 _COVER = 2.5  # compute that should hide a communication lasts so many times as long
+_MOST_SLEEP_S = 0.5
+_HOST_ROUNDS = 3
 _WIDTH = 16  # columns of the operands: rows are what collectives cut
 
 
@@ -51,6 +54,7 @@ class MeasuredLink:
     local_bytes: int
     seconds: float
     is_held_out: bool
+    host: float = 0.0  # share of the seconds that the caller spends in starting and finishing it
 
     @property
     def received(self) -> float:
@@ -127,6 +131,17 @@ class Links:
         self.peers.meet()
         return timed(run, repeats)
 
+    def host_seconds(self, start: Callable[[], Any], seconds: float) -> float:
+        """What the caller does of one communication: starting it, and finishing it when the bytes are there."""
+        self.peers.meet()
+        began = time.perf_counter()
+        started = start()
+        posted = time.perf_counter()
+        time.sleep(min(_MOST_SLEEP_S, 3 * seconds + 1e-3))
+        resumed = time.perf_counter()
+        self.wait(started)
+        return posted - began + time.perf_counter() - resumed
+
 
 def _rotated(members: Sequence[int]) -> tuple[int, ...]:
     return (*members[1:], members[0])
@@ -162,9 +177,16 @@ def time_links(
             if turn < case[-1]:
                 sample.append(links.sample(case[4], case[5]))
     seconds = links.peers.most([typical(sample) for sample in samples])
+    on_gpu = links.device.type == "cuda"  # there the caller only enqueues
+    host = links.peers.mean(
+        [
+            0.0 if on_gpu else median(links.host_seconds(case[4], one) for _ in range(_HOST_ROUNDS))
+            for case, one in zip(cases, seconds, strict=True)
+        ]
+    )
     return [
-        MeasuredLink(op, place.level, place.size, size, one, is_held_out)
-        for (place, op, size, is_held_out, *_), one in zip(cases, seconds, strict=True)
+        MeasuredLink(op, place.level, place.size, size, one, is_held_out, min(1.0, own / one))
+        for (place, op, size, is_held_out, *_), one, own in zip(cases, seconds, host, strict=True)
     ]
 
 

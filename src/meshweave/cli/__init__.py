@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from meshweave.cli.calibrate import calibrate
+from meshweave.cli.calibrate import calibrate as calibrate_command
 from meshweave.cli.move import move_command
 from meshweave.cli.prove import check, plan_command
 from meshweave.cli.simulate import explain_command, simulate_command
@@ -28,7 +28,7 @@ app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("simulate")(simulate_command)
 app.command("move")(move_command)
-app.command()(calibrate)
+app.command("calibrate")(calibrate_command)
 
 
 def main() -> None:

@@ -38,14 +38,19 @@ def curve_of(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> tuple
     They are those of the measured group size nearest in ratio (the smaller of two), at sizes where a device receives
     as many bytes, with the start-up (the first point's time) once per peer: measured with n - 1 peers, asked for m - 1.
     """
-    found = [fit for fit in fits if fit.op == op and fit.level == level]
-    if not found:
+    fit = nearest(op, level, group_size, fits)
+    if fit is None:
         return None
-    fit = min(found, key=lambda fit: (abs(log(fit.group_size / group_size)), fit.group_size))
     stretch = _per_byte(op, fit.group_size) / _per_byte(op, group_size)
     peers = 1.0 if op in _PAIRWISE else (group_size - 1) / (fit.group_size - 1)
     added = fit.points[0][1] * (peers - 1)
     return tuple((x * stretch, seconds + added) for x, seconds in fit.points)
+
+
+def nearest(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> Fit | None:
+    """What was measured of an op in groups of the size nearest in ratio."""
+    found = [fit for fit in fits if fit.op == op and fit.level == level]
+    return min(found, key=lambda fit: (abs(log(fit.group_size / group_size)), fit.group_size), default=None)
 
 
 def fastest(op: str, curve: Sequence[Point], group_size: int) -> float:

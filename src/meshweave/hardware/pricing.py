@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import nccl
-from meshweave.hardware.fitted import along, curve_of, fastest
+from meshweave.hardware.fitted import along, curve_of, fastest, nearest
 from meshweave.hardware.schema import Link, Point
 from meshweave.hardware.topology import Shape, shapes
 from meshweave.ir.mesh import Mesh
@@ -23,11 +23,12 @@ _CONCURRENT = 2  # levels of links: what they carry at once, a bound that adds u
 @dataclass(frozen=True, slots=True)
 class Price:
     """Seconds of an op of one profile over one mesh and axes. Of each shape of group the fastest of its lines counts
-    (or, where it was measured, its curve), and of all shapes the slowest."""
+    (or, where it was measured, its curve), and of all shapes the slowest. `host` is the caller's share of the time."""
 
     lines: tuple[tuple[nccl.Line, ...], ...]
     curves: tuple[tuple[Point, ...], ...]
     usage: Usage
+    host: float = 0.0
 
     def seconds(self, local_bytes: float) -> float:
         slowest = 0.0
@@ -121,6 +122,7 @@ def _far(profile: MachineProfile) -> Shape:
 def _of_shapes(profile: MachineProfile, op: str, found: tuple[Shape, ...]) -> Price:
     lines, curves = [], []
     usage: dict[str, float] = {}
+    host = 0.0
     for shape in found:
         if shape.size == 1:
             continue
@@ -129,6 +131,8 @@ def _of_shapes(profile: MachineProfile, op: str, found: tuple[Shape, ...]) -> Pr
         curve = curve_of(op, level, shape.size, profile.collectives)
         if curve is not None:
             curves.append(curve)
+            fit = nearest(op, level, shape.size, profile.collectives)
+            host = max(host, fit.host if fit is not None else 0.0)
             used = {level: 1.0}
         elif profile.nccl is not None:
             group = nccl.lines(op, shape, profile.nccl, profile.links)
@@ -138,7 +142,8 @@ def _of_shapes(profile: MachineProfile, op: str, found: tuple[Shape, ...]) -> Pr
             raise _unmeasured(profile, op, level)
         for name, share in used.items():
             usage[name] = max(usage.get(name, 0.0), share)
-    return Price(tuple(lines), tuple(curves), tuple(sorted((name, s) for name, s in usage.items() if s > 0)))
+    used_levels = tuple(sorted((name, share) for name, share in usage.items() if share > 0))
+    return Price(tuple(lines), tuple(curves), used_levels, host)
 
 
 def _unmeasured(profile: MachineProfile, op: str, level: str) -> MeshweaveError:

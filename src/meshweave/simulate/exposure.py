@@ -76,7 +76,7 @@ class _Analysis:
     def run(self) -> Exposure:
         compute, communication, total, idle = [], [], [], []
         for index, held in enumerate(self.tasks.roles):
-            busy = sum(self.times.ends[t] - self.times.starts[t] for t in held.tasks if self.tasks.tasks[t].kernel)
+            busy = sum(self.times.ends[t] - self.times.starts[t] for t in held.tasks)
             gaps = list(self.gaps(held))
             shown = sum(self.attribute(index, gap) for gap in gaps)
             compute.append(busy)

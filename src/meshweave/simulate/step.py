@@ -110,8 +110,8 @@ def _result(
 
 
 def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
-    """Kernels and communications in order of time; starts and waits are seen through."""
-    shown = [i for i, t in enumerate(tasks.tasks) if t.kind in ("kernel", "copy")]
+    """Kernels and communications in order of time; starts and waits where they take any."""
+    shown = [i for i, t in enumerate(tasks.tasks) if t.kind in ("kernel", "copy") or t.seconds]
     shown.sort(key=lambda i: (times.starts[i], times.ends[i], i))
     number = {task: i for i, task in enumerate(shown)}
     producers = _producers(tasks)
@@ -121,9 +121,8 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
         origin = origin_of(task.node)
         needs = tuple(sorted({number[n] for n in producers[task_index] if n in number}))
         names = tuple(n.name for n in task.kernel.nodes) if task.kernel is not None else (task.node.name,)
-        kind = (
-            "compute" if task.kind == "kernel" else "transfer" if task.op in ("transfer", "permute") else "collective"
-        )
+        kind = "compute" if task.kind != "copy" else "collective"
+        kind = "transfer" if task.op in ("transfer", "permute") else kind
         spans.append(
             Span(
                 i,
@@ -139,7 +138,7 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
                 origin.source,
                 task.flops,
                 task.received if task.kernel is None else float(sum(work.bytes for work in task.kernel.works)),
-                task.node.meta.get("move", "") if task.kernel is None else "",
+                task.node.meta.get("move", "") if task.kind == "copy" else "",
                 task.group,
                 task.microbatch,
                 exposure.exposed.get(task_index, 0.0),
@@ -157,7 +156,7 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
 def _op_text(tasks: Tasks, index: int) -> str:
     task = tasks.tasks[index]
     if task.kernel is None:
-        return task.op
+        return task.op or task.kind
     names = list(dict.fromkeys(op_name(n.target) for n in task.kernel.nodes))
     return (
         names[0]

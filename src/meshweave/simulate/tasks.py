@@ -202,13 +202,24 @@ class _Lowering:
             made = replace(self.priced[key], node=first.node, microbatch=first.microbatch)
         else:
             made = self.collective(key, roles, first)
+        made, host = self.split(made)
         task = self.add(made)
         senders, takers = self.ends(kind, key, starts)
         self.needs[task] += senders
         for start in takers:
             if start in self.waits:
-                self.needs[self.waits[start]].append(task)
+                wait = self.waits[start]
+                self.needs[wait].append(task)
+                self.tasks[wait] = replace(self.tasks[wait], seconds=self.tasks[wait].seconds + host)
         return task
+
+    def split(self, copy: Task) -> tuple[Task, float]:
+        """A copy without what the waiting role does of it, and that: sums and copies of a runtime on a processor."""
+        if self.profile.fusion != "none" or not copy.seconds or copy.op in ("transfer", "permute"):
+            return copy, 0.0
+        mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
+        host = copy.seconds * self.profile.host_share(copy.op, mesh, axes)
+        return replace(copy, seconds=copy.seconds - host), host
 
     def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
         """The starts that a copy needs and those whose waits need it: all. In a pipelined schedule a transfer is
