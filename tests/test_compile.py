@@ -132,7 +132,7 @@ def test_explain_names_the_models_lines() -> None:
 
 
 BAD_INPUT = {
-    "a named profile": ({"profile": "h100"}, mw.MeshweaveError, "profiles"),
+    "an unknown profile": ({"profile": "h10"}, mw.MeshweaveError, "h100"),
     "an unknown axis in the plan": ({"plan": mw.Plan.dp("data")}, mw.MeshError, "data"),
     "a plan that matches nothing": ({"plan": mw.Plan.tp("tp", {"*.q_projj": "colwise"})}, mw.PlanError, "q_proj"),
     "accumulation that does not divide": ({"accumulate": 3}, mw.PlanError, "divide"),
