@@ -81,3 +81,25 @@ def test_it_hides_what_it_can() -> None:
 def test_backwards_in_time_is_an_error() -> None:
     with pytest.raises(PlanError, match="after they are needed"):
         program(-1)
+
+
+class Named(torch.nn.Module):
+    """The second layer's name begins like that of an entry of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.batch_last = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.batch_last(self.first(x).relu())
+
+
+def test_a_parameter_is_told_from_the_batch_by_what_it_is() -> None:
+    step = mw.compile(Named(), loss=lambda out, _: out.sum(), example=(torch.ones(4, 8),), mesh="fsdp=2", prefetch=1)
+    nodes = list(step.program.rank.graph.nodes)
+    (start,) = (
+        n
+        for n in nodes
+        if n.target in COLLECTIVES and origin_of(n).phase == "forward" and origin_of(n).module.startswith("batch_last")
+    )
+    assert nodes.index(start) < min(nodes.index(n) for n in nodes if n.target is WAIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -34,18 +34,18 @@ def prefetch(role: RankGraph, ahead: int) -> RankGraph:
         raise PlanError("blocks cannot be fetched after they are needed", got=f"prefetch={ahead}", expected="0 or more")
     if ahead:
         for phase in ("forward", "backward"):
-            units = list(_units(role.graph, phase))
+            units = list(_units(role, phase))
             for i, unit in reversed(list(enumerate(units))):
                 anchor = units[max(0, i - ahead)].first_wait
                 _move(unit, anchor)
-    return replace(role)
+    return role
 
 
-def _units(graph: fx.Graph, phase: str) -> Iterator[_Unit]:
-    free = _free(graph)
-    order = {node: i for i, node in enumerate(graph.nodes)}
+def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
+    free = _free(role)
+    order = {node: i for i, node in enumerate(role.graph.nodes)}
     groups: dict[str, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in role.graph.nodes:
         if node.target in COLLECTIVES and node in free and origin_of(node).phase == phase:
             groups.setdefault(_block(node), []).append(node)
     made = []
@@ -56,18 +56,15 @@ def _units(graph: fx.Graph, phase: str) -> Iterator[_Unit]:
     yield from sorted(made, key=lambda unit: order[unit.first_wait])
 
 
-def _free(graph: fx.Graph) -> set[fx.Node]:
+def _free(role: RankGraph) -> set[fx.Node]:
     """The nodes that need nothing but inputs: no communication and no work on activations stands before them.
 
-    Only what starts from parameters counts: a batch is there from the beginning too, but is gathered where it is used.
+    A batch is there from the beginning too, but is gathered where it is used.
     """
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if str(node.name).startswith("batch_"):
-                continue
-            found.add(node)
-        elif node.op == "call_function" and node.target is not WAIT and all(n in found for n in node.all_input_nodes):
+    sources = (n for n in role.graph.nodes if n.op == "placeholder")
+    found = {n for n, item in zip(sources, role.inputs, strict=True) if item.kind != "batch"}
+    for node in role.graph.nodes:
+        if node.op == "call_function" and node.target is not WAIT and all(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
 
@@ -97,6 +94,3 @@ def _move(unit: _Unit, anchor: fx.Node) -> None:
         for node in chain:
             if position[node] > position[anchor] or node.target in SYMBOLS:
                 anchor.prepend(node)
-
-
-__all__ = ["prefetch"]
