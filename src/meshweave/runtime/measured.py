@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,20 +12,16 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, collectives, transfer
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, transfer
 from meshweave.runtime.meter import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import work_of
+from meshweave.simulate.exposure import covered
 from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
 from meshweave.simulate.shapes import Local, local_values
+from meshweave.simulate.tasks import COST_NAMES
 
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
-_OPS: Mapping[Any, str] = {
-    collectives.all_gather_into_tensor.default: "all_gather",
-    collectives.reduce_scatter_tensor.default: "reduce_scatter",
-    collectives.all_reduce.default: "all_reduce",
-    collectives.all_to_all_single.default: "all_to_all",
-}
 
 
 @dataclass(slots=True)
@@ -85,7 +80,7 @@ class _Role:
         operand = node.args[0]
         held = self.local.one(operand) if isinstance(operand, fx.Node) else None
         size = held.num_elements * held.dtype.itemsize if held is not None else 0
-        op = _OPS[node.target]
+        op = COST_NAMES[node.target]
         taken = bytes_received(op, mesh.flat_size(axis_list), size, "a measured step")
         return self.span(
             node, event, op, "collective", f"comm {key}{suffix}", bytes=float(taken), group=",".join(axis_list)
@@ -155,8 +150,8 @@ class _Role:
                 made[span.name] = self.first + i
 
     def result(self) -> RoleResult:
-        compute = _covered([(s.start, s.end) for s in self.spans if s.kind == "compute"])
-        communication = _covered([(s.start, s.end) for s in self.spans if s.kind != "compute"])
+        compute = covered([(s.start, s.end) for s in self.spans if s.kind == "compute"])
+        communication = covered([(s.start, s.end) for s in self.spans if s.kind != "compute"])
         exposed = sum(self.exposed.values())
         whole = self.trace.ended - self.trace.began
         curve, peak, peak_at, held = self.memory()
@@ -226,15 +221,6 @@ def _works(node: fx.Node, local: Local) -> tuple[Matmul | Attention, ...]:
         return work_of(node, operands, local.values[node])  # type: ignore[return-value]
     except MeshweaveError:
         return ()
-
-
-def _covered(stretches: Sequence[tuple[float, float]]) -> float:
-    """Seconds that lie in any of the stretches."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(stretches):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def measured(

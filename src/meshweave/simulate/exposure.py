@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -81,7 +81,7 @@ class _Analysis:
             shown = sum(self.attribute(index, gap) for gap in gaps)
             compute.append(busy)
             communication.append(
-                _covered([(self.times.starts[c], self.times.ends[c]) for line in self.copies[index] for c in line])
+                covered([(self.times.starts[c], self.times.ends[c]) for line in self.copies[index] for c in line])
             )
             total.append(shown)
             idle.append(max(0.0, self.makespan - busy - shown))
@@ -240,8 +240,8 @@ class _Analysis:
         return f"{op_name(node.target)} {node.name}" + (f" ({origin.source})" if origin.source else "")
 
 
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union."""
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in any of the intervals."""
     total, last = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, last))

@@ -156,7 +156,8 @@ def memory_of(
     alive = [life for life in lives if life.begin <= peak_at and (life.end > peak_at or life.end >= makespan)]
     alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
     lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
-    shown = tuple(_held(life, held) for life in alive[:num_at_peak])
+    gradients = _gradients(held)
+    shown = tuple(_held(life, gradients) for life in alive[:num_at_peak])
     reserved = reserved_bytes(_allocations(lives, makespan))
     return Memory(tuple(sorted(events.items())), peak, peak_at, reserved, lasting, shown)
 
@@ -179,24 +180,26 @@ def _allocations(lives: Sequence[_Life], makespan: float) -> Iterator[tuple[int,
         yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes if i in ended)
 
 
-def _held(life: _Life, held: RoleTasks) -> Held:
+def _held(life: _Life, gradients: frozenset[fx.Node]) -> Held:
     origin = origin_of(life.node)
-    return Held(life.node.name, life.bytes, life.kind or _kind(life, held), origin.module, origin.source)
+    return Held(life.node.name, life.bytes, life.kind or _kind(life, gradients), origin.module, origin.source)
 
 
-def _kind(life: _Life, held: RoleTasks) -> str:
+def _kind(life: _Life, gradients: frozenset[fx.Node]) -> str:
     name = getattr(life.node.target, "__name__", str(life.node.target))
     if "all_gather" in name:
         return "gathered"
     if life.crosses:
         return "activation"
-    returned = {
-        x.storage
-        for (kind, _), n in zip(held.role.outputs, next(iter(reversed(held.role.graph.nodes))).args[0], strict=True)
-        if kind == "grad"
-        for x in held.local.values[n]
-    }
-    return "grad" if any(x.storage in returned for x in held.local.values[life.node]) else "temporary"
+    return "grad" if life.node in gradients else "temporary"
+
+
+def _gradients(held: RoleTasks) -> frozenset[fx.Node]:
+    """The nodes that share a storage with a gradient that the role returns."""
+    values, output = held.local.values, next(iter(reversed(held.role.graph.nodes)))
+    pairs = zip(held.role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+    storages = {x.storage for (kind, _), n in pairs if kind == "grad" for x in values[n]}  # type: ignore[index]
+    return frozenset(n for n, made in values.items() if any(x.storage in storages for x in made))
 
 
 def bytes_by_kind(at_peak: Iterable[Held]) -> Mapping[str, int]:

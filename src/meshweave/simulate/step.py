@@ -14,7 +14,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.simulate.clock import Times, play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Fusion, Kernel
-from meshweave.simulate.memory import Memory, memory_of
+from meshweave.simulate.memory import Memory, bytes_by_kind, memory_of
 from meshweave.simulate.result import RoleResult, Simulation, Span
 from meshweave.simulate.tasks import FORWARD, Pipeline, RoleTasks, Tasks, items_by_part, lower_tasks
 
@@ -212,9 +212,7 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
     if worst.peak_bytes <= room:
         return ""
     over = worst.peak_bytes - room
-    kinds: dict[str, int] = {}
-    for one in worst.at_peak:
-        kinds[one.kind] = kinds.get(one.kind, 0) + one.bytes
+    kinds = bytes_by_kind(worst.at_peak)
     advice = []
     if kinds.get("activation", 0) > over:
         advice.append("recompute activations (--recompute full), or a smaller local batch")
@@ -222,7 +220,7 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
         advice.append("shard parameters and optimizer state over more devices (a larger fsdp axis)")
     if not advice:
         advice.append("a smaller local batch or shorter sequences, or more devices")
-    most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in sorted(kinds.items(), key=lambda item: -item[1])[:3])
+    most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in list(kinds.items())[:3])
     return (
         f"does not fit: role {worst.index} needs {worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB "
         f"({most} among the largest at the peak); what would make it fit: {'; '.join(advice)}"

@@ -18,7 +18,7 @@ from meshweave.engine.match import Channel, agreed
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
-from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, collectives, transfer
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.simulate.narrow import Narrow
@@ -28,7 +28,7 @@ Pipeline = Literal["sequential", "gpipe", "1f1b"]
 Passes = tuple[tuple[int, int], ...]  # (part, microbatch), in the order in which a role runs them
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2
-_COST_NAMES: dict[Any, str] = {
+COST_NAMES: dict[Any, str] = {  # collectives as profiles name them
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
@@ -240,7 +240,7 @@ class _Lowering:
         held = self.roles[number].local.one(operand)
         size = float(held.num_elements * held.dtype.itemsize) if held is not None else 0.0
         size = self.narrow[number].moved_bytes(node, size) if self.narrow else size
-        op = _COST_NAMES[node.target]
+        op = COST_NAMES[node.target]
         seconds = self.profile.seconds(op, mesh, axes, size)
         usage = self.profile.usage(op, mesh, axes) if seconds else ()
         received = self.profile.bytes_received(op, mesh.flat_size(axes), size)
@@ -340,7 +340,3 @@ def lower_tasks(
     passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
     return _Lowering(graphs, profile, roles, passes, narrow, pipeline != "sequential").run()
-
-
-def describe(task: Task) -> str:
-    return f"{op_name(task.node.target)} ({task.node.name}) {origin_of(task.node)}"
