@@ -17,6 +17,7 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.overlap import OverlapOptions, OverlapReport, overlap
 from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule
@@ -38,6 +39,8 @@ __all__ = [
     "MeshError",
     "MeshweaveError",
     "MovePlan",
+    "OverlapOptions",
+    "OverlapReport",
     "Plan",
     "PlanError",
     "Program",
@@ -51,6 +54,7 @@ __all__ = [
     "load_profile",
     "move",
     "on",
+    "overlap",
     "plan_move",
     "reduction",
     "register_rule",

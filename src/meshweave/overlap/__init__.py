@@ -1,5 +1,18 @@
-"""When communication starts, relative to compute."""
+"""When communication runs, relative to compute: parameters gathered ahead, and any graph ordered and bucketed."""
 
+from meshweave.overlap.entry import OverlapOptions, overlap, overlap_graph
+from meshweave.overlap.figures import Figures
 from meshweave.overlap.prefetch import prefetch
+from meshweave.overlap.report import CandidateRow, CollectiveRow, Merge, OverlapReport
 
-__all__ = ["prefetch"]
+__all__ = [
+    "CandidateRow",
+    "CollectiveRow",
+    "Figures",
+    "Merge",
+    "OverlapOptions",
+    "OverlapReport",
+    "overlap",
+    "overlap_graph",
+    "prefetch",
+]

@@ -1,0 +1,134 @@
+"""Why each collective is hidden or exposed, and why neighbours stay apart: the rows of a report."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from meshweave.ir.graph import op_name
+from meshweave.overlap.merge import Merger
+from meshweave.overlap.play import Played, Slowdown, play
+from meshweave.overlap.report import CollectiveRow, Merge
+from meshweave.overlap.search import Candidate, Search
+
+_SHOWN = 4  # kernels named per collective
+_LOOKED_AT = 256  # kernels after a stall that are asked whether they could have run in it
+
+
+def exposed_of(played: Played) -> float:
+    """Seconds in which the compute stream waits for communication."""
+    return sum(b - a for _, a, b in played.stalls)
+
+
+def collective_rows(merger: Merger, chosen: Candidate, slowdown: Slowdown | None) -> tuple[CollectiveRow, ...]:
+    """One row per communication of the chosen order, in the order of starts."""
+    problem, items = chosen.merged.problem, chosen.merged.items
+    played = play(problem, chosen.order, slowdown)
+    stalls: dict[int, tuple[float, float]] = {}
+    for c, a, b in played.stalls:
+        since, total = stalls.get(c, (a, 0.0))
+        stalls[c] = (since, total + b - a)
+    kernels = [x for x in chosen.order if x >= 0 and problem.channel[x] < 0 and problem.seconds[x] > 0]
+    ends = [played.end[x] for x in kernels]
+    place = {x: n for n, x in enumerate(chosen.order)}
+    rows = []
+    for c in (x for x in chosen.order if x >= 0 and problem.channel[x] >= 0):
+        item = items[c]
+        starts = chosen.merged.buckets[item.bucket] if item.kind == "start" else (item.of,)
+        reading = merger.reading
+        beside = []
+        for k in range(bisect_left(ends, played.begin[c]), len(kernels)):
+            x = kernels[k]
+            if played.begin[x] >= played.end[c]:
+                break
+            shared = min(played.end[x], played.end[c]) - max(played.begin[x], played.begin[c])
+            beside.append((problem.names[x], shared))
+        beside = sorted((b for b in beside if b[1] > 0), key=lambda b: (-b[1], b[0]))[:_SHOWN]
+        since, exposed = stalls.get(c, (0.0, 0.0))
+        rows.append(
+            CollectiveRow(
+                problem.names[c],
+                op_name(reading.nodes[starts[0]].target).rpartition(".")[2],
+                problem.channels[problem.channel[c]],
+                sum(merger.costs.moved[s] for s in starts),
+                played.end[c] - played.begin[c],
+                exposed,
+                tuple(beside),
+                _reason(chosen, played, c, since, place) if exposed else "",
+            )
+        )
+    return tuple(rows)
+
+
+def _reason(chosen: Candidate, played: Played, c: int, since: float, place: dict[int, int]) -> str:
+    """Why the stream waits for communication c from `since` on."""
+    problem = chosen.merged.problem
+    needs = [d for d in problem.deps[c] if problem.channel[d] < 0]
+    last = max(needs, key=lambda d: played.end[d], default=-1)
+    ready = max([played.end[d] for d in (*needs, *problem.waits[c])], default=0.0)
+    users = [x for x in chosen.order if x >= 0 and c in problem.waits[x]]
+    user = problem.names[users[0]] if users else "the end of the step"
+    tiny = 0.01 * problem.copy[c]
+    if played.begin[c] > played.issued[c] + tiny:
+        channel = problem.channel[c]
+        before = max(
+            (
+                s
+                for s in problem.starts
+                if problem.channel[s] == channel and played.end[s] <= played.begin[c] + 1e-15 and s != c
+            ),
+            key=lambda s: played.end[s],
+            default=-1,
+        )
+        told = f"its link is busy with {problem.names[before]}" if before >= 0 else "its link is busy"
+    elif played.issued[c] > ready + tiny:
+        told = f"it starts {(played.issued[c] - ready) * 1e3:.3f} ms after it could: memory or order holds it back"
+    else:
+        told = f"{problem.names[last]} has just made what it carries" if last >= 0 else "nothing stands before it"
+    fill = _could_run(chosen, played, c, since, place)
+    rest = f"{fill} could have run meanwhile" if fill else "nothing else is left that could run"
+    return f"{user} needs it; {told}; {rest}"
+
+
+def _could_run(chosen: Candidate, played: Played, c: int, since: float, place: dict[int, int]) -> str:
+    """A kernel behind the stall that had all it needs when the stall began; "" where there is none."""
+    problem = chosen.merged.problem
+    at = next((n for n, x in enumerate(chosen.order) if x == ~c), len(chosen.order))
+    for x in chosen.order[at : at + _LOOKED_AT]:
+        if x < 0 or problem.channel[x] >= 0 or not problem.seconds[x]:
+            continue
+        ready = all(place[d] < at for d in problem.deps[x])
+        if ready and all(w != c and played.end[w] <= since for w in problem.waits[x]):
+            return problem.names[x]
+    return ""
+
+
+def merge_rows(search: Search, chosen: Candidate) -> tuple[Merge, ...]:
+    """The buckets of the chosen order, and for each two neighbours of a kind that stay apart why."""
+    merger, problem = search.merger, search.merger.reading.problem
+    taken = []
+    for item, copy in zip(chosen.merged.items, chosen.merged.problem.copy, strict=True):
+        if item.kind == "start":
+            bucket = chosen.merged.buckets[item.bucket]
+            saved = sum(problem.copy[c] for c in bucket) - copy
+            taken.append(Merge(tuple(problem.names[c] for c in bucket), True, "", saved))
+    of = {c: b for b, bucket in enumerate(chosen.merged.buckets) for c in bucket}
+    tried = {c.merged.buckets: c for c in sorted(search.found, key=lambda c: -c.seconds[0])}
+    apart = []
+    for a, b in merger.neighbours():
+        if a in of and of[a] == of.get(b):
+            continue
+        bucket = chosen.merged.buckets[of[a]] if a in of else (a,)
+        reason = merger.can_join(bucket, b)
+        if not reason:
+            other = next((c for buckets, c in tried.items() if any(a in x and b in x for x in buckets)), None)
+            reason = _slower(other, chosen) if other is not None else f"not looked at: {chosen.name} keeps them apart"
+        apart.append(Merge((problem.names[a], problem.names[b]), False, reason))
+    return (*taken, *apart)
+
+
+def _slower(other: Candidate, chosen: Candidate) -> str:
+    if other.seconds[0] > chosen.seconds[0]:
+        return (
+            f"the step would take {other.seconds[0] * 1e3:.3f} ms, not {chosen.seconds[0] * 1e3:.3f} ms ({other.name})"
+        )
+    return f"no gain ({other.name}): {other.seconds[0] * 1e3:.3f} ms, links and copies {other.busy * 1e3:.3f} ms"

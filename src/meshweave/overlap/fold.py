@@ -1,0 +1,71 @@
+"""Kernels that need nothing but inputs and have one user run right before it: they are one item with it.
+
+Casts of a parameter's shard belong to its gather, an activation that is made again to what reads it. A scheduler that saw
+them alone would run them as early as it can, and fill the memory with what nobody reads yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.overlap.problem import Order, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """`problem` is of fewer items; `members[i]` are those of the problem before that item i stands for, in their order."""
+
+    problem: Problem
+    members: tuple[tuple[int, ...], ...]
+
+    def unfold(self, order: Order) -> list[int]:
+        """An order of the folded problem as one of the problem before."""
+        found: list[int] = []
+        for x in order:
+            if x >= 0:
+                found += self.members[x]
+            else:
+                found.append(~self.members[~x][-1])
+        return found
+
+
+def unfolded(problem: Problem) -> Folded:
+    """The problem as it is."""
+    return Folded(problem, tuple((i,) for i in range(problem.num_items)))
+
+
+def fold(problem: Problem) -> Folded:
+    """One item for each kernel or start with all that is folded into it. What takes longer than the mean kernel stays."""
+    users = problem.users()
+    kernels = [s for s, c in zip(problem.seconds, problem.channel, strict=True) if c < 0]
+    light = sum(kernels) / max(len(kernels), 1)
+    into: dict[int, int] = {}
+    inside: list[list[int]] = [[] for _ in problem.names]
+    for i in range(problem.num_items):
+        external = [d for d in problem.deps[i] if into.get(d) != i]
+        held = set(users[i])
+        is_light = problem.channel[i] < 0 and problem.seconds[i] <= light
+        if is_light and not external and not problem.waits[i] and len(held) == 1:
+            (user,) = held
+            into[i] = user
+            inside[user] += [*inside[i], i]
+    kept = [i for i in range(problem.num_items) if i not in into]
+    number = {i: n for n, i in enumerate(kept)}
+    members = tuple((*sorted(inside[i]), i) for i in kept)
+    made = Problem(sizes=problem.sizes, kept=problem.kept, before=problem.before, channels=problem.channels)
+    counts = problem.counts()
+    for i, group in zip(kept, members, strict=True):
+        own = set(group)
+        made.names.append(problem.names[i])
+        made.seconds.append(sum([problem.seconds[m] for m in group]))
+        made.deps.append(tuple(number[d] for d in problem.deps[i] if d not in own))
+        made.waits.append(tuple(number[c] for c in problem.waits[i]))
+        made.channel.append(problem.channel[i])
+        made.copy.append(problem.copy[i])
+        made.startup.append(problem.startup[i])
+        made.usage.append(problem.usage[i])
+        made.is_waited.append(problem.is_waited[i])
+        made.allocs.append(tuple(s for m in group for s in problem.allocs[m] if counts[s] or m == i))
+        made.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m])))
+    made.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]
+    return Folded(made, members)

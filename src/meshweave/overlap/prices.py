@@ -1,0 +1,321 @@
+"""Seconds of every item: from a machine profile on the actual ranks of each group, or from a callable of the caller's."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.profile import MachineProfile
+from meshweave.hardware.work import Attention, Matmul, Memory, Work
+from meshweave.ir.mesh import Mesh
+from meshweave.overlap.read import Reading
+from meshweave.overlap.vocabulary import Collective, place_of
+from meshweave.simulate.classify import base_name, kind_of, memory_work, work_of
+from meshweave.simulate.shapes import Value
+
+Cost = Callable[..., float]
+SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is known: 1 KiB to 8 GiB
+_COPY_RATE = 1.5e12  # bytes/s of a copy where no op of the graph shows one: half of an H100's HBM3 data sheet figure
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of a communication over the bytes that one rank hands in: known at `SIZES`, straight between."""
+
+    seconds: tuple[float, ...]
+
+    def __call__(self, num_bytes: float) -> float:
+        k = min(max(bisect_left(SIZES, num_bytes), 1), len(SIZES) - 1)
+        (a, b), (x, y) = SIZES[k - 1 : k + 1], self.seconds[k - 1 : k + 1]
+        return max(x + (y - x) * (num_bytes - a) / (b - a), 0.0)
+
+
+class Prices(Protocol):
+    """What the scheduler asks of costs."""
+
+    def compute(self, node: fx.Node) -> float: ...
+    def start(self, item: int, num_bytes: float) -> float: ...
+    def curve(self, item: int) -> Curve: ...
+    def usage(self, item: int) -> tuple[tuple[str, float], ...]: ...
+    def copy_rate(self) -> float: ...
+
+
+def handed_in(reading: Reading, item: int) -> float:
+    """Bytes that one rank hands in to the communication that item starts."""
+    node, row = reading.nodes[item], reading.rows[item]
+    found: list[fx.Node] = []
+    fx.map_arg([node.args[p] for p in row.operands if p < len(node.args)], found.append)
+    return float(sum(x.num_elements * x.dtype.itemsize for n in found for x in reading.values[n]))
+
+
+def check_seconds(node: fx.Node, seconds: Any) -> float:
+    """`seconds` as a float. Raises MeshweaveError, naming the node, for what is no duration."""
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not isfinite(seconds) or seconds < 0:
+        raise MeshweaveError(
+            "a cost is no duration", where=place_of(node), got=repr(seconds), expected="seconds: a number, 0 or more"
+        )
+    return float(seconds)
+
+
+@dataclass(slots=True)
+class CallablePrices:
+    """Costs that the caller has. A merged collective is asked for with its bytes where the callable takes them; else it
+    lies on the line through the smallest and the largest collective of the same op and group in the graph."""
+
+    reading: Reading
+    cost: Cost
+    known: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
+    needs_bytes: bool = field(init=False)  # the callable has a second argument that must be given
+    takes_bytes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        needed, taken = _arguments(self.cost)
+        self.needs_bytes, self.takes_bytes = needed > 1, taken > 1
+
+    def ask(self, node: fx.Node, num_bytes: int | None = None) -> float:
+        arguments = (node,) if num_bytes is None and not self.needs_bytes else (node, num_bytes)
+        try:
+            found = self.cost(*arguments)
+        except MeshweaveError:
+            raise
+        except Exception as error:
+            raise MeshweaveError(
+                "the cost callable failed", where=place_of(node), got=f"{type(error).__name__}: {error}"
+            ) from error
+        return check_seconds(node, found)
+
+    def compute(self, node: fx.Node) -> float:
+        return self.ask(node)
+
+    def start(self, item: int, num_bytes: float) -> float:
+        seconds = self.ask(self.reading.nodes[item], int(num_bytes) if self.needs_bytes else None)
+        row, channel = self.reading.rows[item], self.reading.problem.channel[item]
+        self.known.setdefault((row.name, channel), []).append((num_bytes, seconds))
+        return seconds
+
+    def curve(self, item: int) -> Curve:
+        node = self.reading.nodes[item]
+        if self.takes_bytes:
+            return Curve(tuple(self.ask(node, int(size)) for size in SIZES))
+        points = self.known[self.reading.rows[item].name, self.reading.problem.channel[item]]
+        (low, first), (high, last) = min(points), max(points)
+        slope = max((last - first) / (high - low), 0.0) if high > low else first / low if low else 0.0
+        base = max(first - slope * low, 0.0)
+        return Curve(tuple(base + slope * size for size in SIZES))
+
+    def check_group(self, item: int, groups: Mapping[str, Sequence[int]]) -> None:
+        """Raises MeshweaveError where the caller names groups and the group of a start is none of them."""
+        ranks_of(self.reading, item, groups)
+
+    def usage(self, item: int) -> tuple[tuple[str, float], ...]:
+        return ()
+
+    def copy_rate(self) -> float:
+        """The fastest that a large memory-bound op of the graph is, in bytes read and written per second."""
+        rates = []
+        for i, node in enumerate(self.reading.nodes):
+            seconds = self.reading.problem.seconds[i]
+            if seconds > 0 and _kind(node) in ("pointwise", "strided"):
+                values = self.reading.values
+                moved = sum(x.bytes for n in (*node.all_input_nodes, node) for x in values[n])
+                rates.append(moved / seconds if moved > 1 << 20 else 0.0)
+        return max(rates, default=0.0) or _COPY_RATE
+
+
+def _arguments(cost: Cost) -> tuple[int, int]:
+    """How many positional arguments a callable needs, and how many it takes."""
+    try:
+        held = inspect.signature(cost).parameters.values()
+    except (TypeError, ValueError):
+        return 1, 1
+    plain = [p for p in held if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in plain), len(plain)
+
+
+@dataclass(slots=True)
+class ProfilePrices:
+    """Costs of a machine. Communication is priced on the ranks of its group; chains of pointwise ops count as the kernel
+    that a compiler makes of them, where the profile's machine runs one: what only they read is neither written nor read."""
+
+    reading: Reading
+    profile: MachineProfile
+    groups: Mapping[str, Sequence[int]]
+    unknown: dict[str, None] = field(default_factory=dict)  # ops that were priced as memory traffic alone
+    meshes: dict[int, Mesh] = field(default_factory=dict)
+    works: dict[Any, tuple[Work, ...]] = field(default_factory=dict)
+
+    def compute(self, node: fx.Node) -> float:
+        return sum(self.profile.compute_seconds(work) for work in self.work(node))
+
+    def work(self, node: fx.Node) -> tuple[Work, ...]:
+        values = self.reading.values
+        inputs: list[fx.Node] = []  # as written: one that stands twice is two operands
+        fx.map_arg((node.args, node.kwargs), inputs.append)
+        operands = tuple(x for n in inputs for x in values[n])
+        results = values[node]
+        kind = _kind(node)
+        if kind == "attention":
+            return _attention(node, operands, results)
+        if kind == "" or not results:
+            self.unknown[str(node.target)] = None
+            return (memory_work("pointwise", operands, results, 1),) if operands or results else ()
+        if kind == "pointwise" and self.profile.fusion == "pointwise":
+            operands = tuple(x for n in inputs if not self.is_inner(n) for x in values[n])
+            results = () if self.is_inner(node) else results
+            return (memory_work(kind, operands, results, 1),) if operands or results else ()
+        if base_name(node.target) in _MATMULS:
+            return _product(operands, results)
+        key = (node.target, operands, results)
+        if key not in self.works:
+            self.works[key] = work_of(node, operands, results)
+        return self.works[key]
+
+    def is_inner(self, node: fx.Node) -> bool:
+        """Whether only pointwise ops over as many elements read what a pointwise op makes: it stays in registers."""
+        made = self.reading.values[node]
+        if node.op != "call_function" or len(made) != 1 or _kind(node) != "pointwise":
+            return False
+        size = made[0].num_elements
+        return all(
+            _kind(user) == "pointwise" and [x.num_elements for x in self.reading.values[user]] == [size]
+            for user in node.users
+        )
+
+    def mesh(self, item: int) -> Mesh:
+        channel = self.reading.problem.channel[item]
+        if channel not in self.meshes:
+            ranks = ranks_of(self.reading, item, self.groups)
+            self.meshes[channel] = Mesh({"group": len(ranks)}, devices=ranks)
+        return self.meshes[channel]
+
+    def start(self, item: int, num_bytes: float) -> float:
+        mesh = self.mesh(item)
+        name, scale = _as_priced(self.reading.rows[item], mesh.num_devices)
+        return self.profile.seconds(name, mesh, ("group",), num_bytes * scale)
+
+    def curve(self, item: int) -> Curve:
+        return Curve(tuple(self.start(item, size) for size in SIZES))
+
+    def usage(self, item: int) -> tuple[tuple[str, float], ...]:
+        mesh = self.mesh(item)
+        return self.profile.usage(_as_priced(self.reading.rows[item], mesh.num_devices)[0], mesh, ("group",))
+
+    def copy_rate(self) -> float:
+        moved = 1 << 28
+        work = Memory("strided", moved, moved // 4, torch.bfloat16)
+        return moved / self.profile.compute_seconds(work)
+
+
+def _as_priced(row: Collective, size: int) -> tuple[str, float]:
+    """The op of a profile that stands for a row, and its bytes per byte handed in: a broadcast sends what a gather of
+    parts does; a message crosses one link."""
+    if row.name == "broadcast":
+        return "all_gather", 1 / size
+    return ("permute", 1.0) if row.name == "transfer" else (row.name, 1.0)
+
+
+def ranks_of(reading: Reading, item: int, groups: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The ranks of the group of a start: as the caller says, else as torch.distributed knows them. Raises MeshweaveError,
+    naming the node, for a group that neither knows, and where the op's own group size says otherwise."""
+    node, channel = reading.nodes[item], reading.problem.channel[item]
+    name = reading.problem.channels[channel]
+    found = tuple(groups[name]) if name in groups else _registered(reading.groups[channel])
+    if not found:
+        raise MeshweaveError(
+            "the group of a collective is unknown",
+            where=place_of(node),
+            got=repr(name),
+            expected=f"one of {', '.join(map(repr, groups))}" if groups else "a group of torch.distributed",
+            hint="pass groups={name: ranks}, or a cost callable, which needs no ranks",
+        )
+    said = _group_size(node)
+    if said is not None and said != len(found):
+        raise MeshweaveError(
+            "a collective's group size is not that of its group",
+            where=place_of(node),
+            got=f"group_size {said}",
+            expected=f"{len(found)}, the size of group {name!r}: ranks {found[:8]}",
+        )
+    return found
+
+
+def _group_size(node: fx.Node) -> int | None:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    names = [a.name for a in node.target._schema.arguments]
+    if "group_size" not in names or names.index("group_size") >= len(node.args):
+        return None
+    size = node.args[names.index("group_size")]
+    return size if isinstance(size, int) else None
+
+
+def _registered(group: Any) -> tuple[int, ...]:
+    """The ranks of a group that torch.distributed knows; none where it does not."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    if isinstance(group, str):
+        try:
+            group = dist.distributed_c10d._resolve_process_group(group)
+        except (RuntimeError, ValueError, KeyError):
+            return ()
+    return tuple(dist.get_process_group_ranks(group))
+
+
+_ATTENTION = frozenset(
+    f"_scaled_dot_product_{kind}{end}"
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    for end in ("", "_backward")
+) | {"flex_attention", "flex_attention_backward", "_flash_attention_forward", "_flash_attention_backward"}
+
+
+def _kind(node: fx.Node) -> str:
+    """Kind of work, "" for an op that has none in the table."""
+    if node.op != "call_function":
+        return ""
+    name = base_name(node.target)
+    if name in _ATTENTION:
+        return "attention"
+    if name in _MATMULS:
+        return "matmul"
+    try:
+        return kind_of(node)
+    except MeshweaveError:
+        return ""
+
+
+_MATMULS = frozenset({"_scaled_mm", "_grouped_mm"})  # whose first two operands are the factors
+
+
+def _product(operands: tuple[Value, ...], results: tuple[Value, ...]) -> tuple[Work, ...]:
+    a, b = operands[:2]
+    moved = sum(x.bytes for x in (*operands, *results))
+    return (Matmul(prod(a.shape[:-1]), b.shape[-1], a.shape[-1], 1, a.dtype, moved),)
+
+
+def _attention(node: fx.Node, operands: tuple[Value, ...], results: tuple[Value, ...]) -> tuple[Work, ...]:
+    is_backward = base_name(node.target).endswith("backward")
+    q, k = operands[1:3] if is_backward and len(operands) > 3 else operands[:2]
+    if len(q.shape) < 3:
+        return (memory_work("pointwise", operands, results, 1),)
+    moved = sum(x.bytes for x in (*operands, *results))
+    heads, (queries, width), keys = prod(q.shape[:-2]), q.shape[-2:], k.shape[-2]
+    return (Attention(heads, queries, keys, width, _is_causal(node), is_backward, q.dtype, moved),)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    for p, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(node.kwargs.get("is_causal", node.args[p] if p < len(node.args) else False))
+    return False

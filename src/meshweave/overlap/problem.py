@@ -1,0 +1,106 @@
+"""What the scheduler sees of a graph: items with seconds, dependencies, channels and storages, all as small integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+Order = Sequence[int]  # item i, or ~i: the wait for the communication that item i starts
+
+
+@dataclass(slots=True)
+class Problem:
+    """Items 0 .. n-1 of a compute stream. Lists are by item unless said.
+
+    An item is a kernel, which takes `seconds`, or the start of a communication, which takes the stream no time and its
+    channel `copy` seconds (`channel` -1: a kernel). `deps` are the items that stand before it, `waits` the starts whose
+    communication is complete before it. It makes the storages `allocs` and reads or writes the storages `uses`; a
+    communication holds both until its wait. A storage is freed after its last use unless `kept`; `base_bytes` are those of
+    storages that live before the first item. `order` is the order of the graph.
+
+    `rate` is the share of its channel's time that a communication's `copy` spends on bytes, the rest is start-up.
+    """
+
+    names: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    deps: list[tuple[int, ...]] = field(default_factory=list)
+    waits: list[tuple[int, ...]] = field(default_factory=list)
+    channel: list[int] = field(default_factory=list)
+    copy: list[float] = field(default_factory=list)
+    startup: list[float] = field(default_factory=list)
+    usage: list[tuple[tuple[str, float], ...]] = field(default_factory=list)
+    allocs: list[tuple[int, ...]] = field(default_factory=list)
+    uses: list[tuple[int, ...]] = field(default_factory=list)
+    is_waited: list[bool] = field(default_factory=list)  # of a start: whether it has a wait
+    order: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # by storage, bytes
+    kept: list[bool] = field(default_factory=list)  # by storage
+    before: list[bool] = field(default_factory=list)  # by storage: lives before the first item
+    channels: list[str] = field(default_factory=list)
+    _users: list[list[int]] = field(default_factory=list)
+    _counts: list[int] = field(default_factory=list)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.names)
+
+    @property
+    def base_bytes(self) -> int:
+        return sum(size for size, is_before in zip(self.sizes, self.before, strict=True) if is_before)
+
+    @property
+    def starts(self) -> list[int]:
+        return [i for i, channel in enumerate(self.channel) if channel >= 0]
+
+    def users(self) -> list[list[int]]:
+        """Per item the items that stand after it or need its communication complete (twice, where both). Found once, when
+        the problem is whole."""
+        if not self._users:
+            self._users = [[] for _ in self.names]
+            for i, (deps, waits) in enumerate(zip(self.deps, self.waits, strict=True)):
+                for d in deps:
+                    self._users[d].append(i)
+                for c in waits:
+                    self._users[c].append(i)
+        return self._users
+
+    def counts(self) -> list[int]:
+        """Per storage how many events use it: kernels, and waits of communications; one more where it is kept. A new list,
+        for the caller to count down."""
+        if not self._counts:
+            found = [int(kept) for kept in self.kept]
+            for i, uses in enumerate(self.uses):
+                held = {*uses, *self.allocs[i]} if self.channel[i] >= 0 else uses
+                for s in held:
+                    found[s] += 1
+            self._counts = found
+        return self._counts.copy()
+
+    def holds(self, start: int) -> tuple[int, ...]:
+        """The storages that a communication holds until its wait."""
+        return tuple(dict.fromkeys((*self.uses[start], *self.allocs[start])))
+
+    def slower(self, factor: float) -> Problem:
+        """The same with communications that take `factor` times as long."""
+        return replace(self, copy=[c * factor for c in self.copy], startup=[s * factor for s in self.startup])
+
+    def check(self, order: Order) -> str:
+        """Why `order` is none of this problem: "" where each item and each wait stands once, after what it needs."""
+        done = [False] * self.num_items
+        waited = [False] * self.num_items
+        for x in order:
+            i = x if x >= 0 else ~x
+            held = done if x >= 0 else waited
+            if not 0 <= i < self.num_items or held[i]:
+                return f"{self.names[i] if 0 <= i < self.num_items else i} stands twice, or is nothing"
+            if x < 0:
+                if not done[i]:
+                    return f"the wait for {self.names[i]} stands before its start"
+            elif missing := [self.names[d] for d in self.deps[i] if not done[d]]:
+                return f"{self.names[i]} stands before {missing[0]}"
+            elif missing := [self.names[c] for c in self.waits[i] if not waited[c]]:
+                return f"{self.names[i]} stands before the wait for {missing[0]}"
+            held[i] = True
+        missing = [n for n, d in zip(self.names, done, strict=True) if not d]
+        missing += [self.names[c] for c in self.starts if self.is_waited[c] and not waited[c]]
+        return f"{missing[0]} does not stand in it" if missing else ""

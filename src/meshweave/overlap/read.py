@@ -1,0 +1,306 @@
+"""An fx graph as a problem: what needs what (data, mutations, random numbers, point-to-point order), what lives where."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.ir.rank import SYMBOLS, WAIT
+from meshweave.overlap.problem import Problem
+from meshweave.overlap.values import written_of
+from meshweave.overlap.vocabulary import Collective, collective_of, group_of, place_of
+from meshweave.simulate.shapes import Values
+
+Sources = tuple[frozenset[int], frozenset[int]]  # items, and starts whose communication must be complete
+_NONE: Sources = (frozenset(), frozenset())
+
+
+@dataclass(slots=True)
+class Reading:
+    """A graph as a problem. `nodes[i]` is item i; `rows[i]` its row where it starts a communication; `waits[i]` its wait
+    nodes. Nodes that are neither are free: views, symbols and the like, which stand where they are needed."""
+
+    graph: fx.Graph
+    values: Mapping[fx.Node, Values]
+    problem: Problem = field(default_factory=Problem)
+    nodes: list[fx.Node] = field(default_factory=list)
+    rows: dict[int, Collective] = field(default_factory=dict)
+    waits: dict[int, list[fx.Node]] = field(default_factory=dict)
+    groups: list[Any] = field(default_factory=list)  # by channel: the argument that names it
+    free: dict[fx.Node, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Reader:
+    made: Reading
+    is_releasable: Callable[[fx.Node], bool]
+    sources: dict[fx.Node, Sources] = field(default_factory=dict)
+    begun: dict[fx.Node, int] = field(
+        default_factory=dict
+    )  # nodes that hold what a communication makes, before its wait
+    mutated: set[int] = field(default_factory=set)
+    writer: dict[int, int] = field(default_factory=dict)  # mutated storage -> item that wrote it last
+    readers: dict[int, list[int]] = field(default_factory=dict)
+    flying: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # storage -> communications that read it, until their waits
+    landing: dict[int, set[int]] = field(default_factory=dict)  # storage -> those that write it
+    impure: dict[Any, bool] = field(default_factory=dict)  # by target
+    channels: dict[Any, int] = field(default_factory=dict)
+    last: dict[Any, int] = field(default_factory=dict)  # per chain of items that keep their order: the latest
+    fence: int = -1  # the latest item that everything stays behind
+    since: list[int] = field(default_factory=list)  # items after it
+    storages: set[int] = field(default_factory=set)
+
+    def run(self) -> Reading:
+        graph = self.made.graph
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self.mutated |= self.written(node)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.sources[node] = _NONE
+                self.place(node, before=True, kept=not self.is_releasable(node))
+            elif node.op == "get_attr":
+                self.sources[node] = _NONE
+                self.made.free[node] = None
+                self.place(node, before=True, kept=True)
+            elif node.op == "output":
+                self.finish(node)
+            elif node.target is WAIT:
+                self.wait(node)
+            elif self.is_free(node):
+                self.pass_through(node)
+            else:
+                self.item(node)
+        return self.made
+
+    def place(self, node: fx.Node, before: bool, kept: bool) -> tuple[int, ...]:
+        """Enter the storages that a node makes; returns their numbers."""
+        problem = self.made.problem
+        found = []
+        for x in self.made.values[node]:
+            while len(problem.sizes) <= x.storage:
+                problem.sizes.append(0)
+                problem.kept.append(False)
+                problem.before.append(False)
+            if x.storage not in self.storages:
+                self.storages.add(x.storage)
+                problem.sizes[x.storage], problem.before[x.storage] = x.storage_bytes, before
+                problem.kept[x.storage] = kept
+                found.append(x.storage)
+        return tuple(found)
+
+    def written(self, node: fx.Node) -> set[int]:
+        """The storages that a node writes into."""
+        if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
+            return {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
+        found: set[int] = set()
+        for position, name in written_of(node.target):
+            operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            for one in operand if isinstance(operand, (list, tuple)) else (operand,):
+                if isinstance(one, fx.Node):
+                    found |= {x.storage for x in self.made.values[one]}
+        return found
+
+    def is_free(self, node: fx.Node) -> bool:
+        """Whether a node does no work: it makes no tensor, or one that lives where an operand does, and writes none."""
+        if node.op != "call_function" or collective_of(node) is not None:
+            return False
+        if node.target is operator.getitem or node.target in SYMBOLS:
+            return True
+        made = self.made.values[node]
+        if not made:
+            return not self.is_impure(node) and "val" in node.meta
+        held = {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
+        return all(x.storage in held for x in made) and not written_of(node.target) and not self.is_impure(node)
+
+    def is_impure(self, node: fx.Node) -> bool:
+        if node.target not in self.impure:
+            self.impure[node.target] = node.is_impure(impure_random=False)
+        return self.impure[node.target]
+
+    def pass_through(self, node: fx.Node) -> None:
+        self.made.free[node] = None
+        if any(n in self.begun for n in node.all_input_nodes):  # a part of what a coalesced collective makes
+            self.begun[node] = next(self.begun[n] for n in node.all_input_nodes if n in self.begun)
+        self.sources[node] = _join(self.sources[n] for n in node.all_input_nodes)
+
+    def wait(self, node: fx.Node) -> None:
+        operand = node.args[0] if node.args else None
+        start = self.begun.get(operand) if isinstance(operand, fx.Node) else None
+        if start is None and isinstance(operand, fx.Node) and operand.target is WAIT:
+            self.pass_through(node)  # it has been waited for
+            return
+        if start is None:
+            raise VerifyError(
+                "a wait has no start: what it waits for is no result of a collective of this graph",
+                where=place_of(node),
+                got=f"{operand}",
+                hint="start and wait must be in one graph, and a result is waited for before it is used",
+            )
+        problem = self.made.problem
+        if not problem.is_waited[start]:
+            problem.is_waited[start] = True
+            problem.order.append(~start)
+            for s in problem.holds(start):
+                self.flying.get(s, set()).discard(start)
+                self.landing.get(s, set()).discard(start)
+        self.made.waits[start].append(node)
+        self.sources[node] = (frozenset((start,)), frozenset((start,)))
+
+    def item(self, node: fx.Node) -> None:
+        row = collective_of(node)
+        number = self.made.problem.num_items
+        for n in node.all_input_nodes:
+            if n in self.begun:
+                raise VerifyError(
+                    "the result of a collective is used before its wait",
+                    where=place_of(node),
+                    got=f"{n.name}, which nothing has waited for",
+                    hint="use the result of wait_tensor",
+                )
+        deps, waits = (set(found) for found in _join(self.sources[n] for n in node.all_input_nodes))
+        reads = tuple(dict.fromkeys(x.storage for n in node.all_input_nodes for x in self.made.values[n]))
+        writes = self.written(node)
+        self.check_flight(node, reads, writes)
+        self.mutation(number, reads, writes, deps, waits)
+        self.chain(node, row, number, deps)
+        self.enter(node, row, deps - {number}, waits - {number}, reads, writes)
+
+    def check_flight(self, node: fx.Node, reads: Iterable[int], writes: set[int]) -> None:
+        for s in reads:
+            held = self.landing.get(s) or (self.flying.get(s) if s in writes else None)
+            if held:
+                name = self.made.nodes[min(held)].name
+                raise VerifyError(
+                    "a buffer is touched while a communication is in flight",
+                    where=place_of(node),
+                    got=f"it {'writes' if s in writes else 'reads'} what {name} still uses",
+                    expected=f"the wait for {name} before it",
+                    hint="move the op behind the wait, or give the collective a copy",
+                )
+
+    def mutation(self, number: int, reads: Iterable[int], writes: set[int], deps: set[int], waits: set[int]) -> None:
+        """Reads stay behind the last write of a storage, writes behind what read or wrote it."""
+        problem = self.made.problem
+        for s in self.mutated.intersection(reads):
+            before = [self.writer[s]] if s in self.writer else []
+            if s in writes:
+                before += self.readers.pop(s, [])
+                self.writer[s] = number
+            else:
+                self.readers.setdefault(s, []).append(number)
+            deps.update(before)
+            waits.update(b for b in before if problem.channel[b] >= 0)
+
+    def chain(self, node: fx.Node, row: Collective | None, number: int, deps: set[int]) -> None:
+        """Random numbers come in their order; nothing passes an op that may do anything."""
+        chains: list[Any] = []
+        if row is not None:
+            chains += [("group", self.channel(node, row))]
+        elif isinstance(node.target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                chains.append("random")
+        elif "rng" in str(node.target):
+            chains.append("random")
+        chains += [("generator", n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Generator)]
+        is_fence = node.op in ("call_module", "call_method") or (
+            row is None and self.is_impure(node) and not written_of(node.target) and not _is_harmless(node.target)
+        )
+        for key in chains:
+            if key in self.last and (row is None or self.keeps_order(key, row)):
+                deps.add(self.last[key])
+            self.last[key] = number
+        if is_fence:
+            deps.update(self.since)
+            self.fence, self.since = number, []
+        elif self.fence >= 0:
+            deps.add(self.fence)
+        self.since.append(number)
+
+    def keeps_order(self, key: Any, row: Collective) -> bool:
+        """Where a message meets its partner by its place, all communications of its group keep theirs."""
+        return row.is_ordered or self.made.rows[self.last[key]].is_ordered
+
+    def channel(self, node: fx.Node, row: Collective) -> int:
+        group = group_of(node, row)
+        key = getattr(group, "group_name", group)
+        if not isinstance(key, str) or not key:
+            raise MeshweaveError("a collective has no group", where=place_of(node), got=f"{group!r}", expected="a name")
+        if key not in self.channels:
+            self.channels[key] = len(self.channels)
+            self.made.problem.channels.append(key)
+            self.made.groups.append(group)
+        return self.channels[key]
+
+    def enter(
+        self,
+        node: fx.Node,
+        row: Collective | None,
+        deps: set[int],
+        waits: set[int],
+        reads: tuple[int, ...],
+        writes: set[int],
+    ) -> None:
+        problem, number = self.made.problem, self.made.problem.num_items
+        problem.names.append(node.name)
+        problem.deps.append(tuple(sorted(deps)))
+        problem.waits.append(tuple(sorted(waits)))
+        problem.channel.append(self.channel(node, row) if row is not None else -1)
+        problem.allocs.append(self.place(node, before=False, kept=False))
+        problem.uses.append(reads)
+        problem.is_waited.append(False)
+        problem.order.append(number)
+        self.made.nodes.append(node)
+        self.sources[node] = (frozenset((number,)), frozenset())
+        if row is None:
+            return
+        self.made.rows[number] = row
+        self.made.waits[number] = []
+        self.begun[node] = number
+        for held, storages in ((self.flying, reads), (self.landing, (*problem.allocs[number], *writes))):
+            for s in storages:
+                held.setdefault(s, set()).add(number)
+
+    def finish(self, node: fx.Node) -> None:
+        for n in node.all_input_nodes:
+            for x in self.made.values[n]:
+                self.made.problem.kept[x.storage] = True
+        for start in self.made.rows:
+            if not self.made.problem.is_waited[start]:  # held for ever
+                for s in self.made.problem.holds(start):
+                    self.made.problem.kept[s] = True
+
+
+def _is_harmless(target: Any) -> bool:
+    """Ops that torch keeps for what they check or order, not for what they change: their operands say where they stand."""
+    name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
+    return name.startswith(("_assert", "sym_constrain", "control_deps"))
+
+
+def _join(sources: Iterable[Sources]) -> Sources:
+    found = list(sources)
+    if len(found) == 1:
+        return found[0]
+    return frozenset().union(*(s[0] for s in found)), frozenset().union(*(s[1] for s in found))
+
+
+def read(graph: fx.Graph, values: Mapping[fx.Node, Values], is_releasable: Callable[[fx.Node], bool]) -> Reading:
+    """The problem of a graph, without costs. Raises VerifyError, naming the node, for an unknown collective, a wait without
+    a start, a result that is used before its wait, and for a buffer that is touched while a communication is in flight."""
+    return _Reader(Reading(graph, values), is_releasable).run()
+
+
+def releasable_of(graph: fx.Graph) -> Callable[[fx.Node], bool]:
+    """Which placeholders may be freed after their last use: in a backward graph of torch.compile, which is handed saved
+    activations and tangents in a list that it empties, all but the parameters."""
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    is_backward = any(name.startswith("tangents") for name in names)
+    return lambda node: is_backward and not node.name.startswith("primals")

@@ -1,0 +1,103 @@
+"""What the overlap pass did, and why: values, and their text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """One collective of the result. `hidden_by` are the kernels that run beside it, the longest first, with the seconds
+    that they do; `exposed_seconds` is the time in which the compute stream waits for it, and `reason` says why."""
+
+    name: str
+    op: str
+    group: str
+    bytes: float
+    seconds: float
+    exposed_seconds: float
+    hidden_by: tuple[tuple[str, float], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A merge that was taken, with the seconds of communication that it saves, or one that was not, and why."""
+
+    names: tuple[str, ...]
+    is_taken: bool
+    reason: str
+    saved_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRow:
+    """One order that was judged: seconds by scenario, the costs as said first."""
+
+    name: str
+    seconds: tuple[tuple[str, float], ...]
+    peak_bytes: int
+    is_chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapReport:
+    """Seconds and bytes of a graph before and after, under the costs as said. `bound_seconds` is a time that no order beats,
+    merged or not. Exposed is the time in which the compute stream runs nothing while a communication does."""
+
+    seconds_before: float
+    seconds: float
+    exposed_before: float
+    exposed_seconds: float
+    bound_seconds: float
+    peak_before: int
+    peak_bytes: int
+    cap_bytes: int
+    regret: float
+    collectives: tuple[CollectiveRow, ...] = ()
+    merges: tuple[Merge, ...] = ()
+    candidates: tuple[CandidateRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        return self.seconds_before / self.seconds if self.seconds else 1.0
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self, num_rows: int = 12) -> list[str]:
+        """The report as text: totals, the collectives that are exposed most, merges, candidates."""
+        taken = [m for m in self.merges if m.is_taken]
+        exposed = sorted((c for c in self.collectives if c.exposed_seconds > 0), key=lambda c: -c.exposed_seconds)
+        found = [
+            f"step      {_ms(self.seconds_before)} -> {_ms(self.seconds)} ({self.speedup:.2f}x), "
+            f"no order is below {_ms(self.bound_seconds)}",
+            f"exposed   {_ms(self.exposed_before)} -> {_ms(self.exposed_seconds)}, "
+            f"{len(exposed)} of {len(self.collectives)} collectives",
+            f"peak      {_gb(self.peak_before)} -> {_gb(self.peak_bytes)}, cap {_gb(self.cap_bytes)}",
+            f"merged    {sum(len(m.names) for m in taken)} collectives into {len(taken)}, "
+            f"{_ms(sum(m.saved_seconds for m in taken))} of communication saved",
+            f"regret    {self.regret:.1%} at worst over the scenarios",
+        ]
+        if exposed:
+            found += ["", "exposed:"]
+            found += [
+                f"  {_ms(c.exposed_seconds):>10}  {c.op} {c.name} ({c.group}): {c.reason}" for c in exposed[:num_rows]
+            ]
+        if refused := [m for m in self.merges if not m.is_taken]:
+            found += ["", "not merged:"]
+            found += [f"  {' + '.join(m.names)}: {m.reason}" for m in refused[:num_rows]]
+        found += ["", "candidates:"]
+        for c in self.candidates:
+            told = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in c.seconds)
+            found.append(f"  {'*' if c.is_chosen else ' '} {c.name}: {told}, peak {_gb(c.peak_bytes)}")
+        return [*found, *(f"note: {note}" for note in self.notes)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3f} GB"

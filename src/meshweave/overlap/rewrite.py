@@ -1,0 +1,232 @@
+"""An order and its buckets written into an fx graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from meshweave.ir.rank import WAIT
+from meshweave.overlap.merge import Merged
+from meshweave.overlap.problem import Order
+from meshweave.overlap.read import Reading
+from meshweave.simulate.shapes import Value
+
+aten = torch.ops.aten
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_COPIED = ("origin", "stack_trace", "nn_module_stack", "move", "original_aten", "source_fn_stack", "from_node")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The nodes that a bucket is made of. `parts[c]` are those after its wait that make the result of start c."""
+
+    pack: list[fx.Node] = field(default_factory=list)
+    start: list[fx.Node] = field(default_factory=list)
+    wait: list[fx.Node] = field(default_factory=list)
+    parts: dict[int, list[fx.Node]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Writer:
+    reading: Reading
+    merged: Merged
+    made: list[_Bucket] = field(default_factory=list)
+    operands: dict[int, Value] = field(default_factory=dict)  # of starts that are merged
+
+    def run(self, order: Order) -> None:
+        graph = self.reading.graph
+        output = next(iter(reversed(graph.nodes)))
+        for c in (c for bucket in self.merged.buckets for c in bucket):
+            operand: Any = self.reading.nodes[c].args[0]
+            self.operands[c] = self.reading.values[operand][0]
+        with graph.inserting_before(output):
+            self.made = [self.bucket(bucket) for bucket in self.merged.buckets]
+        placed: set[fx.Node] = set()
+        cursor = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), graph._root)
+        idle = _idle(graph, {n for x in order for n in self.nodes(x)})
+        rest = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+        for node in (
+            *(n for n in graph.nodes if n.op == "placeholder"),
+            *(n for x in order for n in self.nodes(x)),
+            *rest,
+        ):
+            for one in _unplaced(node, placed):
+                for made in (one, *_followers(one, idle, placed)):
+                    if made.op != "placeholder":
+                        cursor.append(made)
+                        cursor = made
+
+    def nodes(self, x: int) -> Sequence[fx.Node]:
+        """The nodes of one entry of an order."""
+        item = self.merged.items[x if x >= 0 else ~x]
+        if item.kind == "node":
+            return (self.reading.nodes[item.of],) if x >= 0 else self.reading.waits[item.of]
+        held = self.made[item.bucket]
+        if x < 0:
+            return held.wait
+        return held.pack if item.kind == "pack" else held.start if item.kind == "start" else held.parts[item.of]
+
+    def bucket(self, bucket: Sequence[int]) -> _Bucket:
+        reading, made = self.reading, _Bucket()
+        first = reading.nodes[bucket[0]]
+        kind = reading.rows[bucket[0]].bucket
+        size = 1 if kind == "reduce" else int(first.args[1 if kind == "gather" else 2])  # type: ignore[call-overload]
+        operands: list[Any] = [reading.nodes[c].args[0] for c in bucket]
+        values = [self.operands[c] for c in bucket]
+        dtypes = {x.dtype for x in values}
+        as_bytes = len(dtypes) > 1
+        rows = size if kind == "scatter" else 1
+        flat = []
+        for operand, x in zip(operands, values, strict=True):
+            if not x.is_contiguous:
+                operand = self.call(made.pack, first, aten.clone.default, (operand,), x.shape, x.dtype, _CONTIGUOUS)
+            shown = self.call(made.pack, first, aten.view.default, (operand, [-1]), (x.num_elements,), x.dtype)
+            if as_bytes:
+                num_bytes = x.num_elements * x.dtype.itemsize
+                shown = self.call(made.pack, first, aten.view.dtype, (shown, torch.uint8), (num_bytes,), torch.uint8)
+            if rows > 1:
+                shape = [rows, x.num_elements // rows]
+                shown = self.call(made.pack, first, aten.view.default, (shown, shape), shape, x.dtype)
+            flat.append(shown)
+        dtype = torch.uint8 if as_bytes else values[0].dtype
+        sizes = [x.num_elements * (x.dtype.itemsize if as_bytes else 1) for x in values]
+        total = sum(sizes)
+        whole = self.call(made.pack, first, aten.cat.default, (flat, 1 if rows > 1 else 0), _row(rows, total), dtype)
+        if rows > 1:
+            whole = self.call(made.pack, first, aten.view.default, (whole, [-1]), (total,), dtype)
+        length = total * size if kind == "gather" else total // rows
+        start = self.call(made.start, first, first.target, (whole, *first.args[1:]), (length,), dtype)
+        wait = self.call(made.wait, first, WAIT, (start,), (length,), dtype)
+        shown = wait
+        if kind == "gather":
+            shown = self.call(made.wait, first, aten.view.default, (wait, [size, total]), (size, total), dtype)
+        offset = 0
+        for c, x, length in zip(bucket, values, [s // rows for s in sizes], strict=True):
+            self.part(made.parts.setdefault(c, []), c, shown, x, offset, length, size if kind == "gather" else 1)
+            offset += length
+        return made
+
+    def part(self, into: list[fx.Node], c: int, whole: fx.Node, x: Value, offset: int, length: int, size: int) -> None:
+        """Result c out of a whole that has been waited for: a view of a reduction, a copy of a gather's columns."""
+        reading = self.reading
+        old = reading.nodes[c]
+        made = reading.values[old][0]
+        dtype = torch.uint8 if length * size != made.num_elements else made.dtype
+        dim, shape = (1, (size, length)) if size > 1 else (0, (length,))
+        if size == 1 and len(whole.args) > 1:  # a gather in a group of one
+            dim, shape = 1, (1, length)
+        part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length), shape, dtype)
+        if dim == 1:
+            part = self.call(into, old, aten.clone.default, (part,), shape, dtype, _CONTIGUOUS)
+            part = self.call(into, old, aten.view.default, (part, [-1]), (size * length,), dtype)
+        if dtype != made.dtype:
+            part = self.call(into, old, aten.view.dtype, (part, made.dtype), (made.num_elements,), made.dtype)
+        part = self.call(into, old, aten.view.default, (part, list(made.shape)), made.shape, made.dtype)
+        for wait in reading.waits[c]:
+            for key, value in wait.meta.items():
+                if key not in ("val", "tensor_meta"):
+                    part.meta.setdefault(key, value)
+            wait.replace_all_uses_with(part)
+            reading.graph.erase_node(wait)
+        reading.graph.erase_node(old)
+
+    def call(
+        self,
+        into: list[fx.Node],
+        like: fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        node = self.reading.graph.call_function(target, args, kwargs or {})
+        node.meta |= {key: like.meta[key] for key in _COPIED if key in like.meta}
+        if "val" in like.meta:
+            node.meta["val"] = _fake(target, args, kwargs or {}, like.meta["val"], tuple(shape), dtype)
+        into.append(node)
+        return node
+
+
+def _row(rows: int, total: int) -> tuple[int, ...]:
+    return (rows, total // rows) if rows > 1 else (total,)
+
+
+def _fake(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """What a node makes, as its neighbours say what they make: views share the storage of their base.
+
+    Run on tensors of the meta device, which are then written as fake ones: a tenth of the time of a fake tensor's dispatch.
+    """
+    if target is WAIT:
+        return args[0].meta["val"]  # type: ignore[no-any-return]
+    if target.namespace == "aten":
+        with torch.no_grad():
+            held, named = fx.map_arg((args, kwargs), lambda n: _meta(n.meta["val"]))
+            made = target(*held, **named)
+    else:
+        made = torch.empty(shape, dtype=dtype, device="meta")
+    return FakeTensor(like.fake_mode, made, like.device) if isinstance(like, FakeTensor) else made
+
+
+def _meta(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the meta device over the same storage, where the storage holds no data."""
+    with torch.utils._python_dispatch._disable_current_modes(), no_dispatch():
+        if isinstance(x, FakeTensor):
+            bare = torch.empty(0, dtype=x.dtype, device="meta")
+            return bare.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        return x if x.device.type == "meta" else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _idle(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
+    """Free nodes that stand right behind what they need, so that they hold no memory: those that nothing needs which has a
+    place, and parts of tuples, of which some may be used and others not."""
+    held: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node in needed:
+            continue
+        if node.target is operator.getitem or all(u in held or u.op == "output" for u in node.users):
+            held.add(node)
+    return held
+
+
+def _followers(node: fx.Node, idle: set[fx.Node], placed: set[fx.Node]) -> Iterator[fx.Node]:
+    """The idle nodes that can stand once a node does."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user in idle and user not in placed and all(n in placed for n in user.all_input_nodes):
+                placed.add(user)
+                stack.append(user)
+                yield user
+
+
+def _unplaced(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
+    """A node with what it needs and what stands nowhere yet, in order; each is placed when it is returned."""
+    if node in placed:
+        return
+    stack = [(node, iter(node.all_input_nodes))]
+    while stack:
+        held, inputs = stack[-1]
+        following = next((n for n in inputs if n not in placed), None)
+        if following is not None:
+            stack.append((following, iter(following.all_input_nodes)))
+            continue
+        stack.pop()
+        if held not in placed:
+            placed.add(held)
+            yield held
+
+
+def rewrite(reading: Reading, merged: Merged, order: Order) -> None:
+    """Put the nodes of a reading's graph in `order`, an order of the merged problem, with its buckets in place of what they
+    merge. Free nodes stand before what first needs them."""
+    _Writer(reading, merged).run(order)

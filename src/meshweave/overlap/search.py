@@ -1,0 +1,242 @@
+"""A portfolio of orders and buckets, judged by playing them: the input order and those handed in are among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from meshweave.overlap.fold import Folded, fold, unfolded
+from meshweave.overlap.merge import Bucket, Merged, Merger, Refusal
+from meshweave.overlap.play import Slowdown, peak_of, seconds_of
+from meshweave.overlap.problem import Order, Problem
+from meshweave.overlap.scenarios import NOMINAL, SCENARIOS
+from meshweave.overlap.schedule import Outline, Policy, schedule
+
+# Windows in items, each with and without filling gaps by the longest kernel that fits. A layer of a transformer is 60
+# to 150 items in backward; wider windows were slower and took more memory (benchmarks/results/overlap.md).
+_POLICIES = tuple(
+    Policy(window, fit=fit) for window, fit in ((256, True), (64, True), (1024, True), (64, False), (0, False))
+)
+_LEAN = Policy(0, ahead=-inf)  # where memory is short
+_FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8), Policy(0))  # in small graphs
+_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # for machines whose links are slower than said
+_BUCKETS = (32e6, 128e6, 512e6, inf)  # bytes of the larger end of a merged collective
+_SMALL = 600  # items up to which single merges are tried
+_STEPS = 12_000  # items that they may schedule: bounds their time
+_ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An order of a merged problem. `seconds` by scenario, the costs as said first; `busy` is all that links and copies
+    do, in seconds."""
+
+    name: str
+    merged: Merged
+    order: tuple[int, ...]
+    seconds: tuple[float, ...]
+    peak: int
+    busy: float
+    refused: tuple[Refusal, ...] = ()
+
+
+@dataclass(slots=True)
+class _Shape:
+    """A merged problem with what scheduling needs of it."""
+
+    merged: Merged
+    folded: Folded
+    outline: Outline
+    refused: tuple[Refusal, ...] = ()
+
+
+@dataclass(slots=True)
+class Search:
+    """The candidates of one graph under a cap in bytes."""
+
+    merger: Merger
+    cap: float
+    slowdown: Slowdown | None
+    is_bucketing: bool = True
+    most_bytes: float = inf
+    shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
+    found: list[Candidate] = field(default_factory=list)
+    least: Candidate | None = None  # of all that were looked at, the one with the lowest peak
+
+    def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
+        """All candidates under the cap, the orders handed in first."""
+        plain = self.shape(())
+        for name, order in orders:
+            self.judge(name, plain, order)
+        for policy in _POLICIES:
+            self.schedule(str(policy), plain, policy)
+        if len(self.found) < len(orders) + len(_POLICIES):  # the cap is in the way
+            self.schedule(str(_LEAN), plain, _LEAN)
+        if self.is_small:
+            for policy in (*_POLICIES, *_FREE):
+                self.schedule(f"{policy}, nothing folded", self.shape((), is_folded=False), policy)
+        if self.is_bucketing and self.merger.kinds:
+            self.bucket()
+        for policy in _CAREFUL:
+            self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
+        return self.found
+
+    def best(self) -> Candidate:
+        """The fastest of the candidates so far as costs are said; of equal ones that which keeps links least busy."""
+        pool = self.found or ([self.least] if self.least is not None else [])
+        fastest = min(c.seconds[0] for c in pool)
+        return min((c for c in pool if c.seconds[0] <= fastest * (1 + _ENOUGH)), key=lambda c: (c.busy, c.seconds[0]))
+
+    @property
+    def is_small(self) -> bool:
+        return self.merger.reading.problem.num_items <= _SMALL
+
+    def shape(
+        self, buckets: tuple[Bucket, ...], refused: tuple[Refusal, ...] = (), *, is_folded: bool = True
+    ) -> _Shape:
+        if (buckets, is_folded) not in self.shapes:
+            other = self.shapes.get((buckets, not is_folded))
+            merged = other.merged if other is not None else self.merger.merged(buckets)
+            folded = fold(merged.problem) if is_folded else unfolded(merged.problem)
+            self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), refused)
+        return self.shapes[buckets, is_folded]
+
+    def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
+        return self.judge(name, shape, shape.folded.unfold(schedule(shape.outline, policy, self.cap)))
+
+    def judge(self, name: str, shape: _Shape, order: Order) -> Candidate:
+        problem = shape.merged.problem
+        seconds = seconds_of(problem, order, self.slowdown)
+        peak = peak_of(problem, order).peak
+        made = Candidate(name, shape.merged, tuple(order), (seconds,), peak, busy(problem), shape.refused)
+        if peak <= self.cap:
+            self.found.append(made)
+        if self.least is None or peak < self.least.peak:
+            self.least = made
+        return made
+
+    def bucket(self) -> None:
+        """Buckets of several sizes, then (in a graph that is small enough) single merges and cuts as long as they help."""
+        for size in sorted({min(size, self.most_bytes) for size in (_BUCKETS if self.is_small else _BUCKETS[:-1])}):
+            buckets, refused = self.merger.buckets(size)
+            buckets = self.merger.able(buckets)
+            if (buckets, True) not in self.shapes:
+                self.all_ways(f"buckets of {_size(size)}", buckets, refused)
+        if self.is_small:
+            self.climb()
+
+    def all_ways(self, name: str, buckets: tuple[Bucket, ...], refused: tuple[Refusal, ...]) -> None:
+        """Schedule a set of buckets by the policies that were best without them."""
+        for policy, is_folded in self.leading():
+            self.schedule(f"{policy}, {name}", self.shape(buckets, refused, is_folded=is_folded), policy)
+
+    def leading(self) -> list[tuple[Policy, bool]]:
+        """The policies that were best without buckets, and whether on folded items."""
+        ways = {str(policy): (policy, True) for policy in _POLICIES}
+        ways |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
+        ranked = sorted((c for c in self.found if c.name in ways), key=lambda c: c.seconds[0])
+        found = list(dict.fromkeys(ways[c.name] for c in ranked)) or [(_POLICIES[0], True)]
+        return found[: 3 if self.is_small else 1]
+
+    def climb(self) -> None:
+        """Take the best neighbour of the best candidate: two buckets as one, or one as two, within a fixed effort."""
+        left = _STEPS
+        current = self.best()
+        while True:
+            tried = 0
+            for buckets in self.neighbours(current.merged.buckets):
+                if (buckets, True) in self.shapes or (buckets, False) in self.shapes:
+                    continue
+                if self.merger.able(buckets) != buckets:
+                    continue
+                left -= self.merger.reading.problem.num_items
+                if left < 0:
+                    return
+                self.all_ways("single merges", buckets, current.refused)
+                tried += 1
+            better = self.best()
+            if not tried or better is current:
+                return
+            current = better
+
+    def neighbours(self, buckets: tuple[Bucket, ...]) -> Iterator[tuple[Bucket, ...]]:
+        """All ways to join two neighbouring buckets or starts of a kind, and to cut one bucket."""
+        of = {c: bucket for bucket in buckets for c in bucket}
+        for starts in self.merger.kinds.values():
+            runs = list(dict.fromkeys(of.get(c, (c,)) for c in starts))
+            for a, b in zip(runs, runs[1:], strict=False):
+                joined = (*a, *b)
+                size = sum(self.merger.size(c) for c in joined)
+                if size <= self.most_bytes and not self.merger.can_join(joined[:-1], joined[-1]):
+                    yield _sorted([*(x for x in buckets if x not in (a, b)), joined])
+        for bucket in buckets:
+            for cut in range(1, len(bucket)):
+                parts = [part for part in (bucket[:cut], bucket[cut:]) if len(part) > 1]
+                yield _sorted([*(x for x in buckets if x != bucket), *parts])
+
+
+def busy(problem: Problem) -> float:
+    """Seconds that all channels are busy, and that copies of merging take."""
+    copies = sum(s for s, n in zip(problem.seconds, problem.names, strict=True) if n.startswith(("pack ", "unpack ")))
+    return sum(problem.copy) + copies
+
+
+def _sorted(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    return tuple(sorted(buckets))
+
+
+def _size(size: float) -> str:
+    return "any size" if size == inf else f"{size / 1e6:.0f} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The candidate that was chosen, all of them as judged under every scenario, and how much the chosen one loses at
+    worst against the best of each scenario."""
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    regret: float
+
+
+def choose(
+    candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str, protected: int, most: int = 6
+) -> Choice:
+    """Of the candidates the one with the least worst-case regret over the scenarios; with `rule` "nominal" the fastest.
+
+    The first `protected` candidates are orders that were handed in: the chosen one is never slower than any of them at
+    the costs as said. The fastest `most` of the others are judged under all scenarios.
+    """
+    ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
+    pool = [*candidates[:protected], *_distinct(ranked, most)]
+    judged = [_judged(c, slowdown) for c in pool]
+    limit = min((c.seconds[0] for c in judged[:protected]), default=inf)
+    best = [min(c.seconds[k] for c in judged) for k in range(len(SCENARIOS))]
+    regrets = [max(_regret(s, b) for s, b in zip(c.seconds, best, strict=True)) for c in judged]
+    able = [i for i, c in enumerate(judged) if c.seconds[0] <= limit * (1 + 1e-12)]
+    if rule == "nominal":
+        fastest = min(judged[i].seconds[0] for i in able)
+        near = [i for i in able if judged[i].seconds[0] <= fastest * (1 + _ENOUGH)]
+        taken = min(near, key=lambda i: (judged[i].busy, judged[i].seconds[0]))
+    else:
+        taken = min(able, key=lambda i: (round(regrets[i], 4), judged[i].busy, judged[i].seconds[0], i))
+    return Choice(judged[taken], tuple(judged), regrets[taken])
+
+
+def _distinct(ranked: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The first `most` that differ in order or buckets, and the careful ones, which are not the fastest."""
+    found: dict[tuple[int, ...], Candidate] = {}
+    for c in ranked:
+        if len(found) < most or "communication x" in c.name:
+            found.setdefault((*c.order, len(c.merged.buckets)), c)
+    return list(found.values())
+
+
+def _judged(c: Candidate, slowdown: Slowdown | None) -> Candidate:
+    rest = [s.seconds(c.merged.problem, c.order, slowdown) for s in SCENARIOS if s is not NOMINAL]
+    return Candidate(c.name, c.merged, c.order, (c.seconds[0], *rest), c.peak, c.busy, c.refused)
+
+
+def _regret(seconds: float, best: float) -> float:
+    return seconds / best - 1 if best else float(seconds > 0)

@@ -1,0 +1,152 @@
+"""What every node of anyone's graph makes: shapes, dtypes, and which storage each tensor lives in, from `meta["val"]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import VerifyError
+from meshweave.ir.rank import WAIT
+from meshweave.overlap.vocabulary import place_of
+from meshweave.simulate.shapes import NOTHING, Value, Values
+
+_MOST_PARTS = 4096  # of an op that returns a list of views
+_SYMBOLIC = 8192  # a size without a hint: what Inductor assumes (config.unbacked_symint_fallback, torch 2.13)
+_ALIASES = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})  # views whose schema does not say so
+
+
+def values_of(graph: fx.Graph) -> dict[fx.Node, Values]:
+    """The tensors of every node. Views share the storage of their base, results of in-place ops that of what they
+    change, a wait that of its start. Raises VerifyError for a node that makes tensors nobody described."""
+    values: dict[fx.Node, Values] = {}
+    counter = iter(range(1 << 60))
+    for node in graph.nodes:
+        values[node] = _values(node, values, counter)
+    return values
+
+
+def _values(node: fx.Node, values: Mapping[fx.Node, Values], counter: Iterator[int]) -> Values:
+    if node.op == "output":
+        return NOTHING
+    if node.target is WAIT:
+        operand = node.args[0]
+        return values[operand] if isinstance(operand, fx.Node) else NOTHING
+    made = node.meta.get("val")
+    if made is None:
+        return _undescribed(node)
+    if getattr(node.target, "__name__", "") == "getitem" and node.op == "call_function":
+        operand, index = node.args
+        held = values[operand] if isinstance(operand, fx.Node) else NOTHING
+        if isinstance(index, int) and -len(held) <= index < len(held) and isinstance(made, torch.Tensor):
+            return (held[index],)
+    return tuple(_describe(node, i, x, values, counter) for i, x in enumerate(_tensors(made)))
+
+
+def _undescribed(node: fx.Node) -> Values:
+    if node.op in ("placeholder", "get_attr") or "val" in node.meta or not node.users:
+        return NOTHING
+    if "val" not in node.meta and not isinstance(node.target, torch._ops.OpOverload):
+        return NOTHING
+    raise VerifyError(
+        "a node does not say what it makes",
+        where=place_of(node),
+        got="no meta['val']",
+        expected="a fake tensor per node, as torch.compile and make_fx leave it",
+        hint="run torch.fx.passes.fake_tensor_prop.FakeTensorProp over the graph first",
+    )
+
+
+def _tensors(made: Any) -> Iterator[torch.Tensor]:
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif isinstance(made, (list, tuple)):
+        for one in made:
+            yield from _tensors(one)
+
+
+def _describe(
+    node: fx.Node, index: int, x: torch.Tensor, values: Mapping[fx.Node, Values], counter: Iterator[int]
+) -> Value:
+    shape = tuple(size if type(size) is int else hint(size) for size in x.shape)
+    strided = x.layout is torch.strided
+    stride = tuple(step if type(step) is int else hint(step) for step in x.stride()) if strided else (1,) * len(shape)
+    base = _base(node, index, x, values) if node.op == "call_function" else None
+    if base is not None:
+        return Value(shape, stride, x.dtype, base.storage, base.storage_bytes)
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    return Value(shape, stride, x.dtype, next(counter), extent * x.dtype.itemsize)
+
+
+def _base(node: fx.Node, index: int, x: torch.Tensor, values: Mapping[fx.Node, Values]) -> Value | None:
+    """The operand whose storage result `index` lives in, None where it has its own."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        for position, name in aliases_of(target).get(index, ()):
+            operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            if isinstance(operand, (list, tuple)):  # Tensor(a!)[]: the k-th result is the k-th operand
+                operand = operand[index] if index < len(operand) else None
+            if isinstance(operand, fx.Node) and values[operand] and _shares(x, operand, target):
+                return values[operand][0]
+        return None
+    storage = x.untyped_storage()._cdata if x.layout is torch.strided else None
+    for operand in node.all_input_nodes:
+        for one, held in zip(_tensors(operand.meta.get("val")), values[operand], strict=False):
+            if one.layout is torch.strided and one.untyped_storage()._cdata == storage:
+                return held
+    return None
+
+
+def _shares(x: torch.Tensor, operand: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether an op whose result may be a view made one: reshape and contiguous copy where they must."""
+    if target._schema.name not in _MAY_COPY:
+        return True
+    base = operand.meta.get("val")
+    return not isinstance(base, torch.Tensor) or base.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+_MAY_COPY = frozenset(
+    f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten", "expand_as", "resolve_conj")
+)
+
+
+@cache
+def aliases_of(target: torch._ops.OpOverload) -> Mapping[int, tuple[tuple[int, str], ...]]:
+    """Per result the arguments (position, name) that it may be a view of, or is written into, by the op's schema."""
+    schema = target._schema
+    if schema.name in _ALIASES:
+        return {0: ((0, schema.arguments[0].name),)}
+    found = {}
+    returns = schema.returns
+    for i, result in enumerate(returns):
+        if result.alias_info is None:
+            continue
+        sets = result.alias_info.before_set
+        found[i] = tuple(
+            (p, a.name)
+            for p, a in enumerate(schema.arguments)
+            if a.alias_info is not None and (a.alias_info.before_set & sets or "*" in sets)
+        )
+    if len(returns) == 1 and str(returns[0].type).startswith("List"):  # split, unbind: every part is of the one operand
+        annotated = tuple((p, a.name) for p, a in enumerate(schema.arguments) if a.alias_info is not None)
+        return dict.fromkeys(range(_MOST_PARTS), annotated) if annotated else {}
+    return found
+
+
+@cache
+def written_of(target: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments (position, name) that an op writes into, by its schema."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    arguments = enumerate(target._schema.arguments)
+    return tuple((p, a.name) for p, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def hint(size: Any) -> int:
+    """A symbolic size as the number that it had when the graph was traced."""
+    node = getattr(size, "node", None)
+    found = getattr(node, "hint", None) if node is not None else None
+    return int(found) if found is not None else _SYMBOLIC
