@@ -170,8 +170,7 @@ def _overlap(
     search = Search(Merger(reading, costs), cap, slowdown, options.bucket, options.max_bucket_bytes)
     found = search.run(orders)
     if not found:
-        assert search.least is not None
-        raise _no_order(reading, search.least, cap)
+        raise _no_order(reading, min(search.free, key=lambda c: c.peak), cap)
     names = {name for name, _ in orders}
     protected = sum(c.name in names for c in found)
     choice = choose(found, slowdown, options.choose, protected)

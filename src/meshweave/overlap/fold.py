@@ -36,35 +36,37 @@ def unfolded(problem: Problem) -> Folded:
 
 def fold(problem: Problem) -> Folded:
     """One item for each kernel or start with all that is folded into it. What takes longer than the mean kernel stays."""
-    users = problem.users()
-    kernels = [s for s, c in zip(problem.seconds, problem.channel, strict=True) if c < 0]
+    users, seconds, deps = problem.users(), problem.seconds, problem.deps
+    kernels = [s for s, c in zip(seconds, problem.channel, strict=True) if c < 0]
     light = sum(kernels) / max(len(kernels), 1)
     into: dict[int, int] = {}
-    inside: list[list[int]] = [[] for _ in problem.names]
-    for i in range(problem.num_items):
-        external = [d for d in problem.deps[i] if into.get(d) != i]
-        held = set(users[i])
-        is_light = problem.channel[i] < 0 and problem.seconds[i] <= light
-        if is_light and not external and not problem.waits[i] and len(held) == 1:
-            (user,) = held
-            into[i] = user
-            inside[user] += [*inside[i], i]
+    inside: dict[int, list[int]] = {}
+    for i, (own, channel, waits) in enumerate(zip(seconds, problem.channel, problem.waits, strict=True)):
+        if channel >= 0 or own > light or waits or not users[i]:
+            continue
+        user = users[i][0]
+        if any([u != user for u in users[i]]) or any([into.get(d) != i for d in deps[i]]):
+            continue
+        into[i] = user
+        inside.setdefault(user, []).extend((*inside.get(i, ()), i))
     kept = [i for i in range(problem.num_items) if i not in into]
     number = {i: n for n, i in enumerate(kept)}
-    members = tuple((*sorted(inside[i]), i) for i in kept)
+    members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
     made = Problem(sizes=problem.sizes, kept=problem.kept, before=problem.before, channels=problem.channels)
+    for name in ("names", "channel", "copy", "startup", "usage", "is_waited"):
+        held = getattr(problem, name)
+        setattr(made, name, [held[i] for i in kept])
+    made.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]
     counts = problem.counts()
     for i, group in zip(kept, members, strict=True):
-        own = set(group)
-        made.names.append(problem.names[i])
-        made.seconds.append(sum([problem.seconds[m] for m in group]))
-        made.deps.append(tuple(number[d] for d in problem.deps[i] if d not in own))
-        made.waits.append(tuple(number[c] for c in problem.waits[i]))
-        made.channel.append(problem.channel[i])
-        made.copy.append(problem.copy[i])
-        made.startup.append(problem.startup[i])
-        made.usage.append(problem.usage[i])
-        made.is_waited.append(problem.is_waited[i])
+        if len(group) == 1:
+            made.seconds.append(seconds[i])
+            made.deps.append(tuple([number[d] for d in deps[i]]))
+            made.allocs.append(problem.allocs[i])
+            made.uses.append(problem.uses[i])
+            continue
+        made.seconds.append(sum([seconds[m] for m in group]))
+        made.deps.append(tuple([number[d] for d in deps[i] if d not in group]))
         made.allocs.append(tuple(s for m in group for s in problem.allocs[m] if counts[s] or m == i))
         made.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m])))
     made.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]

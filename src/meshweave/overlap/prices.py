@@ -18,7 +18,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 from meshweave.ir.mesh import Mesh
 from meshweave.overlap.read import Reading
-from meshweave.overlap.vocabulary import Collective, place_of
+from meshweave.overlap.vocabulary import Collective, argument, place_of
 from meshweave.simulate.classify import base_name, kind_of, memory_work, work_of
 from meshweave.simulate.shapes import Value
 
@@ -53,7 +53,7 @@ def handed_in(reading: Reading, item: int) -> float:
     """Bytes that one rank hands in to the communication that item starts."""
     node, row = reading.nodes[item], reading.rows[item]
     found: list[fx.Node] = []
-    fx.map_arg([node.args[p] for p in row.operands if p < len(node.args)], found.append)
+    fx.map_arg([argument(node, p) for p in row.operands], found.append)
     return float(sum(x.num_elements * x.dtype.itemsize for n in found for x in reading.values[n]))
 
 
@@ -253,9 +253,7 @@ def _group_size(node: fx.Node) -> int | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     names = [a.name for a in node.target._schema.arguments]
-    if "group_size" not in names or names.index("group_size") >= len(node.args):
-        return None
-    size = node.args[names.index("group_size")]
+    size = argument(node, names.index("group_size")) if "group_size" in names else None
     return size if isinstance(size, int) else None
 
 

@@ -93,8 +93,8 @@ class _Reader:
             if x.storage not in self.storages:
                 self.storages.add(x.storage)
                 problem.sizes[x.storage], problem.before[x.storage] = x.storage_bytes, before
-                problem.kept[x.storage] = kept
                 found.append(x.storage)
+            problem.kept[x.storage] |= kept
         return tuple(found)
 
     def written(self, node: fx.Node) -> set[int]:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from meshweave.ir.rank import WAIT
-from meshweave.overlap.merge import Merged
+from meshweave.overlap.merged import Merged
 from meshweave.overlap.problem import Order
 from meshweave.overlap.read import Reading
 from meshweave.simulate.shapes import Value

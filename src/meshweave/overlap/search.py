@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from meshweave.overlap.fold import Folded, fold, unfolded
-from meshweave.overlap.merge import Bucket, Merged, Merger, Refusal
+from meshweave.overlap.merge import Merger, Refusal
+from meshweave.overlap.merged import Bucket, Merged
 from meshweave.overlap.play import Slowdown, peak_of, seconds_of
 from meshweave.overlap.problem import Order, Problem
 from meshweave.overlap.scenarios import NOMINAL, SCENARIOS
@@ -62,17 +63,16 @@ class Search:
     most_bytes: float = inf
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
     found: list[Candidate] = field(default_factory=list)
-    least: Candidate | None = None  # of all that were looked at, the one with the lowest peak
+    free: list[Candidate] = field(default_factory=list)  # that do not hang on the cap, where it is in the way
 
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
         """All candidates under the cap, the orders handed in first."""
         plain = self.shape(())
-        for name, order in orders:
-            self.judge(name, plain, order)
+        self.free += [self.judge(name, plain, order) for name, order in orders]
         for policy in _POLICIES:
             self.schedule(str(policy), plain, policy)
-        if len(self.found) < len(orders) + len(_POLICIES):  # the cap is in the way
-            self.schedule(str(_LEAN), plain, _LEAN)
+        if len(self.found) < len(orders) + len(_POLICIES):
+            self.save_memory(plain)
         if self.is_small:
             for policy in (*_POLICIES, *_FREE):
                 self.schedule(f"{policy}, nothing folded", self.shape((), is_folded=False), policy)
@@ -82,9 +82,17 @@ class Search:
             self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
         return self.found
 
+    def save_memory(self, plain: _Shape) -> None:
+        """The cap is in the way: orders that hold little, some of which do not hang on the cap. So the least peak that an
+        error names is one that can be had."""
+        self.schedule(str(_LEAN), plain, _LEAN)
+        for policy in (_LEAN, Policy(0), _POLICIES[0]):
+            order = plain.folded.unfold(schedule(plain.outline, policy))
+            self.free.append(self.judge(f"{policy}, whatever the cap", plain, order))
+
     def best(self) -> Candidate:
         """The fastest of the candidates so far as costs are said; of equal ones that which keeps links least busy."""
-        pool = self.found or ([self.least] if self.least is not None else [])
+        pool = self.found or self.free
         fastest = min(c.seconds[0] for c in pool)
         return min((c for c in pool if c.seconds[0] <= fastest * (1 + _ENOUGH)), key=lambda c: (c.busy, c.seconds[0]))
 
@@ -112,15 +120,12 @@ class Search:
         made = Candidate(name, shape.merged, tuple(order), (seconds,), peak, busy(problem), shape.refused)
         if peak <= self.cap:
             self.found.append(made)
-        if self.least is None or peak < self.least.peak:
-            self.least = made
         return made
 
     def bucket(self) -> None:
         """Buckets of several sizes, then (in a graph that is small enough) single merges and cuts as long as they help."""
         for size in sorted({min(size, self.most_bytes) for size in (_BUCKETS if self.is_small else _BUCKETS[:-1])}):
             buckets, refused = self.merger.buckets(size)
-            buckets = self.merger.able(buckets)
             if (buckets, True) not in self.shapes:
                 self.all_ways(f"buckets of {_size(size)}", buckets, refused)
         if self.is_small:
@@ -147,8 +152,6 @@ class Search:
             tried = 0
             for buckets in self.neighbours(current.merged.buckets):
                 if (buckets, True) in self.shapes or (buckets, False) in self.shapes:
-                    continue
-                if self.merger.able(buckets) != buckets:
                     continue
                 left -= self.merger.reading.problem.num_items
                 if left < 0:

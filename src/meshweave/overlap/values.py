@@ -24,9 +24,26 @@ def values_of(graph: fx.Graph) -> dict[fx.Node, Values]:
     change, a wait that of its start. Raises VerifyError for a node that makes tensors nobody described."""
     values: dict[fx.Node, Values] = {}
     counter = iter(range(1 << 60))
+    inputs: dict[int, Value] = {}
     for node in graph.nodes:
-        values[node] = _values(node, values, counter)
+        found = _values(node, values, counter)
+        values[node] = _shared_inputs(node, found, inputs) if node.op in ("placeholder", "get_attr") else found
     return values
+
+
+def _shared_inputs(node: fx.Node, found: Values, inputs: dict[int, Value]) -> Values:
+    """Inputs that are views of one storage share it: a saved tensor, and a view of it that is saved too."""
+    made = []
+    for x, value in zip(_tensors(node.meta.get("val")), found, strict=True):
+        if x.layout is not torch.strided:
+            made.append(value)
+            continue
+        storage = x.untyped_storage()
+        size = storage.nbytes()
+        held = Value(value.shape, value.stride, value.dtype, value.storage, size if type(size) is int else hint(size))
+        base = inputs.setdefault(storage._cdata, held)
+        made.append(Value(value.shape, value.stride, value.dtype, base.storage, base.storage_bytes))
+    return tuple(made)
 
 
 def _values(node: fx.Node, values: Mapping[fx.Node, Values], counter: Iterator[int]) -> Values:

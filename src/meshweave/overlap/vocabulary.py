@@ -74,11 +74,18 @@ def collective_of(node: fx.Node) -> Collective | None:
     return found
 
 
+def argument(node: fx.Node, position: int) -> Any:
+    """An argument by its position in the op's schema, whether it was handed over by position or by name."""
+    if position < len(node.args):
+        return node.args[position]
+    if isinstance(node.target, torch._ops.OpOverload) and position < len(node.target._schema.arguments):
+        return node.kwargs.get(node.target._schema.arguments[position].name)
+    return None
+
+
 def group_of(node: fx.Node, row: Collective) -> Any:
     """The group argument of a start: a name, or a process group."""
-    if row.group < len(node.args):
-        return node.args[row.group]
-    return node.kwargs.get("group_name", node.kwargs.get("group"))
+    return argument(node, row.group)
 
 
 def place_of(node: fx.Node) -> str:

@@ -1,0 +1,433 @@
+"""Graphs with collectives, built by hand, and three oracles of their own: values on four ranks, seconds and bytes.
+
+Nothing here imports meshweave: what the oracles say of a graph stands on PyTorch's operators alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ATEN = torch.ops.aten
+C10D = torch.ops._c10d_functional
+CONVERT = torch.ops.prims.convert_element_type.default
+WAIT = C10D.wait_tensor.default
+
+IN_PLACE = (C10D.all_reduce_.default,)
+# The last positional argument of each names the group.
+STARTS = (
+    *IN_PLACE,
+    C10D.all_gather_into_tensor_out.default,
+    C10D.all_gather_into_tensor.default,
+    C10D.all_gather_into_tensor_coalesced.default,
+    C10D.reduce_scatter_tensor.default,
+    C10D.reduce_scatter_tensor_coalesced.default,
+    C10D.all_reduce.default,
+    C10D.all_reduce_coalesced.default,
+    C10D.all_to_all_single.default,
+    C10D.broadcast.default,
+)
+# Four ranks on a 2 x 2 mesh: pairs by row, pairs by column, all of them.
+ROWS, COLUMNS, WORLD = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),)
+MESH: Mapping[str, tuple[tuple[int, ...], ...]] = {"a": ROWS, "b": COLUMNS, "w": WORLD}
+RANKS = 4
+
+Cost = Callable[..., Any]
+
+
+def groups_of(rank: int, mesh: Mapping[str, Sequence[tuple[int, ...]]] = MESH) -> dict[str, tuple[int, ...]]:
+    """The groups that a rank is in: what `overlap` is handed."""
+    return {name: next(g for g in groups if rank in g) for name, groups in mesh.items()}
+
+
+class Builder:
+    """An fx graph in the form that Inductor's post-grad passes see: ATen overloads, fake tensors in meta["val"]."""
+
+    def __init__(self, mesh: Mapping[str, Sequence[tuple[int, ...]]] = MESH) -> None:
+        self.graph = fx.Graph()
+        self.mode = FakeTensorMode()
+        self.mesh = mesh
+
+    def placeholder(self, name: str, shape: Sequence[int] = (8, 8), dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
+        return node
+
+    def placeholders(self, names: str, shape: Sequence[int] = (8, 8), dtype: torch.dtype = torch.float32) -> list[Any]:
+        return [self.placeholder(name, shape, dtype) for name in names.split()]
+
+    def call(self, name: str | None, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.create_node("call_function", op, args, kwargs, name=name)
+        node.meta["val"] = self.value(op, args, kwargs)
+        return node
+
+    def value(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            if op is WAIT:  # the result itself, which the fake kernel would copy
+                return values[0][0]
+            return op(*values[0], **values[1])
+
+    def mm(self, name: str, x: fx.Node, y: fx.Node) -> fx.Node:
+        return self.call(name, ATEN.mm.default, x, y)
+
+    def add(self, name: str, x: fx.Node, y: Any) -> fx.Node:
+        return self.call(name, ATEN.add.Tensor, x, y)
+
+    def relu(self, name: str, x: fx.Node) -> fx.Node:
+        return self.call(name, ATEN.relu.default, x)
+
+    def start(self, name: str, kind: str, x: Any, group: str = "a", reduce: str = "sum") -> fx.Node:
+        """A collective of `kind`; of a list, a coalesced one."""
+        size = len(self.mesh[group][0])
+        op = getattr(C10D, kind + "_coalesced" * isinstance(x, list)).default
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_gather_into_tensor": (size, group),
+            "reduce_scatter_tensor": (reduce, size, group),
+            "all_reduce": (reduce, group),
+            "broadcast": (0, group),
+        }
+        if kind == "all_to_all_single":
+            arguments[kind] = (splits := [x.meta["val"].shape[0] // size] * size, splits, group)
+        return self.call(name, op, x, *arguments[kind])
+
+    def gather(self, name: str, x: Any, group: str = "a") -> fx.Node:
+        return self.start(name, "all_gather_into_tensor", x, group)
+
+    def scatter(self, name: str, x: Any, group: str = "a", reduce: str = "sum") -> fx.Node:
+        return self.start(name, "reduce_scatter_tensor", x, group, reduce)
+
+    def reduce(self, name: str, x: Any, group: str = "a", reduce: str = "sum") -> fx.Node:
+        return self.start(name, "all_reduce", x, group, reduce)
+
+    def wait(self, name: str | None, start: fx.Node) -> fx.Node:
+        return self.call(name, WAIT, start)
+
+    def item(self, name: str | None, node: fx.Node, index: int) -> fx.Node:
+        return self.call(name, operator.getitem, node, index)
+
+    def done(self, *outputs: Any) -> fx.GraphModule:
+        self.graph.output(outputs)
+        self.graph.lint()
+        return fx.GraphModule({}, self.graph)
+
+
+def by_name(table: Mapping[str, float], other: float = 0.0) -> Cost:
+    """Seconds by the node's name: cost(node)."""
+    return lambda node: table.get(node.name, other)
+
+
+def by_size(table: Mapping[str, float], latency: float, seconds: float, num_bytes: int = 256) -> Cost:
+    """Compute by name; a collective takes `latency` plus `seconds` for every `num_bytes` that a rank hands in."""
+
+    def cost(node: fx.Node, size: int | None = None) -> float:
+        if node.target not in STARTS:
+            return table.get(node.name, 0.0)
+        return latency + seconds * (handed_in(node) if size is None else size) / num_bytes
+
+    return cost
+
+
+def starts(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.target in STARTS]
+
+
+def position(gm: fx.GraphModule) -> dict[str, int]:
+    return {n.name: i for i, n in enumerate(gm.graph.nodes)}
+
+
+def renamed(gm: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
+    """The same graph with other names of groups."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        if node.target in STARTS:
+            node.args = (*node.args[:-1], names[node.args[-1]])
+    return fx.GraphModule({}, graph)
+
+
+# ---- values -----------------------------------------------------------------------------------------------------
+
+
+def run(
+    gm: fx.GraphModule,
+    inputs: Sequence[Sequence[Tensor]],
+    mesh: Mapping[str, Sequence[tuple[int, ...]]] = MESH,
+    seed: int = 0,
+    has_meta: bool = True,
+) -> Ran:
+    """Run all ranks in lockstep; with `has_meta`, every value is as meta["val"] says.
+
+    A collective's result is garbage until its wait, which also checks that nobody wrote to the operand or to the result
+    in between. Every rank has a random generator of its own, which random ops draw from in graph order.
+    """
+    ran = Ran(gm, inputs, mesh, seed)
+    with torch.random.fork_rng(devices=[]):
+        for node in gm.graph.nodes:
+            ran.step(node)
+            if has_meta:
+                check_meta(node, ran.envs)
+    return ran
+
+
+class Ran:
+    """A graph as it ran: every value of every rank."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Tensor]], mesh: Any, seed: int) -> None:
+        self.gm, self.mesh = gm, mesh
+        self.envs: list[dict[fx.Node, Any]] = [{} for _ in inputs]
+        self.inputs = [[t.clone() for t in tensors] for tensors in inputs]
+        self.feeds: list[Iterator[Tensor]] = [iter(tensors) for tensors in self.inputs]
+        self.states = [torch.Generator().manual_seed(seed * RANKS + r).get_state() for r in range(len(inputs))]
+        self.pending: dict[fx.Node, tuple[Any, Any]] = {}  # of a start: operands at its time, results
+        self.outputs: list[Any] = []
+
+    def step(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            for env, feed in zip(self.envs, self.feeds, strict=True):
+                env[node] = next(feed)
+        elif node.op == "output":
+            self.outputs = [fx.map_arg(node.args[0], env.__getitem__) for env in self.envs]
+        elif node.target in STARTS:
+            self._start(node)
+        elif node.target is WAIT:
+            self._wait(node)
+        else:
+            for rank in range(len(self.envs)):
+                self._compute(node, rank)
+
+    def _compute(self, node: fx.Node, rank: int) -> None:
+        env = self.envs[rank]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        torch.set_rng_state(self.states[rank])
+        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        self.states[rank] = torch.get_rng_state()
+
+    def _operands(self, node: fx.Node) -> list[Any]:
+        return [fx.map_arg(node.args[0], env.__getitem__) for env in self.envs]
+
+    def _start(self, node: fx.Node) -> None:
+        operands = self._operands(node)
+        results: list[Any] = [None] * len(operands)
+        for members in self.mesh[node.args[-1]]:
+            made = _exchange(node, [operands[m] for m in members])
+            for member, result in zip(members, made, strict=True):
+                results[member] = result
+        for env, operand, result in zip(self.envs, operands, results, strict=True):
+            into = operand if node.target in IN_PLACE else fx.map_arg(node.kwargs.get("out"), env.__getitem__)
+            env[node] = _each(result, _garbage) if into is None else into.copy_(_garbage(into))
+        self.pending[node] = ([_each(x, Tensor.clone) for x in operands], results)
+
+    def _wait(self, node: fx.Node) -> None:
+        """The first wait for any result of a start completes it: a coalesced collective is one piece of work."""
+        start = source = node.args[0]
+        while isinstance(start, fx.Node) and start.target in (operator.getitem, WAIT):
+            start = start.args[0]
+        assert isinstance(source, fx.Node)
+        assert start in self.envs[0], f"{node.name} waits for what has not been started"
+        if start in self.pending:
+            before, results = self.pending.pop(start)
+            for env, operand, old, result in zip(self.envs, self._operands(start), before, results, strict=True):
+                assert _same(operand, old), f"the operand of {start} changed in flight"
+                assert _same(env[start], _each(result, _garbage)), f"the result of {start} was written to in flight"
+                values = env[start] if isinstance(result, list) else [env[start]]
+                for value, part in zip(values, result if isinstance(result, list) else [result], strict=True):
+                    value.copy_(part)
+        for env in self.envs:
+            env[node] = env[source]
+
+    def results(self) -> list[list[Tensor]]:
+        """Outputs and final placeholders of every rank."""
+        return [
+            [o for o in outputs if isinstance(o, Tensor)] + tensors
+            for outputs, tensors in zip(self.outputs, self.inputs, strict=True)
+        ]
+
+
+def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    return [function(t) for t in value] if isinstance(value, list | tuple) else function(value)
+
+
+def _garbage(like: Tensor) -> Tensor:
+    made = torch.ones_like(like)
+    if like.dtype is not torch.bool:
+        made.view(-1).view(torch.uint8).fill_(0xA5)
+    return made
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return _form(x) == _form(y) and _bits(x).equal(_bits(y))
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    """Shape, dtype and strides, but those of dims of size 1, which mean nothing and differ between kernels."""
+    strides = tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
+    return tuple(x.shape), x.dtype, strides if x.numel() else ()
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _same(x: Any, y: Any) -> bool:
+    pairs = zip(x, y, strict=True) if isinstance(x, list | tuple) else [(x, y)]
+    return all(_bits(a).equal(_bits(b)) for a, b in pairs)
+
+
+def _exchange(node: fx.Node, operands: Sequence[Any]) -> list[Any]:
+    """What each member of one group gets."""
+    if isinstance(operands[0], list | tuple):
+        columns = [_exchange_one(node, list(column)) for column in zip(*operands, strict=True)]
+        return [list(row) for row in zip(*columns, strict=True)]
+    return _exchange_one(node, operands)
+
+
+def _exchange_one(node: fx.Node, operands: Sequence[Tensor]) -> list[Tensor]:
+    size = len(operands)
+    kind = re.sub(r"(_coalesced|_out|_)?\..*", "", node.target.__name__)  # type: ignore[union-attr]
+    if kind == "all_gather_into_tensor":
+        assert node.args[1] == size
+        return [torch.cat(list(operands)) for _ in operands]
+    if kind == "broadcast":
+        return [operands[node.args[1]].clone() for _ in operands]  # type: ignore[index]
+    if kind == "all_to_all_single":
+        sent = [x.split(node.args[2]) for x in operands]  # type: ignore[arg-type]
+        assert node.args[1] == node.args[2]
+        return [torch.cat([sent[j][i] for j in range(size)]) for i in range(size)]
+    total = _reduced(str(node.args[1]), operands)
+    if kind == "all_reduce":
+        return [total.clone() for _ in operands]
+    assert kind == "reduce_scatter_tensor"
+    assert node.args[2] == size
+    return [piece.clone() for piece in total.chunk(size)]
+
+
+def _reduced(op: str, operands: Sequence[Tensor]) -> Tensor:
+    total = operands[0].contiguous().clone()
+    for x in operands[1:]:
+        total = torch.maximum(total, x) if op == "max" else total + x.contiguous()
+    return total / len(operands) if op == "avg" else total
+
+
+def check_meta(node: fx.Node, envs: Sequence[Mapping[fx.Node, Any]]) -> None:
+    """meta["val"] says what a node really gives: later passes rely on it."""
+    for value in (env.get(node) for env in envs):
+        if isinstance(value, list | tuple):
+            pairs = list(zip(value, node.meta["val"], strict=True))
+        else:
+            pairs = [(value, node.meta.get("val"))]
+        for real, fake in pairs:
+            if isinstance(real, Tensor):
+                assert isinstance(fake, Tensor), f"{node.name} has no meta['val']"
+                found, said = _form(real), _form(fake)
+                assert found == said, f"{node.name} gives {found}, meta['val'] says {said}"
+
+
+def random_inputs(gm: fx.GraphModule, seed: int = 0, num_ranks: int = RANKS) -> list[list[Tensor]]:
+    """Other values on every rank; small integers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder", sort=True)]
+    return [[torch.randint(-3, 4, v.shape, generator=generator).to(v.dtype) for v in vals] for _ in range(num_ranks)]
+
+
+def assert_same_values(before: fx.GraphModule, after: fx.GraphModule, mesh: Any = MESH, seed: int = 0) -> None:
+    inputs = random_inputs(before, seed)
+    assert_same_results(run(before, inputs, mesh, seed), run(after, inputs, mesh, seed))
+
+
+def assert_same_results(before: Ran, after: Ran) -> None:
+    for rank, pair in enumerate(zip(before.results(), after.results(), strict=True)):
+        for i, (x, y) in enumerate(zip(*pair, strict=True)):
+            assert same_bits(x, y), f"result {i} of rank {rank} differs"
+
+
+# ---- seconds ----------------------------------------------------------------------------------------------------
+
+
+def is_free(node: fx.Node) -> bool:
+    """Placeholders, outputs, waits, views and items take no time."""
+    if node.op != "call_function" or node.target in (WAIT, operator.getitem):
+        return True
+    schema = node.target._schema  # type: ignore[union-attr]
+    aliases = [a.alias_info for a in schema.arguments if a.alias_info is not None]
+    return node.target not in STARTS and bool(aliases) and not any(a.is_write for a in aliases)
+
+
+def handed_in(node: fx.Node) -> int:
+    """Bytes of the tensors that a node takes: of a start, what one rank hands in."""
+    vals = fx.map_arg(list(node.all_input_nodes), lambda n: n.meta["val"])
+    return sum(v.nbytes for v in vals if isinstance(v, Tensor))
+
+
+def play(gm: fx.GraphModule, cost: Cost) -> tuple[float, float]:
+    """Makespan and exposed seconds in graph order: one compute stream, one first-in-first-out channel per group."""
+    now = exposed = 0.0
+    free: dict[str, float] = {}
+    ends: dict[fx.Node, float] = {}
+    for node in gm.graph.nodes:
+        if node.target in STARTS:
+            group = node.args[-1]
+            ends[node] = free[group] = max(now, free.get(group, 0.0)) + cost(node)
+        elif node.target is WAIT:
+            start = node.args[0]
+            while start not in ends:
+                start = start.args[0]
+            end = ends[start]
+            exposed += max(0.0, end - now)
+            now = max(now, end)
+        elif not is_free(node):
+            now += cost(node)
+    last = max([now, *free.values()])  # of a start that nobody waits for too
+    return last, exposed + last - now
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------
+
+
+def peak(gm: fx.GraphModule, can_free: Callable[[fx.Node], bool] = lambda node: False) -> int:
+    """True peak of rank 0 in bytes, see `peak_of`."""
+    return peak_of(run(gm, random_inputs(gm)), can_free)
+
+
+def peak_of(ran: Ran, can_free: Callable[[fx.Node], bool]) -> int:
+    """True peak of rank 0 in bytes: storages as a real run makes them, from their node to their last use.
+
+    A collective's operand lives until its wait, placeholders to the end unless `can_free`, outputs to the end.
+    """
+    nodes = list(ran.gm.graph.nodes)
+    index = {n: i for i, n in enumerate(nodes)}
+    waited = {n: min((index[w] for w in waits_of(n)), default=len(nodes)) for n in nodes if n.target in STARTS}
+    births: dict[int, int] = {}
+    deaths: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for node in nodes[:-1]:
+        value = ran.envs[0].get(node)
+        last = max([index[node], *(waited.get(u, index[u]) for u in node.users)])
+        held = (node.op == "placeholder" and not can_free(node)) or waited.get(node) == len(nodes)
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, Tensor):
+                key = tensor.untyped_storage().data_ptr()
+                births.setdefault(key, -1 if node.op == "placeholder" else index[node])
+                deaths[key] = max(deaths.get(key, 0), len(nodes) if held else last)
+                sizes[key] = tensor.untyped_storage().nbytes()
+    change = [0] * (len(nodes) + 3)
+    for key, size in sizes.items():
+        change[births[key] + 1] += size
+        change[deaths[key] + 2] -= size
+    best = live = 0
+    for delta in change:
+        live += delta
+        best = max(best, live)
+    return best
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    found = [u for u in start.users if u.target is WAIT]
+    return found + [w for u in start.users if u.target is operator.getitem for w in u.users if w.target is WAIT]
