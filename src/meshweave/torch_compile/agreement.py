@@ -1,0 +1,252 @@
+"""Ranks that compile the same graph decide on the same figures, and prove that what they decided cannot deadlock.
+
+All that ranks tell each other goes through the store of `torch.distributed`: no collective runs while a graph is
+compiled, so that a rank that does not come is an error with its name, never a hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import op_name
+from meshweave.ir.rank import WAIT
+from meshweave.overlap.figures import Figures
+from meshweave.overlap.vocabulary import collective_of, group_of, place_of
+
+c10d: Any = dist.distributed_c10d  # whose private functions are not typed
+TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
+_SHOWN = 16  # ranks that an error names
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What `ranks`, of which this process is `rank`, agree on through `store`, one exchange after the other.
+
+    In an exchange every rank says something, the lowest of them judges what all said, and its verdict is what every
+    rank returns or raises. It waits `timeout_seconds` for the others, they twice as long for it, so that all learn who
+    is missing. Which exchange it is, each rank counts in the store itself: ranks come to their n-th exchange together.
+    """
+
+    store: Any  # a torch.distributed.Store
+    rank: int
+    ranks: tuple[int, ...]
+    timeout_seconds: float = TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.rank not in self.ranks or list(self.ranks) != sorted(set(self.ranks)) or not self.timeout_seconds > 0:
+            raise MeshweaveError(
+                "these ranks cannot agree",
+                where=f"rank {self.rank}",
+                got=f"ranks {self.ranks}, timeout {self.timeout_seconds:g} s",
+                expected="ranks in rising order, this one among them, and a timeout above 0 s",
+            )
+
+    def figures(self, mine: Figures, told: str = "") -> Figures:
+        """The figures of the lowest rank. Raises MeshweaveError naming the ranks that did not come, that were `told`
+        something else (options, as text), or whose graph is another."""
+        lead = self.ranks[0]
+
+        def judge(said: Mapping[int, Any]) -> Any:
+            others = [rank for rank, (fingerprint, _) in said.items() if fingerprint != mine.fingerprint]
+            if others:
+                raise MeshweaveError(
+                    "ranks compile different graphs: their communications would not meet",
+                    where=_named(others),
+                    got=f"graph {said[others[0]][0]} on rank {others[0]}",
+                    expected=f"graph {mine.fingerprint}, as on rank {lead}",
+                    hint="where ranks run different graphs (stages of a pipeline), pass ranks=, those with this one",
+                )
+            others = [rank for rank, (_, its) in said.items() if its != told]
+            if others:
+                raise MeshweaveError(
+                    "ranks were given different options",
+                    where=_named(others),
+                    got=f"{said[others[0]][1]} on rank {others[0]}",
+                    expected=f"{told}, as on rank {lead}",
+                    hint="decide on one rank and broadcast: costs may differ between ranks, options may not",
+                )
+            return mine.numbers
+
+        numbers = self._exchange([mine.fingerprint, told], judge)
+        return Figures(mine.fingerprint, tuple(numbers))
+
+    def prove(self, graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Exchange the order of communications that `graph` has now, and prove that no rank waits for ever.
+
+        The proof: all ranks have the same sequence of starts and waits, written with channels (groups in order of
+        appearance), and where a rank's c-th channel is a group, it is that of each of its members. So the i-th event of
+        every rank is the same; once all have come to a start, all its members have begun it; a wait is for an earlier
+        start, so that it ends. Raises MeshweaveError naming ranks where that does not hold, and for messages between
+        two ranks, which do not meet by their place.
+        """
+        events, channels = communications(graph)
+        digest = hashlib.sha256("\n".join(events).encode()).hexdigest()[:24]
+        tables = [list(_ranks_of(group, where, groups)) for group, where in channels]
+        self._exchange([digest, len(events), tables], lambda said: _judge_order(said, self.ranks[0]))
+
+    def _exchange(self, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
+        """What `judge` makes, on the lowest rank, of what every rank said; values as JSON has them."""
+        lead = self.ranks[0]
+        try:
+            key = f"{self._prefix}/{self.store.add(f'{self._prefix}/turn/{self.rank}', 1)}"
+            if self.rank == lead:
+                verdict = self._verdict(key, said, judge)
+                self.store.set(f"{key}/verdict", json.dumps(verdict))
+            else:
+                self.store.set(f"{key}/{self.rank}", json.dumps(said))
+                if self._missing(key, ["verdict"], 2 * self.timeout_seconds):
+                    raise self._absent([lead], 2 * self.timeout_seconds)
+                verdict = json.loads(self.store.get(f"{key}/verdict"))
+        except RuntimeError as error:  # what stores raise where their server is gone
+            raise MeshweaveError(
+                "the store of torch.distributed cannot be reached",
+                where=f"rank {self.rank}",
+                got=str(error).splitlines()[0],
+                expected=f"an answer from {_named(self.ranks)}",
+                hint="the process that serves it, usually that of rank 0, has ended: see its log",
+            ) from error
+        if "error" in verdict:
+            raise MeshweaveError(**verdict["error"])
+        return verdict["said"]
+
+    @property
+    def _prefix(self) -> str:
+        """Keys of these ranks alone: others may have counted further."""
+        return f"meshweave/overlap/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]}"
+
+    def _verdict(self, key: str, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> dict[str, Any]:
+        others = self.ranks[1:]
+        try:
+            missing = self._missing(key, [str(rank) for rank in others], self.timeout_seconds)
+            if missing:
+                raise self._absent([int(rank) for rank in missing], self.timeout_seconds)
+            told = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in others}
+            return {"said": judge({self.ranks[0]: json.loads(json.dumps(said)), **told})}
+        except MeshweaveError as error:
+            parts = ("what", "where", "got", "expected", "hint")
+            return {"error": {part: getattr(error, part) for part in parts}}
+
+    def _missing(self, key: str, names: Sequence[str], seconds: float) -> list[str]:
+        """The names that nobody has set after `seconds`, none if all are there before."""
+        keys = [f"{key}/{name}" for name in names]
+        try:
+            self.store.wait(keys, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return [name for name, one in zip(names, keys, strict=True) if not self.store.check([one])]
+        return []
+
+    def _absent(self, ranks: Sequence[int], seconds: float) -> MeshweaveError:
+        return MeshweaveError(
+            "ranks did not come to agree on the order of a graph's communications",
+            where=_named(ranks),
+            got=f"nothing in {seconds:g} s",
+            expected=f"{_named(self.ranks)} compiling the same graphs in the same order",
+            hint="a rank has failed, compiles other graphs (pass ranks=), or needs longer (pass timeout_seconds=)",
+        )
+
+
+def _judge_order(said: Mapping[int, Any], lead: int) -> None:
+    digest, count, _ = said[lead]
+    others = [rank for rank, (its, _, _) in said.items() if its != digest]
+    if others:
+        raise MeshweaveError(
+            "ranks would communicate in different orders, which can deadlock",
+            where=_named(others),
+            got=f"order {said[others[0]][0]} of {said[others[0]][1]} starts and waits on rank {others[0]}",
+            expected=f"order {digest} of {count}, as on rank {lead}",
+            hint="the same figures must give the same order: are all ranks of one version of meshweave and torch?",
+        )
+    for rank, (_, _, tables) in said.items():
+        for i, members in enumerate(tables):
+            outside = sorted({*members} - {*said})
+            other = next((m for m in members if m in said and said[m][2][i] != members), None)
+            if rank in members and not outside and other is None:
+                continue
+            raise MeshweaveError(
+                "the groups of a graph's communications do not fit each other",
+                where=f"rank {rank}, group {i} in order of appearance",
+                got=f"ranks {members}" + ("" if other is None else f"; on rank {other} it is {said[other][2][i]}"),
+                expected="a group that each of its members has at this place",
+                hint=f"{_named(outside)} did not agree: add them to ranks=" if outside else "",
+            )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]]]:
+    """The starts and waits of a graph in their order, as text that no rank has in it, and per channel its group and
+    where it is first used.
+
+    Raises MeshweaveError for messages between two ranks.
+    """
+    channels: dict[str, tuple[Any, str]] = {}
+    begun: dict[fx.Node, int] = {}
+    events: list[str] = []
+    for node in graph.nodes:
+        row = collective_of(node) if node.op == "call_function" else None
+        if node.target is WAIT:
+            events.append(f"wait {begun[node.args[0]]}")
+        elif row is not None and row.is_ordered:
+            raise MeshweaveError(
+                "messages between two ranks do not meet by their place, so that their order cannot be proven",
+                where=place_of(node),
+                hint="compile them outside of this graph, or pass ranks=(rank,), which proves nothing",
+            )
+        elif row is not None:
+            group = group_of(node, row)
+            name = getattr(group, "group_name", group)
+            channels.setdefault(name, (group, place_of(node)))
+            begun[node] = len(events)
+            events.append(f"{op_name(node.target)} {list(channels).index(name)} {list(_shapes(node.meta.get('val')))}")
+        elif node.target is operator.getitem and node.args[0] in begun:
+            begun[node] = begun[node.args[0]]
+    return events, list(channels.values())
+
+
+def _shapes(made: Any) -> Iterator[str]:
+    for one in made if isinstance(made, (list, tuple)) else (made,):
+        if isinstance(one, torch.Tensor):
+            yield f"{one.dtype}{list(map(str, one.shape))}"
+
+
+def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None) -> tuple[int, ...]:
+    if groups is not None and group in groups:
+        return tuple(groups[group])
+    try:
+        held = c10d._resolve_process_group(group) if isinstance(group, str) else group
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise MeshweaveError(
+            "the group of a collective is unknown",
+            where=where,
+            got=repr(group),
+            expected="a group of torch.distributed, or one of groups=",
+        ) from error
+    return tuple(c10d.get_process_group_ranks(held))
+
+
+def world_agreement(ranks: Sequence[int] | None, timeout_seconds: float = TIMEOUT_SECONDS) -> Agreement | None:
+    """The agreement of this job's `ranks` (None: all), None where this process is alone.
+
+    Alone is a process without torch.distributed, of a world of one, of ranks of one, and one on the `fake` backend,
+    which has no other ranks. Raises MeshweaveError for ranks that this process is not among.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+        return None
+    chosen = tuple(sorted(set(ranks))) if ranks is not None else tuple(range(dist.get_world_size()))
+    if chosen == (dist.get_rank(),) or len(chosen) == 1 == dist.get_world_size():
+        return None
+    return Agreement(c10d._get_default_store(), dist.get_rank(), chosen, timeout_seconds)

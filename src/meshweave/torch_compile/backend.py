@@ -1,0 +1,125 @@
+"""The drop-in for torch.compile: a backend, and a context that puts the same pass into Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.overlap import OverlapOptions, OverlapReport
+from meshweave.torch_compile.agreement import TIMEOUT_SECONDS
+from meshweave.torch_compile.scheduling import Cost, Settings, settings
+
+# As aot_autograd takes them: of a graph and its (fake) inputs, what runs it.
+GraphCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+_INNER = ("inductor", "aot_eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A backend of torch.compile: orders communication in forward and backward graphs, then lets `inner` compile
+    them."""
+
+    settings: Settings
+    inner: str | GraphCompiler
+
+    @property
+    def __name__(self) -> str:
+        return "meshweave"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        mode: str = "default",
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """As torch.compile calls it, with its own `mode` and `options`, which are Inductor's.
+
+        Raises MeshweaveError for either where something else compiles.
+        """
+        if self.inner == "inductor":
+            from meshweave.torch_compile.inductor import compile_with
+
+            return compile_with(self.settings, gm, inputs, mode, options or {})
+        if mode != "default" or options:
+            raise MeshweaveError(
+                "mode and options are Inductor's",
+                where="torch.compile",
+                got=f"mode={mode!r}, options={options!r} with inner={self.inner!r}",
+                expected="neither, or inner='inductor'",
+            )
+        from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        inner = boxed_nop if isinstance(self.inner, str) else self.inner
+
+        def compiled(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.settings.schedule(graph.graph)
+            graph.recompile()
+            made = inner(graph, graph_inputs)  # type: ignore[arg-type]
+            return made if getattr(made, "_boxed_call", False) else make_boxed_func(made)
+
+        return aot_eager(gm, list(inputs), fw_compiler=compiled, bw_compiler=compiled)
+
+
+def backend(
+    *,
+    cost: Cost | str | Path | None = None,
+    memory_cap_bytes: int | None = None,
+    options: OverlapOptions | None = None,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    inner: str | GraphCompiler = "inductor",
+    report: Callable[[OverlapReport], object] | None = None,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Backend:
+    """A backend for `torch.compile(model, backend=mw.backend())` that overlaps communication with compute.
+
+    `cost`, `memory_cap_bytes`, `options` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
+    a machine profile, and without one the graph's type of device says which. `inner` compiles what was ordered:
+    "inductor", "aot_eager" (which runs it op by op) or a callable as aot_autograd takes it. `report` is called with the
+    report of every graph that communicates.
+
+    In a job of several ranks all `ranks` (default: all of torch.distributed) compile the same graphs in the same order.
+    They take the figures of the lowest of them, and prove that the order cannot deadlock; a rank that does not come in
+    `timeout_seconds` is an error that names it. The stages of a pipeline compile different graphs: each passes its own
+    ranks. With ranks=(rank,) nothing is agreed on and nothing proven, and compiled graphs may come from Inductor's
+    cache, which is passed by otherwise: ranks whose graph comes from it would not come to agree.
+
+    Raises MeshweaveError for what is none of these.
+    """
+    if not (inner in _INNER or callable(inner)):
+        raise MeshweaveError(
+            "nothing compiles by this name", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
+        )
+    return Backend(settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds), inner)
+
+
+def inductor_pass(
+    *,
+    cost: Cost | str | Path | None = None,
+    memory_cap_bytes: int | None = None,
+    options: OverlapOptions | None = None,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    report: Callable[[OverlapReport], object] | None = None,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> AbstractContextManager[None]:
+    """The pass of `backend` in Inductor, for all that is compiled in this thread while the context lasts.
+
+        with mw.inductor_pass():
+            loss = compiled(batch)  # the first call compiles, the backward graph too
+
+    A pass that is installed already runs before it. What Inductor would reorder itself is off, and everything is as it
+    was when the context ends. Of nested ones the innermost counts.
+    """
+    from meshweave.torch_compile.inductor import installed
+
+    return installed(settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds))

@@ -1,0 +1,146 @@
+"""FSDP whose collectives are in the compiled graph, where a pass can move them.
+
+The hooks of `fully_shard` are closed to Dynamo (torch 2.13, _fully_shard/_fsdp_state.py: `_dynamo_disable`): its
+gathers and reductions run between the compiled pieces, on its own schedule, and no compiler sees them. Here a parameter
+is a sharded DTensor, and to read it is to gather it: torch.compile traces the gather, autograd the reduction, as any
+other op (SimpleFSDP, arXiv 2411.00284).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.rank import WAIT, collectives
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """How a parameter becomes what its module computes with: `shape` on this rank, `before` the mesh and placements
+    that it had as a DTensor."""
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    stride: tuple[int, ...]
+    before: tuple[DeviceMesh, tuple[Placement, ...]] | None
+    is_gathered_again: bool
+    dtype: torch.dtype | None
+
+    def used(self, stored: DTensor) -> Tensor:
+        """The parameter as its module had it before, gathered along `mesh`; its gradient is averaged and cut again."""
+        if self.is_gathered_again:
+            return checkpoint(self.gathered, stored, use_reentrant=False, context_fn=_gathers_again)
+        return self.gathered(stored)
+
+    def gathered(self, stored: DTensor) -> Tensor:
+        local = _Averaged.apply(stored.to_local(), self.mesh.size())
+        if self.dtype is not None:
+            local = local.to(self.dtype)
+        sharded = DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self.stride
+        )
+        whole = sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return whole if self.before is None else DTensor.from_local(whole, *self.before, run_check=False)
+
+
+class _Averaged(torch.autograd.Function):
+    """The identity, whose gradient, a sum over ranks, is divided by their number (Gloo has no averaging reduction)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient / ctx.size, None
+
+
+_AGAIN = frozenset({collectives.all_gather_into_tensor.default, WAIT, torch.ops.aten._to_copy.default})
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE if op in _AGAIN else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _gathers_again() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def shard_in_graph(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    param_dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Shard the parameters of `module` along the one dim of `mesh`, as `fully_shard` does, with gathers in the graph.
+
+    Parameters become DTensors sharded on dim 0; those that are DTensors already (`parallelize_module` with a mesh of
+    the same root) keep their placements besides. Reading one (`module.weight`) gathers it; in the backward pass it is
+    gathered again unless `reshard_after_forward` is False; gradients are averaged along `mesh` and stay sharded. With
+    `param_dtype` it is gathered and its gradient reduced in that dtype. Changes `module` in place and returns it:
+    compile it as a whole. Raises MeshweaveError for a mesh of more than one dim.
+    """
+    if mesh.ndim != 1:
+        raise MeshweaveError(
+            "parameters are sharded along one dim of the mesh",
+            where="shard_in_graph",
+            got=f"a mesh of {mesh.ndim} dims, {mesh.mesh_dim_names or tuple(mesh.shape)}",
+            expected="one dim of it, as mesh['dp']",
+        )
+    made: dict[nn.Parameter, tuple[nn.Parameter, _Stored]] = {}
+    for part in list(module.modules()):
+        held = {name: p for name, p in part.named_parameters(recurse=False) if name not in _ways(part)}
+        for p in held.values():
+            if p not in made:
+                made[p] = _stored(p, mesh, reshard_after_forward, param_dtype)
+        if not held:
+            continue
+        ways = {**_ways(part), **{name: made[p][1] for name, p in held.items()}}
+        for name, p in held.items():
+            part._parameters[name] = made[p][0]
+        readers = {name: property(partial(_read, name=name, way=way)) for name, way in ways.items()}
+        part.__class__ = type(part.__class__.__name__, (part.__class__,), {**readers, "_in_graph": ways})
+    return module
+
+
+def _ways(part: nn.Module) -> Mapping[str, _Stored]:
+    return getattr(type(part), "_in_graph", {})
+
+
+def _read(part: nn.Module, name: str, way: _Stored) -> Tensor | None:
+    stored = part._parameters[name]
+    return None if stored is None else way.used(stored)  # type: ignore[arg-type]
+
+
+def _stored(
+    p: nn.Parameter, mesh: DeviceMesh, reshard: bool, dtype: torch.dtype | None
+) -> tuple[nn.Parameter, _Stored]:
+    """The sharded parameter and the way back to `p`."""
+    local: Any = p.detach()
+    local = (local.to_local() if isinstance(p, DTensor) else local).contiguous()
+    sharded: Any = distribute_tensor(local, mesh, [Shard(0)], src_data_rank=None)
+    before = None
+    if isinstance(p, DTensor):
+        times = math.prod(p.device_mesh.size(i) for i, placed in enumerate(p.placements) if placed.is_shard(0))
+        # What the other mesh cut first is cut again within each of its pieces, the order of fully_shard.
+        cut = Shard(0) if times == 1 else _StridedShard(0, split_factor=times)
+        both = DeviceMesh._concatenate([mesh, p.device_mesh])
+        placements = (cut, *p.placements)
+        sharded = DTensor.from_local(
+            sharded.to_local(), both, placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        before = (p.device_mesh, tuple(p.placements))
+    return nn.Parameter(sharded, p.requires_grad), _Stored(mesh, local.shape, local.stride(), before, reshard, dtype)

@@ -1,0 +1,206 @@
+"""Inductor with our pass: its own overlap passes off, and what it would reorder afterwards held.
+
+After the post-grad passes Inductor makes scheduler nodes of the graph, in its order, fuses them, and reorders them for
+peak memory. The last is switched off (the order was chosen under a memory cap). Fusion may pull a wait ahead of the
+work that hides its communication: dependencies that cost no buffer keep it from that, and leave all other fusions
+alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._inductor import config, custom_graph_pass
+
+from meshweave.torch_compile.scheduling import Settings
+
+# Overlap and bucketing of Inductor's own (torch 2.13, _inductor/config.py), by what switches each off.
+_OWN: Mapping[str, object] = {
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "_fuse_ddp_communication": False,
+    "_micro_pipeline_tp": False,
+}
+# On by default, and would undo any order: it knows of bytes alone.
+_REORDERS: Mapping[str, object] = {"reorder_for_peak_memory": False}
+_POST_GRAD, _PRE_FUSION = "post_grad_custom_post_pass", "_pre_fusion_custom_pass"
+# What torch 2.13 has and earlier versions may not.
+_GraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+class OverlapPass(_GraphPass):  # type: ignore[misc]
+    """`Settings.schedule` as a pass of Inductor, after passes that were installed before. Its uuid is that of all of
+    them."""
+
+    def __init__(self, settings: Settings, before: Sequence[Any] = ()) -> None:
+        self.settings, self.before = settings, tuple(before)
+
+    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
+        for one in self.before:
+            if isinstance(one, _GraphPass) and _GraphPass is not custom_graph_pass.CustomGraphPass:
+                one(graph, is_inference)
+            else:
+                one(graph)
+        self.settings.schedule(graph)
+
+    def uuid(self) -> Any | None:
+        keys = (self.settings.key(), *(getattr(one, "uuid", lambda: None)() for one in self.before))
+        return None if None in keys else keys
+
+    def __deepcopy__(self, memo: object) -> OverlapPass:
+        return self  # copies of Inductor's config are for reading
+
+
+class HoldOrder(_SchedulerPass):  # type: ignore[misc]
+    """Scheduler nodes before fusion, with dependencies that keep work where it hides communication.
+
+    An event is a start or a wait. Events stay in their order; matmuls and other library calls stay between the events
+    that they stand between; a generated kernel between a start and its wait stays before that wait. Nothing else is
+    held: what Inductor fuses within these bounds, it fuses.
+    """
+
+    def __init__(self, before: Callable[[list[Any]], list[Any]] | None = None) -> None:
+        self.before = before
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        if self.before is not None:
+            nodes = self.before(nodes)
+        if _hold(nodes):
+            scheduler = nodes[0].scheduler
+            scheduler.nodes = nodes
+            scheduler.compute_ancestors()  # fusion asks these for cycles
+        return nodes
+
+    def uuid(self) -> Any | None:
+        if self.before is None:
+            return "meshweave.hold_order.1"
+        its = getattr(self.before, "uuid", lambda: None)()
+        return None if its is None else ("meshweave.hold_order.1", its)
+
+    def __deepcopy__(self, memo: object) -> HoldOrder:
+        return self
+
+
+def _hold(nodes: Sequence[Any]) -> bool:
+    """Add the dependencies; whether there were any to add."""
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    nodes = [node for node in nodes if node.get_buffer_names()]
+    events = [i for i, node in enumerate(nodes) if contains_collective(node) or contains_wait(node)]
+    if not events:
+        return False
+    begins = dict(_windows(nodes, [i for i in events if contains_wait(nodes[i])]))
+    at = {i: place for place, i in enumerate(events)}
+    place = 0  # of the next event
+    for i, node in enumerate(nodes):
+        if i in at:
+            place = at[i] + 1
+            if at[i]:
+                _after(node, nodes[events[at[i] - 1]])
+        elif isinstance(node, ExternKernelSchedulerNode) or node.is_template():
+            if place:
+                _after(node, nodes[events[place - 1]])
+            if place < len(events):
+                _after(nodes[events[place]], node)
+        else:
+            hides = next((e for e in events[place:] if begins.get(e, len(nodes)) < i), None)
+            if hides is not None:
+                _after(nodes[hides], node)
+    return True
+
+
+def _windows(nodes: Sequence[Any], waits: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Each wait with its start, by position; -1 where the start is not found, which holds everything before the
+    wait."""
+    from torch._inductor.utils import contains_collective
+
+    made = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
+    for i in waits:
+        asked, found = [i], -1
+        while asked and found < 0:
+            for dep in nodes[asked.pop()].unmet_dependencies:
+                source = made.get(dep.name)
+                if source is None or getattr(dep, "is_fake", False):
+                    continue
+                if contains_collective(nodes[source]):
+                    found = max(found, source)
+                else:  # one of several results of a start
+                    asked.append(source)
+        yield i, found
+
+
+def _after(node: Any, earlier: Any) -> None:
+    """Make `node` come after `earlier` without keeping any buffer alive."""
+    from torch._inductor.dependencies import WeakDep
+
+    own = next(iter(node.get_buffer_names()))
+    for name in earlier.get_buffer_names():
+        node.add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
+
+
+def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of Inductor under which our pass runs, over `options` that the user handed in.
+
+    What is on now and goes off is named in every report; what a user had switched on, in a warning too.
+    """
+
+    def now(name: str, otherwise: object = None) -> Any:
+        return options.get(name, getattr(config, name, otherwise))
+
+    off = {name: value for name, value in {**_OWN, **_REORDERS}.items() if now(name, value) != value}
+    asked = [name for name in off if name in _OWN]
+    if asked:
+        warnings.warn(
+            f"meshweave orders communication in place of Inductor: {', '.join(asked)} off while it compiles",
+            stacklevel=3,
+        )
+    note = (f"off in Inductor while it compiles: {', '.join(off)}",) if off else ()
+    before, held = now(_POST_GRAD) or (), now(_PRE_FUSION)
+    others = _others(before if isinstance(before, (list, tuple)) else (before,))
+    return {
+        **options,
+        **off,
+        _POST_GRAD: OverlapPass(replace(settings, notes=(*settings.notes, *note)), others),
+        _PRE_FUSION: HoldOrder(held.before if isinstance(held, HoldOrder) else held),
+    }
+
+
+def _others(passes: Iterable[Any]) -> tuple[Any, ...]:
+    """Passes without ours: the innermost of nested ones orders a graph, once."""
+    return tuple(o for one in passes for o in (one.before if isinstance(one, OverlapPass) else (one,)))
+
+
+@contextmanager
+def installed(settings: Settings) -> Iterator[None]:
+    """Inductor with our pass for what is compiled in this thread while it lasts, forward and backward alike.
+
+    Backward graphs are compiled with their forward graphs: on a GPU autograd would compile them in another thread,
+    which does not see this thread's options.
+    """
+    early = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with config.patch(patches(settings, {})), early:
+        yield
+
+
+def compile_with(
+    settings: Settings, gm: fx.GraphModule, inputs: Sequence[Any], mode: str, options: Mapping[str, Any]
+) -> Any:
+    """What `torch.compile` does with Inductor, with our pass in it."""
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    chosen = {} if mode == "default" else list_mode_options(mode)
+    named = {name.replace("-", "_"): value for name, value in options.items()}
+    return compile_fx(gm, list(inputs), config_patches=patches(settings, {**chosen, **named}))
