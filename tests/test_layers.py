@@ -19,6 +19,7 @@ ROOMS = (
     "sharding",
     "movement",
     "expand",
+    "decompose",
     "overlap",
     "runtime",
     "calibrate",

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from meshweave.ir.graph import map_nodes
 from meshweave.ir.ops import KERNELS
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols, collectives, transfer
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols, collectives, permute, transfer
 
 Outputs = dict[tuple[int, tuple[str, str]], Tensor]  # (device, output) -> piece
 
@@ -35,6 +35,10 @@ def _exchange(target: Any, parts: list[Tensor], args: Sequence[Any], index: int)
         return _reduce(parts, args[0])
     if target is collectives.all_gather_into_tensor.default:
         return torch.cat(parts)
+    if target is permute:
+        return parts[(index - args[0]) % len(parts) if isinstance(args[0], int) else list(args[0]).index(index)]
+    if target is collectives.broadcast.default:
+        return parts[args[0]]
     rows = [part.unflatten(0, (len(parts), -1)) if part.numel() else part.new_zeros(0, *part.shape) for part in parts]
     if any(not part.numel() for part in parts):
         rows = [part.reshape(len(parts), part.shape[0] // len(parts), *part.shape[1:]) for part in parts]

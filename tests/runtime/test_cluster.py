@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -107,14 +108,14 @@ def start() -> Iterator[Callable[..., Job]]:
 
 
 def main(pipe: Connection, rank: int, num_ranks: int, port: int, name: str, args: tuple[str, ...]) -> None:
-    """Run a job as torchrun would start it, and send its outcome."""
+    """Run a job (of this file, or `module:function`) as torchrun would start it, and send its outcome."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     os.environ.update({k: str(v) for k, v in variables.items()}, MASTER_ADDR="127.0.0.1")
     try:
         assert init_from_env("gloo") == (rank, num_ranks)
-        outcome = JOBS[name](pipe, *args) or {}
+        outcome = (JOBS[name] if name in JOBS else resolve_name(name))(pipe, *args) or {}
     except BaseException as error:
         outcome = {"error": type(error).__name__, "text": str(error)}
     pipe.send(outcome)

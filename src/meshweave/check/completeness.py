@@ -104,8 +104,9 @@ class _Members:
 
 
 def _call_of(node: fx.Node) -> tuple[Any, ...]:
-    """What must be equal where roles meet: the op, its reduce op, the size and name of its group, or its key."""
-    return node.target, tuple(a for a in node.args[1:] if isinstance(a, (str, int)))
+    """What must be equal where roles meet: the op, its reduce op, the size and name of its group, or its key; of a
+    permute who sends to whom."""
+    return node.target, tuple(a for a in node.args[1:] if isinstance(a, (str, int, tuple)))
 
 
 def _transfer_of(role: RoleReplay, node: fx.Node) -> Transfer:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from meshweave.check.holdings import Holding, Ints, Pending, Rows, boxes, check_is, describe, pending_of, split
-from meshweave.errors import LayoutError, VerifyError
+from meshweave.errors import LayoutError, MeshweaveError, VerifyError
 from meshweave.ir import local_ops
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import Transfer, collectives
+from meshweave.ir.rank import Transfer, collectives, destinations, permute
 from meshweave.ir.routes import Message
 
 
@@ -130,6 +130,32 @@ def _all_to_all(held: Holding, groups: Groups, received: Sequence[Any], sent: Se
     return _by_member(held, groups, Rows(extent, *flat))
 
 
+def _permute(held: Holding, groups: Groups, to: Any) -> Holding:
+    try:
+        receivers = np.array(destinations(to, groups.count))
+    except (MeshweaveError, TypeError) as error:
+        raise VerifyError("is no permutation of its group", got=str(to), expected=f"of {groups.count}") from error
+    if (receivers != np.arange(groups.count)).any():
+        _not_pending(held, groups)
+    inputs = held.where[groups.members]
+    _same_extent(held, inputs)
+    where = held.where.copy()
+    where[groups.members[:, receivers]] = inputs
+    return held.with_rows(held.rows, where)
+
+
+def _broadcast(held: Holding, groups: Groups, source: Any) -> Holding:
+    if source not in range(groups.count):
+        raise VerifyError("is from no member of its group", got=str(source), expected=f"0 to {groups.count - 1}")
+    if groups.count > 1:
+        _not_pending(held, groups)
+    inputs = held.where[groups.members]
+    _same_extent(held, inputs)
+    where = held.where.copy()
+    where[groups.members] = inputs[:, [source]]
+    return held.with_rows(held.rows, where)
+
+
 def _embed_part(held: Holding, groups: Groups, dim: Any, before: Any, size: Any, op: Any) -> Holding:
     """`local_ops.embed_part` on all devices of a group: what they hold together, which a reduction over the group gives
     once no two of them have something in one place. What nobody has stays padding."""
@@ -167,6 +193,8 @@ EXCHANGES: dict[Any, Callable[..., Holding]] = {
     collectives.all_reduce.default: _all_reduce,
     collectives.reduce_scatter_tensor.default: _reduce_scatter,
     collectives.all_to_all_single.default: _all_to_all,
+    collectives.broadcast.default: _broadcast,
+    permute: _permute,
     local_ops.embed_part: _embed_part,
 }
 

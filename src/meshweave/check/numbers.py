@@ -11,7 +11,7 @@ from torch import fx
 from meshweave.check.holdings import coordinates
 from meshweave.errors import VerifyError
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph, axis_index, linear, member_pieces, qualified
+from meshweave.ir.rank import RankGraph, axis_index, linear, member_pieces, qualified, ring_index
 
 
 class Numbers:
@@ -46,7 +46,7 @@ class Numbers:
         function: Any = node.target
         if function is linear:
             return np.broadcast_to(linear({}, *args), len(self.devices))
-        axes: Sequence[str] = args[0] if function is axis_index else args[1]
+        axes: Sequence[str] = args[0] if function in (axis_index, ring_index) else args[1]
         if function is member_pieces:
             axes = axes[: len(axes) - args[-1]]  # the same for all of a group
         if unknown := [a for a in axes if a not in self._at]:

@@ -146,6 +146,34 @@ def _pad_to(x: Tensor, dim: int, size: int) -> Tensor:
     return x if not pad[-1] else torch.nn.functional.pad(x, pad)
 
 
+# A chunk: dim `dim` is [outer, count, inner], and chunk c of `count` is [:, c].
+
+
+def take_chunk(x: Tensor, dim: int, outer: int, count: int, index: int) -> Tensor:
+    """Chunk `index` of x along `dim`. A view where `outer` is 1."""
+    size = x.shape[dim] // count
+    if outer == 1:
+        return x.narrow(dim, index * size, size)
+    return x.unflatten(dim, (outer, count, size // outer)).select(dim + 1, index).flatten(dim, dim + 1)
+
+
+def join_chunks(chunks: Sequence[Tensor], indices: Sequence[int], dim: int, outer: int) -> Tensor:
+    """The tensor whose chunk `indices[i]` is `chunks[i]`."""
+    ordered = [chunks[indices.index(i)] for i in range(len(chunks))]
+    if outer == 1:
+        return torch.cat(ordered, dim)
+    return torch.cat([x.unflatten(dim, (outer, -1)) for x in ordered], dim + 1).flatten(dim, dim + 1)
+
+
+def sum_parts(parts: Sequence[Tensor], indices: Sequence[int], wide: torch.dtype) -> Tensor:
+    """The sum of the parts in the order of their indices, taken in `wide` and rounded once."""
+    ordered = [parts[indices.index(i)] for i in sorted(indices)]
+    total = ordered[0].to(wide, copy=True)
+    for part in ordered[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
 def keep_first(x: Tensor, index: int, op: str) -> Tensor:
     """A replicated value as one part of a partial: itself on the device of index 0, the identity elsewhere."""
     return x if index == 0 else torch.full_like(x, identity_value(op, x.dtype))

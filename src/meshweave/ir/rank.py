@@ -2,7 +2,8 @@
 
 A rank graph holds local ATen ops, `_c10d_functional` collectives whose group name is an axis list in the order of the
 mesh ("dp,tp"), transfers, and the symbolic integers of this module, which are functions of the device's coordinates and
-are bound when the graph is run. So one graph serves every device of its role, however many there are.
+are bound when the graph is run. So one graph serves every device of its role, however many there are. A `permute` is
+named by its group like a collective, and its peers are indices along the flattened axes of that group.
 
 The axes of the program's own mesh go by their names. A device may be of several meshes (the stages of a pipeline are
 sub-meshes): the axes of `meshes[i]` are then written `m{i}.dp`, in groups, in symbols and in coordinates alike.
@@ -14,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import Input, Spec, graph_text
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -37,8 +40,40 @@ def transfer(x: torch.Tensor | None, key: str) -> Any:
     raise AssertionError("a transfer is run by a communicator")
 
 
+def permute(x: torch.Tensor, to: int | Sequence[int], group: str) -> Any:
+    """Start a permute: every member of a group gets what another member, or itself, has in `x`, of one shape for all.
+
+    Member i sends to member (i + to) mod n, or to member to[i]; `to` is then a permutation of 0 .. n-1. Members count
+    along the flattened axes of the group. What a member sends to itself stays where it is, so that a group of one moves
+    nothing. The inverse brings a gradient back: see `inverse`.
+    """
+    raise AssertionError("a permute is run by a communicator")
+
+
+def destinations(to: int | Sequence[int], size: int) -> tuple[int, ...]:
+    """Per member of a group of `size`, the one that it sends to. Raises MeshweaveError for what is no permutation."""
+    if isinstance(to, int):
+        return tuple((i + to) % size for i in range(size))
+    if sorted(to) != list(range(size)):
+        raise MeshweaveError(
+            "a permute must bring every member of its group one block",
+            got=f"destinations {list(to)}",
+            expected=f"each of 0 to {size - 1} once, in a group of {size}",
+        )
+    return tuple(to)
+
+
+def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
+    """The permute that brings everything back: what the gradient of a permute takes."""
+    if isinstance(to, int):
+        return -to
+    return tuple(map(list(to).index, range(len(to))))
+
+
 COLLECTIVES = frozenset(
     {
+        permute,
+        collectives.broadcast.default,
         collectives.all_gather_into_tensor.default,
         collectives.reduce_scatter_tensor.default,
         collectives.all_reduce.default,
@@ -78,12 +113,23 @@ def axis_index(coords: Coordinates, axes: Sequence[str], parts: Sequence[int]) -
     return index
 
 
+def ring_index(coords: Coordinates, axes: Sequence[str], parts: Sequence[int], sign: int, shift: int) -> int:
+    """(sign * r + shift) mod n, where r is this device's index in its group of the flattened `axes` and n their size.
+
+    With sign 1 (-1) and a shift of 0, 1, ... a device meets all members of its group, beginning with itself, and no two
+    of them meet one member in the same step. With sign 0 all meet the same.
+    """
+    return (sign * axis_index(coords, axes, parts) + shift) % prod(parts)
+
+
 def linear(coords: Coordinates, base: int, *terms: tuple[int, int]) -> int:
     """base plus the sum of a * b over the terms."""
     return base + sum(a * b for a, b in terms)
 
 
-SYMBOLS: frozenset[Callable[..., Any]] = frozenset({piece_size, piece_offset, member_pieces, axis_index, linear})
+SYMBOLS: frozenset[Callable[..., Any]] = frozenset(
+    {piece_size, piece_offset, member_pieces, axis_index, ring_index, linear}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshweave.ir.pieces import Box
-from meshweave.ir.rank import Transfer, collectives
+from meshweave.ir.rank import Transfer, collectives, destinations, permute
 from meshweave.ir.routes import Message
 
 Values = list[Any]
@@ -48,11 +48,30 @@ def _all_to_all(parts: Sequence[Tensor], args: Sequence[Any]) -> Values:
     return [torch.cat([row[i] for row in dealt], 0) for i in range(len(parts))]
 
 
+def _permute(parts: Sequence[Tensor], args: Sequence[Any]) -> Values:
+    """What comes from another device is a copy; what stays is what it was."""
+    received: Values = [None] * len(parts)
+    for sender, receiver in enumerate(destinations(args[0], len(parts))):
+        received[receiver] = parts[sender] if sender == receiver else _own(parts[sender])
+    return received
+
+
+def _broadcast(parts: Sequence[Tensor], args: Sequence[Any]) -> Values:
+    source = parts[args[0]]
+    return [part if part is source else _own(source) for part in parts]
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 _TABLE: dict[Any, Callable[[Sequence[Tensor], Sequence[Any]], Values]] = {
     collectives.all_gather_into_tensor.default: _all_gather,
     collectives.all_reduce.default: _all_reduce,
     collectives.reduce_scatter_tensor.default: _reduce_scatter,
     collectives.all_to_all_single.default: _all_to_all,
+    collectives.broadcast.default: _broadcast,
+    permute: _permute,
 }
 
 

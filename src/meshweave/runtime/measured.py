@@ -19,7 +19,7 @@ from meshweave.simulate.classify import work_of
 from meshweave.simulate.exposure import covered
 from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
 from meshweave.simulate.shapes import Local, local_values
-from meshweave.simulate.tasks import COST_NAMES
+from meshweave.simulate.tasks import COST_NAMES, priced_as
 
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
 
@@ -80,11 +80,11 @@ class _Role:
         operand = node.args[0]
         held = self.local.one(operand) if isinstance(operand, fx.Node) else None
         size = held.num_elements * held.dtype.itemsize if held is not None else 0
-        op = COST_NAMES[node.target]
-        taken = bytes_received(op, mesh.flat_size(axis_list), size, "a measured step")
-        return self.span(
-            node, event, op, "collective", f"comm {key}{suffix}", bytes=float(taken), group=",".join(axis_list)
-        )
+        op, count = COST_NAMES[node.target], mesh.flat_size(axis_list)
+        priced, local_bytes = priced_as(node, count, size)
+        taken = bytes_received(priced, count, local_bytes, "a measured step")
+        kind = "transfer" if op == "permute" else "collective"
+        return self.span(node, event, op, kind, f"comm {key}{suffix}", bytes=float(taken), group=",".join(axis_list))
 
     def span(self, node: fx.Node, event: Event, op: str, kind: str, stream: str, **more: object) -> Span:
         origin = origin_of(node)

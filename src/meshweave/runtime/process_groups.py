@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
-from queue import SimpleQueue
-from threading import Event, Thread
 from typing import Any, TypeVar
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -18,7 +15,8 @@ from torch import Tensor
 from meshweave.errors import StepError
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import COLLECTIVES, RankGraph, Transfer, collectives, transfer
+from meshweave.ir.rank import COLLECTIVES, RankGraph, Transfer, collectives, destinations, permute, transfer
+from meshweave.runtime.background import Background
 from meshweave.runtime.executor import Recorder
 from meshweave.runtime.local import piece_of, receive, reduce_in_order
 from meshweave.runtime.watch import await_work
@@ -30,6 +28,7 @@ TIMEOUT = timedelta(minutes=5)
 # shared cores, torch 2.13, 2026-11, `all_reduce` of float32, least of 4 runs: 64 B 4.4 ms in one round (native 6.0),
 # 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
+NUM_TAGS = 1 << 16  # messages of permutes are told apart by a number, of which far fewer are under way at once
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 T = TypeVar("T")
 
@@ -70,63 +69,6 @@ class Pending:
     value: Tensor | None = None
 
 
-class Background:
-    """A thread that waits for sends and receives of Gloo: a wait for one of them that times out closes its connection
-    (torch 2.13, gloo/transport/tcp/unbound_buffer.cc), so it cannot be watched like a collective."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Sends | None] = SimpleQueue()
-        self._started = False
-
-    def add(self, works: Sequence[Any]) -> Sends:
-        """The works as one, which may be waited for with a timeout."""
-        if not self._started:
-            self._started = True
-            Thread(target=_serve, args=(self._queue,), name="meshweave transfers", daemon=True).start()
-            finalize(self, self._queue.put, None)
-        sends = Sends(tuple(works))
-        self._queue.put(sends)
-        return sends
-
-
-def _serve(queue: SimpleQueue[Sends | None]) -> None:
-    while (sends := queue.get()) is not None:
-        sends.finish()
-
-
-class Sends:
-    """Sends and receives that a thread waits for; `wait` is that of a torch Work."""
-
-    def __init__(self, works: tuple[Any, ...]) -> None:
-        self._works, self._done = works, Event()
-        self._future: torch.futures.Future[None] = torch.futures.Future()
-        self._error: BaseException | None = None
-
-    def finish(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except BaseException as error:
-            self._error = error
-        self._works = ()
-        self._done.set()
-        self._future.set_result(None)
-
-    def get_future(self) -> torch.futures.Future[None]:
-        """Completed when the works are, whether they went well or not."""
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """RuntimeError when the time is over, or with what went wrong."""
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("a transfer is not done yet")
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
-
-
 class ConnectionLost(StepError):
     """A collective that broke off. Why is known to the rank that failed first."""
 
@@ -150,6 +92,7 @@ class ClusterCommunicator:
     open: set[Pending] = field(default_factory=set)
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _permutes: dict[Group, int] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
 
     def prepare(self, roles: Sequence[RankGraph]) -> None:
@@ -193,6 +136,8 @@ class ClusterCommunicator:
         if op is transfer:
             return self.transfer(graph.transfers[name], operand, int(name[1:]))
         mesh, axes = graph.group_axes(name)
+        if op is permute:
+            return self.permute(self.group(axes, mesh), operand, rest[0])
         return self.collect(op, self.group(axes, mesh), operand, rest)
 
     def collect(self, op: Any, group: Group, operand: Tensor, args: Sequence[Any]) -> Any:
@@ -242,6 +187,39 @@ class ClusterCommunicator:
             return receive(made, self.rank, received, operand, lambda m: next(taken[m.sender]), device)
 
         return Pending(works, (*held, *(part for those in parts.values() for part in those)), finish)
+
+    def permute(self, group: Group, operand: Tensor, to: int | Sequence[int]) -> Any:
+        """Begin a permute in this rank's group, of operands of one shape. The receive is posted before the send; what a
+        rank sends to itself stays with it. Raises MeshweaveError for what is no permutation."""
+        self.num_started += 1
+        receivers = destinations(to, group.size)
+        if group.process_group is None:
+            return operand
+        self.check()
+        return self._begun(lambda: self._pass_on(group, operand.contiguous(), receivers))
+
+    def _pass_on(self, group: Group, x: Tensor, receivers: tuple[int, ...]) -> Pending:
+        process_group = group.process_group
+        assert process_group is not None
+        own = group.order.index(process_group.rank())
+        tag = self._permutes[group] = (self._permutes.get(group, 0) + 1) % NUM_TAGS
+        if receivers[own] == own:
+            return Pending((), (x,), lambda: x)
+        out = torch.empty_like(x)
+        ends = [(dist.irecv, out, receivers.index(own)), (dist.isend, x, receivers[own])]
+        calls = [(call, _bytes(part), group.order[peer]) for call, part, peer in ends if part.numel()]
+        works: tuple[Any, ...] = ()
+        if self.is_native and calls:
+            posts = [dist.P2POp(call, part, None, process_group, 0, peer) for call, part, peer in calls]
+            works = tuple(dist.batch_isend_irecv(posts))
+        elif calls:
+            (_, received, source), (_, sent, target) = calls
+            begun = (
+                dist.irecv(received, group=process_group, group_src=source, tag=tag),
+                dist.isend(sent, group=process_group, group_dst=target, tag=tag),
+            )
+            works = (self._background.add(begun),)
+        return Pending(works, (x, out), lambda: out)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """What rank `source` has in `x`, on every rank of the world, in place."""
@@ -354,6 +332,12 @@ def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     return _exchange(group, blocks, ones, ones, gather)
 
 
+def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    out = x.clone()  # the source keeps its operand, which torch would take for the result
+    work = dist.broadcast(_bytes(out), group=group.process_group, group_src=group.order[args[0]], async_op=True)
+    return Pending((work,), (out,), lambda: out)
+
+
 def _native_all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     out = _countable(x).clone()
     work = dist.all_reduce(out, _REDUCE[args[0]], group.process_group, async_op=True)
@@ -377,6 +361,7 @@ _MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
     collectives.all_to_all_single.default: _all_to_all,
     collectives.all_reduce.default: _all_reduce,
     collectives.reduce_scatter_tensor.default: _reduce_scatter,
+    collectives.broadcast.default: _broadcast,
 }
 _NATIVE = {
     **_MOVED,

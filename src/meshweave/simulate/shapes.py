@@ -12,7 +12,7 @@ from torch import fx
 
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import map_nodes, op_name, origin_of
-from meshweave.ir.rank import SYMBOLS, WAIT, RankGraph, bind_symbols, collectives, transfer
+from meshweave.ir.rank import SYMBOLS, WAIT, RankGraph, bind_symbols, collectives, permute, transfer
 
 NOTHING: tuple[Value, ...] = ()
 
@@ -206,6 +206,8 @@ _COLLECTIVES: dict[Any, Callable[[tuple[int, ...], Any], tuple[int, ...]]] = {
     collectives.reduce_scatter_tensor.default: lambda shape, args: (shape[0] // args[1], *shape[1:]),
     collectives.all_reduce.default: lambda shape, args: shape,
     collectives.all_to_all_single.default: lambda shape, args: (sum(args[0]), *shape[1:]),
+    collectives.broadcast.default: lambda shape, args: shape,
+    permute: lambda shape, args: shape,
 }
 
 

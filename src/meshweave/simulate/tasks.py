@@ -19,7 +19,7 @@ from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, collectives, transfer
+from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, collectives, destinations, permute, transfer
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.simulate.narrow import Narrow
 from meshweave.simulate.shapes import Local, local_values
@@ -33,7 +33,22 @@ COST_NAMES: dict[Any, str] = {  # collectives as profiles name them
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
     collectives.all_to_all_single.default: "all_to_all",
+    collectives.broadcast.default: "broadcast",
+    permute: "permute",
 }
+
+
+def priced_as(node: fx.Node, group_size: int, local_bytes: float) -> tuple[str, float]:
+    """The op and local bytes by which a collective is priced.
+
+    A permute in which everybody keeps what it has moves nothing. A broadcast in a ring sends all of its bytes over
+    every link but one, after as many hops as a gather of pieces of 1/(n-1) of it, which sends as much (NCCL's
+    broadcast is a ring: src/device/broadcast.h).
+    """
+    op = COST_NAMES[node.target]
+    if node.target is permute and destinations(node.args[1], group_size) == tuple(range(group_size)):  # type: ignore[arg-type]
+        return op, 0.0
+    return ("all_gather", local_bytes / max(group_size - 1, 1)) if op == "broadcast" else (op, local_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +233,8 @@ class _Lowering:
         if self.profile.fusion != "none" or not copy.seconds or copy.op in ("transfer", "permute"):
             return copy, 0.0
         mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
-        host = copy.seconds * self.profile.host_share(copy.op, mesh, axes)
+        op, _ = priced_as(copy.node, mesh.flat_size(axes), 0.0)
+        host = copy.seconds * self.profile.host_share(op, mesh, axes)
         return replace(copy, seconds=copy.seconds - host), host
 
     def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
@@ -240,11 +256,12 @@ class _Lowering:
         held = self.roles[number].local.one(operand)
         size = float(held.num_elements * held.dtype.itemsize) if held is not None else 0.0
         size = self.narrow[number].moved_bytes(node, size) if self.narrow else size
-        op = COST_NAMES[node.target]
-        seconds = self.profile.seconds(op, mesh, axes, size)
+        op, size = priced_as(node, mesh.flat_size(axes), size)
+        seconds = self.profile.seconds(op, mesh, axes, size) if size or node.target is not permute else 0.0
         usage = self.profile.usage(op, mesh, axes) if seconds else ()
         received = self.profile.bytes_received(op, mesh.flat_size(axes), size)
-        return Task("copy", node, tuple(roles), seconds, start.microbatch, None, usage, op, ",".join(axes), received)
+        shown = COST_NAMES[node.target]
+        return Task("copy", node, tuple(roles), seconds, start.microbatch, None, usage, shown, ",".join(axes), received)
 
     def transferred(self, key: str, roles: Sequence[int], start: Task) -> Task:
         """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""

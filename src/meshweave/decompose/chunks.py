@@ -1,0 +1,244 @@
+"""Ops done chunk by chunk: which of a graph can be, and the nodes that do one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from meshweave.decompose.cut import (
+    SHAPED,
+    Cut,
+    Kind,
+    NoCut,
+    Op,
+    Shape,
+    Sum,
+    contraction,
+    has_symbols,
+    is_same,
+    kind_of,
+    operands_of,
+)
+from meshweave.decompose.writer import Number, Writer
+from meshweave.ir import local_ops
+from meshweave.ir.graph import map_nodes, origin_of
+from meshweave.ir.rank import SYMBOLS
+from meshweave.simulate.shapes import Local
+
+
+@dataclass(slots=True)
+class Shapes:
+    """Local shapes of values, as ops of the table see them."""
+
+    local: Local
+
+    def of(self, node: fx.Node) -> Shape:
+        made = self.local.values[node]
+        if len(made) != 1:
+            raise NoCut("it is several tensors, or none")
+        return made[0].shape
+
+    def op(self, node: fx.Node) -> Op:
+        return Op(node, tuple(map(self.of, operands_of(node))), self.of(node))
+
+
+def cuttable(node: fx.Node, why: list[str]) -> Kind | None:
+    """The kind of an op that chunks may pass; None, with a reason in `why`, for others."""
+    kind = kind_of(node)
+    if kind is None and node.op != "output":
+        why.append(f"{node.name} cannot be done chunk by chunk")
+    elif has_symbols((node.args, node.kwargs)):
+        why.append(f"{node.name} has sizes that differ between devices")
+        return None
+    return kind
+
+
+@dataclass(slots=True)
+class Downstream:
+    """What is made of a gathered value: views and element by element down to matmuls.
+
+    `cuts` has the cut of every value on the way, the gathered one first, `consumers` the cut of every matmul's result,
+    or "sum" where the products of the chunks are added up. `why` says what stood in the way of others.
+    """
+
+    cuts: dict[fx.Node, Cut]
+    consumers: dict[fx.Node, Cut | Sum] = field(default_factory=dict)
+    why: list[str] = field(default_factory=list)
+
+
+def downstream(source: fx.Node, cut: Cut, shapes: Shapes) -> Downstream:
+    """Follow the chunks of `source`, within its phase."""
+    found = Downstream({source: cut})
+    waiting = [source]
+    while waiting:
+        node = waiting.pop(0)
+        for user in node.users:
+            if user in found.cuts or user in found.consumers:
+                continue
+            made = _followed(user, node, found, shapes)
+            if made is None:
+                continue
+            if made == "sum" or kind_of(user).is_matmul:  # type: ignore[union-attr]
+                found.consumers[user] = made
+            else:
+                found.cuts[user] = made
+                waiting.append(user)
+    _drop_idle(found, source)
+    return found
+
+
+def _followed(user: fx.Node, node: fx.Node, found: Downstream, shapes: Shapes) -> Cut | Sum | None:
+    if origin_of(user).phase != origin_of(node).phase:
+        return None
+    kind = cuttable(user, found.why)
+    if kind is None:
+        return None
+    try:
+        op = shapes.op(user)
+        made = kind.forward(op, operands_of(user).index(node), found.cuts[node])
+    except NoCut as error:
+        found.why.append(f"{user.name}: {error}")
+        return None
+    return made if made == "sum" or made.fits(op.result) else None
+
+
+def _drop_idle(found: Downstream, source: fx.Node) -> None:
+    """Leave to those that read the whole value what takes chunks of two operands, what leads to no consumer, and what
+    moves data and has another reader too, for which it would be done again."""
+    is_on_way = found.cuts.__contains__
+
+    def stays(node: fx.Node) -> bool:
+        if sum(map(is_on_way, operands_of(node))) != 1:
+            return False
+        if node in found.consumers:
+            return True
+        used = [u in found.cuts or u in found.consumers for u in node.users]
+        kind = kind_of(node)
+        is_cheap = kind is not None and (kind.is_free or is_same(node, found.cuts[node]))
+        return any(used) and (all(used) or is_cheap)
+
+    idle: list[fx.Node] | None = None
+    while idle is None or idle:
+        idle = [n for n in (*found.cuts, *found.consumers) if n is not source and not stays(n)]
+        for node in idle:
+            found.cuts.pop(node, None)
+            found.consumers.pop(node, None)
+
+
+@dataclass(slots=True)
+class Upstream:
+    """What a reduced value is made of: matmuls, sums of them, views and element by element, which nobody else reads.
+
+    `cuts` has the cut of every value that is made chunk by chunk; what these take besides is cut, or whole.
+    """
+
+    cuts: dict[fx.Node, Cut] = field(default_factory=dict)
+    matmuls: list[fx.Node] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+
+
+def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
+    """Follow the chunks of what `start` hands in backwards, within its phase."""
+    found, wanted = Upstream(), {operand: cut}
+    while wanted:
+        node = max(wanted, key=order.__getitem__)
+        its = wanted.pop(node)
+        if any(user is not start and user not in found.cuts for user in node.users):
+            found.why.append(f"{node.name} is used by others too")
+            continue
+        kind = cuttable(node, found.why) if origin_of(node).phase == origin_of(start).phase else None
+        if kind is None:
+            continue
+        try:
+            cuts = kind.backward(shapes.op(node), its)
+        except NoCut as error:
+            found.why.append(f"{node.name}: {error}")
+            continue
+        pairs = [(n, c) for n, c in zip(operands_of(node), cuts, strict=True) if c is not None]
+        if not its.fits(shapes.of(node)) or any(not c.fits(shapes.of(n)) for n, c in pairs):
+            found.why.append(f"{its.count} chunks do not divide {node.name} {list(shapes.of(node))}")
+            continue
+        found.cuts[node] = its
+        if kind.is_matmul:
+            found.matmuls.append(node)
+            continue
+        for n, c in pairs:
+            if n.op == "call_function" and wanted.setdefault(n, c) != c:
+                found.why.append(f"{n.name} is taken in two ways")
+                del wanted[n]
+    _drop_bare(found, order)
+    return found
+
+
+def _drop_bare(found: Upstream, order: Mapping[fx.Node, int]) -> None:
+    """What has no matmul in it is made whole, and cut."""
+    has: set[fx.Node] = set(found.matmuls)
+    for node in sorted(found.cuts, key=order.__getitem__):
+        if any(n in has for n in operands_of(node)):
+            has.add(node)
+    for node in [n for n in found.cuts if n not in has]:
+        del found.cuts[node]
+
+
+# one chunk
+
+
+@dataclass(slots=True)
+class Chunker:
+    """Writes what makes one chunk of values."""
+
+    write: Writer
+    shapes: Shapes
+    number: Number
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    taken: dict[tuple[fx.Node, Cut], fx.Node] = field(default_factory=dict)
+
+    def take(self, node: fx.Node, cut: Cut | None) -> fx.Node:
+        """A chunk of a value that is there whole; the value where it is not cut."""
+        if cut is None:
+            return node
+        if (node, cut) not in self.taken:
+            args = (node, cut.dim, cut.outer, cut.count, self.number)
+            self.taken[node, cut] = self.write.call(local_ops.take_chunk, *args)
+        return self.taken[node, cut]
+
+    def down(self, node: fx.Node, cuts: Mapping[fx.Node, Cut], result: Cut | Sum) -> fx.Node:
+        """The chunk of `node` whose operands are on the way of the chunk that has come (see Downstream)."""
+        op = self.shapes.op(node)
+        kind = kind_of(node)
+        assert kind is not None
+        at = next(i for i, n in enumerate(operands_of(node)) if n in cuts)
+        wanted = contraction(op, cuts[operands_of(node)[at]]) if result == "sum" else kind.backward(op, result)
+        pairs = zip(operands_of(node), wanted, strict=True)
+        operands = [self._down(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
+        return self.emit(node, operands, None if result == "sum" else result)
+
+    def _down(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
+        if node not in self.made:
+            self.made[node] = self.down(node, cuts, cuts[node])
+        return self.made[node]
+
+    def up(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
+        """The chunk of `node` (see Upstream), with what it takes."""
+        if node not in self.made:
+            kind = kind_of(node)
+            assert kind is not None
+            wanted = kind.backward(self.shapes.op(node), cuts[node])
+            pairs = zip(operands_of(node), wanted, strict=True)
+            operands = [self.up(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
+            self.made[node] = self.emit(node, operands, cuts[node])
+        return self.made[node]
+
+    def emit(self, node: fx.Node, operands: Iterable[fx.Node], cut: Cut | None) -> fx.Node:
+        """The op on chunks of its operands."""
+        if cut is not None and is_same(node, cut):
+            return next(iter(operands))
+        rest = iter(operands)
+        args, kwargs = map_nodes(node, lambda n: n if n.target in SYMBOLS else next(rest))
+        if node.target in SHAPED and cut is not None:
+            args = (args[0], list(cut.chunk(self.shapes.of(node))))
+        if node.target is local_ops.deal_blocks and cut is not None and cut.dim == args[3]:
+            args = (*args[:5], args[5] // cut.count)  # the size of a block along the dim that is dealt
+        return self.write.call(node.target, *args, like=node, kwargs=kwargs)

@@ -1,0 +1,122 @@
+"""Writing into a rank graph that exists: nodes at a place, symbols at the top, groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.decompose.algorithms import Index
+from meshweave.ir.graph import NOWHERE, Origin, origin_of
+from meshweave.ir.rank import STARTS, WAIT, RankGraph, ring_index
+
+aten = torch.ops.aten
+Number = Any  # an int, or the fx.Node of a symbolic one
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The group that a collective runs in: its name, and the sizes of its axes."""
+
+    group: str
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Which ring a node is of (`meta["ring"]`): its number in the graph, its group, and whether it adds up what the
+    devices of the group have."""
+
+    number: int
+    ring: Ring
+    is_sum: bool
+
+
+def ring_of(role: RankGraph, start: fx.Node) -> Ring:
+    """The group of a collective."""
+    group = str(start.args[-1])
+    mesh, axes = role.group_axes(group)
+    return Ring(group, tuple(map(mesh.size, axes)))
+
+
+def copied(role: RankGraph) -> RankGraph:
+    """The same rank graph with nodes of its own."""
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in role.graph.nodes:
+        known[node] = graph.node_copy(node, known.__getitem__)
+        known[node].meta = dict(node.meta)
+    return replace(role, graph=graph)
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes nodes before `place`, with the origin and the move of what they stand for."""
+
+    graph: fx.Graph
+    place: fx.Node
+    origin: Origin = NOWHERE
+    move: str = ""
+    mark: Mark | None = None
+    symbols: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def begin(self, ring: Ring, is_sum: bool) -> None:
+        """Mark what is written from now on as one ring."""
+        marks = [node.meta["ring"].number for node in self.graph.nodes if "ring" in node.meta]
+        self.mark = Mark(max(marks, default=-1) + 1, ring, is_sum)
+
+    @contextmanager
+    def at(self, place: fx.Node) -> Iterator[None]:
+        """Write before another node meanwhile."""
+        self.place, before = place, self.place
+        try:
+            yield
+        finally:
+            self.place = before
+
+    def follow(self, node: fx.Node, place: fx.Node) -> None:
+        """From now on write before `place` what stands for `node`."""
+        self.place, self.origin, self.move = place, origin_of(node), node.meta.get("move", "")
+
+    def call(
+        self, target: Any, *args: Any, like: fx.Node | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """A node before the place; its origin is that of `like`, if given."""
+        with self.graph.inserting_before(self.place):
+            node = self.graph.call_function(target, args, dict(kwargs or {}))
+        node.meta["origin"] = self.origin if like is None else origin_of(like)
+        if target in STARTS:
+            node.meta["move"] = self.move
+        if self.mark is not None:
+            node.meta["ring"] = self.mark
+        return node
+
+    def wait(self, started: fx.Node) -> fx.Node:
+        return self.call(WAIT, started)
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        """x, as what a communication takes; what another one has brought is so."""
+        return x if x.target in (aten.contiguous.default, WAIT) else self.call(aten.contiguous.default, x)
+
+    def cast(self, x: fx.Node, before: torch.dtype, after: torch.dtype) -> fx.Node:
+        return x if before == after else self.call(aten._to_copy.default, x, kwargs={"dtype": after})
+
+    def index(self, ring: Ring, index: Index) -> Number:
+        """A number of a device or chunk: plain where all devices have the same, else a symbol, made once."""
+        shift = index.shift % ring.size
+        if not index.sign or ring.size == 1:
+            return shift
+        key = (ring, index.sign, shift)
+        if key not in self.symbols:
+            first = next(n for n in self.graph.nodes if n.op != "placeholder")
+            args = (tuple(ring.group.split(",")), ring.sizes, index.sign, shift)
+            with self.graph.inserting_before(first):
+                self.symbols[key] = self.graph.call_function(ring_index, args)
+        return self.symbols[key]
