@@ -22,6 +22,7 @@ from meshweave.sharding.operators import combine, move, on, reduction, repartiti
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule
 from meshweave.simulate.result import Simulation
+from meshweave.torch_compile import backend, inductor_pass, shard_in_graph
 from meshweave.whatif import simulate
 
 __version__ = "0.1.0"
@@ -49,8 +50,10 @@ __all__ = [
     "StepError",
     "TrainStep",
     "VerifyError",
+    "backend",
     "combine",
     "compile",
+    "inductor_pass",
     "load_profile",
     "move",
     "on",
@@ -60,5 +63,6 @@ __all__ = [
     "register_rule",
     "repartition",
     "replicate",
+    "shard_in_graph",
     "simulate",
 ]

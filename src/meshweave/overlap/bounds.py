@@ -12,9 +12,10 @@ def bound_of(problem: Problem) -> float:
     """Seconds that every order takes at least, whatever is merged.
 
     The longest chain of items that need each other; and for the compute stream and every channel, alone, the best order
-    that may interrupt itself, of what it has to do between the shortest way to it and the shortest way from it (Jackson's
-    rule: Carlier, European Journal of Operational Research 11, 1982). A merged collective takes as long as any part of
-    it alone, and as long as the bytes of all its parts: start-ups that merging may save are not counted in channels.
+    that may interrupt itself, of what it has to do between the shortest way to it and the shortest way from it
+    (Jackson's rule: Carlier, European Journal of Operational Research 11, 1982). A merged collective takes as long as
+    any part of it alone, and as long as the bytes of all its parts: start-ups that merging may save are not counted
+    in channels.
     """
     heads, tails = _heads(problem), _tails(problem)
     own = [problem.seconds[i] if c < 0 else problem.copy[i] for i, c in enumerate(problem.channel)]

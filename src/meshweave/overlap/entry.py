@@ -16,8 +16,8 @@ from meshweave.overlap.bounds import bound_of
 from meshweave.overlap.explain import collective_rows, exposed_of, merge_rows
 from meshweave.overlap.figures import Agree, priced
 from meshweave.overlap.merge import Merger
-from meshweave.overlap.play import peak_of, play
-from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices
+from meshweave.overlap.play import Slowdown, peak_of, play
+from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, ranks_of
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading, read, releasable_of
 from meshweave.overlap.report import CandidateRow, OverlapReport
@@ -42,8 +42,8 @@ class OverlapOptions:
         fastest under the costs as said.
     orders: orders to compare with, as names of nodes: the result is never slower than any of them. Starts and kernels
         are named, waits may be; views stand where they are needed.
-    releasable: says of a placeholder whether its memory is free after its last use. Default: in graphs with placeholders
-        named tangents*, which torch.compile hands over for backward, all but primals*; in others none.
+    releasable: says of a placeholder whether its memory is free after its last use. Default: in graphs with
+        placeholders named tangents*, which torch.compile hands over for backward, all but primals*; in others none.
     """
 
     bucket: bool = True
@@ -75,10 +75,11 @@ def overlap(
 ) -> tuple[fx.GraphModule, OverlapReport]:
     """An equal graph in which communication runs beside compute, and what was done. `gm` stays as it is.
 
-    gm: ATen ops and functional collectives with fake tensors in meta["val"]: what torch.compile hands its backends, from
-        FSDP2, DTensor or by hand, forward, backward or whole steps.
+    gm: ATen ops and functional collectives with fake tensors in meta["val"]: what torch.compile hands its backends,
+        from FSDP, DTensor or by hand, forward, backward or whole steps.
     cost: a machine profile, which prices collectives on the actual ranks of their groups, or a callable: seconds of a
-        node, `cost(node)`, or with the bytes that a rank hands in for collectives that do not exist yet, `cost(node, num_bytes)`.
+        node, `cost(node)`, or `cost(node, num_bytes)` for collectives that do not exist yet, with the bytes that one
+        rank hands in.
     memory_cap_bytes: no order has a higher peak of live tensors: placeholders, results, and what communication
         holds until its wait. Default: 5% or 512 MiB above the peak of the input order, whichever is more.
     groups: ranks by group name; default: the groups that torch.distributed knows.
@@ -150,14 +151,7 @@ def _overlap(
 ) -> OverlapReport:
     releasable = options.releasable or releasable_of(graph)
     reading = read(graph, values if values is not None else values_of(graph), releasable)
-    if isinstance(cost, MachineProfile):
-        prices = ProfilePrices(reading, cost, groups or {})
-        slowdown = cost.compute_slowdown
-    else:
-        prices, slowdown = CallablePrices(reading, cost), None
-        if groups:
-            for i in reading.rows:
-                prices.check_group(i, groups)
+    prices, slowdown = _prices(reading, cost, groups or {})
     costs = priced(reading, prices, options.communication_factor, agree)
     problem = reading.problem
     before = peak_of(problem, problem.order).peak
@@ -178,10 +172,11 @@ def _overlap(
     notes = (
         [f"priced by the bytes that they move, having no other cost: {', '.join(sorted(unknown))}"] if unknown else []
     )
+    as_given = play(problem, problem.order, slowdown)
     report = OverlapReport(
-        play(problem, problem.order, slowdown).seconds,
+        as_given.seconds,
         choice.chosen.seconds[0],
-        exposed_of(play(problem, problem.order, slowdown)),
+        exposed_of(as_given),
         exposed_of(play(choice.chosen.merged.problem, choice.chosen.order, slowdown)),
         bound_of(problem),
         before,
@@ -203,6 +198,18 @@ def _overlap(
     )
     rewrite(reading, choice.chosen.merged, choice.chosen.order)
     return report
+
+
+def _prices(
+    reading: Reading, cost: MachineProfile | Cost, groups: Mapping[str, Sequence[int]]
+) -> tuple[ProfilePrices | CallablePrices, Slowdown | None]:
+    """Prices, and by how much compute is slower beside communication where the costs say it."""
+    if isinstance(cost, MachineProfile):
+        return ProfilePrices(reading, cost, groups), cost.compute_slowdown
+    if groups:  # a callable needs no ranks, but a group that the caller's table lacks is a mistake
+        for i in reading.rows:
+            ranks_of(reading, i, groups)
+    return CallablePrices(reading, cost), None
 
 
 def _orders(reading: Reading, options: OverlapOptions) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import inf
 
 from meshweave.ir.graph import op_name
 from meshweave.overlap.merge import Merger
@@ -118,7 +119,7 @@ def merge_rows(search: Search, chosen: Candidate) -> tuple[Merge, ...]:
         if a in of and of[a] == of.get(b):
             continue
         bucket = chosen.merged.buckets[of[a]] if a in of else (a,)
-        reason = merger.can_join(bucket, b)
+        reason = merger.why_apart(bucket, b, search.most_bytes, inf)
         if not reason:
             other = next((c for buckets, c in tried.items() if any(a in x and b in x for x in buckets)), None)
             reason = _slower(other, chosen) if other is not None else f"not looked at: {chosen.name} keeps them apart"

@@ -19,8 +19,9 @@ Agree = Callable[["Figures"], "Figures"]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """`fingerprint` is the shape of the graph, the same on every rank that runs it: ops, dependencies, channels in order
-    of appearance. `numbers` are seconds and bytes, which may differ where ranks were measured or hold uneven pieces."""
+    """`fingerprint` is the shape of the graph, the same on every rank that runs it: ops, dependencies, channels in
+    order of appearance. `numbers` are seconds and bytes, which may differ where ranks were measured or hold uneven
+    pieces."""
 
     fingerprint: str
     numbers: tuple[float, ...]
@@ -43,14 +44,15 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     """
     problem = reading.problem
     problem.seconds = [0.0] * problem.num_items
-    moved, own = {}, {}
+    moved: dict[int, float] = {}
+    own: dict[int, float] = {}
     for i, node in enumerate(reading.nodes):
         if i in reading.rows:
             moved[i] = handed_in(reading, i)
             own[i] = prices.start(i, moved[i])
         else:
             problem.seconds[i] = prices.compute(node)
-    kinds = {}
+    kinds: dict[tuple[str, int], int] = {}
     for i in reading.rows:
         kinds.setdefault((str(reading.nodes[i].target), problem.channel[i]), i)
     curves = [prices.curve(i) for i in kinds.values()]

@@ -1,7 +1,7 @@
 """Kernels that need nothing but inputs and have one user run right before it: they are one item with it.
 
-Casts of a parameter's shard belong to its gather, an activation that is made again to what reads it. A scheduler that saw
-them alone would run them as early as it can, and fill the memory with what nobody reads yet.
+Casts of a parameter's shard belong to its gather, an activation that is made again to what reads it. A scheduler that
+saw them alone would run them as early as it can, and fill the memory with what nobody reads yet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from meshweave.overlap.problem import Order, Problem
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """`problem` is of fewer items; `members[i]` are those of the problem before that item i stands for, in their order."""
+    """`problem` is of fewer items; `members[i]` are those of the problem before that item i stands for, in their
+    order."""
 
     problem: Problem
     members: tuple[tuple[int, ...], ...]
@@ -35,7 +36,8 @@ def unfolded(problem: Problem) -> Folded:
 
 
 def fold(problem: Problem) -> Folded:
-    """One item for each kernel or start with all that is folded into it. What takes longer than the mean kernel stays."""
+    """One item for each kernel or start with all that is folded into it. What takes longer than the mean kernel
+    stays."""
     users, seconds, deps = problem.users(), problem.seconds, problem.deps
     kernels = [s for s, c in zip(seconds, problem.channel, strict=True) if c < 0]
     light = sum(kernels) / max(len(kernels), 1)

@@ -1,7 +1,7 @@
 """Collectives of one kind and group as one: which may become one, and the problem in which they are.
 
-A merged gather hands in its parts one after the other (one copy before) and takes the results apart (one copy each after); a
-merged reduction puts its parts side by side (one copy before), and its results are views of the whole.
+A merged gather hands in its parts one after the other (one copy before) and takes the results apart (one copy each
+after); a merged reduction puts its parts side by side (one copy before), and its results are views of the whole.
 """
 
 from __future__ import annotations
@@ -22,16 +22,7 @@ from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading
 from meshweave.simulate.shapes import Value
 
-_SPAN = 3.0  # parts of a bucket become ready within that many times what its communication takes
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why two neighbours of one kind stay apart."""
-
-    first: int
-    second: int
-    reason: str
+_SPAN = 1.5  # parts of a bucket become ready within that many times what its communication takes
 
 
 @dataclass(slots=True)
@@ -43,6 +34,7 @@ class Merger:
     kinds: dict[Any, list[int]] = field(init=False)  # (op, channel, arguments, dtype) -> starts in order
     preludes: dict[int, tuple[int, ...]] = field(init=False)  # by start: kernels for it alone, which need nothing
     after: dict[int, int] = field(init=False)  # by start: the last item that it needs, -1
+    sizes: dict[int, float] = field(default_factory=dict)
     when: list[float] = field(init=False)  # by item: seconds of compute up to it in the graph's order
     before: list[int] = field(init=False)  # by item: a bit for each item that must come before it
 
@@ -109,31 +101,31 @@ class Merger:
         for starts in self.kinds.values():
             yield from pairwise(starts)
 
-    def buckets(self, most_bytes: float, most: int = 1 << 30) -> tuple[tuple[Bucket, ...], tuple[Refusal, ...]]:
-        """Runs of neighbours of at most `most_bytes` that cross (as one rank hands them in or takes them out, whichever
-        is more), and `most` parts."""
+    def buckets(self, gathers: float, reductions: float) -> tuple[Bucket, ...]:
+        """Runs of neighbours of at most so many bytes at the larger end of one."""
         found: list[Bucket] = []
-        refused: list[Refusal] = []
         for starts in self.kinds.values():
-            span = _SPAN * self.curve(starts[0])(most_bytes) if most_bytes < inf else inf
-            run, total = [starts[0]], self.size(starts[0])
-            for c in starts[1:]:
-                size = self.size(c)
-                reason = self.can_join(run, c)
-                if not reason and total + size > most_bytes:
-                    reason = f"together {(total + size) / 1e6:.1f} MB, more than {most_bytes / 1e6:.0f} MB"
-                apart = self.when[c] - self.when[run[0]]
-                if not reason and apart > span:
-                    reason = f"{apart * 1e3:.3f} ms of compute lie between them, more than {span * 1e3:.3f} ms"
-                if not reason and len(run) < most:
+            is_gather = self.reading.rows[starts[0]].bucket == "gather"
+            most = gathers if is_gather else reductions
+            span = _SPAN * self.curve(starts[0])(most) if most < inf else inf
+            run = [starts[0]]
+            for c in (*starts[1:], -1):
+                if c >= 0 and not self.why_apart(run, c, most, span):
                     run.append(c)
-                    total += size
                     continue
-                refused.append(Refusal(run[-1], c, reason or f"{most} parts at most"))
                 found += [tuple(run)] if len(run) > 1 else []
-                run, total = [c], size
-            found += [tuple(run)] if len(run) > 1 else []
-        return tuple(found), tuple(refused)
+                run = [c]
+        return tuple(found)
+
+    def why_apart(self, run: Sequence[int], start: int, most: float, span: float) -> str:
+        """Why a start does not join a run of buckets of `most` bytes, whose parts are ready within `span` seconds."""
+        total = sum(self.size(c) for c in run) + self.size(start)
+        if total > most:
+            return f"together {total / 1e6:.1f} MB, more than {most / 1e6:.0f} MB"
+        apart = self.when[start] - self.when[run[0]]
+        if apart > span:
+            return f"{apart * 1e3:.3f} ms of compute lie between them, more than {span * 1e3:.3f} ms"
+        return self.can_join(run, start)
 
     def curve(self, start: int) -> Curve:
         """Seconds of a collective of the kind of `start` over the bytes that a rank hands in."""
@@ -142,8 +134,10 @@ class Merger:
 
     def size(self, start: int) -> float:
         """Bytes of the larger end of a collective."""
-        made = self.reading.values[self.reading.nodes[start]]
-        return max(self.costs.moved[start], float(sum(x.bytes for x in made)))
+        if start not in self.sizes:
+            made = self.reading.values[self.reading.nodes[start]]
+            self.sizes[start] = max(self.costs.moved[start], float(sum(x.bytes for x in made)))
+        return self.sizes[start]
 
     def merged(self, buckets: Sequence[Bucket]) -> Merged:
         """The problem in which each bucket is one communication. Buckets that cannot stand beside the others, because

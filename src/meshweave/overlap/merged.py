@@ -36,8 +36,8 @@ class Merged:
 
 @dataclass(slots=True)
 class MergedWriter:
-    """Writes items in the order of the graph, a bucket behind the last that its parts need. What needs something that is
-    not there yet waits for it."""
+    """Writes items in the order of the graph, a bucket behind the last that its parts need. What needs something that
+    is not there yet waits for it."""
 
     merger: Merger
     buckets: tuple[Bucket, ...]
@@ -138,9 +138,7 @@ class MergedWriter:
         made.uses.append(uses)
         made.is_waited.append(p.is_waited[i])
 
-    def add(
-        self, item: Item, name: str, seconds: float, deps: Sequence[int], waits: Sequence[int], ends: Ends
-    ) -> int:
+    def add(self, item: Item, name: str, seconds: float, deps: Sequence[int], waits: Sequence[int], ends: Ends) -> int:
         """Enter a kernel that merging adds; its storages are `ends`."""
         made = self.made
         made.names.append(name)

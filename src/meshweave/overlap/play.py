@@ -1,4 +1,5 @@
-"""A problem's order played on a virtual clock: how long it takes, what is exposed, and the bytes that live at each item.
+"""A problem's order played on a virtual clock: how long it takes, what is exposed, and the bytes that live at each
+item.
 
 One pass over the order. `simulate.clock` plays the same rules on the event machine; the tests hold both together.
 """
@@ -164,7 +165,8 @@ class _Fluid:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The most bytes that live at once, and where: the number of entries of the order before the peak, what lives then."""
+    """The most bytes that live at once, and where: the number of entries of the order before the peak, what lives
+    then."""
 
     peak: int
     at: int

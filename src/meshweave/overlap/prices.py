@@ -1,4 +1,5 @@
-"""Seconds of every item: from a machine profile on the actual ranks of each group, or from a callable of the caller's."""
+"""Seconds of every item: from a machine profile on the actual ranks of each group, or from a callable of the
+caller's."""
 
 from __future__ import annotations
 
@@ -113,10 +114,6 @@ class CallablePrices:
         base = max(first - slope * low, 0.0)
         return Curve(tuple(base + slope * size for size in SIZES))
 
-    def check_group(self, item: int, groups: Mapping[str, Sequence[int]]) -> None:
-        """Raises MeshweaveError where the caller names groups and the group of a start is none of them."""
-        ranks_of(self.reading, item, groups)
-
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:
         return ()
 
@@ -144,8 +141,9 @@ def _arguments(cost: Cost) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class ProfilePrices:
-    """Costs of a machine. Communication is priced on the ranks of its group; chains of pointwise ops count as the kernel
-    that a compiler makes of them, where the profile's machine runs one: what only they read is neither written nor read."""
+    """Costs of a machine. Communication is priced on the ranks of its group; chains of pointwise ops count as the
+    kernel that a compiler makes of them, where the profile's machine runs one: what only they read is neither written
+    nor read."""
 
     reading: Reading
     profile: MachineProfile
@@ -225,8 +223,9 @@ def _as_priced(row: Collective, size: int) -> tuple[str, float]:
 
 
 def ranks_of(reading: Reading, item: int, groups: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The ranks of the group of a start: as the caller says, else as torch.distributed knows them. Raises MeshweaveError,
-    naming the node, for a group that neither knows, and where the op's own group size says otherwise."""
+    """The ranks of the group of a start: as the caller says, else as torch.distributed knows them. Raises
+    MeshweaveError, naming the node, for a group that neither knows, and where the op's own group size says
+    otherwise."""
     node, channel = reading.nodes[item], reading.problem.channel[item]
     name = reading.problem.channels[channel]
     found = tuple(groups[name]) if name in groups else _registered(reading.groups[channel])
@@ -263,7 +262,7 @@ def _registered(group: Any) -> tuple[int, ...]:
         return ()
     if isinstance(group, str):
         try:
-            group = dist.distributed_c10d._resolve_process_group(group)
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
         except (RuntimeError, ValueError, KeyError):
             return ()
     return tuple(dist.get_process_group_ranks(group))
@@ -313,7 +312,5 @@ def _attention(node: fx.Node, operands: tuple[Value, ...], results: tuple[Value,
 def _is_causal(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    for p, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "is_causal":
-            return bool(node.kwargs.get("is_causal", node.args[p] if p < len(node.args) else False))
-    return False
+    names = [a.name for a in node.target._schema.arguments]
+    return "is_causal" in names and bool(argument(node, names.index("is_causal")))

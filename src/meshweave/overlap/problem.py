@@ -1,4 +1,5 @@
-"""What the scheduler sees of a graph: items with seconds, dependencies, channels and storages, all as small integers."""
+"""What the scheduler sees of a graph: items with seconds, dependencies, channels and storages, all as small
+integers."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ class Problem:
     An item is a kernel, which takes `seconds`, or the start of a communication, which takes the stream no time and its
     channel `copy` seconds (`channel` -1: a kernel). `deps` are the items that stand before it, `waits` the starts whose
     communication is complete before it. It makes the storages `allocs` and reads or writes the storages `uses`; a
-    communication holds both until its wait. A storage is freed after its last use unless `kept`; `base_bytes` are those of
-    storages that live before the first item. `order` is the order of the graph.
+    communication holds both until its wait. A storage is freed after its last use unless `kept`; `base_bytes` are
+    those of storages that live before the first item. `order` is the order of the graph.
 
     `rate` is the share of its channel's time that a communication's `copy` spends on bytes, the rest is start-up.
     """
@@ -53,8 +54,8 @@ class Problem:
         return [i for i, channel in enumerate(self.channel) if channel >= 0]
 
     def users(self) -> list[list[int]]:
-        """Per item the items that stand after it or need its communication complete (twice, where both). Found once, when
-        the problem is whole."""
+        """Per item the items that stand after it or need its communication complete (twice, where both). Found once,
+        when the problem is whole."""
         if not self._users:
             self._users = [[] for _ in self.names]
             for i, (deps, waits) in enumerate(zip(self.deps, self.waits, strict=True)):
@@ -65,8 +66,8 @@ class Problem:
         return self._users
 
     def counts(self) -> list[int]:
-        """Per storage how many events use it: kernels, and waits of communications; one more where it is kept. A new list,
-        for the caller to count down."""
+        """Per storage how many events use it: kernels, and waits of communications; one more where it is kept. A new
+        list, for the caller to count down."""
         if not self._counts:
             found = [int(kept) for kept in self.kept]
             for i, uses in enumerate(self.uses):

@@ -1,4 +1,5 @@
-"""An fx graph as a problem: what needs what (data, mutations, random numbers, point-to-point order), what lives where."""
+"""An fx graph as a problem: what needs what (data, mutations, random numbers, point-to-point order), what lives
+where."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _NONE: Sources = (frozenset(), frozenset())
 
 @dataclass(slots=True)
 class Reading:
-    """A graph as a problem. `nodes[i]` is item i; `rows[i]` its row where it starts a communication; `waits[i]` its wait
-    nodes. Nodes that are neither are free: views, symbols and the like, which stand where they are needed."""
+    """A graph as a problem. `nodes[i]` is item i; `rows[i]` its row where it starts a communication; `waits[i]` its
+    wait nodes. Nodes that are neither are free: views, symbols and the like, which stand where they are needed."""
 
     graph: fx.Graph
     values: Mapping[fx.Node, Values]
@@ -280,7 +281,8 @@ class _Reader:
 
 
 def _is_harmless(target: Any) -> bool:
-    """Ops that torch keeps for what they check or order, not for what they change: their operands say where they stand."""
+    """Ops that torch keeps for what they check or order, not for what they change: their operands say where they
+    stand."""
     name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
     return name.startswith(("_assert", "sym_constrain", "control_deps"))
 
@@ -293,8 +295,9 @@ def _join(sources: Iterable[Sources]) -> Sources:
 
 
 def read(graph: fx.Graph, values: Mapping[fx.Node, Values], is_releasable: Callable[[fx.Node], bool]) -> Reading:
-    """The problem of a graph, without costs. Raises VerifyError, naming the node, for an unknown collective, a wait without
-    a start, a result that is used before its wait, and for a buffer that is touched while a communication is in flight."""
+    """The problem of a graph, without costs. Raises VerifyError, naming the node, for an unknown collective, a wait
+    without a start, a result that is used before its wait, and for a buffer that is touched while a communication is
+    in flight."""
     return _Reader(Reading(graph, values), is_releasable).run()
 
 

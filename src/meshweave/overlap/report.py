@@ -42,8 +42,8 @@ class CandidateRow:
 
 @dataclass(frozen=True, slots=True)
 class OverlapReport:
-    """Seconds and bytes of a graph before and after, under the costs as said. `bound_seconds` is a time that no order beats,
-    merged or not. Exposed is the time in which the compute stream runs nothing while a communication does."""
+    """Seconds and bytes of a graph before and after, under the costs as said. `bound_seconds` is a time that no order
+    beats, merged or not. Exposed is the time in which the compute stream runs nothing while a communication does."""
 
     seconds_before: float
     seconds: float

@@ -77,7 +77,7 @@ class _Writer:
         reading, made = self.reading, _Bucket()
         first = reading.nodes[bucket[0]]
         kind = reading.rows[bucket[0]].bucket
-        size = 1 if kind == "reduce" else int(first.args[1 if kind == "gather" else 2])  # type: ignore[call-overload]
+        size = 1 if kind == "reduce" else int(first.args[1 if kind == "gather" else 2])  # type: ignore[arg-type]
         operands: list[Any] = [reading.nodes[c].args[0] for c in bucket]
         values = [self.operands[c] for c in bucket]
         dtypes = {x.dtype for x in values}
@@ -164,7 +164,8 @@ def _fake(
 ) -> torch.Tensor:
     """What a node makes, as its neighbours say what they make: views share the storage of their base.
 
-    Run on tensors of the meta device, which are then written as fake ones: a tenth of the time of a fake tensor's dispatch.
+    Run on tensors of the meta device, which are then written as fake ones: a tenth of the time of a fake tensor's
+    dispatch.
     """
     if target is WAIT:
         return args[0].meta["val"]  # type: ignore[no-any-return]
@@ -187,8 +188,8 @@ def _meta(x: torch.Tensor) -> torch.Tensor:
 
 
 def _idle(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
-    """Free nodes that stand right behind what they need, so that they hold no memory: those that nothing needs which has a
-    place, and parts of tuples, of which some may be used and others not."""
+    """Free nodes that stand right behind what they need, so that they hold no memory: those that nothing needs which
+    has a place, and parts of tuples, of which some may be used and others not."""
     held: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node in needed:
@@ -227,6 +228,6 @@ def _unplaced(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def rewrite(reading: Reading, merged: Merged, order: Order) -> None:
-    """Put the nodes of a reading's graph in `order`, an order of the merged problem, with its buckets in place of what they
-    merge. Free nodes stand before what first needs them."""
+    """Put the nodes of a reading's graph in `order`, an order of the merged problem, with its buckets in place of
+    what they merge. Free nodes stand before what first needs them."""
     _Writer(reading, merged).run(order)

@@ -1,5 +1,5 @@
-"""List scheduling of compute and communication together: longest remaining path first, in a bounded window, under a hard
-memory cap, links never idle while something useful is ready."""
+"""List scheduling of compute and communication together: longest remaining path first, in a bounded window, under a
+hard memory cap, links never idle while something useful is ready."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from meshweave.overlap.problem import Problem
+from meshweave.overlap.outline import Outline
 
 _MOST_TRIED = 64  # ready kernels that are looked at for one that fits better: bounds the time of a step
 _HORIZON = 64  # items beyond the window whose memory is looked at ahead
@@ -19,8 +19,8 @@ class Policy:
 
     window: how many items a kernel may stand before one that was earlier in the graph. 0 keeps the order of kernels.
     factor: communications are taken to last that many times as long. ahead: seconds of compute before its use at which
-    a communication that makes memory grow (a gather) may start at the earliest. fit: gaps are filled by the longest kernel
-    that fits. by_path: gathers come by the longest remaining path, not by who needs them first.
+    a communication that makes memory grow (a gather) may start at the earliest. fit: gaps are filled by the longest
+    kernel that fits. by_path: gathers come by the longest remaining path, not by who needs them first.
     """
 
     window: int
@@ -35,110 +35,6 @@ class Policy:
         parts += ["gathers as late as can be"] if self.ahead == -inf else []
         parts += ["fitted"] if self.fit else []
         return ", ".join([*parts, *(["longest path first"] if self.by_path else [])])
-
-
-@dataclass(slots=True)
-class Outline:
-    """What is the same for all orders of a problem. `needs` is, by start, the seconds of compute that stand before its
-    first use in the graph; `levels` the bytes that live at each item in the graph's order, in a table for ranges."""
-
-    problem: Problem
-    users: list[list[int]] = field(init=False)
-    needs: list[float] = field(init=False)
-    uses_at: list[int] = field(
-        init=False
-    )  # by start: the item of its first use; the number of items where there is none
-    grows: list[bool] = field(init=False)
-    holds: list[tuple[int, ...]] = field(init=False)
-    growth: list[int] = field(init=False)  # bytes that an item makes
-    levels: list[list[int]] = field(init=False)
-    before: list[int] = field(init=False)  # bytes that live before an item in the graph's order
-    paths: dict[float, list[float]] = field(default_factory=dict)
-    rankings: dict[float, tuple[list[int], list[int]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        problem, n = self.problem, self.problem.num_items
-        self.users = problem.users()
-        sizes = problem.sizes
-        self.growth = [sum([sizes[s] for s in made]) for made in problem.allocs]
-        before, total = [0.0] * (n + 1), 0.0
-        for i in range(n):
-            before[i] = total
-            total += problem.seconds[i]
-        before[n] = total
-        self.needs, self.uses_at = [inf] * n, [n] * n
-        self.grows, self.holds = [False] * n, [()] * n
-        for c in reversed(problem.starts):
-            self.holds[c] = problem.holds(c)
-            users = [u for u in self.users[c] if c in problem.waits[u]]
-            self.uses_at[c] = min((self.uses_at[u] if problem.channel[u] >= 0 else u for u in users), default=n)
-            self.needs[c] = before[self.uses_at[c]] if users else inf
-            self.grows[c] = self.growth[c] > sum(sizes[s] for s in problem.uses[c]) or not problem.deps[c]
-        self.before, at = _levels(problem)
-        self.levels = _ranges(at)
-
-    def path(self, factor: float) -> list[float]:
-        """By item the longest way from its begin to the end of the step, with communications `factor` times as long."""
-        if factor not in self.paths:
-            problem = self.problem
-            found = [0.0] * problem.num_items
-            for i in range(problem.num_items - 1, -1, -1):
-                own = problem.seconds[i] if problem.channel[i] < 0 else problem.copy[i] * factor
-                users = self.users[i]
-                found[i] = own + max([found[u] for u in users]) if users else own
-            self.paths[factor] = found
-        return self.paths[factor]
-
-    def ranking(self, factor: float) -> tuple[list[int], list[int]]:
-        """By item its place among all by the longest way to go (of equal ones, what is done sooner comes first), and the
-        items in that order."""
-        if factor not in self.rankings:
-            path, seconds = self.path(factor), self.problem.seconds
-            ranked = sorted(range(len(path)), key=lambda i: (-path[i], seconds[i], i))
-            rank = [0] * len(path)
-            for place, i in enumerate(ranked):
-                rank[i] = place
-            self.rankings[factor] = rank, ranked
-        return self.rankings[factor]
-
-    def highest(self, first: int, last: int) -> int:
-        """The most bytes that live between two items in the graph's order."""
-        last = min(last, len(self.levels[0]) - 1)
-        if last <= first:
-            return self.levels[0][min(first, len(self.levels[0]) - 1)]
-        k = (last - first + 1).bit_length() - 1
-        row = self.levels[k]
-        return max(row[first], row[last - (1 << k) + 1])
-
-
-def _levels(problem: Problem) -> tuple[list[int], list[int]]:
-    """Bytes that live before each item of the graph's order, and at it, its results included."""
-    counts, sizes = problem.counts(), problem.sizes
-    before, found = [0] * (problem.num_items + 1), [0] * problem.num_items
-    level = problem.base_bytes
-    for x in problem.order:
-        held = problem.holds(~x) if x < 0 else problem.uses[x] if problem.channel[x] < 0 else ()
-        if x >= 0:
-            before[x] = level
-            level += sum([sizes[s] for s in problem.allocs[x]])
-            found[x] = level
-            level -= sum([sizes[s] for s in problem.allocs[x] if not counts[s]])
-        for s in held:
-            counts[s] -= 1
-            if not counts[s]:
-                level -= sizes[s]
-    before[-1] = level
-    return before, found
-
-
-def _ranges(levels: list[int]) -> list[list[int]]:
-    """Rows of maxima over 1, 2, 4, ... entries."""
-    rows, width = [levels or [0]], 1
-    while 2 * width <= len(levels):
-        last = rows[-1]
-        rows.append([a if a > b else b for a, b in zip(last, last[width:], strict=False)])
-        width *= 2
-    return rows
 
 
 @dataclass(slots=True)
@@ -260,8 +156,8 @@ class _Scheduler:
         return (self.ranked[self.pending[0][1]], self.pending[0][0]) if self.pending else (-1, inf)
 
     def fitting(self) -> int:
-        """Of the kernels that can run now the first; where a more urgent one becomes ready soon, the longest that is done
-        by then."""
+        """Of the kernels that can run now the first; where a more urgent one becomes ready soon, the longest that is
+        done by then."""
         first = self.ready[0]
         if not self.policy.fit or not self.pending or self.pending[0][1] >= first:
             return self.ranked[first]
@@ -338,8 +234,8 @@ class _Scheduler:
     def feed(self, until: float, forced: bool = False) -> bool:
         """Start communications in every channel that would be idle before `until`. Returns whether any was started.
 
-        What is needed soon goes first, then what gives memory back, then gathers for later. `forced`: one is started in any
-        case, for nothing else can go on.
+        What is needed soon goes first, then what gives memory back, then gathers for later. `forced`: one is started
+        in any case, for nothing else can go on.
         """
         found = False
         for channel in range(len(self.free)):
@@ -364,8 +260,8 @@ class _Scheduler:
         return heappop(others)[2] if others else -1
 
     def may_gather(self, start: int, slack: float) -> bool:
-        """Whether a gather may start now: not too early, and with room for it until its use, as far as the graph's order
-        tells what else will live then."""
+        """Whether a gather may start now: not too early, and with room for it until its use, as far as the graph's
+        order tells what else will live then."""
         if slack > self.policy.ahead:
             return False
         outline, growth = self.outline, self.outline.growth[start]
@@ -421,8 +317,9 @@ class _Scheduler:
         return self.outline.highest(self.base, self.base + self.policy.window + _HORIZON)
 
     def make_room(self, kernel: int, at: float) -> tuple[int, float]:
-        """What to do where a kernel does not fit: waits for what is done come first, then another kernel that fits, then the
-        graph's next item, then waiting for a communication. Returns the kernel to run and when; -1: pick again."""
+        """What to do where a kernel does not fit: waits for what is done come first, then another kernel that fits,
+        then the graph's next item, then waiting for a communication. Returns the kernel to run and when; -1: pick
+        again."""
         settled = False
         while self.flying and self.flying[0][0] <= self.now:
             start = heappop(self.flying)[1]
@@ -455,5 +352,6 @@ class _Scheduler:
 
 
 def schedule(outline: Outline, policy: Policy, cap: float = inf) -> list[int]:
-    """An order of a problem with its waits. It stays under `cap` bytes where the scheduler finds a way; the caller looks."""
+    """An order of a problem with its waits. It stays under `cap` bytes where the scheduler finds a way; the caller
+    looks."""
     return _Scheduler(outline, policy, cap).run()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 
 from meshweave.overlap.fold import Folded, fold, unfolded
-from meshweave.overlap.merge import Merger, Refusal
+from meshweave.overlap.merge import Merger
 from meshweave.overlap.merged import Bucket, Merged
+from meshweave.overlap.outline import Outline
 from meshweave.overlap.play import Slowdown, peak_of, seconds_of
 from meshweave.overlap.problem import Order, Problem
 from meshweave.overlap.scenarios import NOMINAL, SCENARIOS
-from meshweave.overlap.schedule import Outline, Policy, schedule
+from meshweave.overlap.schedule import Policy, schedule
 
 # Windows in items, each with and without filling gaps by the longest kernel that fits. A layer of a transformer is 60
 # to 150 items in backward; wider windows were slower and took more memory (benchmarks/results/overlap.md).
@@ -22,7 +24,9 @@ _POLICIES = tuple(
 _LEAN = Policy(0, ahead=-inf)  # where memory is short
 _FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8), Policy(0))  # in small graphs
 _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # for machines whose links are slower than said
-_BUCKETS = (32e6, 128e6, 512e6, inf)  # bytes of the larger end of a merged collective
+_SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
+_SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # where links have more to do than compute
+_BUSY = 0.9  # from that load on
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
 _ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
@@ -39,7 +43,6 @@ class Candidate:
     seconds: tuple[float, ...]
     peak: int
     busy: float
-    refused: tuple[Refusal, ...] = ()
 
 
 @dataclass(slots=True)
@@ -49,7 +52,6 @@ class _Shape:
     merged: Merged
     folded: Folded
     outline: Outline
-    refused: tuple[Refusal, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,15 +65,17 @@ class Search:
     most_bytes: float = inf
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
     found: list[Candidate] = field(default_factory=list)
+    tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     free: list[Candidate] = field(default_factory=list)  # that do not hang on the cap, where it is in the way
 
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
         """All candidates under the cap, the orders handed in first."""
         plain = self.shape(())
         self.free += [self.judge(name, plain, order) for name, order in orders]
-        for policy in _POLICIES:
+        policies = _POLICIES if self.is_small else _POLICIES[:3]
+        for policy in policies:
             self.schedule(str(policy), plain, policy)
-        if len(self.found) < len(orders) + len(_POLICIES):
+        if len(self.found) < len(orders) + len(policies):
             self.save_memory(plain)
         if self.is_small:
             for policy in (*_POLICIES, *_FREE):
@@ -83,8 +87,8 @@ class Search:
         return self.found
 
     def save_memory(self, plain: _Shape) -> None:
-        """The cap is in the way: orders that hold little, some of which do not hang on the cap. So the least peak that an
-        error names is one that can be had."""
+        """The cap is in the way: orders that hold little, some of which do not hang on the cap. So the least peak
+        that an error names is one that can be had."""
         self.schedule(str(_LEAN), plain, _LEAN)
         for policy in (_LEAN, Policy(0), _POLICIES[0]):
             order = plain.folded.unfold(schedule(plain.outline, policy))
@@ -100,14 +104,12 @@ class Search:
     def is_small(self) -> bool:
         return self.merger.reading.problem.num_items <= _SMALL
 
-    def shape(
-        self, buckets: tuple[Bucket, ...], refused: tuple[Refusal, ...] = (), *, is_folded: bool = True
-    ) -> _Shape:
+    def shape(self, buckets: tuple[Bucket, ...], *, is_folded: bool = True) -> _Shape:
         if (buckets, is_folded) not in self.shapes:
             other = self.shapes.get((buckets, not is_folded))
             merged = other.merged if other is not None else self.merger.merged(buckets)
             folded = fold(merged.problem) if is_folded else unfolded(merged.problem)
-            self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), refused)
+            self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem))
         return self.shapes[buckets, is_folded]
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
@@ -117,24 +119,59 @@ class Search:
         problem = shape.merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
         peak = peak_of(problem, order).peak
-        made = Candidate(name, shape.merged, tuple(order), (seconds,), peak, busy(problem), shape.refused)
+        made = Candidate(name, shape.merged, tuple(order), (seconds,), peak, busy(problem))
         if peak <= self.cap:
             self.found.append(made)
         return made
 
     def bucket(self) -> None:
-        """Buckets of several sizes, then (in a graph that is small enough) single merges and cuts as long as they help."""
-        for size in sorted({min(size, self.most_bytes) for size in (_BUCKETS if self.is_small else _BUCKETS[:-1])}):
-            buckets, refused = self.merger.buckets(size)
-            if (buckets, True) not in self.shapes:
-                self.all_ways(f"buckets of {_size(size)}", buckets, refused)
+        """Buckets of several sizes, then (in a graph that is small enough) single merges and cuts as long as they
+        help."""
+        for size in self.sizes():
+            self.sized(size, size)
         if self.is_small:
             self.climb()
+        elif self.load() > _BUSY:
+            self.resize()
 
-    def all_ways(self, name: str, buckets: tuple[Bucket, ...], refused: tuple[Refusal, ...]) -> None:
+    def load(self) -> float:
+        """What the busiest channel has to do, in parts of what the compute stream has."""
+        problem = self.merger.reading.problem
+        of = [0.0] * (len(problem.channels) + 1)
+        for channel, seconds, copy in zip(problem.channel, problem.seconds, problem.copy, strict=True):
+            of[channel] += copy if channel >= 0 else seconds
+        return max(of[:-1], default=0.0) / of[-1] if of[-1] else inf
+
+    def sizes(self) -> tuple[float, ...]:
+        """The sizes of buckets to try: few in a large graph whose links have room."""
+        found = _SIZES if self.is_small else _SIZES_BUSY if self.load() > _BUSY else _SIZES[:1]
+        return tuple(sorted({min(size, self.most_bytes) for size in found}))
+
+    def sized(self, gathers: float, reductions: float) -> float:
+        """Schedule buckets of these sizes; returns the seconds."""
+        gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
+        buckets = self.merger.buckets(gathers, reductions)
+        name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
+        if (gathers, reductions) not in self.tried:
+            self.tried[gathers, reductions] = min(c.seconds[0] for c in self.all_ways(name, buckets))
+        return self.tried[gathers, reductions]
+
+    def resize(self) -> None:
+        """Other sizes for gathers than for reductions, as long as that helps."""
+        (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
+        while True:
+            around = ((gathers, 2 * reductions), (gathers / 1.5, reductions), (gathers, reductions / 1.5))
+            seconds, *sizes = min((self.sized(g, r), g, r) for g, r in around)
+            if seconds >= best:
+                return
+            best, (gathers, reductions) = seconds, sizes
+
+    def all_ways(self, name: str, buckets: tuple[Bucket, ...]) -> list[Candidate]:
         """Schedule a set of buckets by the policies that were best without them."""
-        for policy, is_folded in self.leading():
-            self.schedule(f"{policy}, {name}", self.shape(buckets, refused, is_folded=is_folded), policy)
+        return [
+            self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
+            for policy, is_folded in self.leading()
+        ]
 
     def leading(self) -> list[tuple[Policy, bool]]:
         """The policies that were best without buckets, and whether on folded items."""
@@ -156,7 +193,7 @@ class Search:
                 left -= self.merger.reading.problem.num_items
                 if left < 0:
                     return
-                self.all_ways("single merges", buckets, current.refused)
+                self.all_ways("single merges", buckets)
                 tried += 1
             better = self.best()
             if not tried or better is current:
@@ -168,7 +205,7 @@ class Search:
         of = {c: bucket for bucket in buckets for c in bucket}
         for starts in self.merger.kinds.values():
             runs = list(dict.fromkeys(of.get(c, (c,)) for c in starts))
-            for a, b in zip(runs, runs[1:], strict=False):
+            for a, b in pairwise(runs):
                 joined = (*a, *b)
                 size = sum(self.merger.size(c) for c in joined)
                 if size <= self.most_bytes and not self.merger.can_join(joined[:-1], joined[-1]):
@@ -238,7 +275,7 @@ def _distinct(ranked: Sequence[Candidate], most: int) -> list[Candidate]:
 
 def _judged(c: Candidate, slowdown: Slowdown | None) -> Candidate:
     rest = [s.seconds(c.merged.problem, c.order, slowdown) for s in SCENARIOS if s is not NOMINAL]
-    return Candidate(c.name, c.merged, c.order, (c.seconds[0], *rest), c.peak, c.busy, c.refused)
+    return Candidate(c.name, c.merged, c.order, (c.seconds[0], *rest), c.peak, c.busy)
 
 
 def _regret(seconds: float, best: float) -> float:

@@ -1,4 +1,5 @@
-"""What every node of anyone's graph makes: shapes, dtypes, and which storage each tensor lives in, from `meta["val"]`."""
+"""What every node of anyone's graph makes: shapes, dtypes, and which storage each tensor lives in, from
+`meta["val"]`."""
 
 from __future__ import annotations
 

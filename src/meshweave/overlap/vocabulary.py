@@ -1,4 +1,5 @@
-"""Which ops communicate, by op: one table. A name that sounds like a collective and is no row is an error, never compute."""
+"""Which ops communicate, by op: one table. A name that sounds like a collective and is no row is an error, never
+compute."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ Bucket = Literal["", "gather", "scatter", "reduce"]  # how several become one; "
 class Collective:
     """One op that starts a communication. `name` is that of profiles.
 
-    `operands` and `group` are positions of arguments; `bucket` says how several of it become one. `is_ordered`: it meets
-    its partner by its place among those of its group (point to point), so that it stays where it is among them.
+    `operands` and `group` are positions of arguments; `bucket` says how several of it become one. `is_ordered`: it
+    meets its partner by its place among those of its group (point to point), so that it stays where it is among them.
     """
 
     name: str
