@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.models import hugging_face
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
 import meshweave as mw
@@ -32,7 +34,7 @@ def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_block_on_moves_runs() -> None:
-    _, block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
+    _, block, *_ = re.findall(r"```python\n(.*?)```", README, re.S)
     mesh = mw.Mesh("a=4,b=8")
     ends = {name: mw.Layout.parse(text, mesh) for name, text in (("source", "[{}, {b}]"), ("target", "[{b,a}, {}]"))}
     scope: dict[str, Any] = {"mw": mw, "torch": torch, **ends}
@@ -41,13 +43,31 @@ def test_the_block_on_moves_runs() -> None:
 
 
 def test_the_block_on_machines_runs(capsys: Any) -> None:
-    *_, block = re.findall(r"```python\n(.*?)```", README, re.S)
+    _, _, block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
     model, batch, loss = hugging_face("llama", batch=4, heads=4)
     step = mw.compile(model, loss=loss, example=batch, mesh="fsdp=4")
     scope: dict[str, Any] = {"mw": mw, "step": step}
     exec(block, scope)
     assert 0 < scope["result"].exposed_seconds < scope["result"].seconds
     assert "Reason(kind=" in capsys.readouterr().out
+
+
+def test_the_block_on_overlap_runs(capsys: Any) -> None:
+    """The graph is what make_fx traces of a gather and a matmul; torch.compile makes no call here."""
+    *_, block = re.findall(r"```python\n(.*?)```", README, re.S)
+    c10d = torch.ops._c10d_functional
+
+    def gathered(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        whole = c10d.wait_tensor(c10d.all_gather_into_tensor(weight, 8, "fsdp"))
+        return torch.mm(torch.relu(x), whole)
+
+    with FakeTensorMode():
+        graph_module = make_fx(gathered)(torch.empty(64, 64), torch.empty(8, 64))
+    block = block.replace('cost=mw.load_profile("h100")', 'cost=mw.load_profile("h100"), groups={"fsdp": range(8)}')
+    scope: dict[str, Any] = {"mw": mw, "torch": torch, "model": torch.nn.Linear(2, 2), "graph_module": graph_module}
+    exec(block, scope)
+    assert scope["report"].seconds <= scope["report"].seconds_before
+    assert "no order is below" in capsys.readouterr().out
 
 
 # The check is run by tests/test_cli.py.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from math import inf
 
 from meshweave.ir.graph import op_name
 from meshweave.overlap.merge import Merger
@@ -113,23 +112,27 @@ def merge_rows(search: Search, chosen: Candidate) -> tuple[Merge, ...]:
             saved = sum(problem.copy[c] for c in bucket) - copy
             taken.append(Merge(tuple(problem.names[c] for c in bucket), True, "", saved))
     of = {c: b for b, bucket in enumerate(chosen.merged.buckets) for c in bucket}
-    tried = {c.merged.buckets: c for c in sorted(search.found, key=lambda c: -c.seconds[0])}
+    ranked = sorted(search.found, key=lambda c: c.seconds[0])
     apart = []
     for a, b in merger.neighbours():
         if a in of and of[a] == of.get(b):
             continue
         bucket = chosen.merged.buckets[of[a]] if a in of else (a,)
-        reason = merger.why_apart(bucket, b, search.most_bytes, inf)
+        other = next((c for c in ranked if any(a in x and b in x for x in c.merged.buckets)), None)
+        reason = merger.can_join(bucket, b)
         if not reason:
-            other = next((c for buckets, c in tried.items() if any(a in x and b in x for x in buckets)), None)
-            reason = _slower(other, chosen) if other is not None else f"not looked at: {chosen.name} keeps them apart"
+            reason = _worse(other, chosen) if other is not None else search.why_apart(bucket, b)
         apart.append(Merge((problem.names[a], problem.names[b]), False, reason))
     return (*taken, *apart)
 
 
-def _slower(other: Candidate, chosen: Candidate) -> str:
+def _worse(other: Candidate, chosen: Candidate) -> str:
+    """Why the best order that merges two was not taken."""
+    told = f"{other.seconds[0] * 1e3:.3f} ms, not {chosen.seconds[0] * 1e3:.3f} ms ({other.name})"
     if other.seconds[0] > chosen.seconds[0]:
+        return f"the step would take {told}"
+    if other.busy > chosen.busy:
         return (
-            f"the step would take {other.seconds[0] * 1e3:.3f} ms, not {chosen.seconds[0] * 1e3:.3f} ms ({other.name})"
+            f"links and copies would do {other.busy * 1e3:.3f} ms, not {chosen.busy * 1e3:.3f} ms, for a step of {told}"
         )
-    return f"no gain ({other.name}): {other.seconds[0] * 1e3:.3f} ms, links and copies {other.busy * 1e3:.3f} ms"
+    return f"the step would take {told}, but lose more where links are slower or shared"

@@ -107,7 +107,7 @@ class Merger:
         for starts in self.kinds.values():
             is_gather = self.reading.rows[starts[0]].bucket == "gather"
             most = gathers if is_gather else reductions
-            span = _SPAN * self.curve(starts[0])(most) if most < inf else inf
+            span = self.span(starts[0], most)
             run = [starts[0]]
             for c in (*starts[1:], -1):
                 if c >= 0 and not self.why_apart(run, c, most, span):
@@ -126,6 +126,10 @@ class Merger:
         if apart > span:
             return f"{apart * 1e3:.3f} ms of compute lie between them, more than {span * 1e3:.3f} ms"
         return self.can_join(run, start)
+
+    def span(self, start: int, most: float) -> float:
+        """Seconds of compute that parts of a bucket of `most` bytes may lie apart."""
+        return _SPAN * self.curve(start)(most) if most < inf else inf
 
     def curve(self, start: int) -> Curve:
         """Seconds of a collective of the kind of `start` over the bytes that a rank hands in."""

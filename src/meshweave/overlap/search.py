@@ -156,6 +156,12 @@ class Search:
             self.tried[gathers, reductions] = min(c.seconds[0] for c in self.all_ways(name, buckets))
         return self.tried[gathers, reductions]
 
+    def why_apart(self, bucket: Bucket, start: int) -> str:
+        """Why no set of buckets that was tried has a start in a bucket."""
+        most = min(max((size for sizes in self.tried for size in sizes), default=0.0), self.most_bytes)
+        reason = self.merger.why_apart(bucket, start, most, self.merger.span(start, most))
+        return reason or "in every set of buckets that was tried one of them stands in another bucket"
+
     def resize(self) -> None:
         """Other sizes for gathers than for reductions, as long as that helps."""
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
