@@ -78,9 +78,9 @@ SETTINGS: dict[str, dict[str, Any]] = {  # Inductor's
     "half compute": {"compute_overlap_multipler": 0.5, **NO_PRE},
 }
 FEW = ("default", "no buckets", "both buckets")  # where the seconds of the passes are in question
-# Above so many nodes a pass of Inductor's takes most of a minute: these of its settings, of which one was the best or
+# Above so many nodes Inductor is run with these of its settings, of which one was the best or
 # within 0.3% of it in every smaller case; and scenarios are played, not told to the passes again.
-LARGE = 5000
+LARGE = 2500
 MANY = (*FEW, "buckets", "half compute", "pre-buckets of 150 MB")
 # What must hold: seconds of Inductor's best, seconds of the lower bound, seconds of the pass.
 OF_INDUCTOR = {**{f"backward-{layers}x4": 0.83 for layers in (8, 16, 32)}, "backward-32x1": 0.95}

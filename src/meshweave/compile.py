@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -16,9 +16,11 @@ from meshweave.capture.optimizers import OptimizerSpec, current_lrs, initial_sta
 from meshweave.capture.recompute import recompute as recomputed
 from meshweave.capture.recompute_check import check_recompute
 from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
+from meshweave.check.completeness import check_complete
+from meshweave.check.deadlock import check_deadlock
 from meshweave.errors import LayoutError, MeshweaveError, PlanError
 from meshweave.expand.expand import expand
-from meshweave.hardware import AlphaBeta, Costs, load_profile
+from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile
 from meshweave.interop import dtensor_from_piece, mark_stepped, prepare_device_meshes
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
@@ -28,7 +30,10 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
+from meshweave.overlap import OverlapOptions, OverlapReport
 from meshweave.overlap import prefetch as prefetched
+from meshweave.overlap.step import Scheduling, overlap_roles, scheduling_of
+from meshweave.overlap.unmerge import unmerged
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.initialize import materialize
@@ -49,13 +54,18 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled training step at its three stages. Nothing in it grows with the number of devices."""
+    """A compiled training step at its three stages. Nothing in it grows with the number of devices.
+
+    Where it was scheduled, `overlap` says per role what that did, and `unscheduled` are the roles before.
+    """
 
     captured: StepGraph
     placed: StepGraph
     roles: tuple[RankGraph, ...]
     placement: Placement
     options: CaptureOptions
+    overlap: tuple[OverlapReport, ...] = ()
+    unscheduled: tuple[RankGraph, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -98,8 +108,9 @@ def build_program(
     forward: Callable[[nn.Module, Any], Any] = call_model,
     progress: Callable[[str], None] = lambda stage: None,
     prefetch: int = 0,
+    scheduling: Scheduling | None = None,
 ) -> Program:
-    """Capture, place, plan, expand; the verifier runs after each. `progress(stage)` is called as each begins.
+    """Capture, place, plan, expand, schedule; the verifier runs after each. `progress(stage)` is called as each begins.
 
     `prefetch`: how many blocks ahead parameters are gathered (see `overlap.prefetch`).
     """
@@ -127,7 +138,28 @@ def build_program(
     progress("expand")
     expanded = expand(verify_placed(placed), mesh, _proving(planner))
     roles = tuple(verify_rank(prefetched(rank, prefetch)) for rank in expanded)
-    return Program(step, placed, roles, placement, options)
+    program = Program(step, placed, roles, placement, options)
+    if scheduling is None:
+        return program
+    progress("schedule")
+    return _scheduled(program, profile, scheduling)
+
+
+def _scheduled(program: Program, profile: Costs, scheduling: Scheduling) -> Program:
+    """The program in the order that the scheduler finds, proven as complete and as free of deadlock as it was."""
+    if not isinstance(profile, MachineProfile):
+        raise MeshweaveError(
+            "to overlap communication with compute needs the costs of both",
+            got=type(profile).__name__,
+            expected='a machine profile: profile="h100", another name or a file',
+        )
+    profile.check_mesh(program.mesh)
+    roles, reports = overlap_roles(program.roles, profile, scheduling, program.options.accumulate)
+    for role in roles:
+        verify_rank(role)
+    check_complete(program.placed, tuple(map(unmerged, roles)))
+    check_deadlock(roles)
+    return replace(program, roles=roles, overlap=reports, unscheduled=program.roles)
 
 
 def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> StepGraph:
@@ -288,6 +320,7 @@ def compile(
     recompute: str = "none",
     param_dtype: torch.dtype | None = None,
     prefetch: int = 0,
+    overlap: bool | OverlapOptions | None = None,
     seed: int = 0,
     forward: Callable[[nn.Module, Any], Any] = call_model,
     keep_gradients: bool = False,
@@ -312,23 +345,29 @@ def compile(
         are summed over devices, and optimizer state stay in the parameters' own dtype; batch and buffers stay theirs.
     profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of one ("h100") or its file.
     prefetch: how many blocks ahead parameters are gathered: hides their gathers, holds that many more blocks whole.
+    overlap: order the step and merge collectives, so that communication runs beside compute (see `OverlapOptions`). It
+        needs a machine profile, by which it is never slower than it was; values are the same to the bit.
+    memory_cap_bytes: no device holds more at once: parameters, optimizer state, batch and all that the step makes. It
+        implies overlap, and is an error, naming the least possible and the tensors, where no order keeps under it.
     check_finite: raise before the update when the loss is NaN or infinite.
 
     Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
     Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-    if memory_cap_bytes is not None:
-        raise MeshweaveError("memory_cap_bytes needs the scheduler, which this version lacks", hint="leave it out")
     costs = load_profile(profile) if isinstance(profile, str) else profile or AlphaBeta()
     if optimizer is None and (clip_grad_norm is not None):
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
     spec = None if optimizer is None else read_optimizer(optimizer, model)
     options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype)
     world = make_world(mesh, device)
-    program = build_program(model, loss, example, spec, mesh, plan, costs, options, forward, progress, prefetch)
+    keeps_gradients = keep_gradients or optimizer is None
+    scheduling = scheduling_of(overlap, memory_cap_bytes, keeps_gradients)
+    program = build_program(
+        model, loss, example, spec, mesh, plan, costs, options, forward, progress, prefetch, scheduling
+    )
     progress("start")
-    settings = Settings(accumulate, seed, keep_gradients or optimizer is None, check_finite)
+    settings = Settings(accumulate, seed, keeps_gradients, check_finite)
     return TrainStep(program, model, optimizer, world, settings)
 
 

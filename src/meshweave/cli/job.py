@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ from meshweave.cli.screen import Stage
 from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
+from meshweave.overlap.step import Scheduling, scheduling_of
 from meshweave.sharding.plan_text import data_parallel_size
 from meshweave.sharding.plans import Plan
 
@@ -41,6 +43,10 @@ Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="clip gradi
 Recompute = Annotated[Policy, typer.Option("--recompute", help="what backward makes again of each layer")]
 ParamDtypeOption = Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")]
 Prefetch = Annotated[int, typer.Option("--prefetch", min=0, help="blocks ahead of which parameters are gathered")]
+Overlap = Annotated[bool, typer.Option("--overlap", help="order the step so that communication runs beside compute")]
+MemoryCap = Annotated[
+    str, typer.Option("--memory-cap", help="the most that a device may hold at once, such as 40GB; implies --overlap")
+]
 Profile = Annotated[
     str,
     typer.Option("--profile", help="costs to choose moves by: a machine such as h100, its file, or alpha=s,axis=B/s"),
@@ -78,6 +84,8 @@ class Job:
     debug: bool
     prefetch: int = 0
     profile: str = ""
+    overlap: bool = False
+    memory_cap: str = ""
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -102,6 +110,11 @@ class Job:
             recompute=self.recompute,
             param_dtype=self.cast,
         )
+
+    @property
+    def scheduling(self) -> Scheduling | None:
+        """How the step is scheduled, if at all."""
+        return scheduling_of(self.overlap or None, parse_bytes(self.memory_cap) if self.memory_cap else None)
 
     def load(self, mesh: Mesh, plan: Plan | None, device: str = "cpu") -> Source:
         if self.batch is not None and self.local_batch is not None:
@@ -132,4 +145,19 @@ def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer:
         job.options,
         progress=stage,
         prefetch=job.prefetch,
+        scheduling=job.scheduling,
     )
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for what is none."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    try:
+        return int(float(found.group(1)) * _UNITS[found.group(2).upper()])  # type: ignore[union-attr]
+    except (AttributeError, KeyError, ValueError, OverflowError):
+        raise MeshweaveError(
+            "this is no size", where="--memory-cap", got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
+        ) from None

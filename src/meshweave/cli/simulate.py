@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
+from torch import fx
 
 from meshweave.cli.costs import parse_machine
 from meshweave.cli.job import (
@@ -21,8 +23,10 @@ from meshweave.cli.job import (
     Job,
     LocalBatch,
     Lr,
+    MemoryCap,
     Model,
     OptimizerOption,
+    Overlap,
     ParamDtypeOption,
     Prefetch,
     Recompute,
@@ -30,6 +34,7 @@ from meshweave.cli.job import (
     Seq,
     compiled,
 )
+from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
 from meshweave.cli.screen import Debug, Json, Screen, guarded, write_text
 from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
@@ -42,7 +47,7 @@ from meshweave.report.simulation import simulation_table
 from meshweave.report.tables import bytes_text
 from meshweave.report.trace import trace_json
 from meshweave.sharding.plan_text import parse_plan
-from meshweave.simulate.result import Simulation
+from meshweave.simulate.result import Simulation, Span
 from meshweave.whatif import best_of, simulate
 
 FusionOption = Literal["ops", "eager", "compiled", "blocks"]
@@ -63,7 +68,8 @@ def simulate_command(
     optimizer: OptimizerOption = "adamw", lr: Lr = None, local_batch: LocalBatch = None, batch: GlobalBatch = None,
     seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1, clip_grad_norm: Clip = None,
     recompute: Recompute = "none", param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, seed: Seed = 0,
-    fusion: Fusing = None, pipeline: Pipelined = "sequential", matmul_dtype: InDtype = None,
+    overlap: Overlap = False, memory_cap: MemoryCap = "", fusion: Fusing = None, pipeline: Pipelined = "sequential",
+    matmul_dtype: InDtype = None,
     report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="of two meshes: what moved, where time went")] = False,
@@ -73,21 +79,26 @@ def simulate_command(
     and the best is marked. Nothing of the machine is needed."""
     job = Job(
         model, "", "", optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
     )  # fmt: skip
 
     def body(screen: Screen) -> int:
         machine = parse_machine(profile, scale)
         if diff and len(mesh) != 2:
             raise MeshweaveError("--diff compares two", got=f"{len(mesh)} meshes", expected="--mesh A --mesh B --diff")
-        found = []
+        found, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
         for text, planned in zip(mesh, _plans(plan, len(mesh)), strict=True):
             program = _compiled(screen, replace(job, mesh=text, plan=planned), machine)
             narrow = getattr(torch, matmul_dtype) if matmul_dtype else None
             title = " ".join(filter(None, (model, f"on {text or 'one device'}", planned)))
-            made = simulate(program, machine, fusion=fusion, pipeline=pipeline, matmul_dtype=narrow, title=title)
-            found.append((program, made))
-        _show(screen, [one for _, one in found], diff)
+            as_asked = partial(simulate, profile=machine, fusion=fusion, pipeline=pipeline, matmul_dtype=narrow)
+            found.append((program, as_asked(program, title=title)))
+            if program.overlap:
+                before = as_asked(replace(program, roles=program.unscheduled), title=title)
+                gains.append(gain_row(program, before, found[-1][1]))
+                for line in gain_lines(program, before, found[-1][1]):
+                    screen.say(line)
+        _show(screen, [one for _, one in found], diff, gains)
         _write(screen, found, report, trace)
         return 0
 
@@ -100,14 +111,15 @@ def explain_command(
     scale: Scale = "", optimizer: OptimizerOption = "adamw", lr: Lr = None, local_batch: LocalBatch = None,
     batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1,
     clip_grad_norm: Clip = None, recompute: Recompute = "none", param_dtype: ParamDtypeOption = None,
-    prefetch: Prefetch = 0, seed: Seed = 0, fusion: Fusing = None,
+    prefetch: Prefetch = 0, seed: Seed = 0, overlap: Overlap = False, memory_cap: MemoryCap = "",
+    fusion: Fusing = None,
     why: Annotated[str, typer.Option("--why", help="a node, module or source line, or part of one")] = "",
     json: Json = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Say of every communication why it moves and why it is exposed; with --why of those that a text names."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
     )  # fmt: skip
 
     def body(screen: Screen) -> int:
@@ -137,10 +149,11 @@ def _compiled(screen: Screen, job: Job, machine: MachineProfile) -> Program:
         return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
 
 
-def _show(screen: Screen, found: Sequence[Simulation], diff: bool) -> None:
+def _show(screen: Screen, found: Sequence[Simulation], diff: bool, gains: Sequence[dict[str, Any]]) -> None:
+    scheduled = {"overlap": gains} if gains else {}
     if len(found) == 1:
         screen.out.print(simulation_table(found[0]))
-        screen.result(True, mesh=found[0].mesh, **found[0].as_dict())
+        screen.result(True, mesh=found[0].mesh, **scheduled, **found[0].as_dict())
         return
     best = best_of(found)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -173,6 +186,7 @@ def _show(screen: Screen, found: Sequence[Simulation], diff: bool) -> None:
         best=best,
         simulations=[{"mesh": one.mesh, "title": one.title, **one.as_dict()} for one in found],
         diff=rows,
+        **scheduled,
     )
 
 
@@ -190,9 +204,15 @@ def _write(
         screen.say(f"trace: {trace} (open it in ui.perfetto.dev or chrome://tracing)")
 
 
+def _is_meant(span: Span, parts: Sequence[fx.Node], why: str) -> bool:
+    """Whether --why names a communication, or a part of a merged one."""
+    return why in span.name or why in span.module or why in span.line or why == span.op or is_named(parts, why)
+
+
 def _explain(screen: Screen, program: Program, found: Simulation, why: str) -> int:
     spans = [s for s in found.spans if s.kind != "compute"]
-    chosen = [s for s in spans if why in s.name or why in s.module or why in s.line or why == s.op] if why else spans
+    parts = parts_of(program)
+    chosen = [s for s in spans if _is_meant(s, parts.get(s.name, ()), why)]
     if not chosen:
         raise MeshweaveError(
             "no communication is named so",
@@ -202,18 +222,22 @@ def _explain(screen: Screen, program: Program, found: Simulation, why: str) -> i
         )
     rows: list[dict[str, Any]] = []
     for span in sorted(chosen, key=lambda s: -s.exposed_seconds) if not why else chosen:
+        merged = {"merged": modules_of(parts[span.name])} if span.name in parts else {}
         rows.append(
             {"name": span.name, "op": span.op, "group": span.group, "phase": span.phase, "module": span.module}
             | {"line": span.line, "layout": span.layout, "start": span.start, "seconds": span.seconds}
             | {"bytes": span.bytes, "exposed_seconds": span.exposed_seconds}
             | {"reasons": [{"kind": r.kind, "seconds": r.seconds, "text": r.text} for r in span.reasons]}
+            | merged
         )
     for row in rows if why else rows[:20]:
         screen.say(
-            f"[bold]{escape(row['name'])}[/] {row['op']} over {row['group']} [{row['phase']}] {escape(row['module'])} "
+            f"[bold]{escape(row['name'])}[/] {row['op']} over {row['group']} in {row['phase']} {escape(row['module'])} "
             f"{escape(row['line'])}\n  moves {escape(row['layout'])}: {bytes_text(row['bytes'])} received in "
             f"{row['seconds'] * 1e3:.3f} ms from {row['start'] * 1e3:.3f} ms"
         )
+        if "merged" in row:
+            screen.say(f"  one communication for {escape(', '.join(row['merged']))}")
         if not row["exposed_seconds"]:
             screen.say("  hidden under compute")
         for reason in row["reasons"]:

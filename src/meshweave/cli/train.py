@@ -23,9 +23,11 @@ from meshweave.cli.job import (
     Job,
     LocalBatch,
     Lr,
+    MemoryCap,
     MeshText,
     Model,
     OptimizerOption,
+    Overlap,
     ParamDtypeOption,
     PlanText,
     Prefetch,
@@ -51,6 +53,7 @@ def run(
     local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
     accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
     param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
+    overlap: Overlap = False, memory_cap: MemoryCap = "",
     json: Json = False, debug: Debug = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20,
     checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = "",
@@ -60,7 +63,7 @@ def run(
     """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
     )  # fmt: skip
     guarded(Screen("run", json), debug, lambda screen: _run(screen, job, steps, checkpoint, save_every, report))
 

@@ -3,6 +3,7 @@
 from meshweave.decompose.algorithms import ALGORITHMS, Algorithm, Index, Step, algorithm, prove
 from meshweave.decompose.decompose import DecomposeOptions, DecomposeReport, Row, decompose
 from meshweave.decompose.proof import prove_rings
+from meshweave.decompose.split import SplitReport, split_batch
 
 __all__ = [
     "ALGORITHMS",
@@ -11,9 +12,11 @@ __all__ = [
     "DecomposeReport",
     "Index",
     "Row",
+    "SplitReport",
     "Step",
     "algorithm",
     "decompose",
     "prove",
     "prove_rings",
+    "split_batch",
 ]

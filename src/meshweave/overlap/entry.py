@@ -3,65 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import inf, isfinite
 
 from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
-from meshweave.overlap.bounds import bound_of
-from meshweave.overlap.explain import collective_rows, exposed_of, merge_rows
+from meshweave.overlap.decide import OverlapOptions, decide
 from meshweave.overlap.figures import Agree, priced
 from meshweave.overlap.merge import Merger
-from meshweave.overlap.play import Slowdown, peak_of, play
+from meshweave.overlap.play import Slowdown
 from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, ranks_of
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading, read, releasable_of
-from meshweave.overlap.report import CandidateRow, OverlapReport
-from meshweave.overlap.rewrite import rewrite
-from meshweave.overlap.scenarios import SCENARIOS
-from meshweave.overlap.search import Candidate, Search, choose
+from meshweave.overlap.report import OverlapReport
 from meshweave.overlap.values import values_of
 from meshweave.simulate.shapes import Values
-
-_SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
-_SLACK_BYTES = 512 << 20
-_INPUT = "the input order"
-
-
-@dataclass(frozen=True, slots=True)
-class OverlapOptions:
-    """How the pass looks for an order.
-
-    bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger end of one.
-    communication_factor: all estimates of communication are multiplied by it: for those whose estimates are off.
-    choose: "regret" takes the order that loses least at worst over the scenarios of `overlap.scenarios`, "nominal" the
-        fastest under the costs as said.
-    orders: orders to compare with, as names of nodes: the result is never slower than any of them. Starts and kernels
-        are named, waits may be; views stand where they are needed.
-    releasable: says of a placeholder whether its memory is free after its last use. Default: in graphs with
-        placeholders named tangents*, which torch.compile hands over for backward, all but primals*; in others none.
-    """
-
-    bucket: bool = True
-    max_bucket_bytes: float = inf
-    communication_factor: float = 1.0
-    choose: str = "regret"
-    orders: tuple[tuple[str, ...], ...] = ()
-    releasable: Callable[[fx.Node], bool] | None = field(default=None)
-
-    def check(self) -> None:
-        if self.choose not in ("regret", "nominal"):
-            raise MeshweaveError("unknown rule to choose by", got=repr(self.choose), expected="regret or nominal")
-        if not (isfinite(self.communication_factor) and self.communication_factor > 0):
-            raise MeshweaveError(
-                "communication_factor is no factor", got=f"{self.communication_factor}", expected="more than 0"
-            )
-        if not self.max_bucket_bytes >= 0:
-            raise MeshweaveError("max_bucket_bytes is no size", got=f"{self.max_bucket_bytes}", expected="0 or more")
 
 
 def overlap(
@@ -153,51 +111,11 @@ def _overlap(
     reading = read(graph, values if values is not None else values_of(graph), releasable)
     prices, slowdown = _prices(reading, cost, groups or {})
     costs = priced(reading, prices, options.communication_factor, agree)
-    problem = reading.problem
-    before = peak_of(problem, problem.order).peak
-    default = max(int(before * (1 + _SLACK)), before + _SLACK_BYTES)
-    cap = default if memory_cap_bytes is None else memory_cap_bytes
-    orders = [
-        (_INPUT, problem.order),
-        *((f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))),
-    ]
-    search = Search(Merger(reading, costs), cap, slowdown, options.bucket, options.max_bucket_bytes)
-    found = search.run(orders)
-    if not found:
-        raise _no_order(reading, min(search.free, key=lambda c: c.peak), cap)
-    names = {name for name, _ in orders}
-    protected = sum(c.name in names for c in found)
-    choice = choose(found, slowdown, options.choose, protected)
     unknown = prices.unknown if isinstance(prices, ProfilePrices) else {}
-    notes = (
-        [f"priced by the bytes that they move, having no other cost: {', '.join(sorted(unknown))}"] if unknown else []
-    )
-    as_given = play(problem, problem.order, slowdown)
-    report = OverlapReport(
-        as_given.seconds,
-        choice.chosen.seconds[0],
-        exposed_of(as_given),
-        exposed_of(play(choice.chosen.merged.problem, choice.chosen.order, slowdown)),
-        bound_of(problem),
-        before,
-        choice.chosen.peak,
-        cap,
-        choice.regret,
-        collective_rows(search.merger, choice.chosen, slowdown),
-        merge_rows(search, choice.chosen),
-        tuple(
-            CandidateRow(
-                c.name,
-                tuple((s.name, seconds) for s, seconds in zip(SCENARIOS, c.seconds, strict=True)),
-                c.peak,
-                c is choice.chosen,
-            )
-            for c in choice.candidates
-        ),
-        tuple(notes),
-    )
-    rewrite(reading, choice.chosen.merged, choice.chosen.order)
-    return report
+    told = f"priced by the bytes that they move, having no other cost: {', '.join(sorted(unknown))}"
+    orders = [(f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))]
+    merger = Merger(reading, costs)
+    return decide(merger, slowdown, memory_cap_bytes, options, orders, (told,) if unknown else ())
 
 
 def _prices(
@@ -242,21 +160,3 @@ def _with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
                     found.append(~c)
         found.append(x)
     return [*found, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]
-
-
-def _no_order(reading: Reading, least: Candidate, cap: int) -> MeshweaveError:
-    """The error where nothing fits: the least peak that was found, and what lives there."""
-    level = peak_of(least.merged.problem, least.order, with_live=True)
-    makers = {x.storage: node for node in reversed(list(reading.graph.nodes)) for x in reading.values.get(node, ())}
-    sizes = least.merged.problem.sizes
-    told = [
-        f"{makers[s].name if s in makers else 'a bucket'} {sizes[s] / 1e6:.3f} MB" for s in level.live[:8] if sizes[s]
-    ]
-    x = least.order[level.at] if least.order else 0
-    return MeshweaveError(
-        "no order was found whose peak is under the cap",
-        where=f"at {least.merged.problem.names[x if x >= 0 else ~x]}",
-        got=f"{level.peak} bytes at least ({level.peak / 1e9:.3f} GB, {least.name}); cap {cap}",
-        expected=f"memory_cap_bytes={level.peak} or more",
-        hint="the largest tensors then: " + ", ".join(told),
-    )

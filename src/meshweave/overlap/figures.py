@@ -75,7 +75,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     for i, row in reading.rows.items():
         if row.bucket:
             curve = taken[str(reading.nodes[i].target), problem.channel[i]]
-            problem.startup[i] = min(curve.seconds[0], problem.copy[i])
+            problem.startup[i] = max(problem.copy[i] - moved[i] * curve.least, 0.0)
     return Costs(moved, taken, copy_rate)
 
 

@@ -39,6 +39,12 @@ class Curve:
         (a, b), (x, y) = SIZES[k - 1 : k + 1], self.seconds[k - 1 : k + 1]
         return max(x + (y - x) * (num_bytes - a) / (b - a), 0.0)
 
+    @property
+    def least(self) -> float:
+        """Seconds per byte that no communication of the kind is below, however much is merged."""
+        last = (self.seconds[-1] - self.seconds[-2]) / (SIZES[-1] - SIZES[-2])
+        return max(min(last, *(s / size for s, size in zip(self.seconds, SIZES, strict=True))), 0.0)
+
 
 class Prices(Protocol):
     """What the scheduler asks of costs."""

@@ -109,16 +109,19 @@ class _Writer:
             shown = self.call(made.wait, first, aten.view.default, (wait, [size, total]), (size, total), dtype)
         offset = 0
         for c, x, length in zip(bucket, values, [s // rows for s in sizes], strict=True):
-            self.part(made.parts.setdefault(c, []), c, shown, x, offset, length, size if kind == "gather" else 1)
+            result = torch.uint8 if as_bytes else x.dtype
+            self.part(made.parts.setdefault(c, []), c, shown, result, offset, length, size if kind == "gather" else 1)
             offset += length
         return made
 
-    def part(self, into: list[fx.Node], c: int, whole: fx.Node, x: Value, offset: int, length: int, size: int) -> None:
-        """Result c out of a whole that has been waited for: a view of a reduction, a copy of a gather's columns."""
+    def part(
+        self, into: list[fx.Node], c: int, whole: fx.Node, dtype: torch.dtype, offset: int, length: int, size: int
+    ) -> None:
+        """Result c out of a whole of `dtype` that has been waited for: a view of a reduction, a copy of a gather's
+        columns."""
         reading = self.reading
         old = reading.nodes[c]
         made = reading.values[old][0]
-        dtype = torch.uint8 if length * size != made.num_elements else made.dtype
         dim, shape = (1, (size, length)) if size > 1 else (0, (length,))
         if size == 1 and len(whole.args) > 1:  # a gather in a group of one
             dim, shape = 1, (1, length)

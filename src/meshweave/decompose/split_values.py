@@ -1,0 +1,77 @@
+"""What new nodes of anyone's graph make: meta["val"], as its neighbours have it, without running anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshweave.ir.rank import WAIT, collectives
+
+_META = torch.device("meta")
+
+
+def made_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Any) -> Any:
+    """What an op makes of what its operands' meta["val"] say; `like` is what a neighbour makes.
+
+    Run on tensors of the meta device, which are then written as fake ones of the mode and device of `like`: views share
+    the storage of their base. Raises RuntimeError, as the op does, where it cannot take its operands.
+    """
+    if target is WAIT:
+        return args[0].meta["val"]
+    with _disable_current_modes(), torch.no_grad():
+        held, named = fx.map_arg((args, kwargs), lambda n: _bare(n.meta["val"]))
+        if "device" in named:
+            named = {**named, "device": _META}
+        made = _collective(target, held) if target in _COLLECTIVES else target(*held, **named)
+        return _dressed(made, like)
+
+
+def _collective(target: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """An all-gather, a reduce-scatter, or one that keeps the shape; results are contiguous."""
+    x = args[0]
+    rows, rest = (x.shape[0] if x.dim() else 1), x.shape[1:]
+    if target is collectives.all_gather_into_tensor.default:
+        return x.new_empty((rows * args[1], *rest))
+    if target is collectives.reduce_scatter_tensor.default:
+        return x.new_empty((rows // args[2], *rest))
+    return x.new_empty(x.shape)
+
+
+_COLLECTIVES = frozenset(
+    getattr(collectives, name).default
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single")
+)
+
+
+def _bare(x: Any) -> Any:
+    """A tensor of the meta device over the same storage, where the storage holds no data."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(_bare(one) for one in x)
+    if not isinstance(x, torch.Tensor):
+        return x
+    with no_dispatch():
+        if isinstance(x, FakeTensor):
+            bare = torch.empty(0, dtype=x.dtype, device=_META)
+            return bare.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        return x if x.device == _META else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
+
+
+def _dressed(made: Any, like: Any) -> Any:
+    if isinstance(made, (list, tuple)):
+        likes = like if isinstance(like, (list, tuple)) else [like] * len(made)
+        return type(made)(_dressed(one, other) for one, other in zip(made, likes, strict=True))
+    if isinstance(like, (list, tuple)):
+        like = next(one for one in like if isinstance(one, torch.Tensor))
+    if isinstance(made, torch.Tensor) and isinstance(like, FakeTensor):
+        return FakeTensor(like.fake_mode, made, like.device)
+    return made
+
+
+def symbolic(x: torch.Tensor) -> bool:
+    """Whether a shape or stride is not a number."""
+    return any(type(size) is not int for size in (*x.shape, *(x.stride() if x.layout is torch.strided else ())))

@@ -1,0 +1,214 @@
+"""Whole training steps: the rank graphs of all roles, ordered and bucketed by what the simulator says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.profile import MachineProfile
+from meshweave.hardware.work import Memory
+from meshweave.ir.rank import RankGraph, transfer
+from meshweave.overlap.decide import INPUT, OverlapOptions, decide
+from meshweave.overlap.figures import priced
+from meshweave.overlap.merge import Merger
+from meshweave.overlap.phases import Marked, marking
+from meshweave.overlap.prices import SIZES, Curve
+from meshweave.overlap.read import Reading, read
+from meshweave.overlap.report import OverlapReport
+from meshweave.overlap.unmerge import copied, varying
+from meshweave.simulate.kernels import Fusion
+from meshweave.simulate.shapes import local_values
+from meshweave.simulate.step import SimulateOptions, simulate_roles
+from meshweave.simulate.tasks import lower_tasks, priced_as
+
+_COPIED = 1 << 28  # bytes of a copy that is timed: large enough that to launch it takes no part of the time
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How a program is scheduled, and the most bytes that a device may hold (None: a little more than before).
+
+    `keeps_gradients`: those of a step live to its end.
+    """
+
+    options: OverlapOptions | None = None
+    memory_cap_bytes: int | None = None
+    keeps_gradients: bool = False
+
+
+def scheduling_of(
+    overlap: bool | OverlapOptions | None, memory_cap_bytes: int | None, keeps_gradients: bool = False
+) -> Scheduling | None:
+    """How a step is scheduled; None: not at all. Raises MeshweaveError for a cap that is no size or without overlap."""
+    if memory_cap_bytes is not None and memory_cap_bytes <= 0:
+        raise MeshweaveError("memory_cap_bytes is no size", got=f"{memory_cap_bytes}", expected="more than 0")
+    if memory_cap_bytes is not None and overlap is False:
+        raise MeshweaveError(
+            "memory_cap_bytes is kept by the scheduler", got="overlap=False", expected="overlap=True, or left out"
+        )
+    if not overlap and memory_cap_bytes is None:
+        return None
+    return Scheduling(overlap if isinstance(overlap, OverlapOptions) else None, memory_cap_bytes, keeps_gradients)
+
+
+@dataclass(slots=True)
+class StepTasks:
+    """What the simulator of whole steps says of the nodes of a program's roles.
+
+    A fused kernel's seconds are shared out evenly among its ops; what a compiler makes once costs nothing again.
+    """
+
+    seconds: dict[fx.Node, float] = field(default_factory=dict)
+    usage: dict[fx.Node, tuple[tuple[str, float], ...]] = field(default_factory=dict)  # of starts
+    lines: dict[fx.Node, str] = field(default_factory=dict)  # of starts: the queue that they go into
+    shared: set[fx.Node] = field(default_factory=set)  # starts that several roles meet in
+
+
+def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
+    """Raises MeshweaveError for an op, dtype or link that the profile has no cost for."""
+    fusion: Fusion = "compiled" if profile.fusion == "pointwise" else "ops"
+    tasks = lower_tasks(roles, profile, fusion)
+    made = StepTasks()
+    for number, task in enumerate(tasks.tasks):
+        if task.kernel is not None:
+            made.seconds.update(dict.fromkeys(task.kernel.nodes, task.seconds / len(task.kernel.nodes)))
+        elif task.kind == "copy":
+            needed = (tasks.tasks[n] for n in tasks.schedule.needs[number])
+            starts = [one.node for one in needed if one.kind == "start"]
+            made.seconds.update(dict.fromkeys(starts, task.seconds))
+            made.usage.update(dict.fromkeys(starts, task.usage))
+            made.lines.update(dict.fromkeys(starts, tasks.streams[tasks.schedule.stream_of[number]]))
+            made.shared.update(starts if len(task.roles) > 1 else ())
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrices:
+    """The costs of one role's graph (`overlap.prices.Prices`)."""
+
+    role: RankGraph
+    profile: MachineProfile
+    tasks: StepTasks
+    reading: Reading
+
+    def compute(self, node: fx.Node) -> float:
+        return self.tasks.seconds.get(node, 0.0)  # a fence, or an op that a compiler makes once
+
+    def start(self, item: int, num_bytes: float) -> float:
+        return self.tasks.seconds[self.reading.nodes[item]]
+
+    def curve(self, item: int) -> Curve:
+        node = self.reading.nodes[item]
+        if node.target is transfer:  # it is never merged
+            return Curve((self.tasks.seconds[node],) * len(SIZES))
+        mesh, axes = self.role.group_axes(str(node.args[-1]))
+        asked = [priced_as(node, mesh.flat_size(axes), size) for size in SIZES]
+        return Curve(tuple(self.profile.seconds(op, mesh, axes, size) for op, size in asked))
+
+    def usage(self, item: int) -> tuple[tuple[str, float], ...]:
+        return self.tasks.usage[self.reading.nodes[item]]
+
+    def copy_rate(self) -> float:
+        work = Memory("strided", _COPIED, _COPIED // 4, torch.bfloat16)
+        return _COPIED / self.profile.compute_seconds(work)
+
+
+def overlap_role(
+    role: RankGraph,
+    profile: MachineProfile,
+    memory_cap_bytes: int | None = None,
+    options: OverlapOptions | None = None,
+    *,
+    tasks: StepTasks | None = None,
+    microbatches: int = 1,
+    keeps_gradients: bool = False,
+) -> OverlapReport:
+    """Put the graph of a role in the order that the scheduler finds, in place, and merge its collectives.
+
+    Parts of the step stay one after the other, but gathers that backward needs may start in forward, and what a
+    communication brings may be waited for in a later part (with several `microbatches` not in the update).
+    `memory_cap_bytes` caps what a device holds at once: parameters, optimizer state, batch and all that the step makes,
+    results beside operands. `keeps_gradients`: they live to the end. `tasks`: of all roles of the program.
+    Raises MeshweaveError where no order is under the cap, naming the least peak and its tensors, and for an op that the
+    profile has no cost for.
+    """
+    options = options or OverlapOptions()
+    options.check()
+    if options.orders:
+        raise MeshweaveError("whole steps take no orders that are handed in", hint="leave OverlapOptions.orders out")
+    found = tasks or tasks_of((role,), profile)
+    values = dict(local_values(role).values)
+    uneven = varying(role) if options.bucket else frozenset()
+    keeps = keeps_gradients or microbatches > 1
+    with marking(Marked(role, values, found.lines, found.shared, microbatches, keeps)) as marked:
+        reading = read(role.graph, values, options.releasable or marked.releasable())
+        marked.hold(reading)
+        prices = StepPrices(role, profile, found, reading)
+        merger = Merger(reading, priced(reading, prices, options.communication_factor, None))
+        _keep_even(merger, uneven)
+        ceiling = int(profile.usable_bytes)
+        return decide(merger, profile.compute_slowdown, memory_cap_bytes, options, ceiling=ceiling)
+
+
+def _keep_even(merger: Merger, uneven: frozenset[fx.Node]) -> None:
+    """Merge only what has one shape on every device, for a merged collective is written in numbers."""
+    for key, starts in list(merger.kinds.items()):
+        able = [c for c in starts if merger.reading.nodes[c].args[0] not in uneven]
+        if able:
+            merger.kinds[key] = able
+        else:
+            del merger.kinds[key]
+
+
+def overlap_roles(
+    roles: Sequence[RankGraph],
+    profile: MachineProfile,
+    scheduling: Scheduling | None = None,
+    microbatches: int = 1,
+) -> tuple[tuple[RankGraph, ...], tuple[OverlapReport, ...]]:
+    """The roles of a program in new orders, and a report for each; `roles` stay as they are.
+
+    Communications that several roles meet in keep their order on every role, so that no two wait for each other.
+    Where `simulate_roles` finds the step no faster, and the cap allows, orders stay as they were.
+    """
+    how = scheduling or Scheduling()
+    made = tuple(copied(role) for role in roles)
+    tasks = tasks_of(made, profile)
+    reports = tuple(
+        overlap_role(
+            role,
+            profile,
+            how.memory_cap_bytes,
+            how.options,
+            tasks=tasks,
+            microbatches=microbatches,
+            keeps_gradients=how.keeps_gradients,
+        )
+        for role in made
+    )
+    simulated = SimulateOptions(microbatches=microbatches)
+    before, after = (simulate_roles(held, profile, simulated).seconds for held in (roles, made))
+    told = f"the simulated step takes {before * 1e3:.3f} ms as it was, {after * 1e3:.3f} ms in this order"
+    cap = how.memory_cap_bytes
+    is_forced = cap is not None and any(r.peak_before > cap for r in reports)
+    if after <= before or is_forced:
+        return made, tuple(replace(r, notes=(*r.notes, told)) for r in reports)
+    return tuple(map(copied, roles)), tuple(_unchanged(r, told) for r in reports)
+
+
+def _unchanged(report: OverlapReport, told: str) -> OverlapReport:
+    """The report of an order that stays as it was, for the whole step would be slower."""
+    return replace(
+        report,
+        seconds=report.seconds_before,
+        exposed_seconds=report.exposed_before,
+        peak_bytes=report.peak_before,
+        collectives=(),
+        merges=(),
+        candidates=tuple(replace(c, is_chosen=c.name == INPUT) for c in report.candidates),
+        notes=(*report.notes, f"{told}: it stays as it was"),
+    )

@@ -1,0 +1,246 @@
+"""Merged collectives of rank graphs taken apart again: what a merge did is proven element by element.
+
+`check.completeness` follows one value through each communication. A merged one carries several, side by side, so it is
+undone before the check: every part becomes the collective that it stands for, if offsets, sizes and shapes are exactly
+those of a merge; anything else stays, and the check says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.simulate.shapes import Value, Values, local_values
+
+aten = torch.ops.aten
+_GATHER = collectives.all_gather_into_tensor.default
+_SCATTER = collectives.reduce_scatter_tensor.default
+_MERGED = frozenset({_GATHER, _SCATTER, collectives.all_reduce.default})
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One operand of a merged collective: its node, what it is, and its units (elements, or bytes) on a row of the
+    whole."""
+
+    node: fx.Node
+    value: Value
+    units: int
+
+
+@dataclass(slots=True)
+class _Unmerger:
+    role: RankGraph
+    values: Mapping[fx.Node, Values]
+    varying: frozenset[fx.Node]  # nodes whose shape is not the same on every device of the role
+
+    def results(self, start: fx.Node) -> tuple[list[_Part], list[fx.Node]]:
+        """The parts of a merged collective, and per part the node that is its result; none where it is not merged."""
+        size = self.size(start)
+        parts = self.parts(start.args[0], size if start.target is _SCATTER else 1)
+        if parts is None or len(start.users) != 1:
+            return [], []
+        (wait,) = start.users
+        found = self.taken(wait, parts, size if start.target is _GATHER else 1)
+        return (parts, found) if wait.target is WAIT and found is not None else ([], [])
+
+    def take_apart(self, start: fx.Node) -> None:
+        """Put single collectives in the place of a merged one."""
+        graph, (parts, found) = self.role.graph, self.results(start)
+        (wait,) = start.users
+        for part, end in zip(parts, found, strict=True):
+            with graph.inserting_before(start):
+                single = graph.create_node("call_function", start.target, (part.node, *start.args[1:]))
+                single.meta = {k: v for k, v in end.meta.items() if k != "global"}
+            with graph.inserting_before(wait):
+                made = graph.call_function(WAIT, (single,))
+                made.meta = dict(end.meta)
+            end.replace_all_uses_with(made)
+        self.erase(found)
+
+    def erase(self, ends: Collection[fx.Node]) -> None:
+        """Erase these nodes and what only led to them."""
+        waiting = list(ends)
+        while waiting:
+            node = waiting.pop()
+            if node.users or ("global" in node.meta and node not in ends):
+                continue
+            inputs = node.all_input_nodes
+            self.role.graph.erase_node(node)
+            waiting += [n for n in inputs if n not in waiting and n.target in _STEPS]
+
+    def size(self, start: fx.Node) -> int:
+        mesh, axes = self.role.group_axes(str(start.args[-1]))
+        return mesh.flat_size(axes)
+
+    def parts(self, whole: Any, rows: int) -> list[_Part] | None:
+        """The operands of a merged collective in their order, laid out by rows; None where it is none."""
+        if rows > 1:
+            whole = _through(whole, aten.view.default, [-1])
+        if not isinstance(whole, fx.Node) or whole.target is not aten.cat.default:
+            return None
+        dim = whole.args[1] if len(whole.args) > 1 else 0
+        if dim != (1 if rows > 1 else 0):
+            return None
+        operands: Any = whole.args[0]
+        found = [self.part(flat, rows) for flat in operands]
+        return [p for p in found if p is not None] if all(found) and len(found) > 1 else None
+
+    def part(self, flat: fx.Node, rows: int) -> _Part | None:
+        """What was laid flat into a row, or into `rows` of them."""
+        shape = self.values[flat][0].shape
+        as_bytes = None
+        if rows > 1:
+            shown = _through(flat, aten.view.default, [rows, shape[-1]])
+        else:
+            as_bytes = _through(flat, aten.view.dtype, torch.uint8)
+            shown = as_bytes if as_bytes is not None else flat
+        node = _through(shown, aten.view.default, [-1])
+        if node is None:
+            return None
+        if node.target is aten.clone.default and "global" not in node.meta:
+            node = node.args[0]  # type: ignore[assignment]
+        x = self.values[node][0]
+        units = x.num_elements * (x.dtype.itemsize if as_bytes is not None else 1)
+        if node in self.varying or units % rows or shape[-1] != units // rows:
+            return None
+        return _Part(node, x, units // rows)
+
+    def taken(self, wait: fx.Node, parts: list[_Part], size: int) -> list[fx.Node] | None:
+        """Per part the node that is its result, where the whole is cut exactly at the ends of the parts; `size`: how
+        many devices' rows of parts it has."""
+        total = sum(p.units for p in parts)
+        shown = wait
+        if size > 1:
+            shown = next((u for u in wait.users if u.args == (wait, [size, total])), wait)
+            if shown.target is not aten.view.default or len(wait.users) != 1:
+                return None
+        cuts = {(n.args[2], n.args[3]): n for n in shown.users if _is_cut(n, 1 if size > 1 else 0)}
+        if len(cuts) != len(shown.users):
+            return None
+        found, offset = [], 0
+        for part in parts:
+            cut = cuts.pop((offset, offset + part.units), None)
+            end = None if cut is None else self.end(cut, part, size)
+            if end is None:
+                return None
+            found.append(end)
+            offset += part.units
+        return found if not cuts else None
+
+    def end(self, cut: fx.Node, part: _Part, size: int) -> fx.Node | None:
+        """What is made of the columns of one part: the shape and dtype that its own collective would give."""
+        node: fx.Node | None = cut
+        if size > 1:
+            node = _onward(node, aten.clone.default)
+            node = _onward(node, aten.view.default, [-1])
+        if self.values[cut][0].dtype != part.value.dtype:
+            node = _onward(node, aten.view.dtype, part.value.dtype)
+        node = _onward(node, aten.view.default)
+        if node is None:
+            return None
+        made, x = self.values[node][0], part.value
+        rows = x.shape[0] * size if size > 1 else None
+        shape = x.shape if rows is None else (rows, *x.shape[1:])
+        if self.is_scatter(cut):
+            shape = (x.shape[0] // self.size(self.start_of(cut)), *x.shape[1:])
+        return node if (made.shape, made.dtype) == (shape, x.dtype) else None
+
+    def start_of(self, node: fx.Node) -> fx.Node:
+        while node.target not in _MERGED:
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    def is_scatter(self, node: fx.Node) -> bool:
+        return self.start_of(node).target is _SCATTER
+
+
+_STEPS = frozenset(
+    {aten.view.default, aten.view.dtype, aten.clone.default, aten.cat.default, aten.slice.Tensor, WAIT, *_MERGED}
+)
+
+
+def _through(node: Any, target: Any, argument: Any) -> fx.Node | None:
+    """The operand of a node that is `target` with this argument."""
+    is_it = isinstance(node, fx.Node) and node.target is target and node.args[1:] == (argument,)
+    return node.args[0] if is_it else None
+
+
+def _onward(node: fx.Node | None, target: Any, argument: Any = None) -> fx.Node | None:
+    """The only user of a node, where it is `target`, with this argument if one is said."""
+    if node is None or len(node.users) != 1:
+        return None
+    (user,) = node.users
+    fits = user.target is target and (argument is None or user.args[1:] == (argument,))
+    return user if fits else None
+
+
+def _is_cut(node: fx.Node, dim: int) -> bool:
+    return node.target is aten.slice.Tensor and node.args[1:2] == (dim,) and len(node.args) == 4
+
+
+def varying(role: RankGraph) -> frozenset[fx.Node]:
+    """The nodes whose shapes are not the same on every device of a role.
+
+    Pieces follow each other in size along every axis, the last the smallest: equal at the corners of the mesh, they are
+    equal everywhere.
+    """
+    ends: dict[tuple[tuple[str, int], ...], int] = {}
+    coordinates = {d: role.coordinates(d) for d in role.devices}
+    most: dict[str, int] = {}
+    for held in coordinates.values():
+        for axis, at in held.items():
+            most[axis] = max(most.get(axis, 0), at)
+    for device, held in coordinates.items():
+        if all(at in (0, most[axis]) for axis, at in held.items()):
+            ends.setdefault(tuple(sorted(held.items())), device)
+    first = local_values(role).values
+    found = set[fx.Node]()
+    for device in ends.values():
+        values = local_values(role, device).values
+        found |= {n for n, made in values.items() if [x.shape for x in made] != [x.shape for x in first[n]]}
+    return frozenset(found)
+
+
+def unmerged(role: RankGraph) -> RankGraph:
+    """The role with every merged collective as the collectives that it stands for, in a graph of its own; the role
+    itself where it has none."""
+    if not _packed(role):
+        return role
+    made = copied(role)
+    unmerger = _Unmerger(made, local_values(made).values, varying(made))
+    for start in _packed(made):
+        unmerger.take_apart(start)
+    return made
+
+
+def merged_results(role: RankGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """By start of a merged collective the nodes that stand for the results of its parts."""
+    if not _packed(role):
+        return {}
+    unmerger = _Unmerger(role, local_values(role).values, varying(role))
+    found = {start: tuple(unmerger.results(start)[1]) for start in _packed(role)}
+    return {start: results for start, results in found.items() if results}
+
+
+def _packed(role: RankGraph) -> list[fx.Node]:
+    """The collectives that several things may be laid together for."""
+    found = []
+    for node in (n for n in role.graph.nodes if n.target in _MERGED):
+        inner = _through(node.args[0], aten.view.default, [-1])
+        if any(isinstance(n, fx.Node) and n.target is aten.cat.default for n in (node.args[0], inner)):
+            found.append(node)
+    return found
+
+
+def copied(role: RankGraph) -> RankGraph:
+    """The role with a graph of its own."""
+    graph = fx.Graph()
+    returned = graph.graph_copy(role.graph, {})
+    graph.output(returned).meta.update(next(iter(reversed(role.graph.nodes))).meta)
+    return replace(role, graph=graph)

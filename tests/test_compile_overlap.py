@@ -1,0 +1,192 @@
+"""compile(overlap=...) and --overlap: equal to the bit, never slower, under the cap; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import Made, cnn, hugging_face, make, mlp
+from typer.testing import CliRunner
+
+import meshweave as mw
+from meshweave.cli import app
+from meshweave.cli.job import parse_bytes
+from meshweave.errors import MeshweaveError
+
+TINY = "hf:llama?hidden_size=16&num_hidden_layers=2&num_attention_heads=2&intermediate_size=32&vocab_size=64"
+
+
+def compiled(made: Made, mesh: str, **options: Any) -> mw.TrainStep:
+    model = copy.deepcopy(made[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings = {"profile": "h100", **options}
+    return mw.compile(model, loss=made[2], example=made[1], optimizer=optimizer, mesh=mesh, **settings)
+
+
+def tensors(step: mw.TrainStep) -> dict[str, torch.Tensor]:
+    return {**step.parameters(), **step.buffers(), **step.optimizer_state()}
+
+
+LLAMA = hugging_face("llama", batch=4, heads=4)
+CASES: dict[str, tuple[Made, str, dict[str, Any]]] = {
+    "dp": (mlp(), "dp=2", {}),
+    "tp": (LLAMA, "tp=2", {}),
+    "fsdp, clipped, on a CPU cluster": (mlp(batch=8), "fsdp=4", {"clip_grad_norm": 0.1, "profile": "cpu-gloo"}),
+    "fsdp x tp, cast": (LLAMA, "fsdp=2,tp=2", {"autocast": torch.bfloat16, "reduce_after_cast": True}),
+    "pp x fsdp": (LLAMA, "pp=2,fsdp=2", {}),
+    "microbatches": (mlp(batch=8), "fsdp=2", {"accumulate": 2}),
+    "buffers": (cnn(batch=4), "dp=2", {}),
+}
+SLOW: dict[str, tuple[Made, str, dict[str, Any]]] = {
+    f"{name} {mesh}": (make(name), mesh, options)
+    for name in ("llama", "gpt2", "mlp")
+    for mesh, options in (
+        ("dp=2,fsdp=2,tp=2", {"accumulate": 1}),
+        ("fsdp=4", {"clip_grad_norm": 1.0}),
+        ("pp=2,fsdp=2", {}),
+    )
+    if (name, mesh) != ("mlp", "pp=2,fsdp=2")
+} | {
+    "dp of llama": (LLAMA, "dp=2", {}),
+    "recompute, prefetch": (LLAMA, "fsdp=2", {"recompute": "full", "prefetch": 1}),
+    "fsdp of llama, on a CPU cluster": (LLAMA, "fsdp=4", {"profile": "cpu-gloo"}),
+}
+ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_values_are_the_same_to_the_bit(case: str) -> None:
+    made, mesh, options = {**CASES, **SLOW}[case]
+    plain, ordered = (compiled(made, mesh, overlap=overlap, **options) for overlap in (None, True))
+    assert plain.program.overlap == plain.program.unscheduled == ()
+    assert len(ordered.program.overlap) == len(ordered.program.unscheduled) == len(ordered.program.roles)
+    before, after = (mw.simulate(step.program, options.get("profile", "h100")) for step in (plain, ordered))
+    assert after.seconds <= before.seconds
+    assert any(a.text() != b.text() for a, b in zip(ordered.program.roles, plain.program.roles, strict=True))
+    for _ in range(2):
+        assert plain(made[1]) == ordered(made[1])
+    expected = tensors(plain)
+    assert expected.keys() == tensors(ordered).keys()
+    for name, value in tensors(ordered).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_parts_of_a_step_and_checkpoints(tmp_path: Path) -> None:
+    made = mlp(batch=8)
+    plain, ordered = (compiled(made, "fsdp=2", overlap=overlap, keep_gradients=True) for overlap in (None, True))
+    for _ in range(2):
+        loss = ordered.forward(made[1])
+        ordered.backward()
+        ordered.update()
+        assert plain(made[1]) == loss
+    for name, value in ordered.gradients().items():
+        assert torch.equal(value, plain.gradients()[name]), name
+    ordered.save(str(tmp_path / "ckpt"))
+    other = compiled(made, "tp=2", overlap=True)
+    other.load(str(tmp_path / "ckpt"))
+    assert other(made[1]) == pytest.approx(plain(made[1]), rel=1e-5)
+
+
+def test_a_measured_step_shows_every_communication() -> None:
+    made = mlp(batch=8)
+    step = compiled(made, "fsdp=2", overlap=True)
+    found = step.trace(made[1])
+    modelled = mw.simulate(step.program, "h100")
+    kinds = [[s.op for s in one.spans if s.kind != "compute"] for one in (found, modelled)]
+    assert sorted(set(kinds[0])) == sorted(set(kinds[1]))
+    assert len(kinds[0]) >= len(kinds[1]) > 0
+
+
+def test_memory_cap() -> None:
+    made = mlp(batch=8)
+    free = compiled(made, "fsdp=2", overlap=True).program.overlap[0]
+    capped = compiled(made, "fsdp=2", memory_cap_bytes=free.peak_before).program.overlap[0]
+    assert capped.cap_bytes == free.peak_before
+    assert capped.peak_bytes <= free.peak_before
+    with pytest.raises(MeshweaveError) as error:
+        compiled(made, "fsdp=2", memory_cap_bytes=100)
+    assert "memory_cap_bytes=" in str(error.value)
+    assert "the largest tensors" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"overlap": True, "profile": None}, "AlphaBeta"),
+        ({"memory_cap_bytes": 1 << 30, "profile": mw.AlphaBeta()}, "machine profile"),
+        ({"memory_cap_bytes": 1 << 30, "overlap": False}, "overlap=False"),
+        ({"memory_cap_bytes": 0}, "no size"),
+        ({"overlap": mw.OverlapOptions(choose="best")}, "regret or nominal"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(MeshweaveError) as error:
+        compiled(mlp(batch=8), "fsdp=2", **options)
+    assert word in str(error.value)
+
+
+# the command line
+
+
+NET = """
+import torch
+from torch import nn
+
+def net(batch: int = 16):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    return model, lambda i: (torch.full((batch, 64), i + 1.0) + torch.arange(64),), lambda out, _: (out * out).mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "net.py"
+    path.write_text(NET)
+    return f"{path}:net"
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_simulate_shows_before_and_after(net: str) -> None:
+    plain = answer("simulate", net, "--mesh", "fsdp=8")
+    found = answer("simulate", net, "--mesh", "fsdp=8", "--overlap")
+    (gain,) = found["overlap"]
+    assert gain["seconds_before"] == plain["seconds"]
+    assert gain["seconds"] == found["seconds"] < plain["seconds"]
+    assert gain["roles"][0]["num_merged"] > 3
+    shown = CliRunner().invoke(app, ["simulate", net, "--mesh", "fsdp=8", "--overlap"]).output
+    assert "overlap: step" in shown
+    assert "merged into" in shown
+
+
+def test_explain_finds_the_parts_of_what_was_merged() -> None:
+    found = answer("explain", TINY, "--mesh", "fsdp=4", "--overlap", "--why", "layers.1.mlp.up_proj")
+    merged = [row["merged"] for row in found["communications"] if "merged" in row]
+    assert len(merged) > 1
+    assert all(any("layers.1.mlp.up_proj" in module for module in row) for row in merged)
+
+
+def test_run_and_check(net: str) -> None:
+    run = ("run", net, "--mesh", "fsdp=2", "--steps", "2")
+    costs = ("--profile", "h100")
+    assert answer(*run, *costs)["losses"] == answer(*run, *costs, "--overlap", "--memory-cap", "40GB")["losses"]
+    found = answer("check", net, "--mesh", "fsdp=2", "--overlap", "--profile", "h100", "--steps", "1")
+    assert found["ok"]
+    assert CliRunner().invoke(app, [*run, "--overlap"]).exit_code == 2  # no costs of compute
+
+
+def test_sizes() -> None:
+    sizes = {"40GB": 40 * 10**9, "37.5GiB": int(37.5 * 2**30), "1e9": 10**9, "512 mib": 2**29, "7": 7}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "GB", "4 lightyears", "1.2.3GB", "-4GB"):
+        with pytest.raises(MeshweaveError, match="no size"):
+            parse_bytes(text)
