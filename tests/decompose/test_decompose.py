@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 import meshweave as mw
 from meshweave.check.deadlock import check_deadlock
-from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose, prove_rings
+from meshweave.decompose import DecomposeOptions, DecomposeReport, algorithm, decompose, prove_rings
+from meshweave.decompose.play import Message, play_gather, play_reduce
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir import local_ops
 from meshweave.ir.rank import WAIT, RankGraph, collectives, permute, ring_index
@@ -361,6 +362,30 @@ def test_a_sum_of_matmuls_before_a_reduce_scatter(name: str) -> None:
     assert shapes_of(made, MM) == [(24 // chunks, 5)] * 2 * chunks
 
 
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("name", [*SCATTERS, "pipelined"])
+def test_what_others_read_of_a_partial_sum_is_put_together(name: str, kind: str) -> None:
+    """The residual of a transformer flows on as partial sums: the sum that is reduced is read again, later."""
+    n, values = 4, {"x": integers(24, 24, seed=1), "w": integers(24, 5, seed=2), "r": integers(24, 5, seed=3)}
+
+    def build(call: Call, x: fx.Node, w: fx.Node, r: fx.Node) -> list[fx.Node]:
+        product = call(MM, x, w)
+        total = call(aten.add.Tensor, r, product)
+        if kind == "reduce_scatter":
+            reduced = scattered(call, total, n)
+        else:
+            reduced = call(WAIT, call(REDUCE, call(aten.contiguous.default, total), "sum", "d"))
+        return [reduced, call(aten.neg.default, total), call(aten.exp.default, product)]
+
+    inputs = {"x": (values["x"], "[{}, {d}]"), "w": (values["w"], "[{d}, {}]"), "r": (values["r"], "[{}, {}]")}
+    made, report = check(program(mw.Mesh(d=n), inputs, build), always(**{kind: name}, num_chunks=(2,)), **values)
+    chunks = 2 if name == "pipelined" else n
+    assert report.rows[0].matmuls == ("mm_default",)
+    assert shapes_of(made, MM) == [(24 // chunks, 5)] * chunks
+    assert shapes_of(made, local_ops.join_chunks)[:2] == [(24, 5), (24, 5)]
+    assert shapes_of(made, aten.add.Tensor)[:chunks] == [(24 // chunks, 5)] * chunks
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 4, 8])
 def test_a_matmul_reduce_scatter_pipeline_of_collectives(chunks: int) -> None:
     role, values = products(4, rows=64)
@@ -429,6 +454,82 @@ def test_a_matmul_before_an_all_reduce(name: str, shape: tuple[int, ...]) -> Non
     else:
         assert (count(made, REDUCE), count(made, GATHER), num_permutes(made)) == (0, 1, n - 1)
         assert shapes_of(made, MM) == [(6, 5)] * n
+
+
+def normed(call: Call, x: fx.Node, w: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What an RMS norm does, in integers: x times a number per row, which comes from the row; and times a weight."""
+    squares = call(aten.sum.dim_IntList, call(aten.pow.Tensor_Scalar, x, 2), [1], True)
+    scaled = call(aten.mul.Tensor, x, call(aten.sign.default, call(aten.add.Tensor, squares, 1.0)))
+    return scaled, call(MM, scaled, w)
+
+
+def test_a_norm_between_a_gather_and_a_matmul() -> None:
+    """Sums along a row go chunk by chunk, and both operands of a product may come from one chunk. What others read of
+    the values on the way is put together, each value once."""
+    values = {"x": integers(12, 6, seed=1), "w": integers(6, 5, seed=2)}
+
+    def build(call: Call, x: fx.Node, w: fx.Node) -> list[fx.Node]:
+        whole = gathered(call, x, 3)
+        scaled, made = normed(call, whole, w)
+        return [made, call(aten.exp.default, whole), call(aten.neg.default, scaled)]
+
+    role = program(mw.Mesh(d=3), {"x": (values["x"], "[{d}, {}]"), "w": (values["w"], "[{}, {}]")}, build)
+    made, report = check(role, always(all_gather="cyclic"), **values)
+    assert report.num_taken == 1
+    assert shapes_of(made, MM) == [(4, 5)] * 3
+    assert shapes_of(made, aten.sum.dim_IntList) == [(4, 1)] * 3
+    assert sorted(shapes_of(made, local_ops.join_chunks)) == [(12, 5), (12, 6), (12, 6)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "keepdim", "width"), [([1], False, 6), ([2], True, 3), ([1, 2], False, 1), ([-1], False, 3)]
+)
+@pytest.mark.parametrize("op", [aten.sum.dim_IntList, aten.amax.default])
+def test_reductions_of_other_dims_than_that_of_the_chunks(op: Any, dims: list[int], keepdim: bool, width: int) -> None:
+    values = {"x": integers(8, 3, 6, seed=1), "w": integers(width, 2, seed=2)}
+
+    def build(call: Call, x: fx.Node, w: fx.Node) -> list[fx.Node]:
+        reduced = call(op, gathered(call, x, 4), dims, keepdim)
+        return [call(MM, call(aten.reshape.default, reduced, [8, width]), w)]
+
+    role = program(mw.Mesh(d=4), {"x": (values["x"], "[{d}, {}, {}]"), "w": (values["w"], "[{}, {}]")}, build)
+    made, report = check(role, always(all_gather="direct"), **values)
+    assert report.num_taken == 1
+    assert len(shapes_of(made, op)) == 4
+
+
+def test_a_reduction_of_the_dim_of_the_chunks_is_left() -> None:
+    values = {"x": integers(8, 6, seed=1), "w": integers(6, 2, seed=2)}
+
+    def build(call: Call, x: fx.Node, w: fx.Node) -> list[fx.Node]:
+        return [call(MM, call(aten.sum.dim_IntList, gathered(call, x, 2), [0], True), w)]
+
+    role = program(mw.Mesh(d=2), {"x": (values["x"], "[{d}, {}]"), "w": (values["w"], "[{}, {}]")}, build)
+    assert reasons(role, always(all_gather="direct")) == ["sum_dim_int_list: what is cut is reduced over"]
+
+
+@pytest.mark.parametrize("shape", [(24, 6), (3, 8, 6)])
+@pytest.mark.parametrize(("scatter", "gather"), [("direct", "direct"), ("ring", "bidirectional")])
+def test_an_all_reduce_becomes_a_ring_on_both_sides(scatter: str, gather: str, shape: tuple[int, ...]) -> None:
+    """Its reduce-scatter hides behind the matmul before, its gather behind the norm and the matmul after."""
+    n, values = 4, {"x": integers(24, 24, seed=1), "w": integers(24, 6, seed=2), "v": integers(6, 5, seed=3)}
+
+    def build(call: Call, x: fx.Node, w: fx.Node, v: fx.Node) -> list[fx.Node]:
+        partial = call(aten.reshape.default, call(MM, x, w), list(shape))
+        whole = call(WAIT, call(REDUCE, call(aten.contiguous.default, partial), "sum", "d"))
+        return [normed(call, call(aten.reshape.default, whole, [24, 6]), v)[1]]
+
+    inputs = {"x": (values["x"], "[{}, {d}]"), "w": (values["w"], "[{d}, {}]"), "v": (values["v"], "[{}, {}]")}
+    made, report = check(
+        program(mw.Mesh("a=2,d=4"), inputs, build), always(all_reduce=scatter, all_gather=gather), **values
+    )
+    assert [(row.op, row.way, row.is_taken) for row in report.rows] == [
+        ("all_reduce", scatter, True),
+        ("all_gather", gather, True),
+    ]
+    assert (count(made, REDUCE, GATHER), num_permutes(made)) == (0, 2 * (n - 1))
+    assert shapes_of(made, MM) == [(6, 6)] * n + [(6, 5)] * n
+    assert prove_rings(made) == 2
 
 
 # linears of tensor parallelism, with what their backward passes do
@@ -574,15 +675,16 @@ def test_a_maximum_is_not_taken_apart() -> None:
     assert report.num_taken == 1
 
 
-def test_a_product_that_others_read_is_not_taken_apart() -> None:
+def test_a_product_that_others_read_before_is_not_taken_apart() -> None:
     values = {"x": integers(8, 4), "w": integers(4, 4)}
     inputs = {"x": (values["x"], "[{}, {}]"), "w": (values["w"], "[{}, {}]")}
 
     def build(call: Call, x: fx.Node, w: fx.Node) -> list[fx.Node]:
         made = call(MM, x, w)
-        return [scattered(call, made, 2), made]
+        before = call(aten.exp.default, made)
+        return [scattered(call, made, 2), before]
 
-    assert reasons(program(mw.Mesh(d=2), inputs, build), always()) == ["mm_default is used by others too"]
+    assert reasons(program(mw.Mesh(d=2), inputs, build), always()) == ["mm_default is used by others before"]
 
 
 def test_costs_without_compute_are_refused() -> None:
@@ -642,6 +744,47 @@ def test_the_gate_is_right(shape: tuple[int, int, int], n: int) -> None:
     assert chosen <= 1.05 * min(before, *others)
 
 
+def test_the_gate_counts_on_the_gather_of_an_all_reduce() -> None:
+    """What the gather can gain beside the matmul after it is part of what an all-reduce gains."""
+    n, profile = 8, mw.load_profile("h100")
+    meta = {name: torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta") for name in "xwv"}
+    texts = {"x": "[{}, {d}]", "w": "[{d}, {}]", "v": "[{}, {d}]"}
+
+    def build(call: Call, x: fx.Node, w: fx.Node, v: fx.Node, is_followed: bool = True) -> list[fx.Node]:
+        whole = call(WAIT, call(REDUCE, call(aten.contiguous.default, call(MM, x, w)), "sum", "d"))
+        return [call(MM, whole, v) if is_followed else whole]
+
+    role = program(mw.Mesh(d=n), {name: (meta[name], texts[name]) for name in meta}, build)
+    options = DecomposeOptions(all_reduce=("direct",))
+    made, report = decompose(role, profile, options)
+    first, second = report.rows
+    assert (first.is_taken, second.is_taken, second.op) == (True, True, "all_gather")
+    assert "and its gather can gain" in first.reason
+    assert simulated(made) < simulated(role)
+    alone = program(
+        mw.Mesh(d=n), {name: (meta[name], texts[name]) for name in meta}, lambda *args: build(*args, is_followed=False)
+    )
+    assert simulated(alone) - simulated(decompose(alone, profile, options)[0]) < simulated(role) - simulated(made)
+
+
+def test_steps_played() -> None:
+    """4 chunks of 2 s. With messages of 1 s all but the first product waits for nothing; with those of 3 s the link is
+    what counts; what the processor does for a message is added, and compute beside messages is slower."""
+    gather, scatter = (algorithm(kind, "direct").steps(4) for kind in ("all_gather", "reduce_scatter"))
+    broadcast = algorithm("all_gather", "broadcast").steps(4)
+    assert play_gather(gather, 1, 2.0, Message(1.0), 0.0) == 8.0
+    assert play_gather(broadcast, 1, 2.0, Message(1.0), 0.0) == 9.0
+    assert play_gather(broadcast, 1, 2.0, Message(1.0), 1.0) == 8.0  # it begins 1 s before
+    assert play_gather(gather, 1, 2.0, Message(3.0), 0.0) == 3 * 3.0 + 2.0
+    assert play_gather(gather, 1, 2.0, Message(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
+    assert play_gather(gather, 1, 2.0, Message(1.0, slowdown=2.0), 0.0) == 8.0 + 3 * 0.5
+    assert play_reduce(scatter, 2.0, Message(1.0), 0.0) == 8.0
+    assert play_reduce(scatter, 2.0, Message(3.0), 0.0) == 2.0 + 3 * 3.0
+    assert play_reduce(scatter, 2.0, Message(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
+    assert play_reduce(broadcast, 2.0, Message(1.0), 0.0) == 9.0  # the last part's message follows it
+    assert play_reduce(broadcast, 2.0, Message(1.0), 5.0) == 8.0  # unless other work hides it
+
+
 def simulated(role: RankGraph) -> float:
     return simulate_roles([role], mw.load_profile("h100")).seconds
 
@@ -662,3 +805,14 @@ def test_equal_arguments_give_equal_graphs() -> None:
     first, second = (decompose(role, mw.load_profile("h100")) for _ in range(2))
     assert first[0].text() == second[0].text()
     assert first[1] == second[1]
+
+
+def test_of_ways_that_gain_alike_the_one_with_the_fewest_steps_is_taken() -> None:
+    role, profile = large(8192, 8192, 4096), mw.load_profile("h100")
+    _, report = decompose(role, profile, DecomposeOptions(all_gather=("pipelined",), num_chunks=(8, 4), margin=0.0))
+    _, wide = decompose(role, profile, DecomposeOptions(all_gather=("pipelined",), num_chunks=(8, 4), margin=0.2))
+    few, many = wide.rows[0], report.rows[0]
+    assert (few.num_steps, many.num_steps) == (4, 8)
+    assert many.seconds_after < few.seconds_after < many.seconds_after + 0.2 * many.seconds_before
+    _, first = decompose(role, None, always(all_gather="pipelined", num_chunks=(8, 4)))
+    assert first.rows[0].num_steps == 8

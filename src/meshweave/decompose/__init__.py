@@ -1,8 +1,9 @@
 """Collectives taken apart into messages between the chunks of matmuls."""
 
 from meshweave.decompose.algorithms import ALGORITHMS, Algorithm, Index, Step, algorithm, prove
-from meshweave.decompose.decompose import DecomposeOptions, DecomposeReport, Row, decompose
+from meshweave.decompose.decompose import DecomposeOptions, decompose
 from meshweave.decompose.proof import prove_rings
+from meshweave.decompose.report import DecomposeReport, Row
 from meshweave.decompose.split import SplitReport, split_batch
 
 __all__ = [

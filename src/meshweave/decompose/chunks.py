@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from torch import fx
 
@@ -25,7 +26,7 @@ from meshweave.decompose.writer import Number, Writer
 from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS
-from meshweave.simulate.shapes import Local
+from meshweave.simulate.shapes import Local, Value
 
 
 @dataclass(slots=True)
@@ -42,6 +43,17 @@ class Shapes:
 
     def op(self, node: fx.Node) -> Op:
         return Op(node, tuple(map(self.of, operands_of(node))), self.of(node))
+
+
+def part_of(value: Value, cut: Cut | None) -> Value:
+    """A chunk of a value, contiguous."""
+    return value if cut is None else shaped(value, cut.chunk(value.shape))
+
+
+def shaped(value: Value, shape: Shape) -> Value:
+    """A contiguous value of another shape."""
+    strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    return replace(value, shape=shape, stride=strides, storage_bytes=prod(shape) * value.dtype.itemsize)
 
 
 def cuttable(node: fx.Node, why: list[str]) -> Kind | None:
@@ -85,7 +97,7 @@ def downstream(source: fx.Node, cut: Cut, shapes: Shapes) -> Downstream:
             else:
                 found.cuts[user] = made
                 waiting.append(user)
-    _drop_idle(found, source)
+    _drop_idle(found, source, shapes)
     return found
 
 
@@ -104,20 +116,26 @@ def _followed(user: fx.Node, node: fx.Node, found: Downstream, shapes: Shapes) -
     return made if made == "sum" or made.fits(op.result) else None
 
 
-def _drop_idle(found: Downstream, source: fx.Node) -> None:
-    """Leave to those that read the whole value what takes chunks of two operands, what leads to no consumer, and what
-    moves data and has another reader too, for which it would be done again."""
-    is_on_way = found.cuts.__contains__
+def taken(node: fx.Node, result: Cut | Sum, cuts: Mapping[fx.Node, Cut], shapes: Shapes) -> tuple[Cut | None, ...]:
+    """The cuts of the operands that a chunk of a node takes, one of which is in `cuts`. Raises NoCut."""
+    op, kind = shapes.op(node), kind_of(node)
+    assert kind is not None
+    if result == "sum":
+        return contraction(op, next(cuts[n] for n in operands_of(node) if n in cuts))
+    return kind.backward(op, result)
+
+
+def _drop_idle(found: Downstream, source: fx.Node, shapes: Shapes) -> None:
+    """Leave to those that read whole values what leads to no consumer, and what takes chunks that do not fit."""
 
     def stays(node: fx.Node) -> bool:
-        if sum(map(is_on_way, operands_of(node))) != 1:
+        if node not in found.consumers and not any(u in found.cuts or u in found.consumers for u in node.users):
             return False
-        if node in found.consumers:
-            return True
-        used = [u in found.cuts or u in found.consumers for u in node.users]
-        kind = kind_of(node)
-        is_cheap = kind is not None and (kind.is_free or is_same(node, found.cuts[node]))
-        return any(used) and (all(used) or is_cheap)
+        operands = operands_of(node)
+        if not any(n in found.cuts for n in operands):
+            return False
+        wanted = taken(node, found.consumers.get(node) or found.cuts[node], found.cuts, shapes)
+        return all(found.cuts.get(n, cut) == cut for n, cut in zip(operands, wanted, strict=True))
 
     idle: list[fx.Node] | None = None
     while idle is None or idle:
@@ -127,14 +145,27 @@ def _drop_idle(found: Downstream, source: fx.Node) -> None:
             found.consumers.pop(node, None)
 
 
+def kept(found: Downstream) -> list[fx.Node]:
+    """The values on the way that others read, too. What is no more than a view of one is made of it again."""
+    inside, nodes = {*found.cuts, *found.consumers}, dict[fx.Node, None]()
+    for node in found.cuts:
+        if any(user not in inside for user in node.users):
+            while (kind := kind_of(node)) is not None and kind.is_free:
+                node = operands_of(node)[0]
+            nodes[node] = None
+    return list(nodes)
+
+
 @dataclass(slots=True)
 class Upstream:
-    """What a reduced value is made of: matmuls, sums of them, views and element by element, which nobody else reads.
+    """What a reduced value is made of: matmuls, sums of them, views and element by element.
 
-    `cuts` has the cut of every value that is made chunk by chunk; what these take besides is cut, or whole.
+    `cuts` has the cut of every value that is made chunk by chunk; what these take besides is cut, or whole. `kept` are
+    those that others read later.
     """
 
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
+    kept: list[fx.Node] = field(default_factory=list)
     matmuls: list[fx.Node] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
 
@@ -145,8 +176,9 @@ def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: 
     while wanted:
         node = max(wanted, key=order.__getitem__)
         its = wanted.pop(node)
-        if any(user is not start and user not in found.cuts for user in node.users):
-            found.why.append(f"{node.name} is used by others too")
+        others = [user for user in node.users if user is not start and user not in found.cuts]
+        if any(order[user] < order[start] for user in others):
+            found.why.append(f"{node.name} is used by others before")
             continue
         kind = cuttable(node, found.why) if origin_of(node).phase == origin_of(start).phase else None
         if kind is None:
@@ -161,6 +193,7 @@ def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: 
             found.why.append(f"{its.count} chunks do not divide {node.name} {list(shapes.of(node))}")
             continue
         found.cuts[node] = its
+        found.kept += [node] if others else []
         if kind.is_matmul:
             found.matmuls.append(node)
             continue
@@ -180,6 +213,7 @@ def _drop_bare(found: Upstream, order: Mapping[fx.Node, int]) -> None:
             has.add(node)
     for node in [n for n in found.cuts if n not in has]:
         del found.cuts[node]
+    found.kept = [node for node in found.kept if node in found.cuts]
 
 
 # one chunk
@@ -206,16 +240,12 @@ class Chunker:
 
     def down(self, node: fx.Node, cuts: Mapping[fx.Node, Cut], result: Cut | Sum) -> fx.Node:
         """The chunk of `node` whose operands are on the way of the chunk that has come (see Downstream)."""
-        op = self.shapes.op(node)
-        kind = kind_of(node)
-        assert kind is not None
-        at = next(i for i, n in enumerate(operands_of(node)) if n in cuts)
-        wanted = contraction(op, cuts[operands_of(node)[at]]) if result == "sum" else kind.backward(op, result)
-        pairs = zip(operands_of(node), wanted, strict=True)
-        operands = [self._down(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
+        pairs = zip(operands_of(node), taken(node, result, cuts, self.shapes), strict=True)
+        operands = [self.through(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
         return self.emit(node, operands, None if result == "sum" else result)
 
-    def _down(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
+    def through(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
+        """The chunk of a node on the way, with what is on the way to it."""
         if node not in self.made:
             self.made[node] = self.down(node, cuts, cuts[node])
         return self.made[node]

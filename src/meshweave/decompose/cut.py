@@ -174,6 +174,30 @@ def _pointwise_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
     return tuple(found)
 
 
+# sums, means and the like over some dims
+
+
+def _reduced(op: Op) -> tuple[set[int], bool]:
+    """The dims that are reduced over, and whether they stay as dims of size 1."""
+    rank, args, kwargs = len(op.operands[0]), op.node.args, op.node.kwargs
+    dims: Any = args[1] if len(args) > 1 else None
+    is_kept = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
+    return {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}, is_kept
+
+
+def _reduction_forward(op: Op, i: int, cut: Cut) -> Cut:
+    dims, is_kept = _reduced(op)
+    if cut.dim in dims:
+        raise NoCut("what is cut is reduced over")
+    return cut if is_kept else Cut(cut.dim - sum(d < cut.dim for d in dims), cut.outer, cut.count)
+
+
+def _reduction_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
+    dims, is_kept = _reduced(op)
+    left = [d for d in range(len(op.operands[0])) if d not in dims]
+    return (cut if is_kept else Cut(left[cut.dim], cut.outer, cut.count),)
+
+
 # matmuls: [..., m, k] @ [..., k, n], after what is added to it
 
 
@@ -203,14 +227,18 @@ def contraction(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
 _VIEW = Kind(_view_forward, _view_backward, is_free=True)
 _PERMUTE = Kind(_permute_forward, _permute_backward, is_free=True)
 _POINTWISE = Kind(_pointwise_forward, _pointwise_backward)
+_REDUCTION = Kind(_reduction_forward, _reduction_backward)
 _MATMUL = Kind(_matmul_forward, _matmul_backward, is_matmul=True)
-SHAPED = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})  # argument 1 is the shape
+_VIEWS = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+SHAPED = _VIEWS | {aten.expand.default}  # argument 1 is the shape
 _KINDS: Mapping[Any, Kind] = {
-    **dict.fromkeys(SHAPED, _VIEW),
+    **dict.fromkeys(_VIEWS, _VIEW),
+    aten.expand.default: Kind(_pointwise_forward, _pointwise_backward, is_free=True),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _PERMUTE),
     local_ops.join_blocks: Kind(_join_forward, _join_backward),
     local_ops.deal_blocks: Kind(_deal_forward, _deal_backward),
     **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten._to_copy.default), _POINTWISE),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _REDUCTION),
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _MATMUL),
     torch.ops.meshweave.matmul.default: _MATMUL,
 }

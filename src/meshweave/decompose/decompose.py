@@ -10,13 +10,16 @@ import torch
 from torch import fx
 
 from meshweave.decompose.algorithms import algorithm, prove
-from meshweave.decompose.chunks import Downstream, Shapes, Upstream
-from meshweave.decompose.find import KINDS, gathered, hoisted, is_kept, reduced, starts_of, stays_in, variants
-from meshweave.decompose.price import Estimate, Prices, gather_estimate, reduce_estimate
+from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream
+from meshweave.decompose.cut import operands_of
+from meshweave.decompose.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
+from meshweave.decompose.find import EXCHANGE, KINDS, gathered, hoisted, in_time, reduced, starts_of, stays_in, variants
+from meshweave.decompose.price import Estimate, Prices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.decompose.proof import prove_rings
+from meshweave.decompose.report import DecomposeReport, Row, gain_text, joined_reasons, no_gain_text, shared_row
 from meshweave.decompose.rewrite import Way, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
 from meshweave.decompose.share import share_gathers
-from meshweave.decompose.writer import Ring, Writer, copied, ring_of
+from meshweave.decompose.writer import Ring, RingKind, Writer, copied, ring_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import Spec, origin_of
@@ -31,20 +34,22 @@ class DecomposeOptions:
 
     when: "gain": where the costs say that it is faster; "always": wherever it can be, the first way that can, and costs
         are not asked.
-    all_gather, reduce_scatter, all_reduce: the ways that are tried, in this order: names of the table of algorithms (an
-        all-reduce has those of a reduce-scatter), or "pipelined": collectives of parts. None: stays as it is.
+    all_gather, reduce_scatter, all_reduce, all_to_all: the ways that are tried, in this order: names of the table of
+        algorithms (an all-reduce has those of a reduce-scatter), or "pipelined": collectives of parts (of all but an
+        all-to-all). None: stays as it is.
     num_chunks: the numbers of parts that "pipelined" tries.
     accumulate: the dtype in which sums are taken; None: float32 for half precision, else that of the operand.
     sums: whether a matmul that sums over what was gathered may be taken apart, into a sum of products.
     share: whether equal gathers of one phase become one first.
     most_devices: of a group; the graph grows with it.
-    margin: the share of the time before that has to be gained.
+    margin: the share of the time before that has to be gained, by taking apart at all and by more steps.
     """
 
     when: Literal["gain", "always"] = "gain"
     all_gather: tuple[str, ...] = ("direct", "cyclic", "bidirectional", "broadcast", "pipelined")
     reduce_scatter: tuple[str, ...] = ("direct", "ring", "pipelined")
     all_reduce: tuple[str, ...] = ("direct", "ring", "pipelined")
+    all_to_all: tuple[str, ...] = ("peer",)
     num_chunks: tuple[int, ...] = (2, 4, 8)
     accumulate: torch.dtype | None = None
     sums: bool = True
@@ -54,59 +59,20 @@ class DecomposeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A collective, and what became of it. Seconds are 0 where costs were not asked; `matmuls` are those of `way`, the
-    best that there was ("" if there was none)."""
-
-    name: str
-    op: str
-    group: str
-    place: str
-    matmuls: tuple[str, ...] = ()
-    way: str = ""
-    num_steps: int = 0
-    seconds_before: float = 0.0
-    seconds_after: float = 0.0
-    is_taken: bool = False
-    reason: str = ""
-    numerics: str = ""
-
-    def __str__(self) -> str:
-        verdict = "taken apart" if self.is_taken else "left"
-        return f"{self.name} ({self.op} over {self.group}) {verdict}: {self.reason}; {self.place}"
-
-
-@dataclass(frozen=True, slots=True)
-class DecomposeReport:
-    """Every all-gather, reduce-scatter and all-reduce of a role: those for which an equal one stands, then in order."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def num_taken(self) -> int:
-        return sum(row.is_taken for row in self.rows)
-
-    @property
-    def saved_seconds(self) -> float:
-        """What the estimates promise together."""
-        return sum(row.seconds_before - row.seconds_after for row in self.rows if row.is_taken)
-
-    def __str__(self) -> str:
-        head = f"{self.num_taken} of {len(self.rows)} collectives taken apart"
-        return "\n".join([head, *(f"  {row}" for row in self.rows)])
-
-
-@dataclass(frozen=True, slots=True)
 class _Choice:
     """A way that can be gone, and what it costs."""
 
     way: Way
-    found: Downstream | Upstream
+    found: Downstream | Upstream | Region
     estimate: Estimate | None
+    more: float = 0.0  # that the second half of an all-reduce can gain then
+
+    def num_steps(self, ring: Ring) -> int:
+        return self.way.num_chunks if self.way.row is None else len(self.way.row.steps(ring.size))
 
     @property
     def gain(self) -> float:
-        return self.estimate.before - self.estimate.after if self.estimate is not None else 0.0
+        return self.estimate.before - self.estimate.after + self.more if self.estimate is not None else 0.0
 
 
 @dataclass(slots=True)
@@ -116,12 +82,19 @@ class _Pass:
     shapes: Shapes
     prices: Prices | None
     write: Writer = field(init=False)
+    returned: dict[fx.Node, Row] = field(default_factory=dict)  # all-to-alls that went with an earlier one
+    halves: list[fx.Node] = field(default_factory=list)  # gathers that all-reduces have become
 
     def __post_init__(self) -> None:
         self.write = Writer(self.role.graph, next(iter(self.role.graph.nodes)))
 
     def run(self, shared: list[Row]) -> DecomposeReport:
-        return DecomposeReport((*shared, *map(self.collective, starts_of(self.role))))
+        rows = list(shared)
+        for start in starts_of(self.role):
+            rows.append(self.returned.get(start) or self.collective(start))
+            while self.halves:
+                rows.append(self.collective(self.halves.pop()))
+        return DecomposeReport(tuple(rows))
 
     def collective(self, start: fx.Node) -> Row:
         ring, kind = ring_of(self.role, start), KINDS[start.target]
@@ -134,16 +107,26 @@ class _Pass:
         choices = list(self.choices(start, ring, ways, order, why))
         if not choices:
             return replace(row, reason=why[0])
-        best = max(choices, key=lambda choice: choice.gain)  # the first of equals
+        best = self.best(choices, ring)
         row = self.described(row, best, ring)
         if best.estimate is not None and best.gain <= self.options.margin * best.estimate.before:
-            return replace(row, reason=_no_gain(best))
+            return replace(row, reason=no_gain_text(best.way, best.estimate))
         numerics = self.rewrite(start, ring, best, order)
-        return replace(row, is_taken=True, reason=_gain(best), numerics=numerics)
+        return replace(row, is_taken=True, reason=gain_text(best.way, best.estimate, best.more), numerics=numerics)
+
+    def best(self, choices: list[_Choice], ring: Ring) -> _Choice:
+        """Of those that gain as much as the best but for the margin, the one with the fewest steps: each costs what no
+        estimate sees, and nodes of the graph. The first of equals."""
+        most = max(choices, key=lambda choice: choice.gain)
+        if most.estimate is None:
+            return most
+        spare = self.options.margin * most.estimate.before
+        near = [choice for choice in choices if choice.gain >= most.gain - spare]
+        return min(near, key=lambda choice: (choice.num_steps(ring), -choice.gain))
 
     def ways(self, kind: str) -> list[Way]:
         names: tuple[str, ...] = getattr(self.options, kind)
-        table = "all_gather" if kind == "all_gather" else "reduce_scatter"
+        table = "reduce_scatter" if kind == "all_reduce" else kind
         found = []
         for name in names:
             if name == "pipelined":
@@ -162,6 +145,8 @@ class _Pass:
             return f"its group is of {ring.size} devices, and a ring would have as many steps"
         if not stays_in(self.role, start):
             return "its group has devices of other roles"
+        if start.target is EXCHANGE and not is_even(start):
+            return "its blocks are of several sizes"
         return ""
 
     def choices(
@@ -171,25 +156,29 @@ class _Pass:
         for way in ways:
             if way.row is not None:
                 prove(way.row, ring.size)
-            if kind == "all_gather":
+            if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
+                yield _Choice(way, region, self.exchange_estimate(start, region, ring, way))
+            if kind in ("all_gather", "all_to_all"):
                 found = gathered(start, way, ring, self.shapes, order)
-                why.append(_joined(found.why))
+                why.append(joined_reasons(found.why))
                 tried = variants(found, wait_of(start), self.options.sums)
                 for one in tried[:1] if self.prices is None else tried:
                     yield _Choice(way, one, self.gather_estimate(start, one, ring, way))
+            if kind == "all_gather":
                 continue
-            if way.row is not None and start.args[1] != "sum":
+            if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
                 why.append(f"a {start.args[1]} is not taken apart into messages")
                 continue
             made = reduced(start, way, ring, self.shapes, order)
-            why.append(_joined(made.why))
+            why.append(joined_reasons(made.why))
             if made.matmuls:
-                yield _Choice(way, made, self.reduce_estimate(start, made, ring, way))
+                more = self.second_half(start, made, ring, order) if kind == "all_reduce" and way.row else 0.0
+                yield _Choice(way, made, self.reduce_estimate(start, made, ring, way), more)
 
     def gather_estimate(self, start: fx.Node, found: Downstream, ring: Ring, way: Way) -> Estimate | None:
         if self.prices is None:
             return None
-        return gather_estimate(self.prices, start, found, ring, way, is_kept(found, wait_of(start)))
+        return gather_estimate(self.prices, start, found, ring, way)
 
     def reduce_estimate(self, start: fx.Node, found: Upstream, ring: Ring, way: Way) -> Estimate | None:
         if self.prices is None:
@@ -197,6 +186,24 @@ class _Pass:
         dtype = self.dtype(start)
         factor = self.wide(dtype).itemsize / dtype.itemsize if way.row is not None and way.row.name == "ring" else 1.0
         return reduce_estimate(self.prices, start, found, ring, way, factor)
+
+    def second_half(self, start: fx.Node, made: Upstream, ring: Ring, order: dict[fx.Node, int]) -> float:
+        """What the gather that an all-reduce ends with can gain beside the matmuls that come after."""
+        if self.prices is None:
+            return 0.0
+        wait, (operand,) = wait_of(start), operands_of(start)
+        found = in_time(downstream(wait, made.cuts[operand], self.shapes), wait, order)
+        ways = [way for way in self.ways("all_gather") if way.row is not None]
+        tried = [(one, way) for way in ways for one in variants(found, wait, self.options.sums)]
+        gains = [0.0]
+        for one, way in tried:
+            estimate = gather_estimate(self.prices, start, one, ring, way, second_half=True)
+            if estimate.before - estimate.after > self.options.margin * estimate.before:
+                gains.append(estimate.before - estimate.after)
+        return max(gains)
+
+    def exchange_estimate(self, start: fx.Node, found: Region, ring: Ring, way: Way) -> Estimate | None:
+        return exchange_estimate(self.prices, start, found, ring, way) if self.prices is not None else None
 
     def dtype(self, start: fx.Node) -> torch.dtype:
         return self.shapes.local.values[wait_of(start)][0].dtype
@@ -207,8 +214,7 @@ class _Pass:
     def described(self, row: Row, best: _Choice, ring: Ring) -> Row:
         found = best.found
         matmuls = tuple(n.name for n in (found.consumers if isinstance(found, Downstream) else found.matmuls))
-        steps = best.way.num_chunks if best.way.row is None else len(best.way.row.steps(ring.size))
-        row = replace(row, matmuls=matmuls, way=str(best.way), num_steps=steps)
+        row = replace(row, matmuls=matmuls, way=str(best.way), num_steps=best.num_steps(ring))
         if best.estimate is None:
             return row
         return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
@@ -216,58 +222,54 @@ class _Pass:
     def rewrite(self, start: fx.Node, ring: Ring, best: _Choice, order: dict[fx.Node, int]) -> str:
         """Do it; returns what becomes of values."""
         way, found, wide = best.way, best.found, self.wide(self.dtype(start))
-        self.write.begin(ring, not isinstance(found, Downstream))
-        told = way.row.numerics if way.row is not None else "as by the collective"
-        if isinstance(found, Downstream):
-            wait = wait_of(start)
-            for node in list(hoisted(found, wait, order)):
+        kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
+        write.begin(ring, _RINGS[kind])
+        if not isinstance(found, Upstream):
+            way_there = found if isinstance(found, Downstream) else Downstream(found.cuts)
+            for node in list(hoisted(way_there, wait, order)):
                 wait.prepend(node)
-            rewrite_gather(self.write, start, found, ring, way, self.shapes, wide)
-            is_summed = "sum" in found.consumers.values()
+        if isinstance(found, Region):
+            self.returned[found.back] = _returned(found.back, start, ring, way)
+            rewrite_exchange(write, start, found, ring, way, shapes)
+        elif isinstance(found, Downstream):
+            rewrite_gather(write, start, found, ring, way, shapes, wide)
+        elif kind == "all_to_all":
+            rewrite_deal(write, start, found, ring, way, shapes)
         else:
-            kind = KINDS[start.target]
-            write = rewrite_scatter if kind == "reduce_scatter" else rewrite_reduce
-            write(self.write, start, found, ring, way, self.shapes, wide)
-            is_summed = way.row is not None
+            rewrite = rewrite_scatter if kind == "reduce_scatter" else rewrite_reduce
+            begun = rewrite(write, start, found, ring, way, shapes, wide)
+            if begun is not None:
+                self.halves.append(begun)
+                self.located(begun, start, wait)
+        return self.numerics(kind, way, found, wide)
+
+    def located(self, begun: fx.Node, start: fx.Node, wait: fx.Node) -> None:
+        """A new collective stands, for costs, where the one stood that it comes from."""
+        if self.prices is not None:
+            order = self.prices.order
+            order |= {begun: order[start], wait_of(begun): order[wait]}
+
+    def numerics(self, kind: str, way: Way, found: Downstream | Upstream | Region, wide: torch.dtype) -> str:
+        is_summed = way.row is not None and kind in ("reduce_scatter", "all_reduce")
+        if isinstance(found, Downstream):
+            is_summed = "sum" in found.consumers.values()
+        told = way.row.numerics if way.row is not None else "as by the collective"
         sums = f"; sums in {str(wide).removeprefix('torch.')}" if is_summed else ""
         return f"{told}{sums}; a matmul of fewer rows may round otherwise than the whole"
 
 
-def _shared(name: str, group: str, kept: str) -> Row:
-    reason, numerics = f"{kept} gathers the same", "exact: the same elements"
-    return Row(name, "all_gather", group, "", way="shared", is_taken=True, reason=reason, numerics=numerics)
+_RINGS: dict[str, RingKind] = {
+    "all_gather": "gather",
+    "reduce_scatter": "sum",
+    "all_reduce": "sum",
+    "all_to_all": "exchange",
+}
 
 
-def _joined(reasons: list[str]) -> str:
-    return "; ".join(dict.fromkeys(reasons)) or "no matmul stands beside it"
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us"
-
-
-def _gain(best: _Choice) -> str:
-    if best.estimate is None:
-        return f"{best.way}, as the options ask"
-    before, after = _microseconds(best.estimate.before), _microseconds(best.estimate.after)
-    return f"{best.way}: {after} instead of {before}"
-
-
-def _no_gain(best: _Choice) -> str:
-    """Which of its parts makes the best way too slow."""
-    made = best.estimate
-    assert made is not None
-    before, after = _microseconds(made.before), _microseconds(made.after)
-    if made.hidden >= made.collective:
-        return f"other work hides it: {_microseconds(made.hidden)} of {_microseconds(made.collective)}"
-    parts = {
-        "the matmuls are slower in chunks": made.num_steps * made.chunk - made.compute,
-        "messages take longer than the collective": made.num_messages * made.message - made.collective,
-        "not every message is hidden": made.played - made.num_steps * made.chunk,
-        "results have to be put together": made.losses,
-    }
-    worst = max(parts, key=parts.__getitem__)
-    return f"no gain: {best.way} takes {after} instead of {before}, {worst} ({_microseconds(parts[worst])})"
+def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: Way) -> Row:
+    reason = f"{way}: it takes back the chunks that {start.name} brings, each as soon as it is computed"
+    row = Row(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(way), num_steps=ring.size)
+    return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
 
 def decompose(
@@ -297,7 +299,7 @@ def decompose(
     if options.when == "gain":
         order = {node: i for i, node in enumerate(made.graph.nodes)}
         prices = Prices(made, costs, shapes, order)  # type: ignore[arg-type]
-    report = _Pass(made, options, shapes, prices).run([_shared(*one) for one in gone])
+    report = _Pass(made, options, shapes, prices).run([shared_row(*one) for one in gone])
     _tell_specs(made)
     prove_rings(made)
     return verify_rank(made), report

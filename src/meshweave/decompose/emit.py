@@ -116,14 +116,28 @@ def _summed(done: _Emission, step: Step, own: fx.Node, wide: torch.dtype) -> fx.
     return done.write.call(local_ops.sum_parts, parts, numbers, wide)
 
 
-def write_exchange(write: Writer, row: Algorithm, ring: Ring, produce: Produce, consume: Consume) -> None:
+def blocks_of(write: Writer, x: fx.Node, ring: Ring) -> Produce:
+    """Makes the blocks that x is stacked of along dim 0, one for each device."""
+    return lambda number: write.call(local_ops.take_chunk, x, 0, 1, ring.size, number)
+
+
+def write_exchange(
+    write: Writer, row: Algorithm, ring: Ring, produce: Produce, consume: Consume, early: fx.Node | None = None
+) -> None:
     """An all-to-all of what `produce(number)` makes for each device: `consume(number, chunk)` is called for the chunk
-    of every device. What is sent in the next step is made and sent before a chunk is waited for."""
-    done = _Emission(write, row, ring)
+    of every device. What is sent in the next step is made and sent before a chunk is waited for; the first message is
+    started before `early`, if given."""
+    done, posted = _Emission(write, row, ring), 1
+
+    def post(until: int) -> None:
+        nonlocal posted
+        for k in range(posted, min(until, len(done.steps))):
+            done.send(k, produce(write.index(ring, done.steps[k].sends)))
+        posted = max(posted, until)
+
+    with write.at(early or write.place):
+        post(1 + row.ahead)
     for k, step in enumerate(done.steps):
-        for following, later in list(enumerate(done.steps))[k + 1 : k + 1 + row.ahead]:
-            if following not in done.held:
-                done.held[following] = produce(write.index(ring, later.sends))
-                done.send(following, done.held[following])
+        post(k + 1 + row.ahead)
         chunk = done.received(k) if step.has_message else produce(write.index(ring, step.sends))
         consume(done.number(step), chunk)

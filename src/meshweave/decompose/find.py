@@ -16,7 +16,13 @@ from meshweave.ir.rank import STARTS, WAIT, RankGraph, collectives
 GATHER = collectives.all_gather_into_tensor.default
 SCATTER = collectives.reduce_scatter_tensor.default
 REDUCE = collectives.all_reduce.default
-KINDS: dict[Any, str] = {GATHER: "all_gather", SCATTER: "reduce_scatter", REDUCE: "all_reduce"}
+EXCHANGE = collectives.all_to_all_single.default
+KINDS: dict[Any, str] = {
+    GATHER: "all_gather",
+    SCATTER: "reduce_scatter",
+    REDUCE: "all_reduce",
+    EXCHANGE: "all_to_all",
+}
 _MOST_HOISTED = 16  # nodes that stand before a matmul's operand: views and casts of a weight are two or three
 
 
@@ -34,14 +40,14 @@ def stays_in(role: RankGraph, start: fx.Node) -> bool:
 
 
 def gathered(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Downstream:
-    """What is made of the chunks of a gather, as far as it can be made where the gather is waited for."""
+    """What is made of the chunks of a gather (or an all-to-all), as far as it can be made where that is waited for."""
     wait = wait_of(start)
     last = Downstream({})
     for cut in _cuts(way, ring, shapes.of(wait)):
         if not cut.fits(shapes.of(wait)):
             last.why.append(f"{cut.count} chunks do not divide {list(shapes.of(wait))}")
             continue
-        found = _in_time(downstream(wait, cut, shapes), wait, order)
+        found = in_time(downstream(wait, cut, shapes), wait, order)
         if found.consumers:
             return found
         last.why += found.why
@@ -57,7 +63,7 @@ def _cuts(way: Way, ring: Ring, shape: Shape) -> list[Cut]:
     return [Cut(dim, 1 if dim else ring.size, way.num_chunks) for dim in range(len(shape))]
 
 
-def _in_time(found: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Downstream:
+def in_time(found: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Downstream:
     """The same without matmuls of what is made later, and cannot be made earlier."""
     for consumer in list(found.consumers):
         if late := _late(consumer, wait, found, order):
@@ -78,12 +84,6 @@ def variants(found: Downstream, wait: fx.Node, with_sums: bool) -> list[Downstre
         kept: dict[fx.Node, Cut | Sum] = {node: found.consumers[node] for node in ordered[:count]}
         made.append(Downstream(needed(found, wait, kept), kept, list(found.why)))
     return made
-
-
-def is_kept(found: Downstream, wait: fx.Node) -> bool:
-    """Whether the gathered value is read by others than those that take it chunk by chunk."""
-    inside = {*found.cuts, *found.consumers}
-    return any(user not in inside for node in found.cuts for user in node.users)
 
 
 def needed(found: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> dict[fx.Node, Cut]:
@@ -145,10 +145,8 @@ def reduced(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mapping
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
     count, shape = ring.size if way.row is not None else way.num_chunks, shapes.of(operand)
-    if KINDS[start.target] == "reduce_scatter":
-        cuts = _cuts(way, ring, shape)
-    else:
-        cuts = [Cut(dim, 1, count) for dim in range(len(shape))]
+    along_dims = [Cut(dim, 1, count) for dim in range(len(shape))]
+    cuts = along_dims if start.target is REDUCE else _cuts(way, ring, shape)
     last = Upstream()
     for cut in cuts:
         if not shape or not cut.fits(shape):

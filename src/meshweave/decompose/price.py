@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from meshweave.decompose.algorithms import Index, Step
-from meshweave.decompose.chunks import Downstream, Shapes, Upstream
-from meshweave.decompose.cut import Cut, Sum, contraction, is_same, kind_of, operands_of
+from meshweave.decompose.chunks import Downstream, Shapes, Upstream, kept, part_of, taken
+from meshweave.decompose.cut import Cut, Sum, is_same, kind_of, operands_of
+from meshweave.decompose.exchange import Region
+from meshweave.decompose.play import Message, play_exchange, play_gather, play_reduce
 from meshweave.decompose.rewrite import Way, wait_of
 from meshweave.decompose.writer import Ring
 from meshweave.hardware.profile import MachineProfile
@@ -18,7 +19,6 @@ from meshweave.hardware.work import Memory
 from meshweave.ir.rank import RankGraph
 from meshweave.simulate.classify import work_of
 from meshweave.simulate.kernels import Kernel, kernels_of
-from meshweave.simulate.shapes import Value
 from meshweave.simulate.tasks import COST_NAMES
 
 
@@ -26,14 +26,15 @@ from meshweave.simulate.tasks import COST_NAMES
 class Estimate:
     """Seconds before and after.
 
-    Before: `compute` after (or before) `collective`, less what other work between start and wait has `hidden` of it.
-    After: the steps played one by one, with one link and one processor: `chunk` is the compute of a step, `message`
-    that of its message, `losses` are copies and sums of results, and what is left of a collective. That compute
-    is slower beside messages is left out: so it is beside collectives.
+    Before: `compute` after (or before) `collective`, less what other work between start and wait has `hidden` of it;
+    `host` of the collective is the processor's own work, which nothing hides. After: the steps played one by one, with
+    one link and one processor: `chunk` is the compute of a step, `message` that of its message, `losses` are copies and
+    sums of results, and what is left of a collective.
     """
 
     compute: float
     collective: float
+    host: float
     hidden: float
     chunk: float
     message: float
@@ -44,45 +45,11 @@ class Estimate:
 
     @property
     def before(self) -> float:
-        return self.compute + max(self.collective - self.hidden, 0.0)
+        return self.compute + max(self.collective - self.hidden, self.host)
 
     @property
     def after(self) -> float:
         return self.played + self.losses
-
-
-def play_gather(steps: Sequence[Step], ahead: int, chunk: float, message: float, hidden: float) -> float:
-    """Seconds from the wait of a gather to its last product. Its first messages are sent `hidden` seconds before."""
-    arrived = [0.0] * len(steps)
-    link, free, posted = 0.0, hidden, 0
-    first = int(not steps[0].has_message)
-
-    def post(until: int, now: float) -> None:
-        nonlocal link, posted
-        while posted < min(until, len(steps)):
-            step = steps[posted]
-            if step.has_message:
-                link = arrived[posted] = max(now, link, arrived[step.of] if step.of < posted else 0.0) + message
-            posted += 1
-
-    post(ahead + first, 0.0)
-    for k in range(len(steps)):
-        free = max(free, arrived[k])
-        post(k + 1 + ahead, free)
-        free += chunk
-    return free - hidden
-
-
-def play_reduce(steps: Sequence[Step], chunk: float, message: float, hidden: float) -> float:
-    """Seconds from the first part of a reduction to its result, less `hidden` of other work after the last part."""
-    arrived, link, free = [0.0] * len(steps), 0.0, 0.0
-    for k, step in enumerate(steps):
-        free += chunk
-        is_last = k == len(steps) - 1
-        free = max([free + hidden * is_last, *(arrived[earlier] for earlier in step.adds)])
-        if step.has_message:
-            link = arrived[k] = max(free, link) + message
-    return max(free, link) - hidden
 
 
 @dataclass(slots=True)
@@ -92,7 +59,7 @@ class Prices:
     role: RankGraph
     profile: MachineProfile
     shapes: Shapes
-    order: Mapping[fx.Node, int]
+    order: dict[fx.Node, int]
     _kernels: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -108,22 +75,40 @@ class Prices:
         low, high = self.order[first], self.order[last]
         return sum(seconds for position, seconds in self._kernels if low < position < high)
 
+    @property
+    def launch(self) -> float:
+        """What an op takes that moves nothing, such as a view: as simulate.tasks has it."""
+        return self.profile.launch_s if self.profile.fusion == "none" else 0.0
+
     def op(self, node: fx.Node, cuts: Sequence[Cut | None] = (), result: Cut | None = None) -> float:
         """An op, or what it takes on chunks of its operands for a chunk of its result."""
         values, operands = self.shapes.local.values, operands_of(node)
         if values[node][0].storage in {values[n][0].storage for n in operands}:
-            return 0.0  # a view
-        taken = [_part(values[n][0], cut) for n, cut in zip(operands, cuts or [None] * len(operands), strict=True)]
-        works = work_of(node, taken, [_part(values[node][0], result)])
+            return self.launch  # a view
+        taken = [part_of(values[n][0], cut) for n, cut in zip(operands, cuts or [None] * len(operands), strict=True)]
+        works = work_of(node, taken, [part_of(values[node][0], result)])
         return sum(self.profile.compute_seconds(work) for work in works)
 
     def chunk(
         self, node: fx.Node, cuts: Sequence[Cut | None], result: Cut | None, inside: Mapping[fx.Node, Cut]
     ) -> float:
-        """An op on chunks, and the copies of those that are cut out of values in which they lie apart."""
+        """An op on chunks, and the slices that these are; those that lie apart are copied."""
         pairs = [(n, cut) for n, cut in zip(operands_of(node), cuts, strict=True) if n not in inside]
-        copies = sum(self.copy(n, 1 / cut.count) for n, cut in pairs if cut is not None and cut.outer > 1)
-        return self.op(node, cuts, result) + copies
+        slices = sum(
+            self.copy(n, 1 / cut.count) if cut.outer > 1 else self.launch for n, cut in pairs if cut is not None
+        )
+        return self.op(node, cuts, result) + slices
+
+    def along(self, cuts: Mapping[fx.Node, Cut]) -> tuple[float, float]:
+        """Compute of these nodes, whole and of one chunk."""
+        whole = chunk = 0.0
+        for node, cut in cuts.items():
+            whole += self.op(node)
+            if not is_same(node, cut):
+                kind = kind_of(node)
+                assert kind is not None
+                chunk += self.chunk(node, kind.backward(self.shapes.op(node), cut), cut, cuts)
+        return whole, chunk
 
     def copy(self, node: fx.Node, times: float = 1.0, kind: str = "strided") -> float:
         """Reading and writing the value of a node."""
@@ -131,12 +116,17 @@ class Prices:
         work = Memory(kind, int(2 * times * value.bytes), value.num_elements, value.dtype)
         return self.profile.compute_seconds(work)
 
-    def collective(self, start: fx.Node, part: float = 1.0) -> float:
+    def collective(self, start: fx.Node, part: float = 1.0) -> Message:
         return self.named(start, COST_NAMES[start.target], part * self.bytes(start))
 
-    def named(self, start: fx.Node, op: str, num_bytes: float) -> float:
-        """An op of profiles in the groups of a start."""
-        return self.profile.seconds(op, *self.role.group_axes(str(start.args[-1])), num_bytes)
+    def named(self, start: fx.Node, op: str, num_bytes: float) -> Message:
+        """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
+        of a start and a wait: as simulate.tasks has it), and what it takes from compute beside it."""
+        profile, where = self.profile, self.role.group_axes(str(start.args[-1]))
+        launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
+        levels = frozenset(level for level, _ in profile.usage(op, *where))
+        host = seconds * profile.host_share(op, *where) + launches
+        return Message(seconds + launches, host, profile.compute_slowdown(levels))
 
     def bytes(self, start: fx.Node) -> int:
         """What a device hands in to a start."""
@@ -144,16 +134,11 @@ class Prices:
         return value.num_elements * value.dtype.itemsize
 
 
-def _part(value: Value, cut: Cut | None) -> Value:
-    if cut is None:
-        return value
-    shape = cut.chunk(value.shape)
-    strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
-    return replace(value, shape=shape, stride=strides, storage_bytes=prod(shape) * value.dtype.itemsize)
-
-
-def gather_estimate(prices: Prices, start: fx.Node, found: Downstream, ring: Ring, way: Way, is_kept: bool) -> Estimate:
-    """Of an all-gather taken apart. Results are put together or added up; the gathered value, too, if it is kept."""
+def gather_estimate(
+    prices: Prices, start: fx.Node, found: Downstream, ring: Ring, way: Way, second_half: bool = False
+) -> Estimate:
+    """Of an all-gather or all-to-all taken apart, or of the second half of an all-reduce. Results, and what others read
+    of the values on the way, are put together or added up."""
     wait, steps = wait_of(start), _steps(ring, way)
     compute = chunk = losses = 0.0
     results: dict[fx.Node, Cut | Sum] = {**found.cuts, **found.consumers}
@@ -163,60 +148,83 @@ def gather_estimate(prices: Prices, start: fx.Node, found: Downstream, ring: Rin
         compute += prices.op(node)
         if isinstance(result, Cut) and is_same(node, result):
             continue
-        op = prices.shapes.op(node)
-        at = next(n for n in operands_of(node) if n in found.cuts)
-        kind = kind_of(node)
-        assert kind is not None
-        cuts = contraction(op, found.cuts[at]) if result == "sum" else kind.backward(op, result)
+        cuts = taken(node, result, found.cuts, prices.shapes)
         chunk += prices.chunk(node, cuts, None if result == "sum" else result, found.cuts)
         if node in found.consumers:
             losses += prices.copy(node, (len(steps) + 1) / 2 if result == "sum" else 1.0)
-    losses += prices.copy(wait) if is_kept else 0.0
+    losses += sum(map(prices.copy, kept(found)))
     if way.row is None and found.cuts[wait].dim:
         losses += prices.copy(start.args[0])  # type: ignore[arg-type]
-    message, hidden = _message(prices, start, ring, way, prices.bytes(start)), prices.between(start, wait)
-    ahead = way.row.ahead if way.row is not None else 1
-    played = play_gather(steps, ahead, chunk, message, hidden)
-    return _estimate(prices, start, compute, chunk, message, steps, losses, played)
+    num_bytes, hidden = prices.bytes(start) / (ring.size if second_half else 1), prices.between(start, wait)
+    message = _message(prices, start, ring, way, num_bytes)
+    whole = prices.named(start, "all_gather", num_bytes) if second_half else prices.collective(start)
+    played = play_gather(steps, way.row.ahead if way.row is not None else 1, chunk, message, hidden)
+    return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
 
 
 def reduce_estimate(
     prices: Prices, start: fx.Node, found: Upstream, ring: Ring, way: Way, wide_factor: float
 ) -> Estimate:
-    """Of a reduce-scatter or all-reduce taken apart. `wide_factor`: bytes of a message per byte of the operand."""
+    """Of a reduce-scatter, all-reduce or all-to-all taken apart. `wide_factor`: bytes of a message per byte of the
+    operand."""
     wait, steps = wait_of(start), _steps(ring, way)
-    compute = chunk = 0.0
-    for node, cut in found.cuts.items():
-        compute += prices.op(node)
-        if not is_same(node, cut):
-            kind = kind_of(node)
-            assert kind is not None
-            chunk += prices.chunk(node, kind.backward(prices.shapes.op(node), cut), cut, found.cuts)
+    compute, chunk = prices.along(found.cuts)
     hidden, num_bytes = prices.between(start, wait), prices.bytes(start)
     is_split = way.row is not None and COST_NAMES[start.target] == "all_reduce"
     losses = prices.copy(wait)
-    if way.row is not None:
+    if way.row is not None and COST_NAMES[start.target] == "all_to_all":
+        steps = (*steps[1:], steps[0])  # the own chunk last
+    elif way.row is not None:
         losses = prices.copy(start.args[0], 0.5 + 0.5 / ring.size, "pointwise")  # type: ignore[arg-type]
     if is_split:
-        losses += max(prices.named(start, "all_gather", num_bytes / ring.size) - hidden, 0.0)
+        gather = prices.named(start, "all_gather", num_bytes / ring.size)
+        losses += max(gather.seconds - hidden, gather.host)
+    losses += sum(map(prices.copy, found.kept))
     message = _message(prices, start, ring, way, wide_factor * num_bytes / ring.size)
     played = play_reduce(steps, chunk, message, 0.0 if is_split else hidden)
-    return _estimate(prices, start, compute, chunk, message, steps, losses, played)
+    whole = prices.collective(start)
+    return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
+
+
+def exchange_estimate(prices: Prices, start: fx.Node, found: Region, ring: Ring, way: Way) -> Estimate:
+    """Of two all-to-alls with what is computed between them, taken apart by peer."""
+    wait, last, back = wait_of(start), wait_of(found.back), found.back
+    compute, chunk = prices.along({node: cut for node, cut in found.cuts.items() if node is not wait})
+    steps = _steps(ring, way)
+    there, again = (prices.named(one, "permute", prices.bytes(one) / ring.size) for one in (start, back))
+    played = play_exchange(steps, chunk, there, again, prices.between(start, wait), prices.between(back, last))
+    first, second = prices.collective(start), prices.collective(back)
+    hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
+    losses = prices.copy(last) + sum(map(prices.copy, found.kept))
+    return Estimate(
+        compute=compute,
+        collective=first.seconds + second.seconds,
+        host=first.host + second.host,
+        hidden=hidden,
+        chunk=chunk,
+        message=(there.seconds + again.seconds) / 2,
+        num_steps=len(steps),
+        num_messages=2 * (len(steps) - 1),
+        losses=losses,
+        played=played,
+    )
 
 
 def _estimate(
     prices: Prices,
     start: fx.Node,
+    whole: Message,
     compute: float,
     chunk: float,
-    message: float,
+    message: Message,
     steps: Sequence[Step],
     losses: float,
     played: float,
 ) -> Estimate:
     hidden, num_messages = prices.between(start, wait_of(start)), sum(step.has_message for step in steps)
-    whole = prices.collective(start)
-    return Estimate(compute, whole, hidden, chunk, message, len(steps), num_messages, losses, played)
+    return Estimate(
+        compute, whole.seconds, whole.host, hidden, chunk, message.seconds, len(steps), num_messages, losses, played
+    )
 
 
 def _steps(ring: Ring, way: Way) -> tuple[Step, ...]:
@@ -226,7 +234,7 @@ def _steps(ring: Ring, way: Way) -> tuple[Step, ...]:
     return tuple(Step(Index(0, i), root=0) for i in range(way.num_chunks))
 
 
-def _message(prices: Prices, start: fx.Node, ring: Ring, way: Way, num_bytes: float) -> float:
+def _message(prices: Prices, start: fx.Node, ring: Ring, way: Way, num_bytes: float) -> Message:
     """One message of a device. They share its links, and go one after the other."""
     if way.row is None:
         return prices.collective(start, 1 / way.num_chunks)

@@ -44,14 +44,14 @@ class _Proof:
     known: dict[tuple[fx.Node, int], tuple[_Token, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
-        if not self.mark.is_sum:
+        if self.mark.kind == "gather":
             moved = [x for node in self.nodes if node.target in _MOVES for x in operands_of(node)]
             self.pieces = frozenset(x for x in moved if not self.goes_round(x))
         for r in range(self.mark.ring.size):
             for node in self.nodes:
                 if node.target in (local_ops.join_chunks, local_ops.sum_parts):
                     self.check_numbers(node, r)
-                elif self.mark.is_sum and any(user.meta.get("ring") != self.mark for user in node.users):
+                elif self.mark.kind == "sum" and any(user.meta.get("ring") != self.mark for user in node.users):
                     self.check_sum(node, r)
 
     def goes_round(self, node: fx.Node) -> bool:
@@ -61,15 +61,22 @@ class _Proof:
 
     def check_numbers(self, node: fx.Node, r: int) -> None:
         """Parts are those that their numbers say: chunks, of which there are all, or contributions of devices to a sum
-        over the group."""
+        over the group. An exchange has brought them from the device of their number, or has taken them there and back.
+        """
         parts, numbers = node.args[:2]
         told = [self.number(number, r) for number in numbers]  # type: ignore[union-attr]
         if sorted(told) != list(range(len(told))):
             raise self.wrong(node, f"has the numbers {told} on device {r}")
-        is_group_sum = self.mark.is_sum and node.target is local_ops.sum_parts
+        has_moved = any(map(self.goes_round, parts))  # type: ignore[arg-type]
+        is_group_sum = self.mark.kind == "sum" and node.target is local_ops.sum_parts
         for part, number in zip(parts, told, strict=True):  # type: ignore[arg-type]
-            held = self.content(part, r)  # type: ignore[arg-type]
-            if {token[0 if is_group_sum else 1] for token in held} != {number}:
+            held = set(self.content(part, r))  # type: ignore[arg-type]
+            if self.mark.kind == "exchange":
+                has_come = self.goes_round(part) == (has_moved and number != r)  # type: ignore[arg-type]
+                is_right = bool(held) and has_come and held <= {(number, r), (r, number)}
+            else:
+                is_right = {token[0 if is_group_sum else 1] for token in held} == {number}
+            if not is_right:
                 raise self.wrong(node, f"takes {part} for number {number} on device {r}, which holds {held}")
         if is_group_sum:
             self.check_sum(node, r)

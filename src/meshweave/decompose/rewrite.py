@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from meshweave.decompose.algorithms import Algorithm
-from meshweave.decompose.chunks import Chunker, Downstream, Shapes, Upstream
-from meshweave.decompose.cut import Cut, is_same
-from meshweave.decompose.emit import Consume, Produce, write_gather, write_reduce
+from meshweave.decompose.chunks import Chunker, Downstream, Shapes, Upstream, kept, part_of, shaped
+from meshweave.decompose.cut import Cut
+from meshweave.decompose.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
 from meshweave.decompose.writer import Number, Ring, Writer
 from meshweave.ir import local_ops
 from meshweave.ir.rank import WAIT, collectives
@@ -82,40 +81,35 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def rewrite_gather(
     write: Writer, start: fx.Node, found: Downstream, ring: Ring, way: Way, shapes: Shapes, wide: torch.dtype
 ) -> None:
-    """An all-gather and the matmuls that `found` leads to. Who else reads the gathered value finds it put together."""
+    """An all-gather, or an all-to-all, and the matmuls that `found` leads to. Who else reads the gathered value finds
+    it put together."""
     wait = wait_of(start)
     write.follow(start, wait)
     piece = start.args[0]
     assert isinstance(piece, fx.Node)
     results = _Results(write, wide, [], {consumer: [] for consumer in found.consumers})
-    chunks: list[fx.Node] = []
+    read: dict[fx.Node, list[fx.Node]] = {node: [] for node in kept(found)}
 
     def consume(number: Number, chunk: fx.Node) -> None:
         chunker = Chunker(write, shapes, number, {wait: chunk})
         results.numbers.append(number)
-        chunks.append(chunk)
         for consumer, cut in found.consumers.items():
             results.parts[consumer].append(chunker.down(consumer, found.cuts, cut))
+        for node, chunks in read.items():
+            chunks.append(chunker.through(node, found.cuts))
 
-    if way.row is not None:
+    if way.row is not None and way.row.collective == "all_to_all":
+        write_exchange(write, way.row, ring, blocks_of(write, piece, ring), consume, start)
+    elif way.row is not None:
         write_gather(write, way.row, ring, piece, consume, start)
     else:
         _write_parts_gathered(write, start, _of_piece(found.cuts[wait], ring), consume)
     for consumer, cut in found.consumers.items():
         inherit(results.put(consumer, cut), consumer, shapes)
+    for node, chunks in read.items():
+        cut = found.cuts[node]
+        inherit(write.call(local_ops.join_chunks, chunks, list(results.numbers), cut.dim, cut.outer), node, shapes)
     erase_unused(write.graph, [*found.consumers, *found.cuts])
-    if not wait._erased:
-        kept = _kept(wait, found)
-        cut = found.cuts[kept]
-        inherit(write.call(local_ops.join_chunks, chunks, results.numbers, cut.dim, cut.outer), kept, shapes)
-        erase_unused(write.graph, [kept])
-
-
-def _kept(wait: fx.Node, found: Downstream) -> fx.Node:
-    """What is put together of the chunks: the gathered value, or the join of its blocks, if that alone reads it."""
-    (first, *others) = wait.users
-    is_join = not others and first in found.cuts and is_same(first, found.cuts[first])
-    return first if is_join else wait
 
 
 def _of_piece(cut: Cut, ring: Ring) -> Cut:
@@ -152,54 +146,84 @@ def rewrite_scatter(
     write.follow(start, start)
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
+    products = Products(write, shapes, found, operand)
     if way.row is not None:
         dtype = shapes.local.values[operand][0].dtype
-        produce = _producer(write, shapes, found.cuts, operand)
-        made = write_reduce(write, way.row, ring, produce, dtype, wide, wait)
+        made = write_reduce(write, way.row, ring, products, dtype, wide, wait)
     else:
-        made = _write_parts_reduced(write, start, found, way, shapes, _of_piece(found.cuts[operand], ring))
-    inherit(made, wait, shapes)
-    erase_unused(write.graph, [wait])
+        made = _write_parts_reduced(write, start, products, way, _of_piece(found.cuts[operand], ring))
+    finish(write, made, start, products)
 
 
 def rewrite_reduce(
     write: Writer, start: fx.Node, found: Upstream, ring: Ring, way: Way, shapes: Shapes, wide: torch.dtype
-) -> None:
+) -> fx.Node | None:
     """An all-reduce and the matmuls that make its operand: as a reduce-scatter that is taken apart and an all-gather,
-    or as all-reduces of parts."""
+    whose start it returns, or as all-reduces of parts."""
     wait = wait_of(start)
     write.follow(start, start)
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
-    cut = found.cuts[operand]
+    cut, begun = found.cuts[operand], None
+    products = Products(write, shapes, found, operand)
     if way.row is None:
-        made = _write_parts_reduced(write, start, found, way, shapes, cut)
+        made = _write_parts_reduced(write, start, products, way, cut)
     else:
         dtype = shapes.local.values[operand][0].dtype
-        own = write_reduce(write, way.row, ring, _producer(write, shapes, found.cuts, operand), dtype, wide)
+        own = write_reduce(write, way.row, ring, products, dtype, wide)
         gather = collectives.all_gather_into_tensor.default
         begun = write.call(gather, write.contiguous(own), ring.size, ring.group)
         write.place = wait
         made = write.wait(begun)
+        part = part_of(shapes.local.values[operand][0], cut)
+        stacked = shaped(part, (ring.size * part.shape[0], *part.shape[1:]))
+        shapes.local.values.update({begun.args[0]: (part,), made: (stacked,)})
         if cut.dim:
             made = write.call(local_ops.join_blocks, made, [ring.size], [0], cut.dim, None)
-    inherit(made, wait, shapes)
-    erase_unused(write.graph, [wait])
+    finish(write, made, start, products)
+    return begun
 
 
-def _producer(write: Writer, shapes: Shapes, cuts: Mapping[fx.Node, Cut], operand: fx.Node) -> Produce:
-    return lambda number: Chunker(write, shapes, number).up(operand, cuts)
+def finish(write: Writer, made: fx.Node, start: fx.Node, products: Products) -> None:
+    """`made` stands for what a reduction has brought; nobody needs what it was made of."""
+    wait = wait_of(start)
+    products.join(start)
+    inherit(made, wait, products.shapes)
+    erase_unused(write.graph, [wait, *products.parts])
 
 
-def _write_parts_reduced(
-    write: Writer, start: fx.Node, found: Upstream, way: Way, shapes: Shapes, joined: Cut
-) -> fx.Node:
+@dataclass(slots=True)
+class Products:
+    """Makes the chunks of what a start hands in, and keeps those of values that others read."""
+
+    write: Writer
+    shapes: Shapes
+    found: Upstream
+    operand: fx.Node
+    numbers: list[Number] = field(default_factory=list)
+    parts: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    def __call__(self, number: Number) -> fx.Node:
+        chunker = Chunker(self.write, self.shapes, number)
+        made = chunker.up(self.operand, self.found.cuts)
+        self.numbers.append(number)
+        for node in self.found.kept:
+            self.parts.setdefault(node, []).append(chunker.made[node])
+        return made
+
+    def join(self, place: fx.Node) -> None:
+        """Put together before `place` what others read."""
+        with self.write.at(place):
+            for node, parts in self.parts.items():
+                cut = self.found.cuts[node]
+                whole = self.write.call(local_ops.join_chunks, parts, list(self.numbers), cut.dim, cut.outer)
+                inherit(whole, node, self.shapes)
+
+
+def _write_parts_reduced(write: Writer, start: fx.Node, produce: Produce, way: Way, joined: Cut) -> fx.Node:
     """Part i is reduced while part i + 1 is computed; the results are put together at the wait."""
-    operand, *args = start.args
-    assert isinstance(operand, fx.Node)
-    produce, begun = _producer(write, shapes, found.cuts, operand), list[fx.Node]()
-    for i in range(way.num_chunks):
-        begun.append(write.call(start.target, write.contiguous(produce(i)), *args))
+    _, *args = start.args
+    begun = [write.call(start.target, write.contiguous(produce(i)), *args) for i in range(way.num_chunks)]
     write.place = wait_of(start)
     parts = [write.wait(one) for one in begun]
     return write.call(local_ops.join_chunks, parts, list(range(way.num_chunks)), joined.dim, joined.outer)

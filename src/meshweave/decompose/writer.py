@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ from meshweave.ir.graph import NOWHERE, Origin, origin_of
 from meshweave.ir.rank import STARTS, WAIT, RankGraph, ring_index
 
 aten = torch.ops.aten
+RingKind = Literal["gather", "sum", "exchange"]
 Number = Any  # an int, or the fx.Node of a symbolic one
 
 
@@ -32,12 +33,12 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Which ring a node is of (`meta["ring"]`): its number in the graph, its group, and whether it adds up what the
-    devices of the group have."""
+    """Which ring a node is of (`meta["ring"]`): its number in the graph, its group, and what it does: "gather" what the
+    devices of the group have, "sum" it up, or "exchange" chunks of it."""
 
     number: int
     ring: Ring
-    is_sum: bool
+    kind: RingKind
 
 
 def ring_of(role: RankGraph, start: fx.Node) -> Ring:
@@ -67,10 +68,10 @@ class Writer:
     mark: Mark | None = None
     symbols: dict[Any, fx.Node] = field(default_factory=dict)
 
-    def begin(self, ring: Ring, is_sum: bool) -> None:
+    def begin(self, ring: Ring, kind: RingKind) -> None:
         """Mark what is written from now on as one ring."""
         marks = [node.meta["ring"].number for node in self.graph.nodes if "ring" in node.meta]
-        self.mark = Mark(max(marks, default=-1) + 1, ring, is_sum)
+        self.mark = Mark(max(marks, default=-1) + 1, ring, kind)
 
     @contextmanager
     def at(self, place: fx.Node) -> Iterator[None]:
