@@ -17,7 +17,7 @@ from meshweave.overlap.scenarios import NOMINAL, SCENARIOS
 from meshweave.overlap.schedule import Policy, schedule
 
 # Windows in items, each with and without filling gaps by the longest kernel that fits. A layer of a transformer is 60
-# to 150 items in backward; wider windows were slower and took more memory (benchmarks/results/overlap.md).
+# to 150 items in backward; wider windows were slower and took more memory (benchmarks/overlap.py).
 _POLICIES = tuple(
     Policy(window, fit=fit) for window, fit in ((256, True), (64, True), (1024, True), (64, False), (0, False))
 )
