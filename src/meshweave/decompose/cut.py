@@ -229,10 +229,10 @@ _PERMUTE = Kind(_permute_forward, _permute_backward, is_free=True)
 _POINTWISE = Kind(_pointwise_forward, _pointwise_backward)
 _REDUCTION = Kind(_reduction_forward, _reduction_backward)
 _MATMUL = Kind(_matmul_forward, _matmul_backward, is_matmul=True)
-_VIEWS = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
-SHAPED = _VIEWS | {aten.expand.default}  # argument 1 is the shape
+VIEWS = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})  # the elements keep their order
+SHAPED = VIEWS | {aten.expand.default}  # argument 1 is the shape
 _KINDS: Mapping[Any, Kind] = {
-    **dict.fromkeys(_VIEWS, _VIEW),
+    **dict.fromkeys(VIEWS, _VIEW),
     aten.expand.default: Kind(_pointwise_forward, _pointwise_backward, is_free=True),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _PERMUTE),
     local_ops.join_blocks: Kind(_join_forward, _join_backward),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from meshweave.decompose.cut import SHAPED, Cut, NoCut, Shape, through_view
+from meshweave.decompose.cut import VIEWS, Cut, NoCut, Shape, through_view
 from meshweave.decompose.split_rules import RULES
 from meshweave.errors import RuleError
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
@@ -96,7 +96,7 @@ def _same(node: fx.Node, end: End, cut: Cut) -> Way:
 
 def _view(node: fx.Node, end: End, cut: Cut) -> Way:
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
-    shape_at = 1 if node.target in SHAPED else -1
+    shape_at = 1 if node.target in VIEWS else -1
     if end.is_result:
         return Way((through_view(cut, after, before),), (cut,), shape_at)
     return Way((cut,), (through_view(cut, before, after),), shape_at)
@@ -210,7 +210,7 @@ PRODUCTS: Mapping[Any, Any] = {
 _BY_INDEX = frozenset({"embedding", "embedding_backward", "gather", "scatter", "index_select"})
 _AS_IT_IS = _BY_INDEX | {"", "shape", "full", "extreme", "guarded"}
 _SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
-_VIEWS = (*SHAPED, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+_VIEWS = (*VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 WayOf = Callable[[fx.Node, End, Cut], Way]
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.decompose.cut import SHAPED, Cut
+from meshweave.decompose.cut import VIEWS, Cut
 from meshweave.decompose.split_regions import Regions, is_view
 from meshweave.decompose.split_values import made_by
 from meshweave.decompose.split_ways import PLAIN, PRODUCTS, Way
@@ -182,7 +182,7 @@ class Writer:
         try:
             return self.call(target, args, kwargs, node, c)
         except RuntimeError as error:
-            if target not in SHAPED:
+            if target not in VIEWS:
                 raise VerifyError(
                     "an op cannot take chunks of its rows, although its sharding rule says so",
                     where=f"node {node.name} ({op_name(node.target)})",
