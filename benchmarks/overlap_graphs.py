@@ -26,6 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
+from meshweave.decompose import split_batch
+
 c10d = torch.ops._c10d_functional
 Direction = Literal["forward", "backward"]
 
@@ -299,12 +301,17 @@ class LocalLlama:
         return (total.log() - _Sum.apply(own, self.groups.tp)).mean()
 
 
-def trace(shape: Shape, groups: Groups) -> dict[Direction, fx.GraphModule]:
-    """The forward and the backward graph of rank 0, inside `world(shape)`."""
+def trace(shape: Shape, groups: Groups, num_chunks: int = 1) -> dict[Direction, fx.GraphModule]:
+    """The forward and the backward graph of rank 0, inside `world(shape)`; with several chunks, of the joint graph with
+    its batch split."""
     model = LocalLlama(shape, groups)
     with FakeTensorMode():
         args = model.inputs()
         joint = aot_export_joint_simple(model, tuple(args), trace_joint=True, decompositions=select_decomp_table())
+        if num_chunks > 1:
+            _erase_checks(joint.graph)
+            joint, report = split_batch(joint, num_chunks)
+            assert report.is_taken, report
         _mark_gathers(joint.graph, groups)
         inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
         forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=1)
@@ -333,6 +340,12 @@ def _mark_gathers(graph: fx.Graph, groups: Groups) -> None:
                 one.meta["ac_graph_id"] = 0
 
 
+def _erase_checks(graph: fx.Graph) -> None:
+    """Checks of dtypes, which only export traces."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
 def _place_on_device(module: fx.GraphModule, mode: FakeTensorMode) -> None:
     """Write every tensor of the graph anew as a fake one of another device, with the same storages shared."""
     device = torch.device("meta")
@@ -343,11 +356,9 @@ def _place_on_device(module: fx.GraphModule, mode: FakeTensorMode) -> None:
         where = (value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         return FakeTensor(mode, torch.empty(0, dtype=value.dtype, device="meta").set_(*where), device)
 
+    _erase_checks(module.graph)
     for node in list(module.graph.nodes):
-        # checks of dtypes, which only export traces, and parameters that backward does not read
-        if node.target is torch.ops.aten._assert_tensor_metadata.default or (
-            node.op == "placeholder" and not node.users
-        ):
+        if node.op == "placeholder" and not node.users:  # parameters that backward does not read
             module.graph.erase_node(node)
             continue
         if "device" in node.kwargs:

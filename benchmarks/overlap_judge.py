@@ -362,13 +362,9 @@ def _held(node: fx.Node, held: Mapping[fx.Node, set[int]], sizes: dict[int, int]
         if isinstance(base.target, torch._ops.OpOverload) and _is_alias(base.target):
             return held[base]
         value = base.meta["val"][index]
-    found = set()
-    for t in tree_leaves(value):
-        if isinstance(t, Tensor):
-            storage = t.untyped_storage()
-            found.add(storage._cdata)
-            sizes.setdefault(storage._cdata, storage.nbytes())
-    return found
+    for storage in (t.untyped_storage() for t in tree_leaves(value) if isinstance(t, Tensor)):
+        sizes.setdefault(storage._cdata, storage.nbytes())
+    return storages(value)
 
 
 def check_by_hand() -> None:

@@ -16,11 +16,10 @@ from meshweave.capture.optimizers import OptimizerSpec, current_lrs, initial_sta
 from meshweave.capture.recompute import recompute as recomputed
 from meshweave.capture.recompute_check import check_recompute
 from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
-from meshweave.check.completeness import check_complete
-from meshweave.check.deadlock import check_deadlock
-from meshweave.errors import LayoutError, MeshweaveError, PlanError
+from meshweave.decompose import DecomposeOptions, SplitOptions
+from meshweave.errors import LayoutError, PlanError
 from meshweave.expand.expand import expand
-from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile
+from meshweave.hardware import AlphaBeta, Costs, load_profile
 from meshweave.interop import dtensor_from_piece, mark_stepped, prepare_device_meshes
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
@@ -32,8 +31,8 @@ from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
 from meshweave.overlap import OverlapOptions, OverlapReport
 from meshweave.overlap import prefetch as prefetched
-from meshweave.overlap.step import Scheduling, overlap_roles, scheduling_of
-from meshweave.overlap.unmerge import unmerged
+from meshweave.overlap.step import scheduling_of
+from meshweave.passes import Optimized, Passes, decomposing_of, optimize, splitting_of
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.initialize import materialize
@@ -56,16 +55,34 @@ Loss = Callable[[Any, Any], Tensor]
 class Program:
     """A compiled training step at its three stages. Nothing in it grows with the number of devices.
 
-    Where it was scheduled, `overlap` says per role what that did, and `unscheduled` are the roles before.
+    `optimized` holds the rank graphs, before and after the passes that were asked for.
     """
 
     captured: StepGraph
     placed: StepGraph
-    roles: tuple[RankGraph, ...]
+    optimized: Optimized
     placement: Placement
     options: CaptureOptions
-    overlap: tuple[OverlapReport, ...] = ()
-    unscheduled: tuple[RankGraph, ...] = ()
+
+    @property
+    def roles(self) -> tuple[RankGraph, ...]:
+        """What every role runs."""
+        return self.optimized.roles
+
+    @property
+    def expanded(self) -> tuple[RankGraph, ...]:
+        """The roles before all passes."""
+        return self.optimized.expanded
+
+    @property
+    def as_expanded(self) -> Program:
+        """The program without any pass."""
+        return replace(self, optimized=Optimized(self.expanded, self.expanded, self.expanded))
+
+    @property
+    def overlap(self) -> tuple[OverlapReport, ...]:
+        """By role what the scheduler did; nothing where it did not run."""
+        return self.optimized.overlap
 
     @property
     def mesh(self) -> Mesh:
@@ -108,9 +125,9 @@ def build_program(
     forward: Callable[[nn.Module, Any], Any] = call_model,
     progress: Callable[[str], None] = lambda stage: None,
     prefetch: int = 0,
-    scheduling: Scheduling | None = None,
+    passes: Passes | None = None,
 ) -> Program:
-    """Capture, place, plan, expand, schedule; the verifier runs after each. `progress(stage)` is called as each begins.
+    """Capture, place, plan, expand, optimize; the verifier runs after each. `progress(stage)` is called as each begins.
 
     `prefetch`: how many blocks ahead parameters are gathered (see `overlap.prefetch`).
     """
@@ -138,28 +155,8 @@ def build_program(
     progress("expand")
     expanded = expand(verify_placed(placed), mesh, _proving(planner))
     roles = tuple(verify_rank(prefetched(rank, prefetch)) for rank in expanded)
-    program = Program(step, placed, roles, placement, options)
-    if scheduling is None:
-        return program
-    progress("schedule")
-    return _scheduled(program, profile, scheduling)
-
-
-def _scheduled(program: Program, profile: Costs, scheduling: Scheduling) -> Program:
-    """The program in the order that the scheduler finds, proven as complete and as free of deadlock as it was."""
-    if not isinstance(profile, MachineProfile):
-        raise MeshweaveError(
-            "to overlap communication with compute needs the costs of both",
-            got=type(profile).__name__,
-            expected='a machine profile: profile="h100", another name or a file',
-        )
-    profile.check_mesh(program.mesh)
-    roles, reports = overlap_roles(program.roles, profile, scheduling, program.options.accumulate)
-    for role in roles:
-        verify_rank(role)
-    check_complete(program.placed, tuple(map(unmerged, roles)))
-    check_deadlock(roles)
-    return replace(program, roles=roles, overlap=reports, unscheduled=program.roles)
+    made = optimize(placed, roles, mesh, profile, passes or Passes(), options.accumulate, progress)
+    return Program(step, placed, made, placement, options)
 
 
 def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> StepGraph:
@@ -321,6 +318,8 @@ def compile(
     param_dtype: torch.dtype | None = None,
     prefetch: int = 0,
     overlap: bool | OverlapOptions | None = None,
+    decompose: bool | DecomposeOptions | None = None,
+    split: bool | int | SplitOptions | None = None,
     seed: int = 0,
     forward: Callable[[nn.Module, Any], Any] = call_model,
     keep_gradients: bool = False,
@@ -349,6 +348,12 @@ def compile(
         needs a machine profile, by which it is never slower than it was; values are the same to the bit.
     memory_cap_bytes: no device holds more at once: parameters, optimizer state, batch and all that the step makes. It
         implies overlap, and is an error, naming the least possible and the tensors, where no order keeps under it.
+    decompose: take collectives beside matmuls apart into messages between chunks of the matmuls, where the whole step
+        is simulated faster so (see `DecomposeOptions`; it needs a machine profile, but with when="always"). Gathers
+        stay exact; sums over devices may round otherwise.
+    split: run the rows of a device's batch in chunks (a number of them, True: 2), so that the tensor-parallel
+        communication of one hides under the compute of another; where the simulated step is faster so (see
+        `SplitOptions`). Sums over rows are added chunk by chunk, and may round otherwise.
     check_finite: raise before the update when the loss is NaN or infinite.
 
     Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
@@ -362,10 +367,10 @@ def compile(
     options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype)
     world = make_world(mesh, device)
     keeps_gradients = keep_gradients or optimizer is None
-    scheduling = scheduling_of(overlap, memory_cap_bytes, keeps_gradients)
-    program = build_program(
-        model, loss, example, spec, mesh, plan, costs, options, forward, progress, prefetch, scheduling
+    passes = Passes(
+        splitting_of(split), decomposing_of(decompose), scheduling_of(overlap, memory_cap_bytes, keeps_gradients)
     )
+    program = build_program(model, loss, example, spec, mesh, plan, costs, options, forward, progress, prefetch, passes)
     progress("start")
     settings = Settings(accumulate, seed, keeps_gradients, check_finite)
     return TrainStep(program, model, optimizer, world, settings)

@@ -75,7 +75,7 @@ def linears(n: int, options: DecomposeOptions | None, batch: int = 1) -> tuple[T
     if options is None:
         return step, None, (x,)
     role, report = decompose(step.program.rank, None, options)
-    program = replace(step.program, roles=(role,))
+    program = replace(step.program, optimized=replace(step.program.optimized, roles=(role,)))
     settings = Settings(keep_gradients=True)
     return TrainStep(program, model, None, LocalWorld(program.mesh), settings), report, (x,)
 

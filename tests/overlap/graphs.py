@@ -157,7 +157,7 @@ def renamed(gm: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
 
 
 def run(
-    gm: fx.GraphModule,
+    gm: fx.GraphModule | Sequence[fx.GraphModule],
     inputs: Sequence[Sequence[Tensor]],
     mesh: Mapping[str, Sequence[tuple[int, ...]]] = MESH,
     seed: int = 0,
@@ -165,43 +165,71 @@ def run(
 ) -> Ran:
     """Run all ranks in lockstep; with `has_meta`, every value is as meta["val"] says.
 
+    Ranks may have graphs of their own: the k-th start or wait of each is of one op and group.
+
     A collective's result is garbage until its wait, which also checks that nobody wrote to the operand or to the result
     in between. Every rank has a random generator of its own, which random ops draw from in graph order.
     """
-    ran = Ran(gm, inputs, mesh, seed)
+    ran = Ran([gm] * len(inputs) if isinstance(gm, fx.GraphModule) else gm, inputs, mesh, seed, has_meta)
     with torch.random.fork_rng(devices=[]):
-        for node in gm.graph.nodes:
-            ran.step(node)
-            if has_meta:
-                check_meta(node, ran.envs)
+        ran.run()
     return ran
 
 
 class Ran:
-    """A graph as it ran: every value of every rank."""
+    """A graph as it ran: every value of every rank, by its own nodes; `gm` is that of rank 0."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Sequence[Tensor]], mesh: Any, seed: int) -> None:
-        self.gm, self.mesh = gm, mesh
+    def __init__(
+        self, gms: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Tensor]], mesh: Any, seed: int, has_meta: bool
+    ) -> None:
+        self.gm, self.mesh, self.has_meta = gms[0], mesh, has_meta
+        self.gms, self.nodes = gms, [list(gm.graph.nodes) for gm in gms]
+        self.done = [0] * len(gms)  # nodes of each rank
+        events = [[n for n in nodes if n.target in (*STARTS, WAIT)] for nodes in self.nodes]
+        self.own = {column[0]: column for column in zip(*events, strict=True)}
+        for column in self.own.values():
+            kinds = {(n.target, n.args[-1] if n.target in STARTS else "") for n in column}
+            assert len(kinds) == 1, f"ranks communicate in different orders: {column}"
         self.envs: list[dict[fx.Node, Any]] = [{} for _ in inputs]
-        self.inputs = [[t.clone() for t in tensors] for tensors in inputs]
+        self.inputs = [[t.clone() if isinstance(t, Tensor) else t for t in tensors] for tensors in inputs]
         self.feeds: list[Iterator[Tensor]] = [iter(tensors) for tensors in self.inputs]
         self.states = [torch.Generator().manual_seed(seed * RANKS + r).get_state() for r in range(len(inputs))]
         self.pending: dict[fx.Node, tuple[Any, Any]] = {}  # of a start: operands at its time, results
         self.outputs: list[Any] = []
 
-    def step(self, node: fx.Node) -> None:
-        if node.op == "placeholder":
-            for env, feed in zip(self.envs, self.feeds, strict=True):
-                env[node] = next(feed)
-        elif node.op == "output":
-            self.outputs = [fx.map_arg(node.args[0], env.__getitem__) for env in self.envs]
-        elif node.target in STARTS:
-            self._start(node)
-        elif node.target is WAIT:
-            self._wait(node)
-        else:
-            for rank in range(len(self.envs)):
+    def nodes_of(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Of a start or wait of rank 0, that of every rank."""
+        return self.own[node]
+
+    def run(self) -> None:
+        for column in (*self.own.values(), None):
+            for rank in range(len(self.nodes)):
+                self._advance(rank)
+            if column is not None:
+                (self._wait if column[0].target is WAIT else self._start)(column[0])
+                for rank, node in enumerate(column):
+                    self.done[rank] += 1
+                    self._check(node, rank)
+
+    def _advance(self, rank: int) -> None:
+        """Run a rank up to its next start or wait."""
+        for node in self.nodes[rank][self.done[rank] :]:
+            if node.target in (*STARTS, WAIT):
+                return
+            self.done[rank] += 1
+            if node.op == "placeholder":
+                self.envs[rank][node] = next(self.feeds[rank])
+            elif node.op == "get_attr":
+                self.envs[rank][node] = operator.attrgetter(str(node.target))(self.gms[rank])
+            elif node.op == "output":
+                self.outputs.append(fx.map_arg(node.args[0], self.envs[rank].__getitem__))
+            else:
                 self._compute(node, rank)
+            self._check(node, rank)
+
+    def _check(self, node: fx.Node, rank: int) -> None:
+        if self.has_meta:
+            check_meta(node, [self.envs[rank]])
 
     def _compute(self, node: fx.Node, rank: int) -> None:
         env = self.envs[rank]
@@ -211,18 +239,19 @@ class Ran:
         self.states[rank] = torch.get_rng_state()
 
     def _operands(self, node: fx.Node) -> list[Any]:
-        return [fx.map_arg(node.args[0], env.__getitem__) for env in self.envs]
+        pairs = zip(self.nodes_of(node), self.envs, strict=True)
+        return [fx.map_arg(one.args[0], env.__getitem__) for one, env in pairs]
 
     def _start(self, node: fx.Node) -> None:
-        operands = self._operands(node)
+        operands, nodes = self._operands(node), self.nodes_of(node)
         results: list[Any] = [None] * len(operands)
         for members in self.mesh[node.args[-1]]:
-            made = _exchange(node, [operands[m] for m in members])
+            made = _exchange([nodes[m] for m in members], [operands[m] for m in members])
             for member, result in zip(members, made, strict=True):
                 results[member] = result
-        for env, operand, result in zip(self.envs, operands, results, strict=True):
-            into = operand if node.target in IN_PLACE else fx.map_arg(node.kwargs.get("out"), env.__getitem__)
-            env[node] = _each(result, _garbage) if into is None else into.copy_(_garbage(into))
+        for one, env, operand, result in zip(nodes, self.envs, operands, results, strict=True):
+            into = operand if node.target in IN_PLACE else fx.map_arg(one.kwargs.get("out"), env.__getitem__)
+            env[one] = _each(result, _garbage) if into is None else into.copy_(_garbage(into))
         self.pending[node] = ([_each(x, Tensor.clone) for x in operands], results)
 
     def _wait(self, node: fx.Node) -> None:
@@ -231,22 +260,24 @@ class Ran:
         while isinstance(start, fx.Node) and start.target in (operator.getitem, WAIT):
             start = start.args[0]
         assert isinstance(source, fx.Node)
+        assert isinstance(start, fx.Node)
         assert start in self.envs[0], f"{node.name} waits for what has not been started"
         if start in self.pending:
             before, results = self.pending.pop(start)
-            for env, operand, old, result in zip(self.envs, self._operands(start), before, results, strict=True):
+            rows = zip(self.nodes_of(start), self.envs, self._operands(start), before, results, strict=True)
+            for one, env, operand, old, result in rows:
                 assert _same(operand, old), f"the operand of {start} changed in flight"
-                assert _same(env[start], _each(result, _garbage)), f"the result of {start} was written to in flight"
-                values = env[start] if isinstance(result, list) else [env[start]]
+                assert _same(env[one], _each(result, _garbage)), f"the result of {start} was written to in flight"
+                values = env[one] if isinstance(result, list) else [env[one]]
                 for value, part in zip(values, result if isinstance(result, list) else [result], strict=True):
                     value.copy_(part)
-        for env in self.envs:
-            env[node] = env[source]
+        for one, env in zip(self.nodes_of(node), self.envs, strict=True):
+            env[one] = env[one.args[0]]  # type: ignore[index]
 
     def results(self) -> list[list[Tensor]]:
         """Outputs and final placeholders of every rank."""
         return [
-            [o for o in outputs if isinstance(o, Tensor)] + tensors
+            [x for x in (*outputs, *tensors) if isinstance(x, Tensor)]
             for outputs, tensors in zip(self.outputs, self.inputs, strict=True)
         ]
 
@@ -281,16 +312,16 @@ def _same(x: Any, y: Any) -> bool:
     return all(_bits(a).equal(_bits(b)) for a, b in pairs)
 
 
-def _exchange(node: fx.Node, operands: Sequence[Any]) -> list[Any]:
-    """What each member of one group gets."""
+def _exchange(nodes: Sequence[fx.Node], operands: Sequence[Any]) -> list[Any]:
+    """What each member of one group gets; `nodes` are the members'."""
     if isinstance(operands[0], list | tuple):
-        columns = [_exchange_one(node, list(column)) for column in zip(*operands, strict=True)]
+        columns = [_exchange_one(nodes, list(column)) for column in zip(*operands, strict=True)]
         return [list(row) for row in zip(*columns, strict=True)]
-    return _exchange_one(node, operands)
+    return _exchange_one(nodes, operands)
 
 
-def _exchange_one(node: fx.Node, operands: Sequence[Tensor]) -> list[Tensor]:
-    size = len(operands)
+def _exchange_one(nodes: Sequence[fx.Node], operands: Sequence[Tensor]) -> list[Tensor]:
+    size, node = len(operands), nodes[0]
     kind = re.sub(r"(_coalesced|_out|_)?\..*", "", node.target.__name__)  # type: ignore[union-attr]
     if kind == "all_gather_into_tensor":
         assert node.args[1] == size
@@ -298,8 +329,10 @@ def _exchange_one(node: fx.Node, operands: Sequence[Tensor]) -> list[Tensor]:
     if kind == "broadcast":
         return [operands[node.args[1]].clone() for _ in operands]  # type: ignore[index]
     if kind == "all_to_all_single":
-        sent = [x.split(node.args[2]) for x in operands]  # type: ignore[arg-type]
-        assert node.args[1] == node.args[2]
+        assert all(x.is_contiguous() for x in operands), f"{node.name} takes what is not contiguous"
+        sent = [x.split(one.args[2]) for one, x in zip(nodes, operands, strict=True)]  # type: ignore[arg-type]
+        for i, one in enumerate(nodes):
+            assert [len(sent[j][i]) for j in range(size)] == list(one.args[1]), f"blocks for member {i} do not fit"
         return [torch.cat([sent[j][i] for j in range(size)]) for i in range(size)]
     total = _reduced(str(node.args[1]), operands)
     if kind == "all_reduce":
@@ -333,8 +366,12 @@ def check_meta(node: fx.Node, envs: Sequence[Mapping[fx.Node, Any]]) -> None:
 def random_inputs(gm: fx.GraphModule, seed: int = 0, num_ranks: int = RANKS) -> list[list[Tensor]]:
     """Other values on every rank; small integers, so that sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(seed)
-    vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder", sort=True)]
-    return [[torch.randint(-3, 4, v.shape, generator=generator).to(v.dtype) for v in vals] for _ in range(num_ranks)]
+    vals = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder", sort=True)]
+
+    def one(v: Any) -> Any:  # inputs that are no tensors are objects that nothing is computed with
+        return torch.randint(-3, 4, v.shape, generator=generator).to(v.dtype) if isinstance(v, Tensor) else None
+
+    return [[one(v) for v in vals] for _ in range(num_ranks)]
 
 
 def assert_same_values(before: fx.GraphModule, after: fx.GraphModule, mesh: Any = MESH, seed: int = 0) -> None:

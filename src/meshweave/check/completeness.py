@@ -21,6 +21,8 @@ from meshweave.errors import VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
 from meshweave.ir.rank import STARTS, RankGraph, Transfer, transfer
+from meshweave.overlap.carry import uncarried
+from meshweave.overlap.unmerge import unmerged
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,13 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
     """Raise VerifyError for the first value that is not what its consumer needs; else say what was proven.
 
     `roles` are the rank graphs of `placed`. The first only: what follows a wrong value is about no value with a name.
+    Merged collectives are taken apart first, which proves what merging did. What a role takes from the step before is
+    proven to be made there as in this step (`overlap.carry.uncarried`), and replayed as a part of this step.
     """
     known = Known(placed)
-    replays = [RoleReplay(rank, known) for rank in roles]
+    for rank in roles:
+        _check_carries(known, rank)
+    replays = [RoleReplay(uncarried(unmerged(rank)), known) for rank in roles]
     _check_devices(known, replays)
     for role in replays:
         _check_inputs(known, role)
@@ -268,6 +274,23 @@ def _check_inputs(known: Known, role: RoleReplay) -> None:
                 where=str(role),
                 got=f"{layout} on {layout.mesh}",
                 expected="no such input" if source is None else str(source.meta["layout"]),
+            )
+
+
+def _check_carries(known: Known, role: RankGraph) -> None:
+    """What is carried over is held in the layout that the placed graph says of it."""
+    if role.prologue is None:
+        return
+    end = next(iter(reversed(role.prologue.graph.nodes)))
+    made = dict(zip(role.prologue.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
+    for item, layout in zip(role.inputs, role.layouts, strict=True):
+        node = made.get((item.kind, item.name))
+        mark = None if node is None else known.meaning(node)  # type: ignore[arg-type]
+        if mark is not None and (mark.meta["layout"], spec_of(mark)) != (layout, item.spec):
+            raise VerifyError(
+                f"input {item.kind} {item.name} is not what the placed graph makes of it",
+                got=f"{item.spec} {layout}",
+                expected=f"{spec_of(mark)} {mark.meta['layout']}",
             )
 
 

@@ -20,7 +20,8 @@ from meshweave.cli.screen import Stage
 from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
-from meshweave.overlap.step import Scheduling, scheduling_of
+from meshweave.overlap.step import scheduling_of
+from meshweave.passes import Passes, decomposing_of, splitting_of
 from meshweave.sharding.plan_text import data_parallel_size
 from meshweave.sharding.plans import Plan
 
@@ -44,6 +45,13 @@ Recompute = Annotated[Policy, typer.Option("--recompute", help="what backward ma
 ParamDtypeOption = Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")]
 Prefetch = Annotated[int, typer.Option("--prefetch", min=0, help="blocks ahead of which parameters are gathered")]
 Overlap = Annotated[bool, typer.Option("--overlap", help="order the step so that communication runs beside compute")]
+Split = Annotated[
+    int, typer.Option("--split", help="run rows in that many chunks, one under the communication of another; 0: no")
+]
+Decompose = Annotated[
+    bool,
+    typer.Option("--decompose", help="take collectives apart into messages under matmuls, where it gains"),
+]
 MemoryCap = Annotated[
     str, typer.Option("--memory-cap", help="the most that a device may hold at once, such as 40GB; implies --overlap")
 ]
@@ -86,6 +94,8 @@ class Job:
     profile: str = ""
     overlap: bool = False
     memory_cap: str = ""
+    decompose: bool = False
+    split: int = 0
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -112,9 +122,12 @@ class Job:
         )
 
     @property
-    def scheduling(self) -> Scheduling | None:
-        """How the step is scheduled, if at all."""
-        return scheduling_of(self.overlap or None, parse_bytes(self.memory_cap) if self.memory_cap else None)
+    def passes(self) -> Passes:
+        """What the step goes through."""
+        cap = parse_bytes(self.memory_cap) if self.memory_cap else None
+        return Passes(
+            splitting_of(self.split or None), decomposing_of(self.decompose), scheduling_of(self.overlap or None, cap)
+        )
 
     def load(self, mesh: Mesh, plan: Plan | None, device: str = "cpu") -> Source:
         if self.batch is not None and self.local_batch is not None:
@@ -145,7 +158,7 @@ def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer:
         job.options,
         progress=stage,
         prefetch=job.prefetch,
-        scheduling=job.scheduling,
+        passes=job.passes,
     )
 
 

@@ -12,12 +12,13 @@ from torch import nn
 
 from meshweave.capture.sources import Source
 from meshweave.capture.step import Batch, call_in
-from meshweave.check.completeness import Completeness, check_complete
+from meshweave.check.completeness import Completeness
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, Recipe, check_numerics
 from meshweave.cli.job import (
     Accumulate,
     Clip,
+    Decompose,
     DtypeOption,
     GlobalBatch,
     Job,
@@ -35,12 +36,13 @@ from meshweave.cli.job import (
     Recompute,
     Seed,
     Seq,
+    Split,
     compiled,
 )
 from meshweave.cli.screen import Debug, Json, Screen, guarded
 from meshweave.compile import Program, TrainStep, make_world
 from meshweave.ir.mesh import Mesh
-from meshweave.overlap.unmerge import unmerged
+from meshweave.passes import prove
 from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.session import Settings
@@ -54,7 +56,7 @@ def check(
     local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
     accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
     param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "",
+    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
     json: Json = False, debug: Debug = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS,
 ) -> None:  # fmt: skip
@@ -62,7 +64,7 @@ def check(
     with eager PyTorch. Exit code 0 when all holds."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
     )  # fmt: skip
     guarded(Screen("check", json), debug, lambda screen: _check(screen, job, steps))
 
@@ -72,14 +74,14 @@ def plan_command(
     local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
     accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
     param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "",
+    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
     json: Json = False, debug: Debug = False,
     show_all: Annotated[bool, typer.Option("--all", help="show each twin of repeated layers")] = False,
 ) -> None:  # fmt: skip
     """Show every move of data in one step, without running it: no memory is taken for an hf: model."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
     )  # fmt: skip
     guarded(Screen("plan", json), debug, lambda screen: _plan(screen, job, show_all))
 
@@ -133,8 +135,7 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
 
 
 def _proven(program: Program) -> tuple[Completeness, DeadlockFreedom]:
-    """Merged collectives are taken apart first: what a merge did is proven by that."""
-    return check_complete(program.placed, tuple(map(unmerged, program.roles))), check_deadlock(program.roles)
+    return prove(program.placed, program.optimized), check_deadlock(program.roles)
 
 
 def _show_check(screen: Screen, report: NumericsReport) -> None:

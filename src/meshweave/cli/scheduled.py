@@ -1,7 +1,8 @@
-"""What the scheduler did to a program, for people: seconds before and after, and which communications became one."""
+"""What passes did to a program, for people: seconds before and after, which communications became one or many."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshweave.simulate.result import Simulation
 
 
 def gain_row(program: Program, before: Simulation, after: Simulation) -> dict[str, Any]:
-    """The simulated step before and after, and what the scheduler says of each role."""
+    """The simulated step before and after, and what the passes say of each role."""
     return {
         "seconds_before": before.seconds,
         "seconds": after.seconds,
@@ -27,16 +28,33 @@ def gain_row(program: Program, before: Simulation, after: Simulation) -> dict[st
             | {"num_merged": sum(len(m.names) for m in r.merges if m.is_taken), "notes": list(r.notes)}
             for r in program.overlap
         ],
+        "variants": [{"name": v.name, "seconds": v.seconds, "reason": v.reason} for v in program.optimized.variants],
+        "taken": program.optimized.name,
+        "taken_apart": [
+            {"name": row.name, "op": row.op, "group": row.group, "way": row.way, "num_steps": row.num_steps}
+            | {"is_taken": row.is_taken, "reason": row.reason, "numerics": row.numerics}
+            for report in program.optimized.rings
+            for row in report.rows
+        ],
     }
 
 
 def gain_lines(program: Program, before: Simulation, after: Simulation) -> Iterable[str]:
-    """`overlap: 71.7 -> 40.4 ms`, and a line per role."""
+    """`overlap: 71.7 -> 40.4 ms`, and a line per role and pass."""
+    passes = "overlap" if program.overlap else "chunks"
     yield (
-        f"overlap: step {before.seconds * 1e3:,.3f} -> {after.seconds * 1e3:,.3f} ms "
+        f"{passes}: step {before.seconds * 1e3:,.3f} -> {after.seconds * 1e3:,.3f} ms "
         f"({before.seconds / after.seconds:.2f}x), exposed {before.exposed_seconds * 1e3:,.3f} -> "
         f"{after.exposed_seconds * 1e3:,.3f} ms"
     )
+    if program.optimized.variants:
+        yield f"  taken: {program.optimized.name}; of {'; '.join(map(str, program.optimized.variants))}"
+    for i, split in enumerate(program.optimized.splits):
+        yield f"  role {i}: {str(split).splitlines()[0]}"
+    for i, rings in enumerate(program.optimized.rings):
+        ways = Counter(row.way for row in rings.rows if row.is_taken)
+        told = ", ".join(f"{count} {way}" for way, count in ways.items()) or rings.rows[0].reason if rings.rows else ""
+        yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives taken apart: {told}"
     for i, report in enumerate(program.overlap):
         taken = [m for m in report.merges if m.is_taken]
         num_merged = sum(len(m.names) for m in taken)
@@ -45,6 +63,7 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
             f"{bytes_text(report.peak_before)} -> {bytes_text(report.peak_bytes)} at most, cap "
             f"{bytes_text(report.cap_bytes)}; {num_merged} communications merged into {len(taken)}"
         )
+        yield from (f"    {note}" for note in report.notes)
 
 
 def parts_of(program: Program) -> Mapping[str, tuple[fx.Node, ...]]:

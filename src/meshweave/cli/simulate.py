@@ -18,6 +18,7 @@ from meshweave.cli.costs import parse_machine
 from meshweave.cli.job import (
     Accumulate,
     Clip,
+    Decompose,
     DtypeOption,
     GlobalBatch,
     Job,
@@ -32,6 +33,7 @@ from meshweave.cli.job import (
     Recompute,
     Seed,
     Seq,
+    Split,
     compiled,
 )
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
@@ -68,7 +70,8 @@ def simulate_command(
     optimizer: OptimizerOption = "adamw", lr: Lr = None, local_batch: LocalBatch = None, batch: GlobalBatch = None,
     seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1, clip_grad_norm: Clip = None,
     recompute: Recompute = "none", param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "", fusion: Fusing = None, pipeline: Pipelined = "sequential",
+    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
+    fusion: Fusing = None, pipeline: Pipelined = "sequential",
     matmul_dtype: InDtype = None,
     report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None,
@@ -79,7 +82,7 @@ def simulate_command(
     and the best is marked. Nothing of the machine is needed."""
     job = Job(
         model, "", "", optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
     )  # fmt: skip
 
     def body(screen: Screen) -> int:
@@ -93,8 +96,8 @@ def simulate_command(
             title = " ".join(filter(None, (model, f"on {text or 'one device'}", planned)))
             as_asked = partial(simulate, profile=machine, fusion=fusion, pipeline=pipeline, matmul_dtype=narrow)
             found.append((program, as_asked(program, title=title)))
-            if program.overlap:
-                before = as_asked(replace(program, roles=program.unscheduled), title=title)
+            if program.roles is not program.expanded or program.optimized.variants:
+                before = as_asked(program.as_expanded, title=title)
                 gains.append(gain_row(program, before, found[-1][1]))
                 for line in gain_lines(program, before, found[-1][1]):
                     screen.say(line)
@@ -112,14 +115,14 @@ def explain_command(
     batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1,
     clip_grad_norm: Clip = None, recompute: Recompute = "none", param_dtype: ParamDtypeOption = None,
     prefetch: Prefetch = 0, seed: Seed = 0, overlap: Overlap = False, memory_cap: MemoryCap = "",
-    fusion: Fusing = None,
+    decompose: Decompose = False, split: Split = 0, fusion: Fusing = None,
     why: Annotated[str, typer.Option("--why", help="a node, module or source line, or part of one")] = "",
     json: Json = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Say of every communication why it moves and why it is exposed; with --why of those that a text names."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
     )  # fmt: skip
 
     def body(screen: Screen) -> int:

@@ -18,6 +18,7 @@ from meshweave.capture.sources import Source
 from meshweave.cli.job import (
     Accumulate,
     Clip,
+    Decompose,
     DtypeOption,
     GlobalBatch,
     Job,
@@ -35,6 +36,7 @@ from meshweave.cli.job import (
     Recompute,
     Seed,
     Seq,
+    Split,
     compiled,
 )
 from meshweave.cli.screen import Debug, Json, Screen, guarded, rank, write_text
@@ -53,7 +55,7 @@ def run(
     local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
     accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
     param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "",
+    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
     json: Json = False, debug: Debug = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20,
     checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = "",
@@ -63,7 +65,7 @@ def run(
     """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
     job = Job(
         model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap,
+        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
     )  # fmt: skip
     guarded(Screen("run", json), debug, lambda screen: _run(screen, job, steps, checkpoint, save_every, report))
 

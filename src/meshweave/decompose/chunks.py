@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import torch
 from torch import fx
 
 from meshweave.decompose.cut import (
+    FIXED,
+    RANKED,
     SHAPED,
     Cut,
     Kind,
@@ -26,7 +29,9 @@ from meshweave.decompose.writer import Number, Writer
 from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS
-from meshweave.simulate.shapes import Local, Value
+from meshweave.simulate.shapes import NOTHING, Local, Value
+
+aten = torch.ops.aten
 
 
 @dataclass(slots=True)
@@ -36,9 +41,9 @@ class Shapes:
     local: Local
 
     def of(self, node: fx.Node) -> Shape:
-        made = self.local.values[node]
+        made = self.local.values.get(node, NOTHING)  # what rings have written is not there
         if len(made) != 1:
-            raise NoCut("it is several tensors, or none")
+            raise NoCut("it is several tensors, or none that is known")
         return made[0].shape
 
     def op(self, node: fx.Node) -> Op:
@@ -60,7 +65,7 @@ def cuttable(node: fx.Node, why: list[str]) -> Kind | None:
     """The kind of an op that chunks may pass; None, with a reason in `why`, for others."""
     kind = kind_of(node)
     if kind is None and node.op != "output":
-        why.append(f"{node.name} cannot be done chunk by chunk")
+        why.append(f"{node.name} {node.meta.get(FIXED, 'cannot be done chunk by chunk')}")
     elif has_symbols((node.args, node.kwargs)):
         why.append(f"{node.name} has sizes that differ between devices")
         return None
@@ -267,8 +272,11 @@ class Chunker:
             return next(iter(operands))
         rest = iter(operands)
         args, kwargs = map_nodes(node, lambda n: n if n.target in SYMBOLS else next(rest))
-        if node.target in SHAPED and cut is not None:
+        target = node.target
+        if target in RANKED and cut is not None:  # a chunk may have a dim of size 1 where the whole has not
+            target, args = aten.reshape.default, (args[0], list(cut.chunk(self.shapes.of(node))))
+        elif target in SHAPED and cut is not None:
             args = (args[0], list(cut.chunk(self.shapes.of(node))))
         if node.target is local_ops.deal_blocks and cut is not None and cut.dim == args[3]:
             args = (*args[:5], args[5] // cut.count)  # the size of a block along the dim that is dealt
-        return self.write.call(node.target, *args, like=node, kwargs=kwargs)
+        return self.write.call(target, *args, like=node, kwargs=kwargs)

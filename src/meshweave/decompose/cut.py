@@ -16,6 +16,8 @@ from meshweave.ir.rank import SYMBOLS
 aten = torch.ops.aten
 Shape = tuple[int, ...]
 Sum = Literal["sum"]
+FIXED = "fixed"  # meta of nodes that are not moved, nor done chunk by chunk: it says why
+LOOSE = "loose"  # meta of starts that may stand earlier among those of their group: all ranks move them alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +229,15 @@ def contraction(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
 _VIEW = Kind(_view_forward, _view_backward, is_free=True)
 _PERMUTE = Kind(_permute_forward, _permute_backward, is_free=True)
 _POINTWISE = Kind(_pointwise_forward, _pointwise_backward)
+_SAME = Kind(_pointwise_forward, _pointwise_backward, is_free=True)
 _REDUCTION = Kind(_reduction_forward, _reduction_backward)
 _MATMUL = Kind(_matmul_forward, _matmul_backward, is_matmul=True)
 VIEWS = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})  # the elements keep their order
+RANKED = frozenset({aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})  # of size 1
 SHAPED = VIEWS | {aten.expand.default}  # argument 1 is the shape
 _KINDS: Mapping[Any, Kind] = {
-    **dict.fromkeys(VIEWS, _VIEW),
-    aten.expand.default: Kind(_pointwise_forward, _pointwise_backward, is_free=True),
+    **dict.fromkeys(VIEWS | RANKED, _VIEW),
+    **dict.fromkeys((aten.expand.default, aten.alias.default, aten.detach.default), _SAME),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _PERMUTE),
     local_ops.join_blocks: Kind(_join_forward, _join_backward),
     local_ops.deal_blocks: Kind(_deal_forward, _deal_backward),
@@ -246,7 +250,7 @@ _KINDS: Mapping[Any, Kind] = {
 
 def kind_of(node: fx.Node) -> Kind | None:
     """The kind of an op that can be done chunk by chunk; None for others."""
-    if node.op != "call_function":
+    if node.op != "call_function" or FIXED in node.meta:
         return None
     is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     is_random = is_pointwise and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]

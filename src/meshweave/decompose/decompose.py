@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,13 +13,14 @@ from meshweave.decompose.algorithms import algorithm, prove
 from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream
 from meshweave.decompose.cut import operands_of
 from meshweave.decompose.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
-from meshweave.decompose.find import EXCHANGE, KINDS, gathered, hoisted, in_time, reduced, starts_of, stays_in, variants
+from meshweave.decompose.find import EXCHANGE, KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
+from meshweave.decompose.frame import Frame, RoleFrame
 from meshweave.decompose.price import Estimate, Prices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.decompose.proof import prove_rings
 from meshweave.decompose.report import DecomposeReport, Row, gain_text, joined_reasons, no_gain_text, shared_row
 from meshweave.decompose.rewrite import Way, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
-from meshweave.decompose.share import share_gathers
-from meshweave.decompose.writer import Ring, RingKind, Writer, copied, ring_of
+from meshweave.decompose.share import Shared, share_gathers
+from meshweave.decompose.writer import Ring, RingKind, Writer, copied
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import Spec, origin_of
@@ -59,70 +60,98 @@ class DecomposeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class Choice:
     """A way that can be gone, and what it costs."""
 
     way: Way
     found: Downstream | Upstream | Region
+    num_steps: int
     estimate: Estimate | None
     more: float = 0.0  # that the second half of an all-reduce can gain then
-
-    def num_steps(self, ring: Ring) -> int:
-        return self.way.num_chunks if self.way.row is None else len(self.way.row.steps(ring.size))
 
     @property
     def gain(self) -> float:
         return self.estimate.before - self.estimate.after + self.more if self.estimate is not None else 0.0
 
+    @property
+    def matmuls(self) -> tuple[fx.Node, ...]:
+        found = self.found
+        return tuple(found.consumers) if isinstance(found, Downstream) else tuple(found.matmuls)
+
+
+# Of the choices for a start: which, and why it is left all the same ("": it is taken).
+Pick = Callable[[fx.Node, Sequence[Choice]], tuple[int, str]]
+
+
+def first(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+    return 0, ""
+
+
+def by_gain(margin: float) -> Pick:
+    """Of the choices that gain as much as the best but for the margin, the one with the fewest steps (each costs what
+    no estimate sees, and nodes of the graph), the first of equals; left where it does not gain the margin."""
+
+    def pick(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+        most = max(choices, key=lambda choice: choice.gain)
+        assert most.estimate is not None
+        least = most.gain - margin * most.estimate.before
+        near = [choice for choice in choices if choice.gain >= least]
+        best = min(near, key=lambda choice: (choice.num_steps, -choice.gain))
+        assert best.estimate is not None
+        is_gain = best.gain > margin * best.estimate.before
+        return choices.index(best), "" if is_gain else no_gain_text(best.way, best.estimate)
+
+    return pick
+
 
 @dataclass(slots=True)
-class _Pass:
-    role: RankGraph
+class Pass:
+    """Goes through the collectives of a graph in order, `pick` deciding what becomes of each. What it has decided is
+    in `decisions`: per collective that could be taken apart the number of the choice, -1 where it was left."""
+
+    frame: Frame
     options: DecomposeOptions
     shapes: Shapes
     prices: Prices | None
+    pick: Pick
+    decisions: list[int] = field(default_factory=list)
     write: Writer = field(init=False)
     returned: dict[fx.Node, Row] = field(default_factory=dict)  # all-to-alls that went with an earlier one
     halves: list[fx.Node] = field(default_factory=list)  # gathers that all-reduces have become
 
     def __post_init__(self) -> None:
-        self.write = Writer(self.role.graph, next(iter(self.role.graph.nodes)))
+        self.write = Writer(self.frame.graph, next(iter(self.frame.graph.nodes)))
 
-    def run(self, shared: list[Row]) -> DecomposeReport:
-        rows = list(shared)
-        for start in starts_of(self.role):
+    def run(self, shared: Sequence[Shared] = ()) -> DecomposeReport:
+        rows = [shared_row(*one) for one in shared]
+        for start in starts_of(self.frame.graph):
             rows.append(self.returned.get(start) or self.collective(start))
             while self.halves:
                 rows.append(self.collective(self.halves.pop()))
+        prove_rings(self.frame)
         return DecomposeReport(tuple(rows))
 
     def collective(self, start: fx.Node) -> Row:
-        ring, kind = ring_of(self.role, start), KINDS[start.target]
-        row = Row(start.name, kind, ring.group, str(origin_of(start)))
-        ways = self.ways(kind)
+        kind, place = KINDS[start.target], self.frame.place(start)
+        if problem := self.frame.refused(start):
+            return Row(start.name, kind, str(start.args[-1]), place, reason=problem)
+        ring, ways = self.frame.ring(start), self.ways(kind)
+        row = Row(start.name, kind, ring.group, place)
         if problem := self.refused(start, ring, ways):
             return replace(row, reason=problem)
-        order = {node: i for i, node in enumerate(self.role.graph.nodes)}
+        order = {node: i for i, node in enumerate(self.frame.graph.nodes)}
         why: list[str] = []
         choices = list(self.choices(start, ring, ways, order, why))
         if not choices:
             return replace(row, reason=why[0])
-        best = self.best(choices, ring)
-        row = self.described(row, best, ring)
-        if best.estimate is not None and best.gain <= self.options.margin * best.estimate.before:
-            return replace(row, reason=no_gain_text(best.way, best.estimate))
+        at, reason = self.pick(start, choices)
+        self.decisions.append(-1 if reason else at)
+        row = described(row, choices[at])
+        if reason:
+            return replace(row, reason=reason)
+        best = choices[at]
         numerics = self.rewrite(start, ring, best, order)
         return replace(row, is_taken=True, reason=gain_text(best.way, best.estimate, best.more), numerics=numerics)
-
-    def best(self, choices: list[_Choice], ring: Ring) -> _Choice:
-        """Of those that gain as much as the best but for the margin, the one with the fewest steps: each costs what no
-        estimate sees, and nodes of the graph. The first of equals."""
-        most = max(choices, key=lambda choice: choice.gain)
-        if most.estimate is None:
-            return most
-        spare = self.options.margin * most.estimate.before
-        near = [choice for choice in choices if choice.gain >= most.gain - spare]
-        return min(near, key=lambda choice: (choice.num_steps(ring), -choice.gain))
 
     def ways(self, kind: str) -> list[Way]:
         names: tuple[str, ...] = getattr(self.options, kind)
@@ -143,27 +172,26 @@ class _Pass:
             return "its group is of one device: nothing moves"
         if ring.size > self.options.most_devices:
             return f"its group is of {ring.size} devices, and a ring would have as many steps"
-        if not stays_in(self.role, start):
-            return "its group has devices of other roles"
         if start.target is EXCHANGE and not is_even(start):
             return "its blocks are of several sizes"
         return ""
 
     def choices(
         self, start: fx.Node, ring: Ring, ways: list[Way], order: dict[fx.Node, int], why: list[str]
-    ) -> Iterator[_Choice]:
+    ) -> Iterator[Choice]:
         kind = KINDS[start.target]
         for way in ways:
+            steps = way.num_chunks if way.row is None else len(way.row.steps(ring.size))
             if way.row is not None:
                 prove(way.row, ring.size)
             if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
-                yield _Choice(way, region, self.exchange_estimate(start, region, ring, way))
+                yield Choice(way, region, steps, self.exchange_estimate(start, region, ring, way))
             if kind in ("all_gather", "all_to_all"):
                 found = gathered(start, way, ring, self.shapes, order)
                 why.append(joined_reasons(found.why))
                 tried = variants(found, wait_of(start), self.options.sums)
-                for one in tried[:1] if self.prices is None else tried:
-                    yield _Choice(way, one, self.gather_estimate(start, one, ring, way))
+                for one in tried[:1] if self.options.when == "always" else tried:
+                    yield Choice(way, one, steps, self.gather_estimate(start, one, ring, way))
             if kind == "all_gather":
                 continue
             if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
@@ -173,7 +201,7 @@ class _Pass:
             why.append(joined_reasons(made.why))
             if made.matmuls:
                 more = self.second_half(start, made, ring, order) if kind == "all_reduce" and way.row else 0.0
-                yield _Choice(way, made, self.reduce_estimate(start, made, ring, way), more)
+                yield Choice(way, made, steps, self.reduce_estimate(start, made, ring, way), more)
 
     def gather_estimate(self, start: fx.Node, found: Downstream, ring: Ring, way: Way) -> Estimate | None:
         if self.prices is None:
@@ -211,15 +239,7 @@ class _Pass:
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         return self.options.accumulate or wide_dtype(dtype)
 
-    def described(self, row: Row, best: _Choice, ring: Ring) -> Row:
-        found = best.found
-        matmuls = tuple(n.name for n in (found.consumers if isinstance(found, Downstream) else found.matmuls))
-        row = replace(row, matmuls=matmuls, way=str(best.way), num_steps=best.num_steps(ring))
-        if best.estimate is None:
-            return row
-        return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
-
-    def rewrite(self, start: fx.Node, ring: Ring, best: _Choice, order: dict[fx.Node, int]) -> str:
+    def rewrite(self, start: fx.Node, ring: Ring, best: Choice, order: dict[fx.Node, int]) -> str:
         """Do it; returns what becomes of values."""
         way, found, wide = best.way, best.found, self.wide(self.dtype(start))
         kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
@@ -266,6 +286,13 @@ _RINGS: dict[str, RingKind] = {
 }
 
 
+def described(row: Row, best: Choice) -> Row:
+    row = replace(row, matmuls=tuple(n.name for n in best.matmuls), way=str(best.way), num_steps=best.num_steps)
+    if best.estimate is None:
+        return row
+    return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
+
+
 def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: Way) -> Row:
     reason = f"{way}: it takes back the chunks that {start.name} brings, each as soon as it is computed"
     row = Row(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(way), num_steps=ring.size)
@@ -293,15 +320,16 @@ def decompose(
             hint='or DecomposeOptions(when="always")',
         )
     made = copied(role)
-    gone = share_gathers(made) if options.share else ()
+    frame, prices = RoleFrame(made), None
+    pick: Pick = first
+    shared = share_gathers(frame) if options.share else ()
     shapes = Shapes(local_values(made))
-    prices = None
     if options.when == "gain":
         order = {node: i for i, node in enumerate(made.graph.nodes)}
-        prices = Prices(made, costs, shapes, order)  # type: ignore[arg-type]
-    report = _Pass(made, options, shapes, prices).run([shared_row(*one) for one in gone])
+        prices = Prices(frame, costs, shapes, order)  # type: ignore[arg-type]
+        pick = by_gain(options.margin)
+    report = Pass(frame, options, shapes, prices, pick).run(shared)
     _tell_specs(made)
-    prove_rings(made)
     return verify_rank(made), report
 
 

@@ -72,9 +72,10 @@ def _followed(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: l
     kind = cuttable(node, [])
     if kind is None:
         return None
-    op, operands = shapes.op(node), operands_of(node)
+    operands = operands_of(node)
     at = next(i for i, n in enumerate(operands) if n in cuts)
     try:
+        op = shapes.op(node)
         made = kind.forward(op, at, cuts[operands[at]])
         if made == "sum" or not made.fits(op.result):
             return None

@@ -8,10 +8,10 @@ from typing import Any
 from torch import fx
 
 from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream, upstream
-from meshweave.decompose.cut import Cut, Shape, Sum, kind_of, operands_of
+from meshweave.decompose.cut import FIXED, LOOSE, Cut, Shape, Sum, kind_of, operands_of
 from meshweave.decompose.rewrite import Way, wait_of
 from meshweave.decompose.writer import Ring
-from meshweave.ir.rank import STARTS, WAIT, RankGraph, collectives
+from meshweave.ir.rank import STARTS, WAIT, collectives
 
 GATHER = collectives.all_gather_into_tensor.default
 SCATTER = collectives.reduce_scatter_tensor.default
@@ -26,17 +26,8 @@ KINDS: dict[Any, str] = {
 _MOST_HOISTED = 16  # nodes that stand before a matmul's operand: views and casts of a weight are two or three
 
 
-def starts_of(role: RankGraph) -> list[fx.Node]:
-    return [node for node in role.graph.nodes if node.target in KINDS]
-
-
-def stays_in(role: RankGraph, start: fx.Node) -> bool:
-    """Whether the groups of a start have devices of this role alone: others would not know of its new messages."""
-    mesh, _ = role.group_axes(str(start.args[-1]))
-    devices = frozenset(role.devices)
-    if mesh.covers(devices) and len(mesh.devices) == len(devices):
-        return True
-    return all(devices.issuperset(role.group_members(str(start.args[-1]), device)) for device in role.devices)
+def starts_of(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target in KINDS]
 
 
 def gathered(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Downstream:
@@ -119,9 +110,11 @@ def earlier(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> lis
         if order.get(one, -1) < limit or one in moved:
             continue
         kind = kind_of(one)
-        is_made_of_nothing = one.op == "call_function" and not operands_of(one)
+        is_made_of_nothing = one.op == "call_function" and not operands_of(one) and FIXED not in one.meta
         is_light = is_made_of_nothing or one.target is WAIT or (kind is not None and not kind.is_matmul)
-        if one is anchor or one.target in STARTS or not is_light or len(moved) >= _MOST_HOISTED:
+        if one.target in STARTS:
+            is_light = LOOSE in one.meta
+        if one is anchor or not is_light or len(moved) >= _MOST_HOISTED:
             return None
         moved.add(one)
         waiting += one.all_input_nodes

@@ -11,14 +11,13 @@ from meshweave.decompose.algorithms import Index, Step
 from meshweave.decompose.chunks import Downstream, Shapes, Upstream, kept, part_of, taken
 from meshweave.decompose.cut import Cut, Sum, is_same, kind_of, operands_of
 from meshweave.decompose.exchange import Region
+from meshweave.decompose.frame import Frame
 from meshweave.decompose.play import Message, play_exchange, play_gather, play_reduce
 from meshweave.decompose.rewrite import Way, wait_of
 from meshweave.decompose.writer import Ring
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
-from meshweave.ir.rank import RankGraph
 from meshweave.simulate.classify import work_of
-from meshweave.simulate.kernels import Kernel, kernels_of
 from meshweave.simulate.tasks import COST_NAMES
 
 
@@ -54,21 +53,16 @@ class Estimate:
 
 @dataclass(slots=True)
 class Prices:
-    """What a role's work and communication cost on a machine."""
+    """What a graph's work and communication cost on a machine."""
 
-    role: RankGraph
+    frame: Frame
     profile: MachineProfile
     shapes: Shapes
     order: dict[fx.Node, int]
     _kernels: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        fusion = "compiled" if self.profile.fusion == "pointwise" else "ops"
-        kernels, _ = kernels_of(self.role, self.shapes.local, fusion)  # type: ignore[arg-type]
-        self._kernels = [(kernel.position, self._seconds(kernel)) for kernel in kernels]
-
-    def _seconds(self, kernel: Kernel) -> float:
-        return sum(self.profile.compute_seconds(work) for work in kernel.works)
+        self._kernels = self.frame.kernels(self.profile, self.shapes.local)
 
     def between(self, first: fx.Node, last: fx.Node) -> float:
         """Compute that stands between two nodes."""
@@ -122,7 +116,7 @@ class Prices:
     def named(self, start: fx.Node, op: str, num_bytes: float) -> Message:
         """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
         of a start and a wait: as simulate.tasks has it), and what it takes from compute beside it."""
-        profile, where = self.profile, self.role.group_axes(str(start.args[-1]))
+        profile, where = self.profile, self.frame.where(start)
         launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
         levels = frozenset(level for level, _ in profile.usage(op, *where))
         host = seconds * profile.host_share(op, *where) + launches

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -20,13 +20,18 @@ from meshweave.decompose.writer import Mark
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import RankGraph, collectives, destinations, permute, ring_index
+from meshweave.ir.rank import collectives, destinations, permute, ring_index
 
 _Token = tuple[int, int]  # the device whose data it is, and the number of the chunk
 
 
-def prove_rings(role: RankGraph) -> int:
-    """The number of rings of a role, each proven. Raises VerifyError, naming the node, for one that is wrong."""
+class _Graphed(Protocol):
+    @property
+    def graph(self) -> fx.Graph: ...
+
+
+def prove_rings(role: _Graphed) -> int:
+    """The number of rings in a graph, each proven. Raises VerifyError, naming the node, for one that is wrong."""
     found: dict[Mark, list[fx.Node]] = {}
     for node in role.graph.nodes:
         if "ring" in node.meta:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshweave.decompose.price import Estimate
 from meshweave.decompose.rewrite import Way
@@ -34,9 +34,12 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class DecomposeReport:
     """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: those for which an equal one stands, then
-    in order. The gather that an all-reduce has become follows it."""
+    in order. The gather that an all-reduce has become follows it. Of anyone's graph, where costs were asked, also the
+    seconds of the whole graph before and after, each in its best order; else 0."""
 
     rows: tuple[Row, ...]
+    seconds_before: float = 0.0
+    seconds_after: float = 0.0
 
     @property
     def num_taken(self) -> int:
@@ -47,8 +50,16 @@ class DecomposeReport:
         """What the estimates promise together."""
         return sum(row.seconds_before - row.seconds_after for row in self.rows if row.is_taken)
 
+    def left(self, reason: str) -> DecomposeReport:
+        """The same, of a graph that stays as it was for this reason."""
+        rows = (replace(r, is_taken=False, reason=f"{reason}; {r.reason}") if r.is_taken else r for r in self.rows)
+        return replace(self, rows=tuple(rows))
+
     def __str__(self) -> str:
         head = f"{self.num_taken} of {len(self.rows)} collectives taken apart"
+        if self.seconds_before:
+            head += f"; the graph takes {_microseconds(self.seconds_after)} instead of "
+            head += _microseconds(self.seconds_before)
         return "\n".join([head, *(f"  {row}" for row in self.rows)])
 
 

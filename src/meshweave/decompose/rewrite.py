@@ -38,7 +38,7 @@ def wait_of(start: fx.Node) -> fx.Node:
 def inherit(made: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
     """`made` stands for `old` from now on."""
     shapes.local.values[made] = shapes.local.values[old]
-    made.meta |= {key: old.meta[key] for key in ("spec", "global", "origin") if key in old.meta}
+    made.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
     old.replace_all_uses_with(made)
     return made
 

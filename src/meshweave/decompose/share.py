@@ -8,46 +8,37 @@ import torch
 from torch import fx
 
 from meshweave.decompose.cut import kind_of
-from meshweave.decompose.find import GATHER, stays_in
+from meshweave.decompose.find import GATHER
+from meshweave.decompose.frame import Frame
 from meshweave.decompose.rewrite import erase_unused, wait_of
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph
 
 aten = torch.ops.aten
+Shared = tuple[str, str, str]  # a gather that is gone: its name, its group, and the name of the one that stands for it
 
 
-def share_gathers(role: RankGraph) -> tuple[tuple[str, str, str], ...]:
+def share_gathers(frame: Frame) -> tuple[Shared, ...]:
     """Let those gathers of a phase that gather the same activation over the same group be the first of them. Per gather
     that is gone: its name, its group, and the name of the one that stands for it.
 
     Parameters are left: how long they live gathered is decided where they are moved.
     """
     first: dict[Any, fx.Node] = {}
-    lasting, gone = _lasting(role), list[tuple[str, str, str]]()
-    for start in [node for node in role.graph.nodes if node.target is GATHER]:
-        if start in lasting or not stays_in(role, start):
+    lasting, gone = frame.lasting(), list[Shared]()
+    for start in [node for node in frame.graph.nodes if node.target is GATHER]:
+        if start in lasting or frame.refused(start):
             continue
         kept = first.setdefault((_text(start.args[0]), start.args[1:], origin_of(start).phase), start)
         if kept is start:
             continue
         wait, its = wait_of(start), wait_of(kept)
-        order = {node: i for i, node in enumerate(role.graph.nodes)}
+        order = {node: i for i, node in enumerate(frame.graph.nodes)}
         if order[wait] < order[its]:
             wait.prepend(its)
         wait.replace_all_uses_with(its)
         gone.append((start.name, str(start.args[-1]), kept.name))
-        erase_unused(role.graph, [wait])
+        erase_unused(frame.graph, [wait])
     return tuple(gone)
-
-
-def _lasting(role: RankGraph) -> set[fx.Node]:
-    """The nodes that are made of nothing but parameters and state."""
-    sources = (node for node in role.graph.nodes if node.op == "placeholder")
-    found = {node for node, item in zip(sources, role.inputs, strict=True) if item.kind != "batch"}
-    for node in role.graph.nodes:
-        if node.op == "call_function" and all(n in found or n.target in SYMBOLS for n in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _text(value: Any) -> Any:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.decompose.blocks import raise_blocks
 from meshweave.decompose.cut import Cut
+from meshweave.decompose.lower import lower_blocks
 from meshweave.decompose.split_regions import Regions, regions, work_of
 from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.split_ways import ATTENTION, fits
@@ -130,7 +132,7 @@ def _rank(report: SplitReport) -> tuple[bool, float]:
 def _split(
     gm: fx.GraphModule, count: int, dims: Mapping[str, Dim] | None, fuse_sums: bool
 ) -> tuple[fx.GraphModule, SplitReport]:
-    graph = _described(gm.graph)
+    graph, has_blocks = _described(gm.graph)
     found = _chosen(graph, count, dims)
     if found is None or not found[1].num_collectives:
         reason = "no value has rows that come apart into equal chunks"
@@ -139,7 +141,10 @@ def _split(
         return _copy(gm), SplitReport(False, count, reason, whole=_ends(found[1]) if found is not None else ())
     rows, made = found
     writer = Writer(graph, made, fuse_sums)
-    module = _module(gm, writer.run())
+    written = writer.run()
+    if has_blocks:
+        lower_blocks(written)
+    module = _module(gm, written)
     work = sum(work_of(node) for node in graph.nodes)
     report = SplitReport(
         is_taken=True,
@@ -187,15 +192,19 @@ def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     return made
 
 
-def _described(old: fx.Graph) -> fx.Graph:
-    """A copy whose nodes say what they make in meta["spec"], as sharding rules read it; symbolic shapes say nothing."""
+def _described(old: fx.Graph) -> tuple[fx.Graph, bool]:
+    """A copy whose nodes say what they make in meta["spec"], as sharding rules read it; symbolic shapes say nothing.
+    And whether one op joins or deals blocks in it where several did."""
     graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in old.nodes:
-        held[node] = made = graph.node_copy(node, held.__getitem__)
+        held[node] = graph.node_copy(node, held.__getitem__)
+        held[node].meta = dict(node.meta)
+    has_blocks = raise_blocks(graph)
+    for node in graph.nodes:
         spec = _spec(node.meta.get("val"))
         if node.op != "output" and spec is not None:
-            made.meta["spec"] = spec
-    return graph
+            node.meta["spec"] = spec
+    return graph, has_blocks
 
 
 def _spec(val: Any) -> Any:

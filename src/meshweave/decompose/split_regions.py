@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from meshweave.decompose.cut import Cut, NoCut
-from meshweave.decompose.split_ways import ATTENTION, PRODUCTS, End, Way, fits, specs_of, way_of
+from meshweave.decompose.split_way import End, Way
+from meshweave.decompose.split_ways import ATTENTION, MATMULS, fits, specs_of, way_of
 from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.rank import WAIT, collectives
 
@@ -50,7 +51,7 @@ def is_start(node: fx.Node) -> bool:
 def work_of(node: fx.Node) -> int:
     """Multiplications of a matmul or an attention (forward), 0 of anything else."""
     shapes = [n.meta["spec"].shape for n in tensor_inputs(node)] if node.op == "call_function" else []
-    if node.target in PRODUCTS:
+    if node.target in MATMULS:
         return prod(shapes[-2]) * int(shapes[-1][-1])
     if node.target in ATTENTION:
         return 2 * prod(shapes[0]) * int(shapes[1][2])

@@ -27,7 +27,10 @@ def made_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: An
         held, named = fx.map_arg((args, kwargs), lambda n: _bare(n.meta["val"]))
         if "device" in named:
             named = {**named, "device": _META}
-        made = _collective(target, held) if target in _COLLECTIVES else target(*held, **named)
+        try:
+            made = _collective(target, held) if target in _COLLECTIVES else target(*held, **named)
+        except ValueError as error:  # of ops that torch runs by their decomposition: view, where sizes may be symbolic
+            raise RuntimeError(str(error)) from error
         return _dressed(made, like)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
-from meshweave.decompose.cut import VIEWS, Cut, NoCut, Shape, through_view
+from meshweave.decompose.cut import FIXED, VIEWS, Cut, NoCut, Shape, through_view
+from meshweave.decompose.split_local import LOCAL
 from meshweave.decompose.split_rules import RULES
+from meshweave.decompose.split_way import Combine, End, Way
 from meshweave.errors import RuleError
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.rank import WAIT, collectives
@@ -19,33 +20,6 @@ from meshweave.sharding.factors import Dims, Rule
 from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
-Combine = Literal["sum", "avg", "max", "min", "same", "chain"]  # "same": equal in all chunks; "chain": see Way
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How an op runs chunk by chunk.
-
-    `operands`: per tensor operand the cut of which chunk c takes chunk c, None where it takes the whole. `results`: per
-    result its cut, or how the chunks' results become the whole one; "chain": the first operand of chunk c + 1 is the
-    result of chunk c. `shape_at`: the argument that is the shape of the result, -1 without; `splits_at`: arguments that
-    are sizes of blocks along what is cut.
-    """
-
-    operands: tuple[Cut | None, ...]
-    results: tuple[Cut | Combine, ...]
-    shape_at: int = -1
-    splits_at: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Operand or result `index` of an op."""
-
-    is_result: bool
-    index: int
-
-
 # collectives: blocks of the members of the group stand one after another on dim 0
 
 
@@ -231,27 +205,26 @@ def _table() -> Mapping[Any, WayOf]:
         collectives.broadcast.default: _same,
         collectives.all_to_all_single.default: _exchange,
         WAIT: _same,
+        **LOCAL,
         **dict.fromkeys(_VIEWS, _view),
         **{getattr(aten, name).default: way for name, way in named.items() if hasattr(aten, name)},
     }
 
 
 TABLE = _table()
-ATTENTION = frozenset(target for target, way in TABLE.items() if way is _attention)
+ATTENTION = frozenset(
+    {*(target for target, way in TABLE.items() if way is _attention), torch.ops.meshweave.attention.default}
+)
+MATMULS = frozenset({*PRODUCTS, torch.ops.meshweave.matmul.default})
 
 
 def way_of(node: fx.Node, end: End, cut: Cut) -> Way:
     """How `node` runs in chunks where one end of it is cut so. Raises NoCut with the reason where it cannot."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        raise NoCut("it is no operator of a known meaning")
-    schema = node.target._schema
-    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
-        raise NoCut("it writes into an operand")
+    if FIXED in node.meta:
+        raise NoCut(node.meta[FIXED])
     find = TABLE.get(node.target)
-    if find is None and node.target.namespace in _COMMUNICATING:
-        raise NoCut("it is a collective that has no row here: split before collectives are merged")
-    if find is None and torch.Tag.nondeterministic_seeded in node.target.tags:
-        raise NoCut("its random numbers are drawn in one stream")
+    if find is None:
+        _check_operator(node)
     if not _is_described(node):
         raise NoCut("the shape of an operand or a result is symbolic, or not known")
     way = (find or _by_rule)(node, end, cut)
@@ -262,6 +235,18 @@ def way_of(node: fx.Node, end: End, cut: Cut) -> Way:
     if any(isinstance(c, Cut) and not fits(c, shape) for shape, c in shapes):
         raise NoCut(f"its rows do not come apart into {cut.count} equal chunks")
     return way
+
+
+def _check_operator(node: fx.Node) -> None:
+    """Raise NoCut for what sharding rules cannot speak of."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        raise NoCut("it is no operator of a known meaning")
+    if any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments):
+        raise NoCut("it writes into an operand")
+    if node.target.namespace in _COMMUNICATING:
+        raise NoCut("it is a collective that has no row here: split before collectives are merged")
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        raise NoCut("its random numbers are drawn in one stream")
 
 
 def _is_described(node: fx.Node) -> bool:

@@ -13,7 +13,9 @@ from torch import fx
 from meshweave.decompose.cut import VIEWS, Cut
 from meshweave.decompose.split_regions import Regions, is_view
 from meshweave.decompose.split_values import made_by
-from meshweave.decompose.split_ways import PLAIN, PRODUCTS, Way
+from meshweave.decompose.split_way import Way
+from meshweave.decompose.split_ways import PLAIN, PRODUCTS
+from meshweave.decompose.writer import kept_meta
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
 from meshweave.ir.rank import collectives
@@ -21,10 +23,6 @@ from meshweave.ir.rank import collectives
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
-_KEPT = (  # of what a node's meta says, what holds for its chunks too
-    *("origin", "stack_trace", "nn_module_stack", "original_aten", "source_fn_stack", "from_node", "seq_nr"),
-    *("partitioner_tag", "recompute", "ac_graph_id"),
-)
 _HALF = (torch.float16, torch.bfloat16)
 _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim})
 _JOINED = {"sum": aten.add.Tensor, "avg": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
@@ -87,7 +85,7 @@ class Writer:
     def join(self, node: fx.Node, chunks: Sequence[fx.Node], cut: Cut) -> fx.Node:
         """Chunks side by side, in memory as the value was."""
         val = node.meta["val"]
-        order = _memory_order(val)
+        order = memory_order(val)
         back = [order.index(d) for d in range(len(order))]
         dim, shape = order.index(cut.dim), [val.shape[d] for d in order]
         parts = []
@@ -236,7 +234,7 @@ class Writer:
         val = args[0].meta["val"][args[1]] if is_item else made_by(target, args, kwargs, like.meta["val"])
         name = like.name if c is None else f"{like.name}_chunk{c}"
         made = self.new.create_node("call_function", target, args, kwargs, name)
-        made.meta = {key: like.meta[key] for key in _KEPT if key in like.meta} | {"val": val}
+        made.meta = kept_meta(like) | {"val": val}
         return made
 
 
@@ -246,7 +244,7 @@ _CONTIGUOUS_OPERAND = frozenset(
 )
 
 
-def _memory_order(x: torch.Tensor) -> list[int]:
+def memory_order(x: torch.Tensor) -> list[int]:
     """Dims from the outermost in memory; dims of one element stay where they are beside their neighbours."""
     if x.is_contiguous():
         return list(range(x.dim()))

@@ -11,12 +11,15 @@ import torch
 from torch import fx
 
 from meshweave.decompose.algorithms import Index
-from meshweave.ir.graph import NOWHERE, Origin, origin_of
 from meshweave.ir.rank import STARTS, WAIT, RankGraph, ring_index
 
 aten = torch.ops.aten
 RingKind = Literal["gather", "sum", "exchange"]
 Number = Any  # an int, or the fx.Node of a symbolic one
+KEPT = (  # of what a node's meta says, what holds for its chunks too
+    *("origin", "stack_trace", "nn_module_stack", "original_aten", "source_fn_stack", "from_node", "seq_nr"),
+    *("partitioner_tag", "recompute", "ac_graph_id"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,8 @@ class Mark:
     kind: RingKind
 
 
-def ring_of(role: RankGraph, start: fx.Node) -> Ring:
-    """The group of a collective."""
-    group = str(start.args[-1])
-    mesh, axes = role.group_axes(group)
-    return Ring(group, tuple(map(mesh.size, axes)))
+def kept_meta(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in KEPT if key in node.meta}
 
 
 def copied(role: RankGraph) -> RankGraph:
@@ -59,11 +59,11 @@ def copied(role: RankGraph) -> RankGraph:
 
 @dataclass(slots=True)
 class Writer:
-    """Writes nodes before `place`, with the origin and the move of what they stand for."""
+    """Writes nodes before `place`, with what the meta of what they stand for says of its chunks too."""
 
     graph: fx.Graph
     place: fx.Node
-    origin: Origin = NOWHERE
+    told: dict[str, Any] = field(default_factory=dict)
     move: str = ""
     mark: Mark | None = None
     symbols: dict[Any, fx.Node] = field(default_factory=dict)
@@ -84,16 +84,16 @@ class Writer:
 
     def follow(self, node: fx.Node, place: fx.Node) -> None:
         """From now on write before `place` what stands for `node`."""
-        self.place, self.origin, self.move = place, origin_of(node), node.meta.get("move", "")
+        self.place, self.told, self.move = place, kept_meta(node), node.meta.get("move", "")
 
     def call(
         self, target: Any, *args: Any, like: fx.Node | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """A node before the place; its origin is that of `like`, if given."""
+        """A node before the place; it comes from where `like` does, if given."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta["origin"] = self.origin if like is None else origin_of(like)
-        if target in STARTS:
+        node.meta |= self.told if like is None else kept_meta(like)
+        if target in STARTS and self.move:
             node.meta["move"] = self.move
         if self.mark is not None:
             node.meta["ring"] = self.mark

@@ -56,7 +56,8 @@ NOWHERE = Origin("forward")
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant."""
+    """One placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant; in rank graphs also
+    carry (`overlap.carry`)."""
 
     kind: str
     name: str

@@ -173,6 +173,9 @@ class RankGraph:
     `output_layouts[i]`: those of the program whose mesh the role is of. Phases follow each other in the order of the
     nodes. `mesh` is the program's, `devices` are the role's (all of them, unless said), `meshes` all meshes of the
     program, `mesh` first; every role of a program numbers meshes and transfers alike.
+
+    An input of kind carry is what the step before gave as the output of that name: a value made of one parameter
+    alone. `prologue` makes all of them from the parameters, for a step that none has gone before.
     """
 
     graph: fx.Graph
@@ -185,6 +188,7 @@ class RankGraph:
     devices: tuple[int, ...] = ()
     meshes: tuple[Mesh, ...] = ()
     transfers: dict[str, Transfer] = field(default_factory=dict)
+    prologue: RankGraph | None = None
 
     def __post_init__(self) -> None:
         self.devices = self.devices or self.mesh.devices

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from typing import Literal
 
 from torch import fx
 
@@ -25,6 +26,10 @@ _SLACK_BYTES = 512 << 20
 INPUT = "the input order"
 
 
+class NoOrderError(MeshweaveError):
+    """No order was found whose peak is under the cap."""
+
+
 @dataclass(frozen=True, slots=True)
 class OverlapOptions:
     """How the pass looks for an order.
@@ -37,6 +42,8 @@ class OverlapOptions:
         are named, waits may be; views stand where they are needed.
     releasable: says of a placeholder whether its memory is free after its last use. Default: in graphs with
         placeholders named tangents*, which torch.compile hands over for backward, all but primals*; in others none.
+    carry: for whole steps: how many blocks of the model, the first ones, have their parameters gathered among the
+        updates of the step before, and held from step to step. "auto": as many as the simulated step gains by.
     """
 
     bucket: bool = True
@@ -45,6 +52,7 @@ class OverlapOptions:
     choose: str = "regret"
     orders: tuple[tuple[str, ...], ...] = ()
     releasable: Callable[[fx.Node], bool] | None = field(default=None)
+    carry: int | Literal["auto"] = "auto"
 
     def check(self) -> None:
         if self.choose not in ("regret", "nominal"):
@@ -55,6 +63,9 @@ class OverlapOptions:
             )
         if not self.max_bucket_bytes >= 0:
             raise MeshweaveError("max_bucket_bytes is no size", got=f"{self.max_bucket_bytes}", expected="0 or more")
+        is_count = isinstance(self.carry, int) and not isinstance(self.carry, bool) and self.carry >= 0
+        if not is_count and self.carry != "auto":
+            raise MeshweaveError("carry is no number of blocks", got=repr(self.carry), expected='"auto", or 0 or more')
 
 
 def default_cap(before: int) -> int:
@@ -120,7 +131,7 @@ def _report(search: Search, choice: Choice, before: int, notes: tuple[str, ...])
     )
 
 
-def _no_order(reading: Reading, least: Candidate, cap: int) -> MeshweaveError:
+def _no_order(reading: Reading, least: Candidate, cap: int) -> NoOrderError:
     """The error where nothing fits: the least peak that was found, and what lives there."""
     level = peak_of(least.merged.problem, least.order, with_live=True)
     makers = {x.storage: node for node in reversed(list(reading.graph.nodes)) for x in reading.values.get(node, ())}
@@ -129,7 +140,7 @@ def _no_order(reading: Reading, least: Candidate, cap: int) -> MeshweaveError:
         f"{makers[s].name if s in makers else 'a bucket'} {sizes[s] / 1e6:.3f} MB" for s in level.live[:8] if sizes[s]
     ]
     x = least.order[level.at] if least.order else 0
-    return MeshweaveError(
+    return NoOrderError(
         "no order was found whose peak is under the cap",
         where=f"at {least.merged.problem.names[x if x >= 0 else ~x]}",
         got=f"{level.peak} bytes at least ({level.peak / 1e9:.3f} GB, {least.name}); cap {cap}",

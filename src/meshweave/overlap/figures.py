@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     mine = [*problem.seconds, *own.values(), *moved.values(), *map(float, problem.sizes), prices.copy_rate()]
     mine += [s for curve in curves for s in curve.seconds]
     mine += [dict(prices.usage(i)).get(level, 0.0) for i in own for level in LEVELS]
-    numbers = iter(agreed(Figures(fingerprint(reading), tuple(mine)), agree).numbers)
+    numbers = iter(agreed(reading, mine, agree))
     problem.seconds = [next(numbers) for _ in reading.nodes]
     own = {i: next(numbers) * factor for i in own}
     moved = {i: next(numbers) for i in moved}
@@ -79,9 +79,11 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     return Costs(moved, taken, copy_rate)
 
 
-def agreed(mine: Figures, agree: Agree | None) -> Figures:
+def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:
+    """The numbers that all ranks take."""
     if agree is None:
-        return mine
+        return numbers
+    mine = Figures(fingerprint(reading), tuple(numbers))
     found = agree(mine)
     if found.fingerprint != mine.fingerprint or len(found.numbers) != len(mine.numbers):
         raise MeshweaveError(
@@ -90,7 +92,7 @@ def agreed(mine: Figures, agree: Agree | None) -> Figures:
             expected=f"graph {mine.fingerprint}, {len(mine.numbers)} numbers",
             hint="let only ranks that run the same graph agree",
         )
-    return found
+    return found.numbers
 
 
 def fingerprint(reading: Reading) -> str:

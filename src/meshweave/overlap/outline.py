@@ -25,7 +25,7 @@ class Outline:
     levels: list[list[int]] = field(init=False)
     before: list[int] = field(init=False)  # bytes that live before an item in the graph's order
     paths: dict[float, list[float]] = field(default_factory=dict)
-    rankings: dict[float, tuple[list[int], list[int]]] = field(default_factory=dict)
+    rankings: dict[tuple[float, bool], tuple[list[int], list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem, n = self.problem, self.problem.num_items
@@ -60,17 +60,33 @@ class Outline:
             self.paths[factor] = found
         return self.paths[factor]
 
-    def ranking(self, factor: float) -> tuple[list[int], list[int]]:
+    def reach(self) -> list[float]:
+        """By item the least compute, its own included, until a communication can start that needs it."""
+        problem = self.problem
+        found = [inf] * problem.num_items
+        for i in range(problem.num_items - 1, -1, -1):
+            if problem.channel[i] >= 0:
+                found[i] = 0.0
+                continue
+            least = inf
+            for u in self.users[i]:
+                if found[u] < least:
+                    least = found[u]
+            found[i] = problem.seconds[i] + least
+        return found
+
+    def ranking(self, factor: float, *, feeds: bool = False) -> tuple[list[int], list[int]]:
         """By item its place among all by the longest way to go (of equal ones, what is done sooner comes first), and
-        the items in that order."""
-        if factor not in self.rankings:
+        the items in that order. `feeds`: by the shortest way to a communication first."""
+        if (factor, feeds) not in self.rankings:
             path, seconds = self.path(factor), self.problem.seconds
-            ranked = sorted(range(len(path)), key=lambda i: (-path[i], seconds[i], i))
+            first = self.reach() if feeds else [0.0] * len(path)
+            ranked = sorted(range(len(path)), key=lambda i: (first[i], -path[i], seconds[i], i))
             rank = [0] * len(path)
             for place, i in enumerate(ranked):
                 rank[i] = place
-            self.rankings[factor] = rank, ranked
-        return self.rankings[factor]
+            self.rankings[factor, feeds] = rank, ranked
+        return self.rankings[factor, feeds]
 
     def highest(self, first: int, last: int) -> int:
         """The most bytes that live between two items in the graph's order."""

@@ -18,7 +18,7 @@ from meshweave.simulate.shapes import NOTHING, Values
 
 _BETWEEN = "between roles"  # the channel of communications that several roles meet in
 _BEFORE = {"backward": "forward", "update": "backward"}  # phases that begin a part of the step, and those before them
-_REPLACED = ("param", "state")  # kinds of inputs that an output of their name replaces
+_REPLACED = ("param", "state", "carry")  # kinds of inputs that an output of their name replaces
 
 
 def begin(phase: str, *needed: Any) -> None:
@@ -100,10 +100,12 @@ class Marked:
         self.end.args = (kept,)
 
     def releasable(self) -> Callable[[fx.Node], bool]:
-        """Which inputs die with their last use: those that an output of their name replaces (`runtime.executor`)."""
+        """Which inputs die with their last use: those that an output of their name replaces (`runtime.executor`). What
+        is carried from the step before serves all microbatches."""
         sources = (n for n in self.role.graph.nodes if n.op == "placeholder")
         keys = {n: (i.kind, i.name) for n, i in zip(sources, self.role.inputs, strict=True)}
-        replaced = {key for key in self.role.outputs if key[0] in _REPLACED}
+        kinds = [kind for kind in _REPLACED if kind != "carry" or self.microbatches == 1]
+        replaced = {key for key in self.role.outputs if key[0] in kinds}
         return lambda node: keys[node] in replaced
 
     def hold(self, reading: Reading) -> None:

@@ -47,7 +47,7 @@ def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
     groups: dict[str, list[fx.Node]] = {}
     for node in role.graph.nodes:
         if node.target in COLLECTIVES and node in free and origin_of(node).phase == phase:
-            groups.setdefault(_block(node), []).append(node)
+            groups.setdefault(block_of(node), []).append(node)
     made = []
     for starts in groups.values():
         waits = [user for start in starts for user in start.users if user.target is WAIT]
@@ -69,7 +69,7 @@ def _free(role: RankGraph) -> set[fx.Node]:
     return found
 
 
-def _block(node: fx.Node) -> str:
+def block_of(node: fx.Node) -> str:
     module = origin_of(node).module
     match = _BLOCK.match(module)
     return match.group() if match else module

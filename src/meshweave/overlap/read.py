@@ -168,7 +168,7 @@ class _Reader:
                     hint="use the result of wait_tensor",
                 )
         deps, waits = (set(found) for found in _join(self.sources[n] for n in node.all_input_nodes))
-        reads = tuple(dict.fromkeys(x.storage for n in node.all_input_nodes for x in self.made.values[n]))
+        reads = tuple(sorted({x.storage for n in node.all_input_nodes for x in self.made.values[n]}))
         writes = self.written(node)
         self.check_flight(node, reads, writes)
         self.mutation(number, reads, writes, deps, waits)

@@ -20,7 +20,10 @@ class Policy:
     window: how many items a kernel may stand before one that was earlier in the graph. 0 keeps the order of kernels.
     factor: communications are taken to last that many times as long. ahead: seconds of compute before its use at which
     a communication that makes memory grow (a gather) may start at the earliest. fit: gaps are filled by the longest
-    kernel that fits. by_path: gathers come by the longest remaining path, not by who needs them first.
+    kernel that fits. by_path: gathers come by the longest remaining path, not by who needs them first. feeds: of what
+    can run, that comes first which lets a communication start soonest, then what has the longest way to go. patience:
+    where a more urgent kernel becomes ready soon, the stream rather stands still for it than running one that outlasts
+    that by more than so many times the wait.
     """
 
     window: int
@@ -28,12 +31,16 @@ class Policy:
     ahead: float = inf
     fit: bool = False
     by_path: bool = False
+    feeds: bool = False
+    patience: float = inf
 
     def __str__(self) -> str:
         parts = [f"window {self.window}"]
         parts += [f"communication x{self.factor:g}"] if self.factor != 1 else []
         parts += ["gathers as late as can be"] if self.ahead == -inf else []
+        parts += ["what feeds links first"] if self.feeds else []
         parts += ["fitted"] if self.fit else []
+        parts += [f"waits up to 1/{self.patience:g}"] if self.patience < inf else []
         return ", ".join([*parts, *(["longest path first"] if self.by_path else [])])
 
 
@@ -72,7 +79,7 @@ class _Scheduler:
         problem, factor = self.outline.problem, self.policy.factor
         n, channels = problem.num_items, range(len(problem.channels))
         self.path = self.outline.path(factor)
-        self.rank, self.ranked = self.outline.ranking(factor)
+        self.rank, self.ranked = self.outline.ranking(factor, feeds=self.policy.feeds)
         self.copy = [c * factor for c in problem.copy] if factor != 1 else problem.copy
         self.missing = [len(d) + len(w) for d, w in zip(problem.deps, problem.waits, strict=True)]
         self.end, self.is_done, self.is_settled = [0.0] * n, [False] * n, [False] * n
@@ -152,12 +159,13 @@ class _Scheduler:
             self.now = max(self.now, self.chained[0][0])
             self.arrive()
         if self.ready:
-            return self.fitting(), self.now
+            kernel = self.fitting()
+            return (kernel, self.now) if kernel >= 0 else (self.ranked[self.pending[0][1]], self.pending[0][0])
         return (self.ranked[self.pending[0][1]], self.pending[0][0]) if self.pending else (-1, inf)
 
     def fitting(self) -> int:
         """Of the kernels that can run now the first; where a more urgent one becomes ready soon, the longest that is
-        done by then."""
+        done by then; -1 where it is worth waiting for that one."""
         first = self.ready[0]
         if not self.policy.fit or not self.pending or self.pending[0][1] >= first:
             return self.ranked[first]
@@ -168,20 +176,23 @@ class _Scheduler:
             i = self.ranked[rank]
             if longest < seconds[i] <= gap:
                 best, longest = i, seconds[i]
-        return self.ranked[first] if best < 0 else best
+        if best >= 0:
+            return best
+        over = seconds[self.ranked[first]] - gap
+        return -1 if over > self.policy.patience * gap else self.ranked[first]
 
     def has_starts(self) -> bool:
         return any(self.gathers) or any(self.others)
 
     def take(self, kernel: int) -> None:
         """Take a picked kernel out of its heap."""
-        ready = self.ready
-        if not ready:
+        ready, rank = self.ready, self.rank[kernel]
+        if self.pending and self.pending[0][1] == rank:
             heappop(self.pending)
-        elif ready[0] == self.rank[kernel]:
+        elif ready[0] == rank:
             heappop(ready)
         else:
-            ready.remove(self.rank[kernel])
+            ready.remove(rank)
             heapify(ready)
 
     def execute(self, kernel: int) -> None:

@@ -16,12 +16,19 @@ from meshweave.overlap.problem import Order, Problem
 from meshweave.overlap.scenarios import NOMINAL, SCENARIOS
 from meshweave.overlap.schedule import Policy, schedule
 
-# Windows in items, each with and without filling gaps by the longest kernel that fits. A layer of a transformer is 60
-# to 150 items in backward; wider windows were slower and took more memory (benchmarks/overlap.py).
-_POLICIES = tuple(
-    Policy(window, fit=fit) for window, fit in ((256, True), (64, True), (1024, True), (64, False), (0, False))
+# Windows in items, and how gaps are filled. A layer of a transformer is 60 to 150 items in backward; wider windows were
+# slower and took more memory (benchmarks/overlap.py). Patience keeps a weight gradient from delaying the chain where a
+# communication of it is about to end: of 2, 5, 10, 20 and 40 times the wait, 10 was best. What feeds links first is for
+# graphs whose regions run in chunks, where a chunk's communication hides under the other's compute.
+_POLICIES = (
+    Policy(256, fit=True, patience=10),
+    Policy(256, fit=True),
+    Policy(256, fit=True, feeds=True),
+    *(Policy(64, fit=True), Policy(1024, fit=True, patience=10), Policy(64), Policy(0)),  # in small graphs too
 )
-_LEAN = Policy(0, ahead=-inf)  # where memory is short
+_LARGE = 3  # policies that large graphs are scheduled by
+_LEAN = Policy(0, ahead=-inf)
+_SHORT = (Policy(64, fit=True), Policy(16, fit=True), _LEAN)  # where memory is short
 _FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8), Policy(0))  # in small graphs
 _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # for machines whose links are slower than said
 _SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
@@ -72,7 +79,7 @@ class Search:
         """All candidates under the cap, the orders handed in first."""
         plain = self.shape(())
         self.free += [self.judge(name, plain, order) for name, order in orders]
-        policies = _POLICIES if self.is_small else _POLICIES[:3]
+        policies = _POLICIES if self.is_small else _POLICIES[:_LARGE]
         for policy in policies:
             self.schedule(str(policy), plain, policy)
         if len(self.found) < len(orders) + len(policies):
@@ -89,7 +96,8 @@ class Search:
     def save_memory(self, plain: _Shape) -> None:
         """The cap is in the way: orders that hold little, some of which do not hang on the cap. So the least peak
         that an error names is one that can be had."""
-        self.schedule(str(_LEAN), plain, _LEAN)
+        for policy in _SHORT:
+            self.schedule(str(policy), plain, policy)
         for policy in (_LEAN, Policy(0), _POLICIES[0]):
             order = plain.folded.unfold(schedule(plain.outline, policy))
             self.free.append(self.judge(f"{policy}, whatever the cap", plain, order))

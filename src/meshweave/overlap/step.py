@@ -11,20 +11,24 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
+from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, transfer
-from meshweave.overlap.decide import INPUT, OverlapOptions, decide
+from meshweave.overlap.carry import Block, carriable, carried
+from meshweave.overlap.decide import INPUT, NoOrderError, OverlapOptions, decide
 from meshweave.overlap.figures import priced
 from meshweave.overlap.merge import Merger
 from meshweave.overlap.phases import Marked, marking
 from meshweave.overlap.prices import SIZES, Curve
 from meshweave.overlap.read import Reading, read
 from meshweave.overlap.report import OverlapReport
-from meshweave.overlap.unmerge import copied, varying
+from meshweave.overlap.unmerge import copied
 from meshweave.simulate.kernels import Fusion
-from meshweave.simulate.shapes import local_values
+from meshweave.simulate.shapes import local_values, varying
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 from meshweave.simulate.tasks import lower_tasks, priced_as
 
+_ENOUGH = 1e-3  # a step that is faster by less is no faster
+_PATIENCE = 2  # numbers of blocks in a row that bring nothing: the first may be small, as an embedding's
 _COPIED = 1 << 28  # bytes of a copy that is timed: large enough that to launch it takes no part of the time
 
 
@@ -169,35 +173,127 @@ def overlap_roles(
     profile: MachineProfile,
     scheduling: Scheduling | None = None,
     microbatches: int = 1,
+    placed: StepGraph | None = None,
 ) -> tuple[tuple[RankGraph, ...], tuple[OverlapReport, ...]]:
     """The roles of a program in new orders, and a report for each; `roles` stay as they are.
 
-    Communications that several roles meet in keep their order on every role, so that no two wait for each other.
-    Where `simulate_roles` finds the step no faster, and the cap allows, orders stay as they were.
+    Communications that several roles meet in keep their order on every role, so that no two wait for each other. With
+    `placed`, the graph that the roles were made of, the first blocks' parameters may be gathered in the step before
+    (`overlap.carry`). Where `simulate_roles` finds the step no faster, and the cap allows, orders stay as they were.
     """
     how = scheduling or Scheduling()
+    plain = _ordered(roles, profile, how, microbatches)
+    found = plain if placed is None else _carrying(roles, placed, plain, profile, how, microbatches)
+    before = simulate_roles(roles, profile, SimulateOptions(microbatches=microbatches)).seconds
+    told = f"the simulated step takes {before * 1e3:.3f} ms as it was, {found.seconds * 1e3:.3f} ms in this order"
+    cap = how.memory_cap_bytes
+    is_forced = cap is not None and any(r.peak_before > cap for r in found.reports)
+    if found.seconds <= before or is_forced:
+        return found.roles, tuple(replace(r, notes=(*r.notes, told)) for r in found.reports)
+    return tuple(map(copied, roles)), tuple(_unchanged(r, told) for r in plain.reports)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """The roles of a program in an order, a report for each, and the simulated step."""
+
+    roles: tuple[RankGraph, ...]
+    reports: tuple[OverlapReport, ...]
+    seconds: float
+
+
+def _ordered(
+    roles: Sequence[RankGraph],
+    profile: MachineProfile,
+    how: Scheduling,
+    microbatches: int,
+    caps: Sequence[int | None] | None = None,
+) -> _Ordered:
+    """`caps` are those of each role in bytes; without them all have that of `how`."""
     made = tuple(copied(role) for role in roles)
     tasks = tasks_of(made, profile)
     reports = tuple(
         overlap_role(
             role,
             profile,
-            how.memory_cap_bytes,
+            cap,
             how.options,
             tasks=tasks,
             microbatches=microbatches,
             keeps_gradients=how.keeps_gradients,
         )
-        for role in made
+        for role, cap in zip(made, caps or [how.memory_cap_bytes] * len(made), strict=True)
     )
-    simulated = SimulateOptions(microbatches=microbatches)
-    before, after = (simulate_roles(held, profile, simulated).seconds for held in (roles, made))
-    told = f"the simulated step takes {before * 1e3:.3f} ms as it was, {after * 1e3:.3f} ms in this order"
-    cap = how.memory_cap_bytes
-    is_forced = cap is not None and any(r.peak_before > cap for r in reports)
-    if after <= before or is_forced:
-        return made, tuple(replace(r, notes=(*r.notes, told)) for r in reports)
-    return tuple(map(copied, roles)), tuple(_unchanged(r, told) for r in reports)
+    return _Ordered(made, reports, simulate_roles(made, profile, SimulateOptions(microbatches=microbatches)).seconds)
+
+
+def _carrying(
+    roles: Sequence[RankGraph],
+    placed: StepGraph,
+    plain: _Ordered,
+    profile: MachineProfile,
+    how: Scheduling,
+    microbatches: int,
+) -> _Ordered:
+    """The fastest of the step as it is and with the parameters of the first 1, 2, 4, ... blocks gathered in the step
+    before, all under the caps of `plain`; with the number of blocks that the options say where they say one."""
+    wanted = (how.options or OverlapOptions()).carry
+    blocks = [carriable(role, placed) for role in roles]
+    caps = [report.cap_bytes for report in plain.reports]
+    best, tried, num_worse = plain, list[str](), 0
+    for count in _counts(wanted, max(map(len, blocks))):
+        taken = [held[:count] for held in blocks]
+        made = [carried(r, [g for b in held for g in b.gathered]) for r, held in zip(roles, taken, strict=True)]
+        try:
+            found = _ordered(made, profile, how, microbatches, caps)
+        except NoOrderError:
+            if wanted != "auto":
+                raise
+            tried.append(f"{count} blocks no order is under the cap")
+            break
+        tried.append(f"{count} blocks it takes {found.seconds * 1e3:.3f} ms")
+        num_worse = num_worse + 1 if found.seconds > best.seconds * (1 - _ENOUGH) else 0
+        if found.seconds < best.seconds or wanted != "auto":
+            notes = [_told(held, plain, found, microbatches) for held in taken]
+            rows = zip(found.reports, plain.reports, notes, strict=True)
+            best = replace(found, reports=tuple(_since(*row) for row in rows))
+        if num_worse == _PATIENCE:
+            break
+    if best is plain and tried:
+        note = f"no parameters are gathered in the step before; with those of the first {'; of '.join(tried)}"
+        return replace(plain, reports=tuple(replace(r, notes=(*r.notes, note)) for r in plain.reports))
+    return best
+
+
+def _counts(wanted: int | str, most: int) -> list[int]:
+    """The numbers of blocks to try, where at most `most` are there."""
+    if isinstance(wanted, int):
+        return [min(wanted, most)] if min(wanted, most) else []
+    found = [2**k for k in range(most.bit_length()) if 2**k < most]
+    return [*found, most] if most else []
+
+
+def _told(blocks: Sequence[Block], plain: _Ordered, found: _Ordered, microbatches: int) -> str:
+    """What a role takes over from the step before, and what that brings."""
+    if not blocks:
+        return "nothing is carried over from the step before"
+    names = ", ".join(block.name or "the model itself" for block in blocks)
+    once = ", once a step instead of once a microbatch" if microbatches > 1 else ""
+    return (
+        f"the step before gathers the parameters of {names} among its updates{once}: the simulated step takes "
+        f"{plain.seconds * 1e3:.3f} ms without, {found.seconds * 1e3:.3f} ms with that"
+    )
+
+
+def _since(report: OverlapReport, plain: OverlapReport, note: str) -> OverlapReport:
+    """The report of a role that carries something over, against the role as it was."""
+    return replace(
+        report,
+        seconds_before=plain.seconds_before,
+        exposed_before=plain.exposed_before,
+        peak_before=plain.peak_before,
+        notes=(*report.notes, note),
+    )
 
 
 def _unchanged(report: OverlapReport, told: str) -> OverlapReport:

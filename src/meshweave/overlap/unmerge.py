@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from meshweave.ir.rank import WAIT, RankGraph, collectives
-from meshweave.simulate.shapes import Value, Values, local_values
+from meshweave.simulate.shapes import Value, Values, local_values, varying
 
 aten = torch.ops.aten
 _GATHER = collectives.all_gather_into_tensor.default
@@ -182,29 +182,6 @@ def _onward(node: fx.Node | None, target: Any, argument: Any = None) -> fx.Node 
 
 def _is_cut(node: fx.Node, dim: int) -> bool:
     return node.target is aten.slice.Tensor and node.args[1:2] == (dim,) and len(node.args) == 4
-
-
-def varying(role: RankGraph) -> frozenset[fx.Node]:
-    """The nodes whose shapes are not the same on every device of a role.
-
-    Pieces follow each other in size along every axis, the last the smallest: equal at the corners of the mesh, they are
-    equal everywhere.
-    """
-    ends: dict[tuple[tuple[str, int], ...], int] = {}
-    coordinates = {d: role.coordinates(d) for d in role.devices}
-    most: dict[str, int] = {}
-    for held in coordinates.values():
-        for axis, at in held.items():
-            most[axis] = max(most.get(axis, 0), at)
-    for device, held in coordinates.items():
-        if all(at in (0, most[axis]) for axis, at in held.items()):
-            ends.setdefault(tuple(sorted(held.items())), device)
-    first = local_values(role).values
-    found = set[fx.Node]()
-    for device in ends.values():
-        values = local_values(role, device).values
-        found |= {n for n, made in values.items() if [x.shape for x in made] != [x.shape for x in first[n]]}
-    return frozenset(found)
 
 
 def unmerged(role: RankGraph) -> RankGraph:

@@ -12,7 +12,7 @@ from torch import fx
 
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import op_name
-from meshweave.ir.rank import WAIT, collectives, transfer
+from meshweave.ir.rank import WAIT, collectives, permute, transfer
 
 Bucket = Literal["", "gather", "scatter", "reduce"]  # how several become one; "" where they stay as they are
 
@@ -55,16 +55,20 @@ def _table() -> Mapping[Any, Collective]:
     autograd = torch.ops._c10d_functional_autograd
     plain = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
     found |= {getattr(autograd, name).default: rows[name] for name in plain if hasattr(autograd, name)}
-    return {**found, transfer: Collective("transfer", 1, is_ordered=True)}
+    return {**found, transfer: Collective("transfer", 1, is_ordered=True), permute: Collective("permute", 2)}
 
 
 TABLE = _table()
+_PERMUTE = Collective("permute", 3)
+_EXCHANGES = frozenset(target for target, row in TABLE.items() if row.name == "all_to_all")
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
 
 def collective_of(node: fx.Node) -> Collective | None:
     """The row of a node that starts a communication, None for any other. Raises VerifyError for one without a row."""
     found = TABLE.get(node.target)
+    if node.target in _EXCHANGES and is_permute(node):
+        return _PERMUTE
     if found is None and node.target is not WAIT and getattr(node.target, "namespace", "") in _NAMESPACES:
         raise VerifyError(
             f"{op_name(node.target)} is a collective that the overlap pass does not know",
@@ -73,6 +77,19 @@ def collective_of(node: fx.Node) -> Collective | None:
             hint="add its row to overlap/vocabulary.py, or take it out of the graph",
         )
     return found
+
+
+def is_permute(node: fx.Node) -> bool:
+    """Whether an all-to-all over several ranks brings every one a block of one other: as torch's permute_tensor, and
+    rings of ours, have it. It is priced as one message."""
+    splits = [argument(node, position) for position in (1, 2)]
+    return all(
+        isinstance(one, (list, tuple))
+        and len(one) > 1
+        and all(type(size) is int for size in one)
+        and sum(size > 0 for size in one) == 1
+        for one in splits
+    )
 
 
 def argument(node: fx.Node, position: int) -> Any:

@@ -118,7 +118,7 @@ def compile_tasks(
     for node in nodes:
         for used in node.all_input_nodes:
             last[used] = node
-    replaced = {key for key in graph.outputs if key[0] in ("param", "state")}
+    replaced = {key for key in graph.outputs if key[0] in ("param", "state", "carry")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     held = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
     lasting = held | {n for n in nodes if n.target in SYMBOLS} | kept

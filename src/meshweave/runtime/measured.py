@@ -185,7 +185,8 @@ class _Role:
             alive[change.name] = alive.get(change.name, 0) + change.bytes
         kinds = classify(self.role)
         sources = [n for n in self.role.graph.nodes if n.op == "placeholder"]
-        inputs = {n: i.kind for n, i in zip(sources, self.role.inputs, strict=True)}
+        kinds_of = (("gathered" if i.kind == "carry" else i.kind) for i in self.role.inputs)
+        inputs = dict(zip(sources, kinds_of, strict=True))
         largest = sorted((-size, name) for name, size in alive.items() if size > 0)[:_NUM_AT_PEAK]
         found = [_held(self.nodes[name], -size, inputs, kinds) for size, name in largest]
         return tuple(sorted(curve.items())), peak, peak_at, tuple(found)

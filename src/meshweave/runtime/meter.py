@@ -21,7 +21,7 @@ def classify(graph: RankGraph) -> dict[fx.Node, str]:
     kinds: dict[fx.Node, str] = {}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     for node, item in zip(sources, graph.inputs, strict=True):
-        kind = "grad" if item.kind == "acc" else item.kind
+        kind = {"acc": "grad", "carry": "param"}.get(item.kind, item.kind)
         if kind in KINDS:
             kinds[node] = kind
     for node in graph.graph.nodes:
@@ -33,8 +33,8 @@ def classify(graph: RankGraph) -> dict[fx.Node, str]:
     for (kind, _), node in zip(graph.outputs, results, strict=True):
         if kind == "grad":
             kinds.update((n, "grad") for n in _upstream(node) if n not in kinds)
-        elif kind in ("param", "state"):
-            kinds[node] = kind
+        elif kind in ("param", "state", "carry"):
+            kinds[node] = "param" if kind == "carry" else kind
     return kinds
 
 

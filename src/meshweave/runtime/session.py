@@ -20,6 +20,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime import checkpoint
+from meshweave.runtime.carries import Carries, Held
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Meter, Task, compile_tasks
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
@@ -44,14 +45,14 @@ class Session:
 
     A step is forward and backward, once per microbatch, then update; `run` does all of it. A failed step leaves the
     state of the last completed one, unless the failure came during the update: then the state says so and refuses to
-    go on.
+    go on. Parameters that the step before has gathered already are no part of the state: see `Carries`.
     """
 
     def __init__(
         self, roles: Sequence[RankGraph], world: World, settings: Settings, meter: Meter | None = None
     ) -> None:
         self.roles, self.world, self.settings = tuple(roles), world, settings
-        kept = {"loss", "norm", "buffer", "param", "state"} | ({"grad"} if self._needs_gradients() else set())
+        kept = {"loss", "norm", "buffer", "param", "state", "carry"} | ({"grad"} if self._needs_gradients() else set())
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in world.devices):
@@ -60,11 +61,12 @@ class Session:
         self.ranks = tuple(compiled[id(by_device[d])] for d in world.devices)
         self.executor = world.executor(self.roles, self.ranks, meter)
         self.state = State(self.roles, world.devices, world.device)
+        self.carries = Carries(self.roles, world)
         self.metrics: dict[str, float] = {}
         self.progress = Progress(settings.accumulate)
         self._gradients: dict[str, list[Tensor]] = {}
         self._envs: list[Env] = []
-        self._carried: list[dict[Key, Tensor]] = []
+        self._between: list[dict[Key, Tensor]] = []  # what a microbatch leaves to the next one
         self._losses: list[float] = []
 
     def _needs_gradients(self) -> bool:
@@ -91,9 +93,10 @@ class Session:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the whole picture."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
         recorder = Recorder(clock, len(self.ranks))
-        recorder.hold(self.state, self.ranks)
         held_meter = self.executor.meter
         with self.world.guard():
+            self.state.check_usable()
+            recorder.hold(self.state, self.ranks, self.carries.ready(self.state))
             self.world.meet()
             began = recorder.mark()
             self.executor.record(recorder)
@@ -114,8 +117,10 @@ class Session:
         with self._attempt("forward"):
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
             if not self.progress.num_done:
-                self._carried, self._losses = [{} for _ in self.ranks], []
-            self._envs = self._inputs(batch, draw)
+                self._between, self._losses = [{} for _ in self.ranks], []
+            self._envs = self._inputs(batch, draw, self.carries.ready(self.state))
+            if self._is_last:
+                self.carries.drop()
             self.executor.begin(self._envs)
             self.executor.run(FORWARD)
             self._losses.append(self._number("loss"))
@@ -126,12 +131,11 @@ class Session:
         self.progress.check("backward")
         with self._attempt("backward"):
             self.executor.run(BACKWARD)
-            is_last = self.progress.num_done + 1 == self.settings.accumulate
-            self._carried = [
+            self._between = [
                 {
                     ("acc" if kind == "grad" else kind, name): env[slot]
                     for (kind, name), slot in outputs(rank)
-                    if kind == "buffer" or (kind == "grad" and not is_last)
+                    if kind == "buffer" or (kind == "grad" and not self._is_last)
                 }
                 for rank, env in zip(self.ranks, self._envs, strict=True)
             ]
@@ -155,8 +159,13 @@ class Session:
             self.metrics = {"loss": loss, **({"grad_norm": self._number("norm")} if has_norm else {})}
         self._let_go()
 
+    @property
+    def _is_last(self) -> bool:
+        """Whether the microbatch at hand is the step's last."""
+        return self.progress.num_done + 1 == self.settings.accumulate
+
     def _let_go(self) -> None:
-        self._envs, self._carried = [], []
+        self._envs, self._between = [], []
         self.executor.end()
 
     @contextmanager
@@ -184,7 +193,7 @@ class Session:
                     found.setdefault(name, []).append(env[slot])
         return found
 
-    def _inputs(self, batch: Mapping[str, Tensor], draw: int) -> list[Env]:
+    def _inputs(self, batch: Mapping[str, Tensor], draw: int, carries: Sequence[Held]) -> list[Env]:
         envs = self.executor.environment()
         where = {device: i for i, device in enumerate(self.world.devices)}
         kept: dict[Key, dict[int, Tensor]] = {}
@@ -196,10 +205,12 @@ class Session:
         for i, (device, rank, env) in enumerate(zip(self.world.devices, self.ranks, envs, strict=True)):
             for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
                 key = (item.kind, item.name)
-                if key in self._carried[i]:
-                    env[slot] = self._carried[i][key]
+                if key in self._between[i]:
+                    env[slot] = self._between[i][key]
                 elif key in kept:
                     env[slot] = kept[key][i]
+                elif item.kind == "carry":
+                    env[slot] = carries[i][item.name]
                 elif item.kind == "batch":
                     env[slot] = self._batch_piece(item, layout.box_of(item.spec.shape, device), batch[item.name])
                 elif item.kind == "acc":
@@ -244,7 +255,7 @@ class Session:
             if target is not None:
                 target[0][target[1]] = self._envs[i][task.out]
 
-        buffers = [(key, v) for held in self._carried for key, v in held.items() if key[0] == "buffer"]
+        buffers = [(key, v) for held in self._between for key, v in held.items() if key[0] == "buffer"]
         with _uninterrupted():
             self.state.torn = bool(new)
             for key in new:
@@ -254,6 +265,7 @@ class Session:
             for key, piece in buffers:
                 renewed.setdefault(key, []).append(piece.clone())  # it may be a view of the batch, the caller's
             self.state.pieces.update(renewed)
+            self.carries.keep(self.state, self.ranks, self._envs)
             self.state.num_steps += 1
             self.state.torn = False
 

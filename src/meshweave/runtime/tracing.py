@@ -4,7 +4,7 @@ was held in memory meanwhile."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -193,8 +193,8 @@ class Recorder:
     def freed(self, index: int, node: fx.Node) -> None:
         self._values[index].append((node, self.clock.mark(), None))
 
-    def hold(self, state: State, ranks: Sequence[Compiled]) -> None:
-        """Take the pieces of the state for values that are there already."""
+    def hold(self, state: State, ranks: Sequence[Compiled], carries: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take the pieces of the state, and what the step before has gathered, for values that are there already."""
         nodes = [
             {(i.kind, i.name): node for i, node in zip(rank.graph.inputs, rank.nodes, strict=False)} for rank in ranks
         ]
@@ -204,6 +204,9 @@ class Recorder:
                 index = state.devices.index(device)
                 if (item.kind, item.name) in nodes[index]:
                     self.made(index, nodes[index][item.kind, item.name], piece)
+        for index, held in enumerate(carries):
+            for name, value in held.items():
+                self.made(index, nodes[index]["carry", name], value)
 
     def traces(self, devices: Sequence[int], began: Mark, ended: Mark) -> list[DeviceTrace]:
         """What was recorded, per held device. Called once, when all is done."""

@@ -75,7 +75,9 @@ class _Ledger:
         sources = [n for n in role.graph.nodes if n.op == "placeholder"]
         for node, item in zip(sources, role.inputs, strict=True):
             for x in self.held.local.values[node]:
-                self.lives[x.storage, -1] = _Life(node, x.storage_bytes, item.kind, 0.0, makespan)
+                is_carry = item.kind == "carry"  # gathered in the step before, and held to its last use
+                kind, end = ("gathered", 0.0) if is_carry else (item.kind, makespan)
+                self.lives[x.storage, -1] = _Life(node, x.storage_bytes, kind, 0.0, end)
                 made = returned.get((item.kind, item.name))
                 if made is not None and item.kind in _IN_PLACE:
                     for new in self.held.local.values[made]:

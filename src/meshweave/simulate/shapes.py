@@ -191,6 +191,29 @@ def local_values(role: RankGraph, device: int | None = None) -> Local:
     return _Inference(role, role.devices[0] if device is None else device).run()
 
 
+def varying(role: RankGraph) -> frozenset[fx.Node]:
+    """The nodes whose shapes are not the same on every device of a role.
+
+    Pieces follow each other in size along every axis, the last the smallest: equal at the corners of the mesh, they are
+    equal everywhere.
+    """
+    ends: dict[tuple[tuple[str, int], ...], int] = {}
+    coordinates = {d: role.coordinates(d) for d in role.devices}
+    most: dict[str, int] = {}
+    for held in coordinates.values():
+        for axis, at in held.items():
+            most[axis] = max(most.get(axis, 0), at)
+    for device, held in coordinates.items():
+        if all(at in (0, most[axis]) for axis, at in held.items()):
+            ends.setdefault(tuple(sorted(held.items())), device)
+    first = local_values(role).values
+    found = set[fx.Node]()
+    for device in ends.values():
+        values = local_values(role, device).values
+        found |= {n for n, made in values.items() if [x.shape for x in made] != [x.shape for x in first[n]]}
+    return frozenset(found)
+
+
 @dataclass(frozen=True, slots=True)
 class _Operand:
     shape: tuple[int, ...]

@@ -22,7 +22,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import WAIT
 from meshweave.overlap.figures import Figures
-from meshweave.overlap.vocabulary import collective_of, group_of, place_of
+from meshweave.overlap.vocabulary import argument, collective_of, group_of, place_of
 
 c10d: Any = dist.distributed_c10d  # whose private functions are not typed
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
@@ -87,13 +87,20 @@ class Agreement:
         The proof: all ranks have the same sequence of starts and waits, written with channels (groups in order of
         appearance), and where a rank's c-th channel is a group, it is that of each of its members. So the i-th event of
         every rank is the same; once all have come to a start, all its members have begun it; a wait is for an earlier
-        start, so that it ends. Raises MeshweaveError naming ranks where that does not hold, and for messages between
-        two ranks, which do not meet by their place.
+        start, so that it ends. Where ranks say how large the blocks of an all-to-all are, what each sends to another is
+        what that expects: blocks, as those of a permute, are each rank's own and no part of the sequence. Raises
+        MeshweaveError naming ranks where that does not hold, and for messages between two ranks, which do not meet by
+        their place.
         """
-        events, channels = communications(graph)
+        events, channels, blocks = communications(graph)
         digest = hashlib.sha256("\n".join(events).encode()).hexdigest()[:24]
         tables = [list(_ranks_of(group, where, groups)) for group, where in channels]
-        self._exchange([digest, len(events), tables], lambda said: _judge_order(said, self.ranks[0]))
+
+        def judge(said: Mapping[int, Any]) -> None:
+            _judge_order(said, self.ranks[0])
+            _judge_blocks(said)
+
+        self._exchange([digest, len(events), tables, blocks], judge)
 
     def _exchange(self, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
         """What `judge` makes, on the lowest rank, of what every rank said; values as JSON has them."""
@@ -157,8 +164,8 @@ class Agreement:
 
 
 def _judge_order(said: Mapping[int, Any], lead: int) -> None:
-    digest, count, _ = said[lead]
-    others = [rank for rank, (its, _, _) in said.items() if its != digest]
+    digest, count = said[lead][:2]
+    others = [rank for rank, (its, *_) in said.items() if its != digest]
     if others:
         raise MeshweaveError(
             "ranks would communicate in different orders, which can deadlock",
@@ -167,7 +174,7 @@ def _judge_order(said: Mapping[int, Any], lead: int) -> None:
             expected=f"order {digest} of {count}, as on rank {lead}",
             hint="the same figures must give the same order: are all ranks of one version of meshweave and torch?",
         )
-    for rank, (_, _, tables) in said.items():
+    for rank, (_, _, tables, _) in said.items():
         for i, members in enumerate(tables):
             outside = sorted({*members} - {*said})
             other = next((m for m in members if m in said and said[m][2][i] != members), None)
@@ -182,20 +189,43 @@ def _judge_order(said: Mapping[int, Any], lead: int) -> None:
             )
 
 
+def _judge_blocks(said: Mapping[int, Any]) -> None:
+    known = {rank: {one[0]: one for one in its[3]} for rank, its in said.items()}
+    for rank, (_, _, tables, blocks) in said.items():
+        for event, channel, place, _, sent in blocks:
+            members = tables[channel]
+            for i, rows in enumerate(sent):
+                its = known[members[i]].get(event)
+                expected = its[3][members.index(rank)] if its is not None else rows
+                if rows != expected:
+                    raise MeshweaveError(
+                        "ranks would exchange blocks of different sizes",
+                        where=f"rank {rank}, {place}",
+                        got=f"{rows} rows for rank {members[i]}",
+                        expected=f"{expected}, as rank {members[i]} has it",
+                        hint="the sizes that a rank sends must be those that the others receive from it",
+                    )
+
+
 def _named(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]]]:
-    """The starts and waits of a graph in their order, as text that no rank has in it, and per channel its group and
-    where it is first used.
+# Of an all-to-all whose blocks are not all of one size: the event, the channel, the place, rows received and sent.
+Blocks = tuple[int, int, str, list[int], list[int]]
+
+
+def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], list[Blocks]]:
+    """The starts and waits of a graph in their order, as text that no rank has in it; per channel its group and where
+    it is first used; and the blocks of all-to-alls, where they are known and of several sizes.
 
     Raises MeshweaveError for messages between two ranks.
     """
     channels: dict[str, tuple[Any, str]] = {}
     begun: dict[fx.Node, int] = {}
     events: list[str] = []
+    blocks: list[Blocks] = []
     for node in graph.nodes:
         row = collective_of(node) if node.op == "call_function" else None
         if node.target is WAIT:
@@ -211,10 +241,18 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]]]:
             name = getattr(group, "group_name", group)
             channels.setdefault(name, (group, place_of(node)))
             begun[node] = len(events)
+            sizes = [argument(node, 1), argument(node, 2)] if row.name in ("all_to_all", "permute") else []
+            if sizes and all(map(_are_known, sizes)) and len({*sizes[0], *sizes[1]}) > 1:
+                received, sent = map(list, sizes)
+                blocks.append((len(events), list(channels).index(name), place_of(node), received, sent))
             events.append(f"{op_name(node.target)} {list(channels).index(name)} {list(_shapes(node.meta.get('val')))}")
         elif node.target is operator.getitem and node.args[0] in begun:
             begun[node] = begun[node.args[0]]
-    return events, list(channels.values())
+    return events, list(channels.values()), blocks
+
+
+def _are_known(sizes: Any) -> bool:
+    return isinstance(sizes, (list, tuple)) and all(type(size) is int for size in sizes)
 
 
 def _shapes(made: Any) -> Iterator[str]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import fx
 
+from meshweave.decompose import DecomposeOptions
 from meshweave.errors import MeshweaveError
-from meshweave.overlap import OverlapOptions, OverlapReport
+from meshweave.overlap import OverlapOptions
 from meshweave.torch_compile.agreement import TIMEOUT_SECONDS
 from meshweave.torch_compile.scheduling import Cost, Settings, settings
 
@@ -55,8 +56,13 @@ class Backend:
                 got=f"mode={mode!r}, options={options!r} with inner={self.inner!r}",
                 expected="neither, or inner='inductor'",
             )
-        from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+        return self._aot(gm, list(inputs))
+
+    def _aot(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.debugging import boxed_nop
         from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         inner = boxed_nop if isinstance(self.inner, str) else self.inner
 
@@ -66,7 +72,23 @@ class Backend:
             made = inner(graph, graph_inputs)  # type: ignore[arg-type]
             return made if getattr(made, "_boxed_call", False) else make_boxed_func(made)
 
-        return aot_eager(gm, list(inputs), fw_compiler=compiled, bw_compiler=compiled)
+        def without_backward(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.settings.split_rows(graph.graph)
+            return compiled(graph, graph_inputs)
+
+        def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            if self.settings.split_rows(joint.graph) is not None:
+                joint.recompile()
+            return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+        compiler = aot_autograd(
+            fw_compiler=compiled,
+            bw_compiler=compiled,
+            inference_compiler=without_backward,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
+        return compiler(gm, inputs)
 
 
 def backend(
@@ -76,16 +98,25 @@ def backend(
     options: OverlapOptions | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
     inner: str | GraphCompiler = "inductor",
-    report: Callable[[OverlapReport], object] | None = None,
+    report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    decompose: DecomposeOptions | bool | None = None,
+    split: int | bool | None = None,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=mw.backend())` that overlaps communication with compute.
 
     `cost`, `memory_cap_bytes`, `options` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
     a machine profile, and without one the graph's type of device says which. `inner` compiles what was ordered:
     "inductor", "aot_eager" (which runs it op by op) or a callable as aot_autograd takes it. `report` is called with the
-    report of every graph that communicates.
+    OverlapReport of every graph that communicates; with `decompose` and `split` also with the DecomposeReport and the
+    SplitReport of each.
+
+    `split`: before forward and backward are parted, what goes row by row of the batch runs in so many chunks (True: 2
+    or 4), so that the communication of one runs under the compute of another. `decompose`: collectives beside matmuls
+    become rings of messages between the chunks of these, with True or with options. Both are off unless asked for: sums
+    may round otherwise. Either is done only where the costs say that the graph in its best order is faster
+    (decompose=DecomposeOptions(when="always") asks no cost).
 
     In a job of several ranks all `ranks` (default: all of torch.distributed) compile the same graphs in the same order.
     They take the figures of the lowest of them, and prove that the order cannot deadlock; a rank that does not come in
@@ -99,7 +130,9 @@ def backend(
         raise MeshweaveError(
             "nothing compiles by this name", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
         )
-    return Backend(settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds), inner)
+    return Backend(
+        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, decompose, split), inner
+    )
 
 
 def inductor_pass(
@@ -108,9 +141,11 @@ def inductor_pass(
     memory_cap_bytes: int | None = None,
     options: OverlapOptions | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
-    report: Callable[[OverlapReport], object] | None = None,
+    report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    decompose: DecomposeOptions | bool | None = None,
+    split: int | bool | None = None,
 ) -> AbstractContextManager[None]:
     """The pass of `backend` in Inductor, for all that is compiled in this thread while the context lasts.
 
@@ -122,4 +157,6 @@ def inductor_pass(
     """
     from meshweave.torch_compile.inductor import installed
 
-    return installed(settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds))
+    return installed(
+        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, decompose, split)
+    )

@@ -34,6 +34,7 @@ _OWN: Mapping[str, object] = {
 # On by default, and would undo any order: it knows of bytes alone.
 _REORDERS: Mapping[str, object] = {"reorder_for_peak_memory": False}
 _POST_GRAD, _PRE_FUSION = "post_grad_custom_post_pass", "_pre_fusion_custom_pass"
+_JOINT = "joint_custom_post_pass"  # on forward and backward in one, or on a graph without backward
 # What torch 2.13 has and earlier versions may not.
 _GraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
@@ -62,6 +63,25 @@ class OverlapPass(_GraphPass):  # type: ignore[misc]
         return self  # copies of Inductor's config are for reading
 
 
+class SplitPass(custom_graph_pass.CustomGraphPass):  # type: ignore[misc]
+    """`Settings.split_rows` as a pass of Inductor, after passes that were installed before."""
+
+    def __init__(self, settings: Settings, before: Sequence[Any] = ()) -> None:
+        self.settings, self.before = settings, tuple(before)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for one in self.before:
+            one(graph)
+        self.settings.split_rows(graph)
+
+    def uuid(self) -> Any | None:
+        keys = (self.settings.key(), *(getattr(one, "uuid", lambda: None)() for one in self.before))
+        return None if None in keys else keys
+
+    def __deepcopy__(self, memo: object) -> SplitPass:
+        return self
+
+
 class HoldOrder(_SchedulerPass):  # type: ignore[misc]
     """Scheduler nodes before fusion, with dependencies that keep work where it hides communication.
 
@@ -84,9 +104,9 @@ class HoldOrder(_SchedulerPass):  # type: ignore[misc]
 
     def uuid(self) -> Any | None:
         if self.before is None:
-            return "meshweave.hold_order.1"
+            return "meshweave.hold_order.2"
         its = getattr(self.before, "uuid", lambda: None)()
-        return None if its is None else ("meshweave.hold_order.1", its)
+        return None if its is None else ("meshweave.hold_order.2", its)
 
     def __deepcopy__(self, memo: object) -> HoldOrder:
         return self
@@ -118,7 +138,20 @@ def _hold(nodes: Sequence[Any]) -> bool:
             hides = next((e for e in events[place:] if begins.get(e, len(nodes)) < i), None)
             if hides is not None:
                 _after(nodes[hides], node)
+    _read_after(nodes, [nodes[i] for i in begins])
     return True
+
+
+def _read_after(nodes: Sequence[Any], waits: Iterable[Any]) -> None:
+    """Keep what reads a result behind its wait. A wait is a mutation to Inductor, and its C++ backend loses that
+    dependency where it computes the loops of a reader anew to fuse it, unless the reader has another that is no read
+    (torch 2.13, SchedulerNode.recompute_size_and_body)."""
+    from torch._inductor.dependencies import WeakDep
+
+    made = {name: wait for wait in waits for name in wait.get_buffer_names()}
+    for node in nodes:
+        for name in [dep.name for dep in node.unmet_dependencies if dep.name in made and made[dep.name] is not node]:
+            node.add_fake_dep(WeakDep(name, mutating_buf=name, is_fake=True))  # which no fusion makes redundant
 
 
 def _windows(nodes: Sequence[Any], waits: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -167,19 +200,21 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=3,
         )
     note = (f"off in Inductor while it compiles: {', '.join(off)}",) if off else ()
-    before, held = now(_POST_GRAD) or (), now(_PRE_FUSION)
-    others = _others(before if isinstance(before, (list, tuple)) else (before,))
+    others, joint, held = _others(now(_POST_GRAD)), _others(now(_JOINT)), now(_PRE_FUSION)
+    splits = {_JOINT: SplitPass(settings, joint)} if settings.split else {}
     return {
         **options,
         **off,
+        **splits,
         _POST_GRAD: OverlapPass(replace(settings, notes=(*settings.notes, *note)), others),
         _PRE_FUSION: HoldOrder(held.before if isinstance(held, HoldOrder) else held),
     }
 
 
-def _others(passes: Iterable[Any]) -> tuple[Any, ...]:
-    """Passes without ours: the innermost of nested ones orders a graph, once."""
-    return tuple(o for one in passes for o in (one.before if isinstance(one, OverlapPass) else (one,)))
+def _others(held: Any) -> tuple[Any, ...]:
+    """Passes without ours: the innermost of nested ones counts, once."""
+    passes = held if isinstance(held, (list, tuple)) else () if held is None else (held,)
+    return tuple(o for one in passes for o in (one.before if isinstance(one, (OverlapPass, SplitPass)) else (one,)))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the drop-in does to one graph: settings, prices, agreement, order, proof, report."""
+"""What the drop-in does to one graph: settings, prices, agreement, split, rings, order, proof, report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,29 +15,40 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import meshweave.errors
+from meshweave.decompose import DecomposeOptions, DecomposeReport, SplitReport, decompose_graph, split_batch
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
-from meshweave.overlap import OverlapOptions, OverlapReport, overlap_graph
+from meshweave.overlap import Figures, OverlapOptions, OverlapReport, overlap, overlap_graph
+from meshweave.overlap.decide import NoOrderError
 from meshweave.overlap.vocabulary import collective_of
-from meshweave.torch_compile.agreement import TIMEOUT_SECONDS, world_agreement
+from meshweave.torch_compile.agreement import TIMEOUT_SECONDS, Agreement, world_agreement
+from meshweave.torch_compile.substitute import module_of, substitute
 
+Report = OverlapReport | DecomposeReport | SplitReport
 Cost = MachineProfile | Callable[..., float]
+_COUNTS = (2, 4)  # of chunks, where any will do: more make matmuls small
 # The profile of a machine that nobody described, by the type of device that the graph is for.
 _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `backend` and `inductor_pass` are told, checked. `notes` are put into every report."""
+    """What `backend` and `inductor_pass` are told, checked. `notes` are put into every report on an order.
+
+    `decompose`: None leaves collectives whole; `split`: numbers of chunks of the batch to choose from, none for the
+    batch as it is.
+    """
 
     cost: Cost | None = None
     memory_cap_bytes: int | None = None
     options: OverlapOptions | None = None
     groups: tuple[tuple[str, tuple[int, ...]], ...] | None = None
-    report: Callable[[OverlapReport], object] | None = None
+    report: Callable[[Any], object] | None = None
     ranks: tuple[int, ...] | None = None
     timeout_seconds: float = TIMEOUT_SECONDS
+    decompose: DecomposeOptions | None = None
+    split: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
     def schedule(self, graph: fx.Graph) -> OverlapReport | None:
@@ -44,34 +56,93 @@ class Settings:
 
         Raises MeshweaveError as `overlap_graph` does, and where ranks do not agree.
         """
-        if not any(n.op == "call_function" and collective_of(n) is not None for n in graph.nodes):
+        if not _communicates(graph):
             return None
-        cost, notes = self.cost, self.notes
-        if cost is None:
-            cost, note = _usual(graph)
-            notes = (*notes, note)
+        cost, notes = self._priced(graph)
         agreement = world_agreement(self.ranks, self.timeout_seconds)
         groups = None if self.groups is None else dict(self.groups)
         with unset_fake_temporarily():  # compilers run under the fake mode of what they compile, ours makes tensors too
+            if self.decompose is not None:
+                self._taken_apart(graph, self.decompose, cost, agreement)
             report = overlap_graph(
                 graph,
                 cost=cost,
                 memory_cap_bytes=self.memory_cap_bytes,
                 groups=groups,
                 options=self.options,
-                agree=None if agreement is None else partial(agreement.figures, told=self._told()),
+                agree=self._agree(agreement),
             )
         if agreement is not None:
             agreement.prove(graph, groups)
         report = replace(report, notes=(*report.notes, *notes))
+        self._tell(report)
+        return report
+
+    def _taken_apart(self, graph: fx.Graph, options: DecomposeOptions, cost: Cost, agreement: Agreement | None) -> None:
+        """Take collectives apart in place."""
+        made, report = decompose_graph(
+            module_of(graph),
+            cost=cost,
+            groups=None if self.groups is None else dict(self.groups),
+            rank=None if dist.is_available() and dist.is_initialized() else (self.ranks or (0,))[0],
+            options=options,
+            memory_cap_bytes=self.memory_cap_bytes,
+            overlap_options=self.options,
+            agree=self._agree(agreement),
+        )
+        if report.num_taken:
+            substitute(graph, made)
+        self._tell(report)
+
+    def split_rows(self, graph: fx.Graph) -> SplitReport | None:
+        """Run the rows of a graph, forward with backward or by itself, in chunks, in place, where its simulated seconds
+        are fewer then. A graph without communication stays as it is and has no report."""
+        if not self.split or not _communicates(graph):
+            return None
+        cost, _ = self._priced(graph)
+        groups = None if self.groups is None else dict(self.groups)
+
+        def seconds(one: fx.GraphModule) -> float:
+            cap = self.memory_cap_bytes
+            try:
+                return overlap(one, cost=cost, memory_cap_bytes=cap, groups=groups, options=self.options)[1].seconds
+            except NoOrderError:
+                return float("inf")
+
+        with unset_fake_temporarily():
+            gm = module_of(graph)
+            made, report = split_batch(gm, self.split, seconds=seconds)
+            agreement = world_agreement(self.ranks, self.timeout_seconds)
+            if agreement is not None:
+                mine = report.num_chunks if report.is_taken else 0
+                told = Figures(_shape_of(graph), (float(mine),))
+                count = int(agreement.figures(told, self._told()).numbers[0])
+                if count != mine:
+                    made, report = split_batch(gm, count) if count else (gm, replace(report, is_taken=False))
+            if report.is_taken:
+                substitute(graph, made)
+        self._tell(report)
+        return report
+
+    def _priced(self, graph: fx.Graph) -> tuple[Cost, tuple[str, ...]]:
+        """The costs, and the notes on them."""
+        if self.cost is not None:
+            return self.cost, self.notes
+        cost, note = _usual(graph)
+        return cost, (*self.notes, note)
+
+    def _agree(self, agreement: Agreement | None) -> Callable[[Figures], Figures] | None:
+        return None if agreement is None else partial(agreement.figures, told=self._told())
+
+    def _tell(self, report: Report) -> None:
         if self.report is not None:
             self.report(report)
-        return report
 
     def _told(self) -> str:
         """What else an order depends on and all ranks must have been told alike, as text."""
         options = replace(self.options or OverlapOptions(), releasable=None)
-        return f"memory_cap_bytes={self.memory_cap_bytes}, {options}"
+        more = f", {self.decompose}, split={self.split}" if self.decompose or self.split else ""
+        return f"memory_cap_bytes={self.memory_cap_bytes}, {options}{more}"
 
     def key(self) -> str | None:
         """Names everything that an order depends on besides the graph, for caches of compiled graphs; None where a
@@ -90,7 +161,7 @@ class Settings:
             _sources(),
             torch.__version__,
             "" if self.cost is None else _figures(self.cost),
-            repr((self.memory_cap_bytes, self.options, self.groups)),
+            repr((self.memory_cap_bytes, self.options, self.groups, self.decompose, self.split, self.ranks)),
             repr(_registered()),
         ]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
@@ -101,12 +172,14 @@ def settings(
     memory_cap_bytes: int | None,
     options: OverlapOptions | None,
     groups: Mapping[str, Sequence[int]] | None,
-    report: Callable[[OverlapReport], object] | None,
+    report: Callable[[Any], object] | None,
     ranks: Sequence[int] | None,
     timeout_seconds: float,
+    decompose: DecomposeOptions | bool | None = None,
+    split: int | bool | None = None,
 ) -> Settings:
-    """The settings of what a user said. Raises MeshweaveError for a profile that there is not and a cost that is
-    none."""
+    """The settings of what a user said. Raises MeshweaveError for a profile that there is not, a cost that is none, and
+    for what says nothing of rings or of chunks."""
     found = load_profile(cost) if isinstance(cost, (str, Path)) else cost
     if not (found is None or isinstance(found, MachineProfile) or callable(found)):
         raise MeshweaveError(
@@ -117,7 +190,49 @@ def settings(
         )
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
-    return Settings(found, memory_cap_bytes, options, table, report, chosen, timeout_seconds)
+    rings, chunks = _rings(decompose), _chunks(split)
+    return Settings(found, memory_cap_bytes, options, table, report, chosen, timeout_seconds, rings, chunks)
+
+
+def _rings(said: Any) -> DecomposeOptions | None:
+    if said is None or isinstance(said, DecomposeOptions):
+        return said
+    if isinstance(said, bool):
+        return DecomposeOptions() if said else None
+    raise MeshweaveError(
+        "this does not say how collectives are taken apart",
+        where="decompose=",
+        got=repr(said),
+        expected="True, DecomposeOptions, or None to leave them whole",
+    )
+
+
+def _chunks(said: Any) -> tuple[int, ...]:
+    if said is None or isinstance(said, bool):
+        return _COUNTS if said else ()
+    if isinstance(said, int) and said > 1:
+        return (said,)
+    raise MeshweaveError(
+        "a batch is split in two chunks or more",
+        where="split=",
+        got=repr(said),
+        expected="a number from 2, True to have it chosen, or None to leave the batch whole",
+    )
+
+
+def _communicates(graph: fx.Graph) -> bool:
+    return any(n.op == "call_function" and collective_of(n) is not None for n in graph.nodes)
+
+
+def _shape_of(graph: fx.Graph) -> str:
+    """The ops of a graph and what they make, as one number: the same on every rank that runs it."""
+    lines = [f"{node.op} {node.target if node.op == 'call_function' else ''} {_size(node)}" for node in graph.nodes]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
+
+
+def _size(node: fx.Node) -> str:
+    made = node.meta.get("val")
+    return f"{made.dtype}{list(map(str, made.shape))}" if isinstance(made, torch.Tensor) else ""
 
 
 def _usual(graph: fx.Graph) -> tuple[MachineProfile, str]:

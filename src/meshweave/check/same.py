@@ -1,0 +1,51 @@
+"""Two forms of one role compared: the same ops on the same values, in whatever order, merged or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from meshweave.errors import VerifyError
+from meshweave.ir.graph import op_name
+from meshweave.ir.rank import RankGraph
+from meshweave.overlap.carry import uncarried
+from meshweave.overlap.unmerge import unmerged
+
+Forms = dict[Any, int]  # op, group and arguments -> number of the value that they make
+
+
+def check_same(before: RankGraph, after: RankGraph) -> int:
+    """The number of values that both make; raises VerifyError for the first output that is made otherwise.
+
+    Ops of rank graphs make their results out of their arguments alone, so that equal ops on equal values make equal
+    ones. What was merged, or carried over from the step before, is taken apart and put back first.
+    """
+    forms: Forms = {}
+    one, other = _outputs(before, forms), _outputs(uncarried(unmerged(after)), forms)
+    for key in dict.fromkeys((*one, *other)):
+        if key not in one or key not in other or one[key][0] != other[key][0]:
+            node = (other.get(key) or one[key])[1]
+            raise VerifyError(
+                f"output {key[0]} {key[1]} is not made as it was before the step was scheduled",
+                where=f"node {node.name} ({op_name(node.target)})",
+                got="no such output" if key not in other else "other ops, or other operands",
+            )
+    return len(forms)
+
+
+def _outputs(role: RankGraph, forms: Forms) -> dict[tuple[str, str], tuple[int, fx.Node]]:
+    """By output the number of its value, and the node that makes it."""
+    keys = iter(role.inputs)
+    numbers: dict[fx.Node, int] = {}
+    for node in role.graph.nodes:
+        if node.op == "output":
+            return {key: (numbers[n], n) for key, n in zip(role.outputs, node.args[0], strict=True)}  # type: ignore[arg-type]
+        if node.op == "placeholder":
+            item = next(keys)
+            form: Any = ("input", item.kind, item.name)
+        else:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: ("value", numbers[n]))
+            form = (node.op, node.target, repr(args), repr(sorted(kwargs.items())))
+        numbers[node] = forms.setdefault(form, len(forms))
+    raise VerifyError("a rank graph has no output")

@@ -1,0 +1,68 @@
+"""Graphs in which some collectives are taken apart, written from one that stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from meshweave.decompose.chunks import Shapes
+from meshweave.decompose.decompose import DecomposeOptions, Pass, Pick
+from meshweave.decompose.lower import lower
+from meshweave.decompose.plain import PlainFrame, plain_frame
+from meshweave.decompose.price import Prices
+from meshweave.decompose.report import DecomposeReport
+from meshweave.decompose.share import share_gathers
+from meshweave.hardware.profile import MachineProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A candidate: the graph, what became of its collectives, and the decisions that make it again."""
+
+    module: fx.GraphModule
+    report: DecomposeReport
+    decisions: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Work:
+    """Writes candidates of a graph."""
+
+    gm: fx.GraphModule
+    groups: Mapping[str, Sequence[int]] | None
+    rank: int
+    options: DecomposeOptions
+    profile: MachineProfile | None
+
+    def frame(self) -> PlainFrame:
+        return plain_frame(self.gm.graph, self.groups, self.rank)
+
+    def written(self, pick: Pick) -> Made:
+        frame = self.frame()
+        shared = share_gathers(frame) if self.options.share else ()
+        shapes, prices = Shapes(frame.local), None
+        if self.profile is not None and self.options.when == "gain":
+            order = {node: i for i, node in enumerate(frame.graph.nodes)}
+            prices = Prices(frame, self.profile, shapes, order)
+        done = Pass(frame, self.options, shapes, prices, pick)
+        report = done.run(shared)
+        if not report.num_taken:
+            return Made(_copied(self.gm), report, tuple(done.decisions))
+        lower(frame)
+        return Made(_module(self.gm, frame.graph), report, tuple(done.decisions))
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        held[node] = graph.node_copy(node, held.__getitem__)
+    return _module(gm, graph)
+
+
+def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    graph.set_codegen(gm.graph._codegen)
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made

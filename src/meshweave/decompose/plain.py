@@ -1,0 +1,138 @@
+"""Anyone's graph as the pass takes it: groups by name with their ranks, and what has to stay where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from meshweave.decompose.blocks import raise_blocks
+from meshweave.decompose.cut import FIXED, LOOSE
+from meshweave.decompose.find import KINDS
+from meshweave.decompose.frame import made_of
+from meshweave.decompose.split_values import symbolic
+from meshweave.decompose.writer import Ring
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import WAIT
+from meshweave.overlap.prices import ProfilePrices, ranks_of
+from meshweave.overlap.read import Reading, read, releasable_of
+from meshweave.overlap.values import values_of, written_of
+from meshweave.overlap.vocabulary import place_of
+from meshweave.simulate.shapes import Local, Values
+
+_GROUP = "group"  # the one axis of the mesh that a group is
+
+
+@dataclass(slots=True)
+class PlainFrame:
+    """A graph of ATen ops and functional collectives, as `rank` runs it. `members` are the ranks by name of group."""
+
+    graph: fx.Graph
+    rank: int
+    reading: Reading
+    members: Mapping[str, tuple[int, ...]]
+    meshes: dict[str, Mesh] = field(default_factory=dict)
+
+    @property
+    def local(self) -> Local:
+        return Local(self.rank, dict(self.reading.values), {})
+
+    def index(self, group: str) -> int:
+        """The place of this rank in a group."""
+        return self.members[group].index(self.rank)
+
+    def ring(self, start: fx.Node) -> Ring:
+        group = str(start.args[-1])
+        return Ring(group, (len(self.members[group]),))
+
+    def where(self, start: fx.Node) -> tuple[Mesh, tuple[str, ...]]:
+        group = str(start.args[-1])
+        if group not in self.meshes:
+            ranks = self.members[group]
+            self.meshes[group] = Mesh({_GROUP: len(ranks)}, devices=ranks)
+        return self.meshes[group], (_GROUP,)
+
+    def refused(self, start: fx.Node) -> str:
+        users = list(start.users)
+        if start.kwargs or not isinstance(start.args[-1], str) or start.args[-1] not in self.members:
+            return "its group is not handed over by name"
+        if len(users) != 1 or users[0].target is not WAIT:
+            return "it is waited for more than once, or not here"
+        for node in (start, users[0]):
+            if FIXED in node.meta:
+                return f"it {node.meta[FIXED]}"
+        return ""
+
+    def place(self, node: fx.Node) -> str:
+        return place_of(node)
+
+    def lasting(self) -> set[fx.Node]:
+        """Which inputs are parameters a graph does not say: all may be."""
+        return made_of(self.graph, set(self.graph.find_nodes(op="placeholder")))
+
+    def kernels(self, profile: MachineProfile, local: Local) -> list[tuple[float, float]]:
+        prices = ProfilePrices(self.reading, profile, self.members)
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        computed = ((i, node) for i, node in enumerate(self.reading.nodes) if i not in self.reading.rows)
+        return [(float(order[node]), prices.compute(node)) for _, node in computed]
+
+
+def plain_frame(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: int) -> PlainFrame:
+    """A copy of a graph, as the pass takes it. Raises VerifyError as `mw.overlap` does, and MeshweaveError for a group
+    of a collective that is unknown or that `rank` is not in."""
+    graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in old.nodes:
+        held[node] = graph.node_copy(node, held.__getitem__)
+        held[node].meta = dict(node.meta)
+    raise_blocks(graph)
+    reading = read(graph, values_of(graph), releasable_of(graph))
+    members: dict[str, tuple[int, ...]] = {}
+    for i in reading.rows:
+        node, name = reading.nodes[i], reading.problem.channels[reading.problem.channel[i]]
+        if node.target in KINDS and name not in members:
+            members[name] = ranks_of(reading, i, groups or {})
+            _expect_member(node, name, members[name], rank)
+    _fix(graph, reading.values)
+    return PlainFrame(graph, rank, reading, members)
+
+
+def _expect_member(node: fx.Node, name: str, ranks: tuple[int, ...], rank: int) -> None:
+    if rank not in ranks:
+        raise MeshweaveError(
+            "this rank is not in the group of a collective that it runs",
+            where=place_of(node),
+            got=f"rank {rank}, group {name!r} of ranks {ranks[:8]}",
+            expected="the rank that this graph is for: rank=, or that of torch.distributed",
+        )
+
+
+def _fix(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> None:
+    """Mark what stays where and as it is."""
+    written: set[int] = set()
+    for node in graph.nodes:
+        for position, name in written_of(node.target):
+            operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            fx.map_arg(operand, lambda n: written.update(x.storage for x in values[n]))
+    for node in graph.nodes:
+        near = [node, *node.all_input_nodes]
+        if node.op != "call_function":
+            continue
+        if node.target in KINDS:
+            node.meta[LOOSE] = True
+        if any(x.storage in written for n in near for x in values[n]):
+            node.meta.pop(LOOSE, None)
+            node.meta[FIXED] = "touches memory that is written to"
+        elif any(map(_is_symbolic, near)):
+            node.meta[FIXED] = "has sizes that are not known when it is compiled"
+        elif node.target not in (*KINDS, WAIT) and node.is_impure(impure_random=True):
+            node.meta[FIXED] = "has effects besides its result"
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    made = node.meta.get("val")
+    several = made if isinstance(made, (list, tuple)) else (made,)
+    return any(symbolic(x) for x in several if isinstance(x, torch.Tensor))

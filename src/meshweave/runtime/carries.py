@@ -1,0 +1,99 @@
+"""What a step hands to the next one beside its state: parameters that are gathered already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from meshweave.ir.rank import RankGraph
+from meshweave.runtime.executor import FORWARD, Compiled, Env, compile_tasks
+from meshweave.runtime.state import State
+from meshweave.runtime.world import World
+
+Held = Mapping[str, Tensor]  # by parameter
+
+
+class Carries:
+    """The carried values of the held devices, and what makes them of the parameters where no step has.
+
+    They are taken for what they are only while the parameters are the very tensors, unchanged, that they were made of:
+    after a load, or a write to the state, they are made again. So nothing that a checkpoint holds is lost with them.
+    """
+
+    def __init__(self, roles: Sequence[RankGraph], world: World) -> None:
+        """Every process of the world makes it together."""
+        self._made: list[dict[str, Tensor]] | None = None
+        self._sources: list[tuple[Tensor, int]] = []
+        self._world = world
+        self._names = dict.fromkeys(name for role in roles for kind, name in role.outputs if kind == "carry")
+        if not self._names:
+            return
+        prologues = [role.prologue or _nothing(role) for role in roles]
+        compiled = [compile_tasks(prologue, world.device) for prologue in prologues]
+        by_device = {d: rank for rank in compiled for d in rank.graph.devices}
+        self._ranks: tuple[Compiled, ...] = tuple(by_device[d] for d in world.devices)
+        self._executor = world.executor(prologues, self._ranks, None)
+
+    def ready(self, state: State) -> Sequence[Held]:
+        """The values of every held device; they are gathered first where they are not there. All processes call it."""
+        if not self._names:
+            return [{} for _ in self._world.devices]
+        if self._made is None or not self._is_fresh(state):
+            self.drop()
+            self._hold(state, self._gathered(state))
+        assert self._made is not None, "held right above"
+        return self._made
+
+    def keep(self, state: State, ranks: Sequence[Compiled], envs: Sequence[Env]) -> None:
+        """Take over what an update has made behind the parameters that now are in the state."""
+        if self._names:
+            self._hold(state, [_carried(rank, env) for rank, env in zip(ranks, envs, strict=True)])
+
+    def drop(self) -> None:
+        """Let go of the values. They live on where a step holds them."""
+        self._made, self._sources = None, []
+
+    def _hold(self, state: State, made: list[dict[str, Tensor]]) -> None:
+        self._made = made
+        self._sources = [(piece, _version(piece)) for piece in self._parameters(state)]
+
+    def _parameters(self, state: State) -> list[Tensor]:
+        return [piece for name in self._names for piece in state.pieces["param", name]]
+
+    def _is_fresh(self, state: State) -> bool:
+        now = self._parameters(state)
+        return len(now) == len(self._sources) and all(
+            piece is source and _version(piece) == version
+            for piece, (source, version) in zip(now, self._sources, strict=True)
+        )
+
+    def _gathered(self, state: State) -> list[dict[str, Tensor]]:
+        envs = self._executor.environment()
+        for device, rank, env in zip(self._world.devices, self._ranks, envs, strict=True):
+            for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
+                env[slot] = state.pieces[item.kind, item.name][state.holders(layout).index(device)]
+        self._executor.begin(envs)
+        try:
+            self._executor.run(FORWARD)
+            return [_carried(rank, env) for rank, env in zip(self._ranks, envs, strict=True)]
+        finally:
+            self._executor.end()
+
+
+def _carried(rank: Compiled, env: Env) -> dict[str, Tensor]:
+    keys = zip(rank.graph.outputs, rank.outputs, strict=True)
+    return {name: env[slot] for (kind, name), slot in keys if kind == "carry"}
+
+
+def _version(x: Tensor) -> int:
+    """What every write in place counts up; tensors of inference mode do not count."""
+    return -1 if x.is_inference() else x._version
+
+
+def _nothing(role: RankGraph) -> RankGraph:
+    """The prologue of a role that carries nothing over, in a program where others do."""
+    graph = fx.Graph()
+    graph.output([])
+    return replace(role, graph=graph, inputs=(), layouts=(), outputs=(), output_layouts=(), prologue=None)

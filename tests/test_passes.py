@@ -1,0 +1,111 @@
+"""Whole steps in chunks and with collectives taken apart: the same training, proven, and chosen by what it gains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshweave as mw
+from meshweave.check.same import check_same
+from meshweave.compile import TrainStep
+from meshweave.decompose import DecomposeOptions, SplitOptions
+from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.ir.rank import COLLECTIVES, permute
+from meshweave.overlap.unmerge import copied
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+PLAN = mw.Plan.fsdp("fsdp") + mw.Plan.hf_tp("tp") + mw.Plan.sequence_parallel("tp")
+ALWAYS, SPLIT = DecomposeOptions(when="always"), SplitOptions(when="always")
+
+
+def batch(step: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def compiled(**how: object) -> TrainStep:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return mw.compile(
+        model, loss=lambda out, b: out.loss, example=batch(), optimizer=optimizer, mesh="fsdp=2,tp=2", plan=PLAN, **how
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    step = compiled()
+    return [step(batch(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"split": SPLIT},
+        {"decompose": ALWAYS},
+        {"split": SPLIT, "decompose": ALWAYS, "overlap": mw.OverlapOptions(carry=1), "profile": "h100"},
+        {"split": SPLIT, "accumulate": 2},
+    ],
+    ids=["split", "rings", "all", "accumulated"],
+)
+def test_training_is_the_same(how: dict[str, object], plain: list[float]) -> None:
+    """Up to rounding: parameters are float64, norms and the loss of this model float32."""
+    step = compiled(**how)
+    torch.testing.assert_close([step(batch(i)) for i in range(3)], plain, rtol=1e-6, atol=0)
+    program = step.program.optimized
+    if "split" in how:
+        assert all(report.is_taken and "of batch_" in report.rows for report in program.splits)
+        assert any("_chunk1" in node.name for node in program.unscheduled[0].graph.nodes)
+    if "decompose" in how:
+        assert program.rings[0].num_taken > 0
+        assert any(node.target is permute for node in program.roles[0].graph.nodes)
+
+
+def test_what_does_not_gain_is_left() -> None:
+    """Of all ways to write the program the fastest simulated one is taken; the report says what the others take."""
+    step = compiled(split=True, decompose=True, overlap=mw.OverlapOptions(carry=0), profile="h100")
+    program = step.program.optimized
+    names = [v.name for v in program.variants]
+    assert names[0] == "as it is"
+    assert "rows in 2 chunks" in names
+    best = min(program.variants, key=lambda v: v.seconds)
+    assert program.name == best.name
+    assert program.name == "as it is"  # so small a model
+    assert not any(report.is_taken for report in program.splits)
+    assert all("not faster" in report.reason for report in program.splits)
+    starts = [sum(n.target in COLLECTIVES for n in role.graph.nodes) for role in program.unscheduled]
+    assert starts == [sum(n.target in COLLECTIVES for n in role.graph.nodes) for role in program.expanded]
+
+
+def test_a_scheduler_that_changes_an_op_is_found() -> None:
+    program = compiled(decompose=ALWAYS).program.optimized
+    (role,) = program.roles
+    assert check_same(role, copied(role)) > 100
+    wrong = copied(role)
+    node = next(n for n in wrong.graph.nodes if n.target is permute)
+    node.args = (node.args[0], node.args[1] + 1, node.args[2])
+    with pytest.raises(VerifyError, match="is not made as it was"):
+        check_same(role, wrong)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"decompose": "yes"}, "decompose says neither"),
+        ({"split": 1}, "two chunks or more"),
+        ({"split": "2"}, "split says neither"),
+        ({"split": True}, "needs the costs of both"),
+        ({"decompose": True}, "needs the costs of both"),
+    ],
+)
+def test_bad_input(how: dict[str, object], message: str) -> None:
+    with pytest.raises(MeshweaveError, match=message):
+        compiled(**how)
