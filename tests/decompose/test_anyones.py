@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshweave as mw
-from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose_graph
+from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose_graph, split_batch
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.overlap import Figures
 from meshweave.overlap.vocabulary import collective_of
@@ -312,6 +312,17 @@ def traced(n: int, sequence_dim: int, bias: bool) -> list[fx.GraphModule]:
         return found
     finally:
         dist.destroy_process_group()
+
+
+def test_the_batch_of_a_block_whose_sequence_is_sharded_is_split() -> None:
+    """Blocks that are joined and dealt along the sequence, beside the rows of the batch."""
+    for gm in traced(2, 1, False):
+        (group,) = groups_in(gm)
+        made, report = split_batch(gm)
+        assert report.num_collectives == 2, report
+        assert count(made, C10D.all_gather_into_tensor.default, C10D.reduce_scatter_tensor.default) == 4
+        inputs = random_inputs(gm, 0, 2)
+        close(run(gm, inputs, one_group(2, group)), run(made, inputs, one_group(2, group)))
 
 
 def groups_in(gm: fx.GraphModule) -> set[str]:

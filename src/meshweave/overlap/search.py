@@ -80,9 +80,8 @@ class Search:
         plain = self.shape(())
         self.free += [self.judge(name, plain, order) for name, order in orders]
         policies = _POLICIES if self.is_small else _POLICIES[:_LARGE]
-        for policy in policies:
-            self.schedule(str(policy), plain, policy)
-        if len(self.found) < len(orders) + len(policies):
+        made = [self.schedule(str(policy), plain, policy) for policy in policies]
+        if all(one.peak > self.cap for one in made):
             self.save_memory(plain)
         if self.is_small:
             for policy in (*_POLICIES, *_FREE):
