@@ -47,8 +47,9 @@ def decompose_graph(
     Collectives of one kind and shape before matmuls of the same shapes go one way. Permutes are all-to-alls with one
     block each way: a ring of n ranks has n - 1. Ranks' graphs differ in the numbers of blocks and slices, and in the
     order of operands of a cat. The input comes back as a copy where nothing gains. Sums over a group are taken in the
-    order of its ranks, in float32 for half precision. Raises MeshweaveError where it is not known whose graph it is,
-    for an unknown group and for a cost that is none; VerifyError, as `mw.overlap`, for graphs that are not in order.
+    order in which messages come, which is fixed, in float32 for half precision. Raises MeshweaveError where it is not
+    known whose graph it is, for an unknown group and for a cost that is none; VerifyError, as `mw.overlap`, for graphs
+    that are not in order.
     """
     options = options or DecomposeOptions()
     if options.when == "gain" and not (isinstance(cost, MachineProfile) or callable(cost)):

@@ -274,6 +274,8 @@ class Pass:
         if isinstance(found, Downstream):
             is_summed = "sum" in found.consumers.values()
         told = way.row.numerics if way.row is not None else "as by the collective"
+        if is_summed and way.row is not None and not isinstance(found, Downstream):
+            told = self.frame.order_of_sums or told
         sums = f"; sums in {str(wide).removeprefix('torch.')}" if is_summed else ""
         return f"{told}{sums}; a matmul of fewer rows may round otherwise than the whole"
 

@@ -21,6 +21,10 @@ class Frame(Protocol):
 
     @property
     def graph(self) -> fx.Graph: ...
+    @property
+    def order_of_sums(self) -> str:
+        """In what order a sum over a group is taken, where that is not as the algorithm says; else ""."""
+
     def ring(self, start: fx.Node) -> Ring:
         """The group of a start."""
 
@@ -49,6 +53,10 @@ class RoleFrame:
     @property
     def graph(self) -> fx.Graph:
         return self.role.graph
+
+    @property
+    def order_of_sums(self) -> str:
+        return ""
 
     def ring(self, start: fx.Node) -> Ring:
         mesh, axes = self.where(start)

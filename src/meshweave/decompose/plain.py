@@ -38,6 +38,10 @@ class PlainFrame:
     meshes: dict[str, Mesh] = field(default_factory=dict)
 
     @property
+    def order_of_sums(self) -> str:
+        return "sums in the order in which messages come, another for each chunk"
+
+    @property
     def local(self) -> Local:
         return Local(self.rank, dict(self.reading.values), {})
 
