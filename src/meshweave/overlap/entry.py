@@ -57,12 +57,12 @@ def overlap(
     if old.op == "output":
         graph.output(returned).meta.update(old.meta)
     graph.set_codegen(gm.graph._codegen)
+    graph.owning_module = gm
+    report = overlap_graph(
+        graph, cost=cost, memory_cap_bytes=memory_cap_bytes, groups=groups, options=options, agree=agree
+    )
     made = fx.GraphModule(gm, graph)
     made.meta.update(gm.meta)
-    report = overlap_graph(
-        made.graph, cost=cost, memory_cap_bytes=memory_cap_bytes, groups=groups, options=options, agree=agree
-    )
-    made.recompile()
     return made, report
 
 
