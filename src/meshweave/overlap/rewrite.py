@@ -39,6 +39,7 @@ class _Writer:
     merged: Merged
     made: list[_Bucket] = field(default_factory=list)
     operands: dict[int, Value] = field(default_factory=dict)  # of starts that are merged
+    bare: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # what nodes make, on the meta device
 
     def run(self, order: Order) -> None:
         graph = self.reading.graph
@@ -46,7 +47,8 @@ class _Writer:
         for c in (c for bucket in self.merged.buckets for c in bucket):
             operand: Any = self.reading.nodes[c].args[0]
             self.operands[c] = self.reading.values[operand][0]
-        with graph.inserting_before(output):
+        modes = torch.utils._python_dispatch._disable_current_modes()
+        with graph.inserting_before(output), torch.no_grad(), modes:
             self.made = [self.bucket(bucket) for bucket in self.merged.buckets]
         placed: set[fx.Node] = set()
         cursor = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), graph._root)
@@ -153,37 +155,42 @@ class _Writer:
         node = self.reading.graph.call_function(target, args, kwargs or {})
         node.meta |= {key: like.meta[key] for key in _COPIED if key in like.meta}
         if "val" in like.meta:
-            node.meta["val"] = _fake(target, args, kwargs or {}, like.meta["val"], tuple(shape), dtype)
+            node.meta["val"] = self.fake(node, like.meta["val"], tuple(shape), dtype)
         into.append(node)
         return node
+
+    def fake(self, node: fx.Node, like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What a new node makes, as its neighbours say what they make: views share the storage of their base.
+
+        Run on tensors of the meta device, which are then written as fake ones: a tenth of the time of a fake tensor's
+        dispatch.
+        """
+        target: Any = node.target
+        if target is WAIT:
+            (start,) = node.all_input_nodes
+            self.bare[node] = self.meta(start)
+            return start.meta["val"]  # type: ignore[no-any-return]
+        if target.namespace == "aten":
+            held, named = fx.map_arg((node.args, node.kwargs), self.meta)
+            made = target(*held, **named)
+        else:
+            made = torch.empty(shape, dtype=dtype, device="meta")
+        self.bare[node] = made
+        return FakeTensor(like.fake_mode, made, like.device) if isinstance(like, FakeTensor) else made
+
+    def meta(self, node: fx.Node) -> torch.Tensor:
+        if node not in self.bare:
+            self.bare[node] = _meta(node.meta["val"])
+        return self.bare[node]
 
 
 def _row(rows: int, total: int) -> tuple[int, ...]:
     return (rows, total // rows) if rows > 1 else (total,)
 
 
-def _fake(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Any, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """What a node makes, as its neighbours say what they make: views share the storage of their base.
-
-    Run on tensors of the meta device, which are then written as fake ones: a tenth of the time of a fake tensor's
-    dispatch.
-    """
-    if target is WAIT:
-        return args[0].meta["val"]  # type: ignore[no-any-return]
-    if target.namespace == "aten":
-        with torch.no_grad():
-            held, named = fx.map_arg((args, kwargs), lambda n: _meta(n.meta["val"]))
-            made = target(*held, **named)
-    else:
-        made = torch.empty(shape, dtype=dtype, device="meta")
-    return FakeTensor(like.fake_mode, made, like.device) if isinstance(like, FakeTensor) else made
-
-
 def _meta(x: torch.Tensor) -> torch.Tensor:
     """A tensor of the meta device over the same storage, where the storage holds no data."""
-    with torch.utils._python_dispatch._disable_current_modes(), no_dispatch():
+    with no_dispatch():
         if isinstance(x, FakeTensor):
             bare = torch.empty(0, dtype=x.dtype, device="meta")
             return bare.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
