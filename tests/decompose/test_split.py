@@ -200,6 +200,7 @@ def test_transformer(part: str, count: int) -> None:
     assert report.num_joins == 0 or part == "forward"
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch has fused attention of float64 tell another dtype")
 @pytest.mark.parametrize("part", ["forward", "backward", "joint"])
 def test_fused_attention_and_dropout(part: str) -> None:
     report = checked(Model(dropout=0.5, is_fused=True), part, 2)

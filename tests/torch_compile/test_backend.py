@@ -156,6 +156,7 @@ def test_kernels_that_hide_nothing_still_fuse(group: str) -> None:
     assert code == ["all_gather_into_tensor", "wait_tensor", "mm", "cpp_fused_add_cos_mul_sin_0"]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this fake process group writes no result of a reduce-scatter")
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 def test_forward_and_backward_give_the_same_bits(group: str, inner: str) -> None:
     def run(compiler: Any) -> list[Tensor]:
@@ -346,6 +347,7 @@ def test_the_key_of_the_cache_covers_what_an_order_depends_on(group: str) -> Non
     assert OverlapPass(Settings(), (lambda graph: None,)).uuid() is None
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch has no hash for the pass before fusion")
 def test_a_graph_from_the_cache_is_the_ordered_one(group: str) -> None:
     counters = torch._dynamo.utils.counters["inductor"]
 
