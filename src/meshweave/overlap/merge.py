@@ -101,20 +101,29 @@ class Merger:
         for starts in self.kinds.values():
             yield from pairwise(starts)
 
-    def buckets(self, gathers: float, reductions: float) -> tuple[Bucket, ...]:
-        """Runs of neighbours of at most so many bytes at the larger end of one."""
+    def buckets(self, gathers: float, reductions: float, ramp: int = 0) -> tuple[Bucket, ...]:
+        """Runs of neighbours of at most so many bytes at the larger end of one. With a `ramp` the first gathers, which
+        nothing hides yet, are smaller: from a 2^ramp-th of the size each run may have twice that of the one before. So
+        are the last ones, if no reductions follow in their group: what needs them has only itself to hide behind.
+        """
         found: list[Bucket] = []
+        channel = self.reading.problem.channel
+        reducing = {channel[c] for c, row in self.reading.rows.items() if row.bucket in ("scatter", "reduce")}
         for starts in self.kinds.values():
             is_gather = self.reading.rows[starts[0]].bucket == "gather"
             most = gathers if is_gather else reductions
             span = self.span(starts[0], most)
-            run = [starts[0]]
-            for c in (*starts[1:], -1):
-                if c >= 0 and not self.why_apart(run, c, most, span):
-                    run.append(c)
-                    continue
-                found += [tuple(run)] if len(run) > 1 else []
-                run = [c]
+            halvings = ramp if is_gather else 0
+            left = sum(map(self.size, starts)) if halvings and channel[starts[0]] not in reducing else inf
+            run: list[int] = []
+            for c in starts:
+                limit = min(most / 2**halvings, max(most / 2**ramp, left / 2))
+                if run and self.why_apart(run, c, limit, span):
+                    found += [tuple(run)] if len(run) > 1 else []
+                    left -= sum(map(self.size, run))
+                    run, halvings = [], max(halvings - 1, 0)
+                run.append(c)
+            found += [tuple(run)] if len(run) > 1 else []
         return tuple(found)
 
     def why_apart(self, run: Sequence[int], start: int, most: float, span: float) -> str:

@@ -49,9 +49,10 @@ def _shared(problem: Problem) -> Problem:
 
 
 NOMINAL = Scenario("as said", lambda problem: problem)
+SLOW = Scenario("communication x2", lambda problem: problem.slower(2.0))
 SCENARIOS = (
     NOMINAL,
-    Scenario("communication x2", lambda problem: problem.slower(2.0)),
+    SLOW,
     Scenario("communication x3", lambda problem: problem.slower(3.0)),
     Scenario("40% noise", _noisy),
     Scenario("shared link", _shared),

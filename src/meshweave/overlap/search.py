@@ -13,7 +13,7 @@ from meshweave.overlap.merged import Bucket, Merged
 from meshweave.overlap.outline import Outline
 from meshweave.overlap.play import Slowdown, peak_of, seconds_of
 from meshweave.overlap.problem import Order, Problem
-from meshweave.overlap.scenarios import NOMINAL, SCENARIOS
+from meshweave.overlap.scenarios import NOMINAL, SCENARIOS, SLOW
 from meshweave.overlap.schedule import Policy, schedule
 
 # Windows in items, and how gaps are filled. A layer of a transformer is 60 to 150 items in backward; wider windows were
@@ -34,6 +34,8 @@ _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # for machi
 _SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
 _SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # where links have more to do than compute
 _BUSY = 0.9  # from that load on
+_NEAR = 2e-3  # what robustness may cost of the time at the costs as said
+_RAMP = 3  # then the first gather is an eighth of a bucket
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
 _ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
@@ -73,6 +75,7 @@ class Search:
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
     found: list[Candidate] = field(default_factory=list)
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
+    bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
     free: list[Candidate] = field(default_factory=list)  # that do not hang on the cap, where it is in the way
 
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
@@ -157,11 +160,13 @@ class Search:
     def sized(self, gathers: float, reductions: float) -> float:
         """Schedule buckets of these sizes; returns the seconds."""
         gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
-        buckets = self.merger.buckets(gathers, reductions)
+        is_ramped = not self.is_small and self.load() > _BUSY
+        buckets = self.merger.buckets(gathers, reductions, _RAMP if is_ramped else 0)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
-        if (gathers, reductions) not in self.tried:
-            self.tried[gathers, reductions] = min(c.seconds[0] for c in self.all_ways(name, buckets))
-        return self.tried[gathers, reductions]
+        if buckets not in self.bucketed:
+            self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets))
+        self.tried[gathers, reductions] = self.bucketed[buckets]
+        return self.bucketed[buckets]
 
     def why_apart(self, bucket: Bucket, start: int) -> str:
         """Why no set of buckets that was tried has a start in a bucket."""
@@ -175,7 +180,7 @@ class Search:
         while True:
             around = ((gathers, 2 * reductions), (gathers / 1.5, reductions), (gathers, reductions / 1.5))
             seconds, *sizes = min((self.sized(g, r), g, r) for g, r in around)
-            if seconds >= best:
+            if seconds >= best * (1 - _ENOUGH):
                 return
             best, (gathers, reductions) = seconds, sizes
 
@@ -256,13 +261,19 @@ class Choice:
 def choose(
     candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str, protected: int, most: int = 6
 ) -> Choice:
-    """Of the candidates the one with the least worst-case regret over the scenarios; with `rule` "nominal" the fastest.
+    """Of the candidates that are next to as fast as the fastest at the costs as said, the one with the least worst-case
+    regret over the scenarios; with `rule` "nominal" the fastest.
 
     The first `protected` candidates are orders that were handed in: the chosen one is never slower than any of them at
-    the costs as said. The fastest `most` of the others are judged under all scenarios.
+    the costs as said. The fastest `most` of the others are judged under all scenarios, and the fastest where
+    communication takes twice as long.
     """
     ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
     pool = [*candidates[:protected], *_distinct(ranked, most)]
+    if len(ranked) > most:
+        slow = {id(c): SLOW.seconds(c.merged.problem, c.order, slowdown) for c in ranked}
+        rest = [c for c in ranked if not any(c is one for one in pool)]
+        pool += sorted(rest, key=lambda c: slow[id(c)])[: most // 2]
     judged = [_judged(c, slowdown) for c in pool]
     limit = min((c.seconds[0] for c in judged[:protected]), default=inf)
     best = [min(c.seconds[k] for c in judged) for k in range(len(SCENARIOS))]
@@ -273,7 +284,8 @@ def choose(
         near = [i for i in able if judged[i].seconds[0] <= fastest * (1 + _ENOUGH)]
         taken = min(near, key=lambda i: (judged[i].busy, judged[i].seconds[0]))
     else:
-        taken = min(able, key=lambda i: (round(regrets[i], 4), judged[i].busy, judged[i].seconds[0], i))
+        near = [i for i in able if judged[i].seconds[0] <= (1 + _NEAR) * min(judged[k].seconds[0] for k in able)]
+        taken = min(near, key=lambda i: (round(regrets[i], 4), judged[i].busy, judged[i].seconds[0], i))
     return Choice(judged[taken], tuple(judged), regrets[taken])
 
 
