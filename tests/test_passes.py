@@ -11,8 +11,7 @@ from meshweave.check.same import check_same
 from meshweave.compile import TrainStep
 from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.rank import COLLECTIVES, permute
-from meshweave.overlap.unmerge import copied
+from meshweave.ir.rank import COLLECTIVES, copied, permute
 
 CONFIG = LlamaConfig(
     vocab_size=64,

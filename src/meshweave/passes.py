@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshweave.check.completeness import Completeness, check_complete
-from meshweave.check.deadlock import check_deadlock
+from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.same import check_same
 from meshweave.decompose import (
     DecomposeOptions,
@@ -127,9 +127,8 @@ def optimize(
     found = list(_variants(roles, profile, passes, progress))
     if passes.scheduling is not None:
         progress("schedule")
-    chosen = found[0]
     if len(found) == 1:
-        chosen = _scheduled(placed, chosen, profile, passes.scheduling, microbatches)
+        chosen = _scheduled(placed, found[0], profile, passes.scheduling, microbatches)
     else:
         chosen = _fastest(placed, found, profile, passes.scheduling, microbatches)
     if chosen.roles is not chosen.expanded:
@@ -222,7 +221,7 @@ def _scheduled(
     return replace(one, roles=roles, overlap=reports)
 
 
-def prove(placed: StepGraph, one: Optimized) -> Completeness:
+def prove(placed: StepGraph, one: Optimized) -> tuple[Completeness, DeadlockFreedom]:
     """Raise VerifyError for the first thing that a pass did wrong; else say what was proven of the program.
 
     Merged collectives and gathers of the next step are taken apart and back, and the step is replayed. Chunks are no
@@ -239,7 +238,6 @@ def prove(placed: StepGraph, one: Optimized) -> Completeness:
         for before, after in zip(one.unscheduled, one.roles, strict=True):
             prove_rings(before)
             check_same(before, after)
-    check_deadlock(one.roles)
     if prologues:
         check_deadlock(prologues)
-    return complete
+    return complete, check_deadlock(one.roles)

@@ -8,6 +8,7 @@ from functools import cache
 from time import process_time
 
 import pytest
+from tests.overlap.test_overlap_problem import with_waits
 
 from meshweave.overlap.bounds import bound_of
 from meshweave.overlap.outline import Outline
@@ -36,18 +37,6 @@ def problem_of(rows: Sequence[Row], startup: float = 0.0) -> Problem:
         made.uses.append(())
     made.order = with_waits(made, range(len(rows)))
     return made
-
-
-def with_waits(problem: Problem, items: Sequence[int]) -> list[int]:
-    """An order of items with each wait as late as can be: at the first use, or at the end."""
-    found, waited = list[int](), set[int]()
-    for i in items:
-        for c in problem.waits[i]:
-            if c not in waited:
-                waited.add(c)
-                found.append(~c)
-        found.append(i)
-    return [*found, *(~c for c in problem.starts if c not in waited)]
 
 
 def random_problem(seed: int, num_items: int) -> Problem:

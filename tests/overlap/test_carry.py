@@ -25,11 +25,11 @@ from meshweave.check.completeness import check_complete
 from meshweave.compile import Program, TrainStep, build_program
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, RankGraph, collectives
+from meshweave.ir.rank import STARTS, SYMBOLS, RankGraph, collectives, copied
 from meshweave.ir.verify import verify_rank
 from meshweave.overlap.carry import carriable, carried, uncarried
 from meshweave.overlap.step import Scheduling, overlap_roles
-from meshweave.overlap.unmerge import copied, merged_results, unmerged
+from meshweave.overlap.unmerge import merged_results, unmerged
 from meshweave.passes import Passes
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import Settings

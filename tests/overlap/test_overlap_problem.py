@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -46,7 +46,8 @@ def problem_of(seed: int, num_items: int = 24, levels: bool = False) -> Problem:
     return made
 
 
-def with_waits(problem: Problem, items: range | list[int]) -> list[int]:
+def with_waits(problem: Problem, items: Sequence[int]) -> list[int]:
+    """An order of items with each wait as late as can be: at the first use, or at the end."""
     found, waited = list[int](), set[int]()
     for i in items:
         for c in problem.waits[i]:

@@ -20,10 +20,10 @@ from meshweave.check.deadlock import check_deadlock
 from meshweave.compile import Program, TrainStep, build_program
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, RankGraph, collectives
+from meshweave.ir.rank import STARTS, RankGraph, collectives, copied
 from meshweave.ir.verify import verify_rank
 from meshweave.overlap.step import Scheduling, overlap_role, overlap_roles, scheduling_of, tasks_of
-from meshweave.overlap.unmerge import copied, merged_results, unmerged
+from meshweave.overlap.unmerge import merged_results, unmerged
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld

@@ -12,8 +12,6 @@ from torch import nn
 
 from meshweave.capture.sources import Source
 from meshweave.capture.step import Batch, call_in
-from meshweave.check.completeness import Completeness
-from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, Recipe, check_numerics
 from meshweave.cli.job import (
     Accumulate,
@@ -40,7 +38,7 @@ from meshweave.cli.job import (
     compiled,
 )
 from meshweave.cli.screen import Debug, Json, Screen, guarded
-from meshweave.compile import Program, TrainStep, make_world
+from meshweave.compile import TrainStep, make_world
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
 from meshweave.report import tables
@@ -123,7 +121,7 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, job.make_optimizer(source.model, lr), stage)
         stage("prove")
-        complete, deadlock = _proven(program)
+        complete, deadlock = prove(program.placed, program.optimized)
         report = check_numerics(
             make_model, source.make_batch, recipe, mesh, plan, compiler,
             steps=steps, bounds=Bounds.under(job.autocast or job.cast), progress=stage,
@@ -132,10 +130,6 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
     _show_check(screen, report)
     screen.result(**report.as_dict(), complete=asdict(complete), deadlock=asdict(deadlock))
     return 0 if report.ok else 1
-
-
-def _proven(program: Program) -> tuple[Completeness, DeadlockFreedom]:
-    return prove(program.placed, program.optimized), check_deadlock(program.roles)
 
 
 def _show_check(screen: Screen, report: NumericsReport) -> None:

@@ -15,6 +15,7 @@ from meshweave.decompose.price import Prices
 from meshweave.decompose.report import DecomposeReport
 from meshweave.decompose.share import share_gathers
 from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.graph import copied_module, module_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +50,6 @@ class Work:
         done = Pass(frame, self.options, shapes, prices, pick)
         report = done.run(shared)
         if not report.num_taken:
-            return Made(_copied(self.gm), report, tuple(done.decisions))
+            return Made(copied_module(self.gm), report, tuple(done.decisions))
         lower(frame)
-        return Made(_module(self.gm, frame.graph), report, tuple(done.decisions))
-
-
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        held[node] = graph.node_copy(node, held.__getitem__)
-    return _module(gm, graph)
-
-
-def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    graph.set_codegen(gm.graph._codegen)
-    made = fx.GraphModule(gm, graph)
-    made.meta = dict(gm.meta)
-    return made
+        return Made(module_like(self.gm, frame.graph), report, tuple(done.decisions))

@@ -20,11 +20,11 @@ from meshweave.decompose.proof import prove_rings
 from meshweave.decompose.report import DecomposeReport, Row, gain_text, joined_reasons, no_gain_text, shared_row
 from meshweave.decompose.rewrite import Way, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
 from meshweave.decompose.share import Shared, share_gathers
-from meshweave.decompose.writer import Ring, RingKind, Writer, copied
+from meshweave.decompose.writer import Ring, RingKind, Writer
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import Spec, origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.verify import verify_rank
 from meshweave.simulate.shapes import local_values
 

@@ -67,13 +67,7 @@ class RoleFrame:
 
     def refused(self, start: fx.Node) -> str:
         """Devices of other roles would not know of its new messages."""
-        mesh, _ = self.where(start)
-        devices = frozenset(self.role.devices)
-        if mesh.covers(devices) and len(mesh.devices) == len(devices):
-            return ""
-        group = str(start.args[-1])
-        is_closed = all(devices.issuperset(self.role.group_members(group, device)) for device in self.role.devices)
-        return "" if is_closed else "its group has devices of other roles"
+        return "" if self.role.has_all_of(str(start.args[-1])) else "its group has devices of other roles"
 
     def place(self, node: fx.Node) -> str:
         return str(origin_of(node))

@@ -16,6 +16,7 @@ from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.writer import Ring
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.graph import copied_graph
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import WAIT
 from meshweave.overlap.prices import ProfilePrices, ranks_of
@@ -88,10 +89,7 @@ class PlainFrame:
 def plain_frame(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: int) -> PlainFrame:
     """A copy of a graph, as the pass takes it. Raises VerifyError as `mw.overlap` does, and MeshweaveError for a group
     of a collective that is unknown or that `rank` is not in."""
-    graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in old.nodes:
-        held[node] = graph.node_copy(node, held.__getitem__)
-        held[node].meta = dict(node.meta)
+    graph = copied_graph(old)
     raise_blocks(graph)
     reading = read(graph, values_of(graph), releasable_of(graph))
     members: dict[str, tuple[int, ...]] = {}

@@ -18,7 +18,7 @@ from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.split_ways import ATTENTION, fits
 from meshweave.decompose.split_write import Writer
 from meshweave.errors import MeshweaveError
-from meshweave.ir.graph import Spec, op_name, tensor_inputs
+from meshweave.ir.graph import Spec, copied_graph, copied_module, module_like, op_name, tensor_inputs
 
 aten = torch.ops.aten
 Seconds = Callable[[fx.GraphModule], float]
@@ -121,7 +121,7 @@ def split_batch(
     assert best is not None
     made, report = best
     if report.is_taken and seconds is not None and report.seconds_after >= before:
-        return _copy(gm), replace(report, is_taken=False, reason="it is not faster in chunks")
+        return copied_module(gm), replace(report, is_taken=False, reason="it is not faster in chunks")
     return made, report
 
 
@@ -138,13 +138,13 @@ def _split(
         reason = "no value has rows that come apart into equal chunks"
         if found is not None:
             reason = "no collective stands between ops that go row by row"
-        return _copy(gm), SplitReport(False, count, reason, whole=_ends(found[1]) if found is not None else ())
+        return copied_module(gm), SplitReport(False, count, reason, whole=_ends(found[1]) if found is not None else ())
     rows, made = found
     writer = Writer(graph, made, fuse_sums)
     written = writer.run()
     if has_blocks:
         lower_blocks(written)
-    module = _module(gm, written)
+    module = module_like(gm, written)
     work = sum(work_of(node) for node in graph.nodes)
     report = SplitReport(
         is_taken=True,
@@ -178,38 +178,22 @@ def _ends(made: Regions) -> tuple[Whole, ...]:
     return tuple(Whole(n.name, op_name(n.target), made.refused[n]) for n in touching)
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        held[node] = graph.node_copy(node, held.__getitem__)
-    return _module(gm, graph)
-
-
-def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    graph.set_codegen(gm.graph._codegen)
-    made = fx.GraphModule(gm, graph)
-    made.meta = dict(gm.meta)
-    return made
-
-
 def _described(old: fx.Graph) -> tuple[fx.Graph, bool]:
     """A copy whose nodes say what they make in meta["spec"], as sharding rules read it; symbolic shapes say nothing.
     And whether one op joins or deals blocks in it where several did."""
-    graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in old.nodes:
-        held[node] = graph.node_copy(node, held.__getitem__)
-        held[node].meta = dict(node.meta)
+    graph = copied_graph(old)
     has_blocks = raise_blocks(graph)
     for node in graph.nodes:
-        spec = _spec(node.meta.get("val"))
+        spec = spec_of_val(node.meta.get("val"))
         if node.op != "output" and spec is not None:
             node.meta["spec"] = spec
     return graph, has_blocks
 
 
-def _spec(val: Any) -> Any:
+def spec_of_val(val: Any) -> Any:
+    """What a node's meta["val"] says, as rank graphs have it; None where that is no tensor, or of symbolic shape."""
     if isinstance(val, (list, tuple)):
-        return tuple(_spec(one) for one in val)
+        return tuple(spec_of_val(one) for one in val)
     return Spec(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) and not symbolic(val) else None
 
 

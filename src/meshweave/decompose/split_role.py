@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from meshweave.decompose.cut import FIXED
-from meshweave.decompose.split import Dim, SplitReport, split_batch
+from meshweave.decompose.split import Dim, SplitReport, spec_of_val, split_batch
 from meshweave.errors import MeshweaveError
-from meshweave.ir.graph import Spec
+from meshweave.ir.graph import copied_graph
 from meshweave.ir.rank import COLLECTIVES, SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.verify import verify_rank
 from meshweave.simulate.shapes import Values, local_values, varying
@@ -49,17 +49,17 @@ def split_role(
     shape on every device of the role stays whole, and what devices of other roles take part in. Gradients of weights
     are added in float32, or wider, chunk by chunk.
     """
-    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    known: dict[fx.Node, fx.Node] = {}
+    graph = copied_graph(role.graph, known)
     uneven, values = varying(role), local_values(role).values
     numbers = bind_symbols(role.graph, role.coordinates(role.devices[0]))
-    for node in role.graph.nodes:
-        known[node] = made = graph.node_copy(node, known.__getitem__)
-        made.meta = dict(node.meta) | {_BEFORE: node.meta.get("spec")}
+    for node, made in known.items():
+        made.meta[_BEFORE] = node.meta.get("spec")
         if node in uneven:
             made.meta[FIXED] = "it has not the same shape on every device"
         elif node.op != "output":
             made.meta["val"] = numbers[node] if node.target in SYMBOLS else _val(node, values.get(node, ()))
-        if node.target in COLLECTIVES and not _stays_in(role, node):
+        if node.target in COLLECTIVES and not role.has_all_of(str(node.args[-1])):
             made.meta[FIXED] = "devices of other roles take part in it"
     rows = dims or _rows(role, graph, num_chunks)
     if not rows:
@@ -77,11 +77,6 @@ def _rows(role: RankGraph, graph: fx.Graph, count: int) -> dict[str, Dim]:
     return {n.name: 0 for n in batch if n.meta["val"].dim() and n.meta["val"].shape[0] % count == 0}
 
 
-def _stays_in(role: RankGraph, start: fx.Node) -> bool:
-    own = set(role.devices)
-    return all(own.issuperset(role.group_members(str(start.args[-1]), device)) for device in role.devices)
-
-
 def _val(node: fx.Node, made: Values) -> Any:
     tensors = tuple(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=_META) for x in made)
     return tensors[0] if len(tensors) == 1 and not isinstance(node.meta.get("spec"), tuple) else tensors
@@ -89,17 +84,11 @@ def _val(node: fx.Node, made: Values) -> Any:
 
 def _told(split: fx.Graph) -> fx.Graph:
     """A copy whose nodes say what they make as rank graphs do: what stays whole as before, chunks by their shapes."""
-    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in split.nodes:
-        known[node] = made = graph.node_copy(node, known.__getitem__)
-        made.meta = {key: value for key, value in node.meta.items() if key not in (_BEFORE, "val", FIXED)}
-        spec = node.meta.get(_BEFORE) or _spec(node.meta.get("val"))
+    graph = copied_graph(split)
+    for made in graph.nodes:
+        told, before = made.meta, made.meta.get(_BEFORE)
+        made.meta = {key: value for key, value in told.items() if key not in (_BEFORE, "val", FIXED)}
+        spec = before or spec_of_val(told.get("val"))
         if spec:
             made.meta["spec"] = spec
     return graph
-
-
-def _spec(val: Any) -> Any:
-    if isinstance(val, tuple):
-        return tuple(map(_spec, val))
-    return Spec(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else None

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshweave.ir.rank import WAIT, collectives
+from meshweave.overlap.values import bare
 
 _META = torch.device("meta")
 
@@ -52,16 +52,10 @@ _COLLECTIVES = frozenset(
 
 
 def _bare(x: Any) -> Any:
-    """A tensor of the meta device over the same storage, where the storage holds no data."""
+    """Every tensor of an argument as one of the meta device."""
     if isinstance(x, (list, tuple)):
         return type(x)(_bare(one) for one in x)
-    if not isinstance(x, torch.Tensor):
-        return x
-    with no_dispatch():
-        if isinstance(x, FakeTensor):
-            bare = torch.empty(0, dtype=x.dtype, device=_META)
-            return bare.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-        return x if x.device == _META else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
+    return bare(x) if isinstance(x, torch.Tensor) else x
 
 
 def _dressed(made: Any, like: Any) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from meshweave.decompose.algorithms import Index
-from meshweave.ir.rank import STARTS, WAIT, RankGraph, ring_index
+from meshweave.ir.rank import STARTS, WAIT, ring_index
 
 aten = torch.ops.aten
 RingKind = Literal["gather", "sum", "exchange"]
@@ -46,15 +46,6 @@ class Mark:
 
 def kept_meta(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in KEPT if key in node.meta}
-
-
-def copied(role: RankGraph) -> RankGraph:
-    """The same rank graph with nodes of its own."""
-    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in role.graph.nodes:
-        known[node] = graph.node_copy(node, known.__getitem__)
-        known[node].meta = dict(node.meta)
-    return replace(role, graph=graph)
 
 
 @dataclass(slots=True)

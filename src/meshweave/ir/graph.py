@@ -130,6 +130,27 @@ def op_name(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def copied_graph(graph: fx.Graph, copies: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
+    """The same graph with nodes of its own, whose meta are their own too. `copies`, if given, is filled: old to new."""
+    made, held = fx.Graph(), {} if copies is None else copies
+    for node in graph.nodes:
+        held[node] = made.node_copy(node, held.__getitem__)
+    return made
+
+
+def module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs another graph as `gm` runs its own: the same signature, constants and meta."""
+    graph.set_codegen(gm.graph._codegen)
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    return made
+
+
+def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same module with a graph of its own."""
+    return module_like(gm, copied_graph(gm.graph))
+
+
 def graph_text(graph: fx.Graph, *, layouts: bool = True) -> str:
     """One line per node: name, value, layout where there is one, op and operands. Stable, so that tests can pin it."""
     return "\n".join(_lines(graph, layouts)) + "\n"

@@ -12,7 +12,7 @@ sub-meshes): the axes of `meshes[i]` are then written `m{i}.dp`, in groups, in s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.graph import Input, Spec, graph_text
+from meshweave.ir.graph import Input, Spec, copied_graph, graph_text
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import nested_chunk
@@ -216,6 +216,14 @@ class RankGraph:
         prefix = names[0][0]
         return self.meshes[int(prefix[1:]) if prefix else 0], tuple(axis for _, _, axis in names)
 
+    def has_all_of(self, group: str) -> bool:
+        """Whether only devices of this role are in the groups that its devices have of this name."""
+        mesh, _ = self.group_axes(group)
+        devices = frozenset(self.devices)
+        if mesh.covers(devices) and len(mesh.devices) == len(devices):
+            return True
+        return all(devices.issuperset(self.group_members(group, device)) for device in self.devices)
+
     def group_members(self, group: str, device: int) -> tuple[int, ...]:
         """Ids of the devices in a device's group, in the order of the flattened axes."""
         mesh, axes = self.group_axes(group)
@@ -230,6 +238,11 @@ def members_of(mesh: Mesh, axes: tuple[str, ...], device: int) -> tuple[int, ...
 @lru_cache(maxsize=256)
 def _member_table(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
     return {device: group for group in mesh.groups(axes) for device in group}
+
+
+def copied(role: RankGraph) -> RankGraph:
+    """The role with a graph of its own."""
+    return replace(role, graph=copied_graph(role.graph))
 
 
 def bind_symbols(graph: fx.Graph, coords: Coordinates) -> dict[fx.Node, Any]:

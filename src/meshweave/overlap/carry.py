@@ -15,11 +15,10 @@ from typing import Any
 from torch import fx
 
 from meshweave.errors import VerifyError
-from meshweave.ir.graph import Input, StepGraph, map_nodes, op_name, origin_of, spec_of
+from meshweave.ir.graph import Input, StepGraph, copied_graph, map_nodes, op_name, origin_of, spec_of
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import COLLECTIVES, STARTS, SYMBOLS, WAIT, RankGraph
+from meshweave.ir.rank import COLLECTIVES, STARTS, SYMBOLS, WAIT, RankGraph, copied
 from meshweave.overlap.prefetch import block_of
-from meshweave.overlap.unmerge import copied
 
 CARRY, _PARAM = "carry", "param"
 
@@ -109,11 +108,9 @@ def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
     """
     if not gathered:
         return role
-    graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    returned = graph.graph_copy(role.graph, copies)
-    end = graph.output(returned)
-    end.meta.update(_end(role.graph).meta)
+    graph = copied_graph(role.graph, copies)
+    end = copies[_end(role.graph)]
     made = replace(role, graph=graph, prologue=_prologue(role, gathered))
     new = _returned(made)
     last = _placeholders(made)[-1]
@@ -126,7 +123,7 @@ def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
         values.append(_behind(graph, chain, new[_PARAM, one.item.name], end))
         chain[-1].replace_all_uses_with(last)
         _erase(graph, chain)
-    end.args = ([*returned, *values],)  # type: ignore[misc]
+    end.args = ([*end.args[0], *values],)  # type: ignore[misc]
     keys = tuple((CARRY, one.item.name) for one in gathered)
     made.inputs += tuple(one.item for one in gathered)
     made.layouts += tuple(one.layout for one in gathered)

@@ -10,6 +10,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.graph import copied_graph, module_like
 from meshweave.overlap.decide import OverlapOptions, decide
 from meshweave.overlap.figures import Agree, priced
 from meshweave.overlap.merge import Merger
@@ -50,20 +51,12 @@ def overlap(
     before its wait, and a buffer that is touched in flight; MeshweaveError for a cost that is no duration, an unknown
     group, and when no order is under the cap: it says the least peak that was found and the tensors that make it.
     """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    returned = graph.graph_copy(gm.graph, copies)
-    old = next(iter(reversed(gm.graph.nodes)))
-    if old.op == "output":
-        graph.output(returned).meta.update(old.meta)
-    graph.set_codegen(gm.graph._codegen)
+    graph = copied_graph(gm.graph)
     graph.owning_module = gm
     report = overlap_graph(
         graph, cost=cost, memory_cap_bytes=memory_cap_bytes, groups=groups, options=options, agree=agree
     )
-    made = fx.GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    return made, report
+    return module_like(gm, graph), report
 
 
 def overlap_graph(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 
 from meshweave.ir.rank import WAIT
 from meshweave.overlap.merged import Merged
 from meshweave.overlap.problem import Order
 from meshweave.overlap.read import Reading
+from meshweave.overlap.values import bare
 from meshweave.simulate.shapes import Value
 
 aten = torch.ops.aten
@@ -180,21 +180,12 @@ class _Writer:
 
     def meta(self, node: fx.Node) -> torch.Tensor:
         if node not in self.bare:
-            self.bare[node] = _meta(node.meta["val"])
+            self.bare[node] = bare(node.meta["val"])
         return self.bare[node]
 
 
 def _row(rows: int, total: int) -> tuple[int, ...]:
     return (rows, total // rows) if rows > 1 else (total,)
-
-
-def _meta(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the meta device over the same storage, where the storage holds no data."""
-    with no_dispatch():
-        if isinstance(x, FakeTensor):
-            bare = torch.empty(0, dtype=x.dtype, device="meta")
-            return bare.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-        return x if x.device.type == "meta" else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _idle(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:

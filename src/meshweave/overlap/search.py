@@ -72,11 +72,15 @@ class Search:
     slowdown: Slowdown | None
     is_bucketing: bool = True
     most_bytes: float = inf
+    is_busy: bool = field(init=False)  # links have about as much to do as compute
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
     found: list[Candidate] = field(default_factory=list)
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
     free: list[Candidate] = field(default_factory=list)  # that do not hang on the cap, where it is in the way
+
+    def __post_init__(self) -> None:
+        self.is_busy = self.load() > _BUSY
 
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
         """All candidates under the cap, the orders handed in first."""
@@ -141,7 +145,7 @@ class Search:
             self.sized(size, size)
         if self.is_small:
             self.climb()
-        elif self.load() > _BUSY:
+        elif self.is_busy:
             self.resize()
 
     def load(self) -> float:
@@ -154,14 +158,13 @@ class Search:
 
     def sizes(self) -> tuple[float, ...]:
         """The sizes of buckets to try: few in a large graph whose links have room."""
-        found = _SIZES if self.is_small else _SIZES_BUSY if self.load() > _BUSY else _SIZES[:1]
+        found = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
         return tuple(sorted({min(size, self.most_bytes) for size in found}))
 
     def sized(self, gathers: float, reductions: float) -> float:
         """Schedule buckets of these sizes; returns the seconds."""
         gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
-        is_ramped = not self.is_small and self.load() > _BUSY
-        buckets = self.merger.buckets(gathers, reductions, _RAMP if is_ramped else 0)
+        buckets = self.merger.buckets(gathers, reductions, _RAMP if self.is_busy and not self.is_small else 0)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets))

@@ -12,7 +12,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.ir.graph import StepGraph
-from meshweave.ir.rank import RankGraph, transfer
+from meshweave.ir.rank import RankGraph, copied, transfer
 from meshweave.overlap.carry import Block, carriable, carried
 from meshweave.overlap.decide import INPUT, NoOrderError, OverlapOptions, decide
 from meshweave.overlap.figures import priced
@@ -21,7 +21,6 @@ from meshweave.overlap.phases import Marked, marking
 from meshweave.overlap.prices import SIZES, Curve
 from meshweave.overlap.read import Reading, read
 from meshweave.overlap.report import OverlapReport
-from meshweave.overlap.unmerge import copied
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.shapes import local_values, varying
 from meshweave.simulate.step import SimulateOptions, simulate_roles

@@ -8,13 +8,13 @@ those of a merge; anything else stays, and the check says what is wrong with it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.ir.rank import WAIT, RankGraph, collectives, copied
 from meshweave.simulate.shapes import Value, Values, local_values, varying
 
 aten = torch.ops.aten
@@ -213,11 +213,3 @@ def _packed(role: RankGraph) -> list[fx.Node]:
         if any(isinstance(n, fx.Node) and n.target is aten.cat.default for n in (node.args[0], inner)):
             found.append(node)
     return found
-
-
-def copied(role: RankGraph) -> RankGraph:
-    """The role with a graph of its own."""
-    graph = fx.Graph()
-    returned = graph.graph_copy(role.graph, {})
-    graph.output(returned).meta.update(next(iter(reversed(role.graph.nodes))).meta)
-    return replace(role, graph=graph)

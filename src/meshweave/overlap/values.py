@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 
 from meshweave.errors import VerifyError
 from meshweave.ir.rank import WAIT
@@ -168,3 +170,12 @@ def hint(size: Any) -> int:
     node = getattr(size, "node", None)
     found = getattr(node, "hint", None) if node is not None else None
     return int(found) if found is not None else _SYMBOLIC
+
+
+def bare(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the meta device over the same storage, where the storage holds no data."""
+    with no_dispatch():
+        if isinstance(x, FakeTensor):
+            made = torch.empty(0, dtype=x.dtype, device="meta")
+            return made.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        return x if x.device.type == "meta" else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
