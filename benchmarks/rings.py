@@ -26,11 +26,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from predict_gloo import RATE, ROOT, TIMEOUT_S, Link, _checked, _free_port, _ip, running, shaped
-from rings_worker import ALONE, KINDS, WHOLE, coarse, worker
+from rings_worker import ALONE, COMPUTE, KINDS, WHOLE, coarse, worker
 
 TABLE = Path(__file__).parent / "results" / "rings.md"
 NEAR = 1.05  # a choice is right if nothing that was measured is faster by more
@@ -102,7 +103,13 @@ def joined(count: int) -> Iterator[Link]:
 
 
 def measure(
-    link: Link, count: int, is_quick: bool, profile: str, folder: Path, keep: Callable[[dict[str, Any]], None]
+    link: Link,
+    count: int,
+    computes: Sequence[str],
+    is_quick: bool,
+    profile: str,
+    folder: Path,
+    keep: Callable[[dict[str, Any]], None],
 ) -> None:
     """Hands every row to `keep`, as soon as the job that measured it has ended, however it did."""
     this = str(Path(__file__))
@@ -111,15 +118,16 @@ def measure(
         calibrate = ("-m", "meshweave", "calibrate", "--quick", "-o", profile)
         print(link.run(*((this, "--coarse", profile) if is_quick else calibrate)), flush=True)
         print(f"calibrated in {time.monotonic() - began:.0f} s", flush=True)
-    for kind in KINDS:
-        began, load, rows = time.monotonic(), running(), folder / f"rows{count}{KINDS.index(kind)}"
+    for compute, kind in product(computes, KINDS):
+        began, load, rows = time.monotonic(), running(), folder / f"rows {count} {compute} {kind}"
         quick = ["--quick"] if is_quick else []
+        job = ("--worker", kind, "--compute", compute, "--profile", profile, "--json", str(rows))
         try:
-            link.run(this, "--worker", kind, "--profile", profile, "--json", str(rows), *quick)
+            link.run(this, *job, *quick)
         finally:
             for text in rows.read_text().splitlines() if rows.exists() else ():
                 keep({"count": count, "load": load, **json.loads(text)})
-        print(f"{kind}, {count} processes: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{kind}, {count} processes, {compute}: {time.monotonic() - began:.0f} s", flush=True)
 
 
 # What was found
@@ -267,6 +275,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write results/rings.md")
     parser.add_argument("--quick", action="store_true", help="two processes, 8 shapes, a coarse calibration")
     parser.add_argument("--ranks", type=int, action="append", help="numbers of processes; 2 and 4")
+    parser.add_argument("--compute", choices=COMPUTE, action="append", help="where matmuls run; on both")
     parser.add_argument("--profile", default="", help="a file of `meshweave calibrate`, in place of a calibration")
     parser.add_argument("--json", type=Path, help="add every figure to this file")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
@@ -276,7 +285,8 @@ def main() -> int:
         coarse(options.coarse)
         return 0
     if options.worker:
-        worker(options.worker, options.quick, options.profile, options.json)
+        (compute,) = options.compute
+        worker(options.worker, compute, options.quick, options.profile, options.json)
         return 0
     rows: list[dict[str, Any]] = []
 
@@ -292,7 +302,7 @@ def main() -> int:
     print(HEAD, flush=True)
     for count in options.ranks or ((2,) if options.quick else (2, 4)):
         with joined(count) as link, tempfile.TemporaryDirectory() as folder:
-            measure(link, count, options.quick, options.profile, Path(folder), keep)
+            measure(link, count, options.compute or COMPUTE, options.quick, options.profile, Path(folder), keep)
     print(page(rows, options.quick))
     return 0 if all(holds for *_, holds in musts(rows)) else 1
 

@@ -1,5 +1,8 @@
 """What each process of benchmarks/rings.py runs: a pair of a collective and a matmul, whole, in every way in which it
-can be taken apart, as the gate chooses, and without communication, all in turns."""
+can be taken apart, as the gate chooses, and without communication, all in turns.
+
+Matmuls run on the processor, or on a stand-in for an accelerator: the process sleeps for as long as they take there.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,10 @@ WARM_UP = 2
 LEAST_ROUNDS, MOST_ROUNDS, CASE_SECONDS = 9, 25, 4.0
 FOLLOWED = "all_reduce, matmul"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", FOLLOWED)
+PROCESSOR, STAND_IN = "processor", "stand-in"
+COMPUTE = (PROCESSOR, STAND_IN)
+_AWAKE = 5e-4
+RATE, MEMORY = 40e9, 1e12  # of the stand-in: floating point operations (as a core of a processor), bytes per second
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,12 @@ class Case:
 
 # What the link takes is in proportion to rows * inner (of a gather) or rows * columns (of a reduction), compute to the
 # product of all three: the third size sets the ratio of the two. A processor core does 30 to 60 GFLOP/s in float32,
-# 1 Gbit/s brings 30 million elements in a second: at 800 and more a chunk's compute covers its message on two
-# processes, at half of that on four, which share two cores (and their compute takes twice as long there).
+# 1 Gbit/s brings 30 million elements in a second: at 640 and more a chunk's compute covers its message on the stand-in,
+# at about 800 on a core, at half of that where four processes share two cores (compute takes twice as long there).
 _SHORT = ((64, 128, 256), (256, 512, 128))
 _SIZES = {
-    2: (*_SHORT, (512, 512, 512), (512, 1024, 1024), (512, 512, 2048), (1024, 384, 1536)),
-    4: (_SHORT[1], (512, 512, 512), (512, 512, 1024), (512, 256, 2048)),
+    2: (*_SHORT, (512, 512, 512), (512, 1024, 1024), (1024, 512, 2048), (2048, 384, 1536)),
+    4: (_SHORT[1], (512, 512, 512), (1024, 512, 1024), (1024, 512, 2048)),
 }
 _QUICK = (0, 3)  # the ones that --quick takes
 
@@ -152,13 +159,70 @@ def gate(case: Case, profile: Any, found: dict[str, Any]) -> dict[str, Any]:
     return {"choice": choice, "reason": str(report), "before": first.seconds_before, "prices": prices}
 
 
-def runner(role: Any, shapes: dict[str, Any], world: Any) -> Callable[[], Any]:
+class StandIn:
+    """A kernel on a stand-in for an accelerator: matmuls take their time while no processor is busy, what is bound by
+    memory takes none. Results are those of the first call, in memory that is there."""
+
+    def __init__(self, task: Any) -> None:
+        import torch
+
+        self.function, self.is_matmul = task.function, task.node.target is torch.ops.aten.mm.default
+        self.made: Any = None
+        self.is_view = False
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.made is None or self.is_view:
+            self.made = self.function(*args, **named)
+            held = {x.untyped_storage().data_ptr() for x in args if hasattr(x, "untyped_storage")}
+            self.is_view = not hasattr(self.made, "untyped_storage") or self.made.untyped_storage().data_ptr() in held
+        if self.is_matmul:
+            x, w = args
+            _pass(seconds_on_stand_in(*x.shape, w.shape[1]))
+        return self.made
+
+
+def _pass(seconds: float) -> None:
+    """Sleep, and stay awake for the end, for a sleeper is woken late."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - _AWAKE))
+    while time.perf_counter() < end:
+        time.sleep(0)
+
+
+def seconds_on_stand_in(m: int, k: int, n: int) -> float:
+    return 2.0 * m * k * n / RATE
+
+
+def profile_of(path: str, compute: str) -> Any:
+    """What the gate is told: the calibrated machine, with the stand-in's matmuls where that computes."""
+    import meshweave as mw
+    from meshweave.hardware.schema import KINDS as MEMORY_KINDS
+    from meshweave.hardware.schema import MatmulModel, MatmulPoints
+
+    found = mw.load_profile(path)
+    if compute == PROCESSOR:
+        return found
+    cubes = [2**i for i in range(13)]
+    points = tuple((n, n, n, 1, seconds_on_stand_in(n, n, n)) for n in cubes)
+    links = replace(found.links, net=replace(found.links.net, compute_slowdown=1.0))
+    memory = replace(
+        found.memory, bandwidth=MEMORY, efficiency=tuple((kind, 1.0) for kind in MEMORY_KINDS), measured=()
+    )
+    return replace(found, matmul=MatmulModel(measured=(MatmulPoints("float32", points),)), memory=memory, links=links)
+
+
+def runner(role: Any, shapes: dict[str, Any], world: Any, compute: str = PROCESSOR) -> Callable[[], Any]:
     """A function that runs a program on this process once, and returns its result."""
     import torch
 
     from meshweave.runtime.executor import FORWARD, compile_tasks
 
     compiled = compile_tasks(role, world.device)
+    if compute == STAND_IN:
+        compiled.tasks = tuple(
+            tuple(t if t.is_start or t.is_wait else replace(t, function=StandIn(t)) for t in part)
+            for part in compiled.tasks
+        )
     executor = world.executor([role], [compiled], None)
     made = torch.Generator().manual_seed(world.rank)
     values = [torch.randn(shape, generator=made) for shape in shapes.values()]
@@ -176,8 +240,8 @@ def runner(role: Any, shapes: dict[str, Any], world: Any) -> Callable[[], Any]:
     return run
 
 
-def measured(case: Case, profile: Any, world: Any) -> dict[str, Any]:
-    """Medians of every variant's seconds, and what the gate says of them."""
+def measured(case: Case, profile: Any, world: Any, compute: str) -> dict[str, Any]:
+    """Medians of every variant's seconds, and what the gate says of them. Values are those of real matmuls."""
     import torch
     import torch.distributed as dist
 
@@ -188,7 +252,9 @@ def measured(case: Case, profile: Any, world: Any) -> dict[str, Any]:
     expected = runs[WHOLE]()
     for name, run in runs.items():
         torch.testing.assert_close(run(), expected, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
-    runs[ALONE] = runner(*program(case, size, False), world)
+    if compute != PROCESSOR:
+        runs = {name: runner(role, shapes, world, compute) for name, role in found.items()}
+    runs[ALONE] = runner(*program(case, size, False), world, compute)
     names, seconds = list(runs), {name: list[float]() for name in runs}
 
     def turn(i: int) -> list[float]:
@@ -208,7 +274,8 @@ def measured(case: Case, profile: Any, world: Any) -> dict[str, Any]:
             seconds[name].append(taken)
     steps = {name: _num_matmuls(role) for name, role in found.items()}
     medians = {name: statistics.median(those) for name, those in seconds.items()}
-    found_here = {"case": str(case), "kind": case.kind, "samples": seconds, "seconds": medians, "steps": steps}
+    kinds = {"case": str(case), "kind": case.kind, "compute": compute}
+    found_here = {**kinds, "samples": seconds, "seconds": medians, "steps": steps}
     return {**found_here, **chosen}
 
 
@@ -226,7 +293,7 @@ def _num_matmuls(role: Any) -> int:
     return sum(node.target is torch.ops.aten.mm.default for node in role.graph.nodes)
 
 
-def worker(kind: str, is_quick: bool, profile: str, rows: Path) -> None:
+def worker(kind: str, compute: str, is_quick: bool, profile: str, rows: Path) -> None:
     """Measure every case of a kind; rank 0 adds what it found to a file, a line of JSON each."""
     import torch
 
@@ -236,8 +303,9 @@ def worker(kind: str, is_quick: bool, profile: str, rows: Path) -> None:
     torch.set_num_threads(1)
     rank, num_ranks = init_from_env()
     world = ClusterWorld(mw.Mesh(d=num_ranks))
+    machine = profile_of(profile, compute)
     for case in cases(kind, num_ranks, is_quick):
-        found = measured(case, mw.load_profile(profile), world)
+        found = measured(case, machine, world, compute)
         if rank == 0:
             with rows.open("a") as file:
                 file.write(json.dumps(found) + "\n")

@@ -185,6 +185,13 @@ def job_order(pipe: Connection) -> dict[str, Any]:
     for axes, started in reversed(list(zip(AXES, gathers, strict=True))):
         assert torch.equal(comm.wait(started), collect(MESH, op, axes, operands, [])[position])
         assert comm.wait(started) is comm.wait(started)
+    op = collectives.all_reduce.default  # several in flight: of four ranks in two rounds, beside a permute
+    operands = [torch.arange(ONE_ROUND_BYTES // 4) % 97 * (r + 1.0) for r in range(4)]
+    reductions = [comm.collect(op, comm.group(axes), operands[position], ["sum"]) for axes in AXES]
+    shift = comm.permute(comm.group(("b", "a")), operands[position], 1)
+    for axes, started in reversed(list(zip(AXES, reductions, strict=True))):
+        assert torch.equal(comm.wait(started), collect(MESH, op, axes, operands, ["sum"])[position])
+    assert torch.equal(comm.wait(shift), operands[{0: 3, 2: 0, 1: 2, 3: 1}[position]])
     order = world.communicator.group(("b", "a")).order
     members = next(g for g in MESH.groups(("b", "a")) if position in g)
     assert order == members == (0, 2, 1, 3)

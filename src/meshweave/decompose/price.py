@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -110,8 +110,8 @@ class Prices:
         work = Memory(kind, int(2 * times * value.bytes), value.num_elements, value.dtype)
         return self.profile.compute_seconds(work)
 
-    def collective(self, start: fx.Node, part: float = 1.0) -> Message:
-        return self.named(start, COST_NAMES[start.target], part * self.bytes(start))
+    def collective(self, start: fx.Node) -> Message:
+        return self.named(start, COST_NAMES[start.target], self.bytes(start))
 
     def named(self, start: fx.Node, op: str, num_bytes: float) -> Message:
         """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
@@ -121,6 +121,14 @@ class Prices:
         levels = frozenset(level for level, _ in profile.usage(op, *where))
         host = seconds * profile.host_share(op, *where) + launches
         return Message(seconds + launches, host, profile.compute_slowdown(levels))
+
+    def in_turn(self, start: fx.Node, op: str, num_bytes: float, count: int) -> Message:
+        """One of `count` messages of so many bytes each. Links that let a short message through faster than their rate
+        (a token bucket does) do so once: all take no less than one of all their bytes."""
+        one = self.named(start, op, num_bytes)
+        if count < 2:
+            return one
+        return replace(one, seconds=max(one.seconds, self.named(start, op, count * num_bytes).seconds / count))
 
     def bytes(self, start: fx.Node) -> int:
         """What a device hands in to a start."""
@@ -185,7 +193,8 @@ def exchange_estimate(prices: Prices, start: fx.Node, found: Region, ring: Ring,
     wait, last, back = wait_of(start), wait_of(found.back), found.back
     compute, chunk = prices.along({node: cut for node, cut in found.cuts.items() if node is not wait})
     steps = _steps(ring, way)
-    there, again = (prices.named(one, "permute", prices.bytes(one) / ring.size) for one in (start, back))
+    count = ring.size - 1
+    there, again = (prices.in_turn(one, "permute", prices.bytes(one) / ring.size, count) for one in (start, back))
     played = play_exchange(steps, chunk, there, again, prices.between(start, wait), prices.between(back, last))
     first, second = prices.collective(start), prices.collective(back)
     hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
@@ -231,7 +240,8 @@ def _steps(ring: Ring, way: Way) -> tuple[Step, ...]:
 def _message(prices: Prices, start: fx.Node, ring: Ring, way: Way, num_bytes: float) -> Message:
     """One message of a device. They share its links, and go one after the other."""
     if way.row is None:
-        return prices.collective(start, 1 / way.num_chunks)
+        parts = way.num_chunks
+        return prices.in_turn(start, COST_NAMES[start.target], prices.bytes(start) / parts, parts)
     if way.row.name == "broadcast":  # priced as in simulate.tasks
-        return prices.named(start, "all_gather", num_bytes / max(ring.size - 1, 1))
-    return prices.named(start, "permute", num_bytes)
+        return prices.in_turn(start, "all_gather", num_bytes / max(ring.size - 1, 1), ring.size)
+    return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in _steps(ring, way)))

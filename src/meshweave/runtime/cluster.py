@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import finalize
 
@@ -241,9 +242,21 @@ def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> t
 
 
 def shutdown(world: ClusterWorld | None = None) -> None:
-    """Leave the job. Safe to call at any time, after a failure too, and without a job."""
+    """Leave the job. Safe to call at any time, after a failure too, and without a job. Rank 0, which often hosts the
+    store, leaves last, but waits no more than seconds for the others."""
     failed = world is not None and world._watch.has_failed
     if world is not None:
         world.close()
+    if dist.is_initialized() and not failed:
+        _await_others()
     if dist.is_initialized() and not (failed and world is not None and world.device.type == "cuda"):
         dist.destroy_process_group()
+
+
+def _await_others() -> None:
+    store, end = distributed_c10d._get_default_store(), time.monotonic() + LINGER
+    with suppress(RuntimeError):  # the store ended before us
+        num_here = store.add("meshweave/leaving", 1)
+        while dist.get_rank() == 0 and num_here < dist.get_world_size() and time.monotonic() < end:
+            time.sleep(0.02)
+            num_here = store.add("meshweave/leaving", 0)

@@ -16,7 +16,7 @@ from meshweave.errors import StepError
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import COLLECTIVES, RankGraph, Transfer, collectives, destinations, permute, transfer
-from meshweave.runtime.background import Background
+from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.executor import Recorder
 from meshweave.runtime.local import piece_of, receive, reduce_in_order
 from meshweave.runtime.watch import await_work
@@ -28,7 +28,7 @@ TIMEOUT = timedelta(minutes=5)
 # shared cores, torch 2.13, 2026-11, `all_reduce` of float32, least of 4 runs: 64 B 4.4 ms in one round (native 6.0),
 # 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
-NUM_TAGS = 1 << 16  # messages of permutes are told apart by a number, of which far fewer are under way at once
+NUM_TAGS = 1 << 16  # messages are told apart by a number, of which far fewer are under way at once
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Pending:
 
     works: tuple[Any, ...]
     held: tuple[Tensor, ...]
-    finish: Callable[[], Tensor | Pending | None]
+    finish: Callable[[], Tensor | None]
     is_done: bool = False
     value: Tensor | None = None
 
@@ -92,7 +92,7 @@ class ClusterCommunicator:
     open: set[Pending] = field(default_factory=set)
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    _permutes: dict[Group, int] = field(default_factory=dict)
+    _tags: dict[dist.ProcessGroup | None, int] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
 
     def prepare(self, roles: Sequence[RankGraph]) -> None:
@@ -146,8 +146,34 @@ class ClusterCommunicator:
         if group.process_group is None:
             return operand
         self.check()
-        begin = (_NATIVE if self.is_native else _MOVED)[op]
+        begin = self._two_rounds if self._is_long(op, group, operand) else (_NATIVE if self.is_native else _MOVED)[op]
         return self._begun(lambda: begin(group, operand.contiguous(), args))
+
+    def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
+        """Whether an all-reduce moves fewer bytes in two rounds; small operands, and those of two, are gathered."""
+        is_here = op is collectives.all_reduce.default and not self.is_native
+        return is_here and group.size > 2 and x.nbytes * group.size > ONE_ROUND_BYTES
+
+    def _two_rounds(self, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+        """An all-reduce: blocks are exchanged, each reduced by its owner and sent to all others, by a thread as soon as
+        it can be. Messages, not a collective, for a group's collectives are begun in one order by all."""
+        process_group = group.process_group
+        assert process_group is not None
+        own, tag = group.order.index(process_group.rank()), self._tag(group)
+        block = -(-x.numel() // group.size)
+        blocks = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel())).view(group.size, block)
+        ones, whole = [1] * group.size, torch.empty_like(blocks)
+        first = _exchange(group, blocks, ones, ones, lambda out: reduce_in_order(out.unbind(0), args[0]))
+
+        def second() -> None:
+            wait_all(first.works)
+            whole[own].copy_(first.finish())  # type: ignore[arg-type]
+            others = [(i, rank) for i, rank in enumerate(group.order) if i != own]
+            came = [dist.irecv(_bytes(whole[i]), None, process_group, tag, rank) for i, rank in others]
+            went = [dist.isend(_bytes(whole[own]), None, process_group, tag, rank) for _, rank in others]
+            wait_all([*came, *went])
+
+        return Pending((self._background.run(second),), (x, whole), lambda: whole.view(-1)[: x.numel()].view(x.shape))
 
     def transfer(self, made: Transfer, operand: Tensor | None, tag: int) -> Any:
         """Begin this rank's part of a transfer: it sends of its piece of the source what others need, and receives what
@@ -178,7 +204,9 @@ class ClusterCommunicator:
         if self.is_native and calls:
             works = tuple(dist.batch_isend_irecv([dist.P2POp(call, part, peer) for call, part, peer in calls]))
         else:
-            works = (self._background.add([call(part, peer, tag=tag) for call, part, peer in calls]),) if calls else ()
+            sent_bytes = sum(part.nbytes for part in held)
+            post = lambda: [call(part, peer, tag=tag) for call, part, peer in calls]  # noqa: E731
+            works = (self._background.add(post, sent_bytes),) if calls else ()
 
         def finish() -> Tensor | None:
             if self.rank not in made.target.mesh:
@@ -202,7 +230,7 @@ class ClusterCommunicator:
         process_group = group.process_group
         assert process_group is not None
         own = group.order.index(process_group.rank())
-        tag = self._permutes[group] = (self._permutes.get(group, 0) + 1) % NUM_TAGS
+        tag = self._tag(group)
         if receivers[own] == own:
             return Pending((), (x,), lambda: x)
         out = torch.empty_like(x)
@@ -214,12 +242,18 @@ class ClusterCommunicator:
             works = tuple(dist.batch_isend_irecv(posts))
         elif calls:
             (_, received, source), (_, sent, target) = calls
-            begun = (
+            post = lambda: (  # noqa: E731
                 dist.irecv(received, group=process_group, group_src=source, tag=tag),
                 dist.isend(sent, group=process_group, group_dst=target, tag=tag),
             )
-            works = (self._background.add(begun),)
+            works = (self._background.add(post, sent.nbytes),)
         return Pending(works, (x, out), lambda: out)
+
+    def _tag(self, group: Group) -> int:
+        """Of the next messages in a process group: all its members count alike."""
+        key = group.process_group
+        self._tags[key] = (self._tags.get(key, 0) + 1) % NUM_TAGS
+        return self._tags[key]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """What rank `source` has in `x`, on every rank of the world, in place."""
@@ -254,8 +288,7 @@ class ClusterCommunicator:
                 self._await(work)
             self.num_waited += 1
             self.open.discard(pending)
-            made = pending.finish()
-            pending.value = self._finished(self._begun(lambda: made)) if isinstance(made, Pending) else made
+            pending.value = pending.finish()
             pending.held, pending.is_done = (), True
         return pending.value
 
@@ -286,7 +319,7 @@ def _gather(group: Group, x: Tensor, finish: Callable[[Tensor], Tensor]) -> Pend
 
 
 def _exchange(
-    group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int], finish: Callable[[Tensor], Tensor | Pending]
+    group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int], finish: Callable[[Tensor], Tensor]
 ) -> Pending:
     """All-to-all of rows of `x`: `sent[i]` rows to member i, `received[i]` rows from it. `finish` gets what came."""
     row = prod(x.shape[1:]) * x.itemsize
@@ -318,18 +351,7 @@ def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 
 
 def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    """Small operands, and those of two, are gathered and reduced by all; others are exchanged, reduced and gathered."""
-    if group.size == 2 or x.nbytes * group.size <= ONE_ROUND_BYTES:
-        return _gather(group, x, lambda stacked: reduce_in_order(stacked.unbind(0), args[0]))
-    block = -(-x.numel() // group.size)
-    blocks = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel())).view(group.size, block)
-    ones = [1] * group.size
-
-    def gather(out: Tensor) -> Pending:
-        own = reduce_in_order(out.unbind(0), args[0])
-        return _gather(group, own, lambda stacked: stacked.view(-1)[: x.numel()].view(x.shape))
-
-    return _exchange(group, blocks, ones, ones, gather)
+    return _gather(group, x, lambda stacked: reduce_in_order(stacked.unbind(0), args[0]))
 
 
 def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:

@@ -1,0 +1,74 @@
+"""Threads that wait for messages."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+from threading import Event
+
+import pytest
+
+from meshweave.runtime.background import INLINE_BYTES, Background
+
+
+class Work:
+    """A message that is done when somebody says so."""
+
+    def __init__(self, error: str = "") -> None:
+        self.done, self.error = Event(), error
+
+    def wait(self) -> None:
+        assert self.done.wait(10)
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize("num_bytes", [0, INLINE_BYTES + 1])
+def test_no_message_stands_behind_another(num_bytes: int) -> None:
+    background, works = Background(), [Work() for _ in range(12)]
+    jobs = [background.add(lambda work=work: [work], num_bytes) for work in works]
+    for work, job in reversed(list(zip(works, jobs, strict=True))):
+        assert not job.is_completed()
+        work.done.set()
+        job.wait(timedelta(seconds=5))
+        assert job.is_completed()
+    for job in jobs:
+        job.get_future().wait()
+
+
+def test_threads_are_used_again_and_end_with_their_owner() -> None:
+    def serving() -> int:
+        return sum(thread.name == "meshweave transfers" for thread in threading.enumerate())
+
+    gc.collect()
+    before, background = serving(), Background()
+    for _ in range(20):
+        background.run(lambda: None).wait(timedelta(seconds=5))
+        time.sleep(0.005)  # until it is idle
+    assert 1 <= serving() - before <= 5
+    del background
+    gc.collect()
+    end = time.monotonic() + 5
+    while serving() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert serving() <= before
+
+
+def test_what_goes_wrong_is_raised_by_the_wait() -> None:
+    def broken() -> list[Work]:
+        raise RuntimeError("no route")
+
+    background, failing = Background(), Work("reset by peer")
+    with pytest.raises(RuntimeError, match="no route"):
+        background.add(broken, 0)
+    with pytest.raises(RuntimeError, match="no route"):
+        background.add(broken, INLINE_BYTES + 1).wait()
+    job = background.add(lambda: [failing], 0)
+    with pytest.raises(RuntimeError, match="not done yet"):
+        job.wait(timedelta(seconds=0.01))
+    failing.done.set()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.wait(timedelta(seconds=5))
+    assert job.get_future().wait() is None
