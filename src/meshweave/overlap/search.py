@@ -168,6 +168,8 @@ class Search:
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets))
+            if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good where links are slower
+                self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
         return self.bucketed[buckets]
 
