@@ -173,8 +173,8 @@ def is_right(row: dict[str, Any]) -> bool:
 
 
 HEAD = (
-    "| n | matmuls on | pair | rows x inner x columns | compute | whole | best way apart | ms | efficiency | choice | ms "
-    "| efficiency | priced: whole | choice | right | load |\n|" + "---|" * 16
+    "| n | matmuls on | pair | rows x inner x columns | compute | whole | best way apart | ms | efficiency | choice "
+    "| ms | efficiency | priced: whole | choice | right | load |\n|" + "---|" * 16
 )
 
 

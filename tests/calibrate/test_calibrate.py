@@ -218,7 +218,10 @@ def test_measured_links_are_priced_and_their_errors_stated() -> None:
     profile = parse_profile(text, "toy.toml")
     mesh = Mesh("dp=2")
     assert profile.seconds("all_gather", mesh, ("dp",), 100_000) == pytest.approx(1e-3)
-    assert profile.host_share("all_gather", mesh, ("dp",)) == pytest.approx(0.25)
+    # The caller spent 25, 50 and 250 us: 25 us each time, and 250 us of the 1300 us in all.
+    host = profile.host_seconds("all_gather", mesh, ("dp",), 1e-3)
+    assert host == pytest.approx(2.5e-5 + 1e-3 * 2.5e-4 / 1.3e-3, rel=1e-3)
+    assert profile.host_seconds("all_gather", mesh, ("dp",), 1e-6) == 1e-6
     assert profile.links.node.bandwidth == 1e8
     assert profile.compute_slowdown(frozenset({"node"})) == 1.5
     with pytest.raises(MeshweaveError, match="does not say what 'all_reduce' costs"):

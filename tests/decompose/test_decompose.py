@@ -16,6 +16,7 @@ from meshweave.check.deadlock import check_deadlock
 from meshweave.decompose import DecomposeOptions, DecomposeReport, algorithm, decompose, prove_rings
 from meshweave.decompose.play import Message, play_gather, play_reduce
 from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.hardware.schema import Fit
 from meshweave.ir import local_ops
 from meshweave.ir.rank import WAIT, RankGraph, collectives, permute, ring_index
 from meshweave.runtime.world import LocalWorld
@@ -805,6 +806,16 @@ def test_equal_arguments_give_equal_graphs() -> None:
     first, second = (decompose(role, mw.load_profile("h100")) for _ in range(2))
     assert first[0].text() == second[0].text()
     assert first[1] == second[1]
+
+
+def test_parts_take_no_less_than_the_whole_of_their_bytes() -> None:
+    """A link that lets 8 MB through at once, and then goes at its rate: parts of 8 MB follow one another at that."""
+    points = ((1e6, 1e-6), (8.4e6, 1e-6), (16.8e6, 0.01))
+    profile = replace(mw.load_profile("h100"), collectives=(Fit("all_gather", "node", 8, points),))
+    only = DecomposeOptions(all_gather=("pipelined",), num_chunks=(2,))
+    _, report = decompose(large(8192, 8192, 4096), profile, only)
+    assert report.rows[0].seconds_before > 0.01
+    assert report.rows[0].seconds_after > 0.0099
 
 
 def test_of_ways_that_gain_alike_the_one_with_the_fewest_steps_is_taken() -> None:

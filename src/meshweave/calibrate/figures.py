@@ -164,13 +164,17 @@ def _link_tables(figures: Figures, memory_bandwidth: float) -> Iterable[str]:
         own = [one for one in figures.links if (one.op, one.level, one.group_size) == (op, level, size)]
         rows = [(float(one.local_bytes), one.seconds, 1.0) for one in own if not one.is_held_out]
         head = "[[collectives]]  # bytes of the local input, seconds"
-        named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\nhost = {_number(_host(own))}\n'
+        share, least = _host(own)
+        named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n'
+        named += f"host = {_number(share)}\nhost_s = {_number(least)}\n"
         yield f"{named}{_points(_rising(rows))}"
 
 
-def _host(found: Sequence[MeasuredLink]) -> float:
-    """The caller's share over all sizes, each as it weighs: of the seconds in all."""
-    return sum(one.host * one.seconds for one in found) / sum(one.seconds for one in found)
+def _host(found: Sequence[MeasuredLink]) -> tuple[float, float]:
+    """The caller's share of the time, and what it spends at the least: that of the size where it spends least, and over
+    all sizes what it spends beyond that, of the seconds in all."""
+    spent = [one.host * one.seconds for one in found]
+    return sum(own - min(spent) for own in spent) / sum(one.seconds for one in found), min(spent)
 
 
 def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:

@@ -119,7 +119,7 @@ class Prices:
         profile, where = self.profile, self.frame.where(start)
         launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
         levels = frozenset(level for level, _ in profile.usage(op, *where))
-        host = seconds * profile.host_share(op, *where) + launches
+        host = profile.host_seconds(op, *where, seconds) + launches
         return Message(seconds + launches, host, profile.compute_slowdown(levels))
 
     def in_turn(self, start: fx.Node, op: str, num_bytes: float, count: int) -> Message:

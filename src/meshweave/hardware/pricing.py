@@ -23,12 +23,14 @@ _CONCURRENT = 2  # levels of links: what they carry at once, a bound that adds u
 @dataclass(frozen=True, slots=True)
 class Price:
     """Seconds of an op of one profile over one mesh and axes. Of each shape of group the fastest of its lines counts
-    (or, where it was measured, its curve), and of all shapes the slowest. `host` is the caller's share of the time."""
+    (or, where it was measured, its curve), and of all shapes the slowest. The caller's part of the time is `host_s` and
+    the share `host`."""
 
     lines: tuple[tuple[nccl.Line, ...], ...]
     curves: tuple[tuple[Point, ...], ...]
     usage: Usage
     host: float = 0.0
+    host_s: float = 0.0
 
     def seconds(self, local_bytes: float) -> float:
         slowest = 0.0
@@ -122,7 +124,7 @@ def _far(profile: MachineProfile) -> Shape:
 def _of_shapes(profile: MachineProfile, op: str, found: tuple[Shape, ...]) -> Price:
     lines, curves = [], []
     usage: dict[str, float] = {}
-    host = 0.0
+    host = host_s = 0.0
     for shape in found:
         if shape.size == 1:
             continue
@@ -132,7 +134,8 @@ def _of_shapes(profile: MachineProfile, op: str, found: tuple[Shape, ...]) -> Pr
         if curve is not None:
             curves.append(curve)
             fit = nearest(op, level, shape.size, profile.collectives)
-            host = max(host, fit.host if fit is not None else 0.0)
+            if fit is not None:
+                host, host_s = max(host, fit.host), max(host_s, fit.host_s)
             used = {level: 1.0}
         elif profile.nccl is not None:
             group = nccl.lines(op, shape, profile.nccl, profile.links)
@@ -143,7 +146,7 @@ def _of_shapes(profile: MachineProfile, op: str, found: tuple[Shape, ...]) -> Pr
         for name, share in used.items():
             usage[name] = max(usage.get(name, 0.0), share)
     used_levels = tuple(sorted((name, share) for name, share in usage.items() if share > 0))
-    return Price(tuple(lines), tuple(curves), used_levels, host)
+    return Price(tuple(lines), tuple(curves), used_levels, host, host_s)
 
 
 def _unmeasured(profile: MachineProfile, op: str, level: str) -> MeshweaveError:

@@ -102,9 +102,10 @@ class MachineProfile:
         takes when it is large and alone, above 0 and 1 at most. Ops whose shares add up to more slow each other."""
         return _price(self, op, mesh, tuple(axes)).usage
 
-    def host_share(self, op: str, mesh: Mesh, axes: Sequence[str]) -> float:
-        """The share of `seconds` that the caller spends in starting and finishing `op`; 0 where links work alone."""
-        return _price(self, op, mesh, tuple(axes)).host
+    def host_seconds(self, op: str, mesh: Mesh, axes: Sequence[str], seconds: float) -> float:
+        """What of an op's `seconds` the caller spends in starting and finishing it; 0 where links work alone."""
+        found = _price(self, op, mesh, tuple(axes))
+        return min(seconds, found.host_s + found.host * seconds)
 
     def bandwidth_of(self, mesh: Mesh, axis: str) -> float:
         """Bytes per second and device that nothing beats along `axis`, in one direction: from the links' line rates.

@@ -207,8 +207,8 @@ class Fit:
     """Measured: `op` in groups of `group_size` on links of `level` takes `seconds` for a local input of `local_bytes`.
 
     Linear between the points; below the first it takes the time of the first, above the last it goes on as between the
-    last two. Groups of another size: see `fitted`. `host` is the share of that time which the caller spends in starting
-    it and, when the bytes are there, in finishing it: work that compute does not hide.
+    last two. Groups of another size: see `fitted`. Of that time the caller spends `host_s`, whatever the size, and the
+    share `host` in starting it and, when the bytes are there, in finishing it: work that compute does not hide.
     """
 
     op: str = field(metadata=one_of("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "transfer"))
@@ -216,6 +216,7 @@ class Fit:
     group_size: int = field(metadata=figure("a whole number, 2 or more", 2))
     points: tuple[Point, ...] = field(metadata=points("local_bytes, seconds", rising=True))
     host: float = field(default=0.0, metadata=figure("a share from 0 to 1", 0, 1))
+    host_s: float = field(default=0.0, metadata=SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

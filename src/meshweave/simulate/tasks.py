@@ -234,7 +234,7 @@ class _Lowering:
             return copy, 0.0
         mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
         op, _ = priced_as(copy.node, mesh.flat_size(axes), 0.0)
-        host = copy.seconds * self.profile.host_share(op, mesh, axes)
+        host = self.profile.host_seconds(op, mesh, axes, copy.seconds)
         return replace(copy, seconds=copy.seconds - host), host
 
     def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
