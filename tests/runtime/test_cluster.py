@@ -461,6 +461,15 @@ def job_early(pipe: Connection, late: str) -> dict[str, Any]:
     return {"fine": True}
 
 
+def job_store(pipe: Connection) -> dict[str, Any]:
+    """Rank 0, which hosts the store, is done, and leaves without a world, while the other still needs the store."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank():
+        time.sleep(1.5)
+        store.set("late", "yes")
+    return {"late": store.get("late").decode()} if dist.get_rank() else {}
+
+
 def job_leave(pipe: Connection) -> dict[str, Any]:
     """Rank 1 leaves between two steps."""
     world = ClusterWorld(mw.Mesh(a=2))
@@ -503,6 +512,10 @@ def test_a_failure_of_all_ranks_at_one_point_leaves_the_world_usable(start: Call
 
 def test_a_rank_that_is_done_early_is_no_failure(start: Callable[..., Job]) -> None:
     assert start("early", 2, "2.5").finish(30) == [{"fine": True}] * 2
+
+
+def test_the_host_of_the_store_leaves_last(start: Callable[..., Job]) -> None:
+    assert start("store", 2).finish(30) == [{}, {"late": "yes"}]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
