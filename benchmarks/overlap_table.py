@@ -15,7 +15,7 @@ from overlap_split import DEMAND, DEMANDED, SplitOutcome, split_table
 OF_INDUCTOR = {**{f"backward-{layers}x4": 0.83 for layers in (8, 16, 32)}, "backward-32x1": 0.95}
 OF_BOUND = {f"backward-{layers}x4": 1.03 for layers in (8, 16, 32)}
 PASS_SECONDS = {"nodes-6k": 0.5, "nodes-12k": 2.0}
-REGRET, NEVER = 0.03, 1.001  # never slower: to a thousandth, less than a simulator can mean
+REGRET = 0.03
 Must = tuple[str, str, str, bool]
 
 
@@ -76,8 +76,7 @@ matmuls, 3.35 TB/s of memory with pointwise neighbours fused, groups over nodes 
 TIMES = f"""\
 Inductor is its own pass as installed, at the fastest of {len(SETTINGS)} settings ({len(MANY)} for large graphs,
 {len(FEW)} for nodes-*); ours may hold no more memory than that. Exposed is the time in which compute stands still. No
-order is faster than the bound, whatever it merges: the larger of the judge's own and the one that our pass reports.
-Demands beside those of the table's first cases: never slower, to a thousandth."""
+order is faster than the bound, whatever it merges: the larger of the judge's own and the one that our pass reports."""
 PEAKS = """\
 The true peak: all live tensors, operands and results of collectives until their wait. Demand: ours <= Inductor's."""
 SECONDS = """\
@@ -92,8 +91,8 @@ SCENARIOS = f"""\
 Communication that takes twice or three times as long, all costs off by up to 40%, one link for all groups. Neither pass
 was told: Inductor is at the setting that is its fastest at the costs as said. `anew` is the best that it has in the
 scenario: the fastest of all its settings, and told of the scenario where the graph is small. Regret is against the best
-known, ours told of the scenario among them (of the shared link none is). Demands: never slower than Inductor; regret <=
-{REGRET:.0%}."""
+known, ours told of the scenario among them (of the shared link none is). Demands: never slower than Inductor's `anew`;
+regret <= {REGRET:.0%}."""
 
 
 def report(outcomes: Sequence[Outcome], splits: Sequence[SplitOutcome], num_cases: int) -> str:
@@ -141,7 +140,7 @@ def _times(outcomes: Sequence[Outcome]) -> str:
                 f"{one.original.verdict.seconds * 1e3:.1f}",
                 *(f"{v.seconds * 1e3:.1f} ({v.exposed * 1e3:.1f})" for v in (best, ours)),
                 f"{of_inductor:.3f}",
-                *_due(of_inductor, OF_INDUCTOR.get(one.name, NEVER)),
+                *_due(of_inductor, OF_INDUCTOR.get(one.name, 1.0)),
                 f"{one.bound * 1e3:.1f}",
                 f"{of_bound:.3f}",
                 *_due(of_bound, OF_BOUND.get(one.name)),
@@ -177,7 +176,7 @@ def _scenarios(outcomes: Sequence[Outcome]) -> str:
     for one in outcomes:
         for name, ours, theirs, anew, least in one.scenarios:
             ratio, regret = ours / theirs, ours / least - 1
-            holds = "yes" if ratio <= NEVER and regret <= REGRET else "**no**"
+            holds = "yes" if ours / anew <= 1 + 1e-9 and regret <= REGRET else "**no**"
             times = (f"{x * 1e3:.1f}" for x in (ours, theirs, anew))
             rows.append((one.name, name, *times, f"{ratio:.3f}", f"{ours / anew:.3f}", f"{regret:.1%}", holds))
     titles = "case | scenario | meshweave ms | Inductor ms | anew ms | of Inductor | of anew | regret | met"
@@ -194,12 +193,12 @@ def musts(outcomes: Sequence[Outcome], splits: Sequence[SplitOutcome]) -> list[M
 
     for one in outcomes:
         best, ours = one.best.verdict, one.ours.verdict
-        at_most(f"{one.name}, of Inductor's best", ours.seconds / best.seconds, OF_INDUCTOR.get(one.name, NEVER))
+        at_most(f"{one.name}, of Inductor's best", ours.seconds / best.seconds, OF_INDUCTOR.get(one.name, 1.0))
         at_most(f"{one.name}, peak of Inductor's", ours.peak_bytes / best.peak_bytes, 1.0)
         at_most(f"{one.name}, of the bound", ours.seconds / one.bound, OF_BOUND.get(one.name))
         at_most(f"{one.name}, the pass", one.ours.taken.cpu, PASS_SECONDS.get(one.name), " s")
-        for name, seconds, theirs, _, least in one.scenarios:
-            at_most(f"{one.name}, {name}, of Inductor", seconds / theirs, NEVER)
+        for name, seconds, _, anew, least in one.scenarios:
+            at_most(f"{one.name}, {name}, of Inductor's best", seconds / anew, 1.0)
             at_most(f"{one.name}, {name}, regret", seconds / least - 1, REGRET)
     for split in splits:
         if split.shape == DEMANDED:

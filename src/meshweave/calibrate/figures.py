@@ -174,7 +174,8 @@ def _host(found: Sequence[MeasuredLink]) -> tuple[float, float]:
     """The caller's share of the time, and what it spends at the least: that of the size where it spends least, and over
     all sizes what it spends beyond that, of the seconds in all."""
     spent = [one.host * one.seconds for one in found]
-    return sum(own - min(spent) for own in spent) / sum(one.seconds for one in found), min(spent)
+    least = min(spent)
+    return sum(own - least for own in spent) / sum(one.seconds for one in found), least
 
 
 def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
