@@ -266,8 +266,8 @@ other processes, in processors.
 Communication is real. Matmuls are on a stand-in for an accelerator, a process that sleeps for as long as they take at
 40 GFLOP/s (what else it computes takes no time, and fills memory that is there), or on the processor. There the network
 takes its part of the same cores, for moving 1 Gbit/s is work: calibration finds compute beside communication to take
-1.2 to 1.3 times as long, so a transfer that is hidden in full still costs a quarter of its time. The first table is that
-of the stand-in; those of each condition, the processor's too, stand below with the same demands."""
+1.2 to 1.3 times as long, so a transfer that is hidden in full still costs a quarter of its time. The first table is
+that of the stand-in; those of each condition, the processor's too, stand below with the same demands."""
 
 
 def page(rows: Sequence[dict[str, Any]], is_quick: bool) -> str:
