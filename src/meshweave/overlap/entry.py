@@ -6,10 +6,12 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
+from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.ir.graph import copied_graph, module_like
 from meshweave.overlap.decide import OverlapOptions, decide
 from meshweave.overlap.figures import Agree, priced
@@ -75,6 +77,8 @@ def overlap_graph(
     """
     options = options or OverlapOptions()
     options.check()
+    if dist.is_available() and dist.is_initialized():  # a process that may run what it is handed back
+        let_gathers_overlap()
     with _without_collector():
         return _overlap(graph, cost, memory_cap_bytes, groups, options, agree, values)
 

@@ -19,6 +19,7 @@ from meshweave.decompose import DecomposeOptions, DecomposeReport, SplitReport, 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
+from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.overlap import Figures, OverlapOptions, OverlapReport, overlap, overlap_graph
 from meshweave.overlap.decide import NoOrderError
 from meshweave.overlap.vocabulary import collective_of
@@ -191,6 +192,7 @@ def settings(
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
     rings, chunks = _rings(decompose), _chunks(split)
+    let_gathers_overlap()  # here, too: graphs that come from a cache are ordered already
     return Settings(found, memory_cap_bytes, options, table, report, chosen, timeout_seconds, rings, chunks)
 
 

@@ -1,0 +1,40 @@
+"""Functional all-gathers of CPU tensors, by an op of Gloo's of which several may be in flight.
+
+Gloo's threads write the name of each op that they end into one string, without a lock (ProcessGroupGloo::runLoop, seen
+in torch 2.11 and 2.13). A functional all-gather runs as Gloo's coalesced one, of the ops that functional collectives
+run as the only one whose name is too long to be held inside the string: where two end together one block of memory is
+freed twice, and the process dies sooner or later. The variants with `out` run as the plain all-gather, of the same
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+
+
+@cache
+def let_gathers_overlap() -> torch.library.Library:
+    """From now on all-gathers of CPU tensors in this process are of the plain kind, on any group. Once is enough."""
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", _all_gather, "CPU")
+    library.impl("all_gather_into_tensor_coalesced", _all_gather_each, "CPU")
+    return library  # what it registers goes when it goes
+
+
+def _all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
+    if x.is_complex():  # Gloo knows of none
+        return torch.view_as_complex(_all_gather(torch.view_as_real(x.resolve_conj()), group_size, group_name))
+    rows, *others = x.shape or (1,)
+    whole = x.new_empty(group_size * rows, *others)
+    made: Tensor = _ops.all_gather_into_tensor_out.default(x, group_size, group_name, out=whole)
+    return made
+
+
+def _all_gather_each(parts: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    return [_all_gather(x, group_size, group_name) for x in parts]
