@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 
 from meshweave.ir.graph import op_name
 from meshweave.overlap.merge import Merger
@@ -30,6 +31,11 @@ def collective_rows(merger: Merger, chosen: Candidate, slowdown: Slowdown | None
     kernels = [x for x in chosen.order if x >= 0 and problem.channel[x] < 0 and problem.seconds[x] > 0]
     ends = [played.end[x] for x in kernels]
     place = {x: n for n, x in enumerate(chosen.order)}
+    users: dict[int, int] = {}  # of each communication the first item that waits for it
+    for x in chosen.order:
+        if x >= 0:
+            for c in problem.waits[x]:
+                users.setdefault(c, x)
     rows = []
     for c in (x for x in chosen.order if x >= 0 and problem.channel[x] >= 0):
         item = items[c]
@@ -53,20 +59,21 @@ def collective_rows(merger: Merger, chosen: Candidate, slowdown: Slowdown | None
                 played.end[c] - played.begin[c],
                 exposed,
                 tuple(beside),
-                _reason(chosen, played, c, since, place) if exposed else "",
+                _reason(chosen, played, c, since, place, users) if exposed else "",
             )
         )
     return tuple(rows)
 
 
-def _reason(chosen: Candidate, played: Played, c: int, since: float, place: dict[int, int]) -> str:
+def _reason(
+    chosen: Candidate, played: Played, c: int, since: float, place: Mapping[int, int], users: Mapping[int, int]
+) -> str:
     """Why the stream waits for communication c from `since` on."""
     problem = chosen.merged.problem
     needs = [d for d in problem.deps[c] if problem.channel[d] < 0]
     last = max(needs, key=lambda d: played.end[d], default=-1)
     ready = max([played.end[d] for d in (*needs, *problem.waits[c])], default=0.0)
-    users = [x for x in chosen.order if x >= 0 and c in problem.waits[x]]
-    user = problem.names[users[0]] if users else "the end of the step"
+    user = problem.names[users[c]] if c in users else "the end of the step"
     tiny = 0.01 * problem.copy[c]
     if played.begin[c] > played.issued[c] + tiny:
         channel = problem.channel[c]
@@ -89,10 +96,10 @@ def _reason(chosen: Candidate, played: Played, c: int, since: float, place: dict
     return f"{user} needs it; {told}; {rest}"
 
 
-def _could_run(chosen: Candidate, played: Played, c: int, since: float, place: dict[int, int]) -> str:
+def _could_run(chosen: Candidate, played: Played, c: int, since: float, place: Mapping[int, int]) -> str:
     """A kernel behind the stall that had all it needs when the stall began; "" where there is none."""
     problem = chosen.merged.problem
-    at = next((n for n, x in enumerate(chosen.order) if x == ~c), len(chosen.order))
+    at = place.get(~c, len(chosen.order))
     for x in chosen.order[at : at + _LOOKED_AT]:
         if x < 0 or problem.channel[x] >= 0 or not problem.seconds[x]:
             continue
@@ -111,19 +118,24 @@ def merge_rows(search: Search, chosen: Candidate) -> tuple[Merge, ...]:
             bucket = chosen.merged.buckets[item.bucket]
             saved = sum(problem.copy[c] for c in bucket) - copy
             taken.append(Merge(tuple(problem.names[c] for c in bucket), True, "", saved))
-    of = {c: b for b, bucket in enumerate(chosen.merged.buckets) for c in bucket}
-    ranked = sorted(search.found, key=lambda c: c.seconds[0])
+    of = _places(chosen)
+    ranked = [(c, _places(c)) for c in sorted(search.found, key=lambda c: c.seconds[0]) if c.merged.buckets]
     apart = []
     for a, b in merger.neighbours():
         if a in of and of[a] == of.get(b):
             continue
         bucket = chosen.merged.buckets[of[a]] if a in of else (a,)
-        other = next((c for c in ranked if any(a in x and b in x for x in c.merged.buckets)), None)
         reason = merger.can_join(bucket, b)
         if not reason:
+            other = next((c for c, held in ranked if a in held and held[a] == held.get(b)), None)
             reason = _worse(other, chosen) if other is not None else search.why_apart(bucket, b)
         apart.append(Merge((problem.names[a], problem.names[b]), False, reason))
     return (*taken, *apart)
+
+
+def _places(candidate: Candidate) -> dict[int, int]:
+    """By start the number of its bucket, for those that are in one."""
+    return {c: number for number, bucket in enumerate(candidate.merged.buckets) for c in bucket}
 
 
 def _worse(other: Candidate, chosen: Candidate) -> str:

@@ -4,7 +4,7 @@ where."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,17 @@ class Reading:
     free: dict[fx.Node, None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """What an op is, whatever its operands."""
+
+    is_symbolic: bool
+    is_impure: bool
+    is_harmless: bool
+    is_random: bool
+    writes: tuple[tuple[int, str], ...]  # arguments: (position, name)
+
+
 @dataclass(slots=True)
 class _Reader:
     made: Reading
@@ -52,7 +63,7 @@ class _Reader:
         default_factory=dict
     )  # storage -> communications that read it, until their waits
     landing: dict[int, set[int]] = field(default_factory=dict)  # storage -> those that write it
-    impure: dict[Any, bool] = field(default_factory=dict)  # by target
+    ops: dict[Any, _Op] = field(default_factory=dict)  # by target
     channels: dict[Any, int] = field(default_factory=dict)
     last: dict[Any, int] = field(default_factory=dict)  # per chain of items that keep their order: the latest
     fence: int = -1  # the latest item that everything stays behind
@@ -62,8 +73,8 @@ class _Reader:
     def run(self) -> Reading:
         graph = self.made.graph
         for node in graph.nodes:
-            if node.op == "call_function":
-                self.mutated |= self.written(node)
+            if node.op == "call_function" and (found := self.written(node, self.op_of(node))):
+                self.mutated |= found
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.sources[node] = _NONE
@@ -76,10 +87,12 @@ class _Reader:
                 self.finish(node)
             elif node.target is WAIT:
                 self.wait(node)
-            elif self.is_free(node):
-                self.pass_through(node)
             else:
-                self.item(node)
+                row, op = collective_of(node) if node.op == "call_function" else None, self.op_of(node)
+                if row is None and self.is_free(node, op):
+                    self.pass_through(node)
+                else:
+                    self.item(node, row, op)
         return self.made
 
     def place(self, node: fx.Node, before: bool, kept: bool) -> tuple[int, ...]:
@@ -98,40 +111,52 @@ class _Reader:
             problem.kept[x.storage] |= kept
         return tuple(found)
 
-    def written(self, node: fx.Node) -> set[int]:
+    def op_of(self, node: fx.Node) -> _Op:
+        target = node.target
+        found = self.ops.get(target)
+        if found is None:
+            if isinstance(target, torch._ops.OpOverload):
+                is_random = torch.Tag.nondeterministic_seeded in target.tags
+            else:
+                is_random = "rng" in str(target)
+            found = self.ops[target] = _Op(
+                target is operator.getitem or target in SYMBOLS,
+                node.op == "call_function" and node.is_impure(impure_random=False),
+                _is_harmless(target),
+                is_random,
+                written_of(target),
+            )
+        return found
+
+    def written(self, node: fx.Node, op: _Op) -> set[int]:
         """The storages that a node writes into."""
         if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
             return {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
         found: set[int] = set()
-        for position, name in written_of(node.target):
+        for position, name in op.writes:
             operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
             for one in operand if isinstance(operand, (list, tuple)) else (operand,):
                 if isinstance(one, fx.Node):
                     found |= {x.storage for x in self.made.values[one]}
         return found
 
-    def is_free(self, node: fx.Node) -> bool:
+    def is_free(self, node: fx.Node, op: _Op) -> bool:
         """Whether a node does no work: it makes no tensor, or one that lives where an operand does, and writes none."""
-        if node.op != "call_function" or collective_of(node) is not None:
+        if node.op != "call_function":
             return False
-        if node.target is operator.getitem or node.target in SYMBOLS:
+        if op.is_symbolic:
             return True
         made = self.made.values[node]
         if not made:
-            return not self.is_impure(node) and "val" in node.meta
+            return not op.is_impure and "val" in node.meta
         held = {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
-        return all(x.storage in held for x in made) and not written_of(node.target) and not self.is_impure(node)
-
-    def is_impure(self, node: fx.Node) -> bool:
-        if node.target not in self.impure:
-            self.impure[node.target] = node.is_impure(impure_random=False)
-        return self.impure[node.target]
+        return all([x.storage in held for x in made]) and not op.writes and not op.is_impure
 
     def pass_through(self, node: fx.Node) -> None:
         self.made.free[node] = None
         if any(n in self.begun for n in node.all_input_nodes):  # a part of what a coalesced collective makes
             self.begun[node] = next(self.begun[n] for n in node.all_input_nodes if n in self.begun)
-        self.sources[node] = _join(self.sources[n] for n in node.all_input_nodes)
+        self.sources[node] = _join([self.sources[n] for n in node.all_input_nodes])
 
     def wait(self, node: fx.Node) -> None:
         operand = node.args[0] if node.args else None
@@ -156,10 +181,10 @@ class _Reader:
         self.made.waits[start].append(node)
         self.sources[node] = (frozenset((start,)), frozenset((start,)))
 
-    def item(self, node: fx.Node) -> None:
-        row = collective_of(node)
+    def item(self, node: fx.Node, row: Collective | None, op: _Op) -> None:
         number = self.made.problem.num_items
-        for n in node.all_input_nodes:
+        inputs = node.all_input_nodes
+        for n in inputs:
             if n in self.begun:
                 raise VerifyError(
                     "the result of a collective is used before its wait",
@@ -167,12 +192,13 @@ class _Reader:
                     got=f"{n.name}, which nothing has waited for",
                     hint="use the result of wait_tensor",
                 )
-        deps, waits = (set(found) for found in _join(self.sources[n] for n in node.all_input_nodes))
-        reads = tuple(sorted({x.storage for n in node.all_input_nodes for x in self.made.values[n]}))
-        writes = self.written(node)
+        items, starts = _join([self.sources[n] for n in inputs])
+        deps, waits = set(items), set(starts)
+        reads = tuple(sorted({x.storage for n in inputs for x in self.made.values[n]}))
+        writes = self.written(node, op)
         self.check_flight(node, reads, writes)
         self.mutation(number, reads, writes, deps, waits)
-        self.chain(node, row, number, deps)
+        self.chain(node, row, op, number, deps)
         self.enter(node, row, deps - {number}, waits - {number}, reads, writes)
 
     def check_flight(self, node: fx.Node, reads: Iterable[int], writes: set[int]) -> None:
@@ -201,19 +227,16 @@ class _Reader:
             deps.update(before)
             waits.update(b for b in before if problem.channel[b] >= 0)
 
-    def chain(self, node: fx.Node, row: Collective | None, number: int, deps: set[int]) -> None:
+    def chain(self, node: fx.Node, row: Collective | None, op: _Op, number: int, deps: set[int]) -> None:
         """Random numbers come in their order; nothing passes an op that may do anything."""
         chains: list[Any] = []
         if row is not None:
             chains += [("group", self.channel(node, row))]
-        elif isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                chains.append("random")
-        elif "rng" in str(node.target):
+        elif op.is_random:
             chains.append("random")
         chains += [("generator", n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Generator)]
         is_fence = node.op in ("call_module", "call_method") or (
-            row is None and self.is_impure(node) and not written_of(node.target) and not _is_harmless(node.target)
+            row is None and op.is_impure and not op.writes and not op.is_harmless
         )
         for key in chains:
             if key in self.last and (row is None or self.keeps_order(key, row)):
@@ -287,11 +310,10 @@ def _is_harmless(target: Any) -> bool:
     return name.startswith(("_assert", "sym_constrain", "control_deps"))
 
 
-def _join(sources: Iterable[Sources]) -> Sources:
-    found = list(sources)
-    if len(found) == 1:
-        return found[0]
-    return frozenset().union(*(s[0] for s in found)), frozenset().union(*(s[1] for s in found))
+def _join(sources: Sequence[Sources]) -> Sources:
+    if len(sources) == 1:
+        return sources[0]
+    return frozenset().union(*[s[0] for s in sources]), frozenset().union(*[s[1] for s in sources])
 
 
 def read(graph: fx.Graph, values: Mapping[fx.Node, Values], is_releasable: Callable[[fx.Node], bool]) -> Reading:

@@ -60,10 +60,12 @@ class _Writer:
             *rest,
         ):
             for one in _unplaced(node, placed):
-                for made in (one, *_followers(one, idle, placed)):
-                    if made.op != "placeholder":
+                for made in (one, *_followers(one, idle, placed)) if idle else (one,):
+                    if made.op == "placeholder":
+                        continue
+                    if cursor.next is not made:
                         cursor.append(made)
-                        cursor = made
+                    cursor = made
 
     def nodes(self, x: int) -> Sequence[fx.Node]:
         """The nodes of one entry of an order."""
@@ -89,13 +91,11 @@ class _Writer:
         for operand, x in zip(operands, values, strict=True):
             if not x.is_contiguous:
                 operand = self.call(made.pack, first, aten.clone.default, (operand,), x.shape, x.dtype, _CONTIGUOUS)
-            shown = self.call(made.pack, first, aten.view.default, (operand, [-1]), (x.num_elements,), x.dtype)
+            shape = [rows, x.num_elements // rows] if rows > 1 else [x.num_elements]
+            shown = self.call(made.pack, first, aten.view.default, (operand, shape), shape, x.dtype)
             if as_bytes:
                 num_bytes = x.num_elements * x.dtype.itemsize
                 shown = self.call(made.pack, first, aten.view.dtype, (shown, torch.uint8), (num_bytes,), torch.uint8)
-            if rows > 1:
-                shape = [rows, x.num_elements // rows]
-                shown = self.call(made.pack, first, aten.view.default, (shown, shape), shape, x.dtype)
             flat.append(shown)
         dtype = torch.uint8 if as_bytes else values[0].dtype
         sizes = [x.num_elements * (x.dtype.itemsize if as_bytes else 1) for x in values]
@@ -130,8 +130,8 @@ class _Writer:
         part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length), shape, dtype)
         if dim == 1:
             part = self.call(into, old, aten.clone.default, (part,), shape, dtype, _CONTIGUOUS)
-            part = self.call(into, old, aten.view.default, (part, [-1]), (size * length,), dtype)
         if dtype != made.dtype:
+            part = self.call(into, old, aten.view.default, (part, [size * length]), (size * length,), dtype)
             part = self.call(into, old, aten.view.dtype, (part, made.dtype), (made.num_elements,), made.dtype)
         part = self.call(into, old, aten.view.default, (part, list(made.shape)), made.shape, made.dtype)
         for wait in reading.waits[c]:
@@ -152,7 +152,10 @@ class _Writer:
         dtype: torch.dtype,
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        node = self.reading.graph.call_function(target, args, kwargs or {})
+        node = self.reading.graph.call_function(target)
+        node.args = args  # a graph looks through what a node is created with, one by one
+        if kwargs:
+            node.kwargs = kwargs
         node.meta |= {key: like.meta[key] for key in _COPIED if key in like.meta}
         if "val" in like.meta:
             node.meta["val"] = self.fake(node, like.meta["val"], tuple(shape), dtype)
@@ -214,6 +217,10 @@ def _followers(node: fx.Node, idle: set[fx.Node], placed: set[fx.Node]) -> Itera
 def _unplaced(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
     """A node with what it needs and what stands nowhere yet, in order; each is placed when it is returned."""
     if node in placed:
+        return
+    if all([n in placed for n in node.all_input_nodes]):
+        placed.add(node)
+        yield node
         return
     stack = [(node, iter(node.all_input_nodes))]
     while stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from meshweave.overlap.play import Slowdown, seconds_of
 from meshweave.overlap.problem import Order, Problem
@@ -38,6 +39,7 @@ def _noisy(problem: Problem) -> Problem:
     )
 
 
+@lru_cache(1 << 16)  # the candidates of one graph have most of their names in common
 def _spread(name: str) -> float:
     """A number from -1 to 1 that hangs on a name alone, so that every rank has the same."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") / 2**31 - 1

@@ -94,13 +94,9 @@ class _Unmerger:
     def part(self, flat: fx.Node, rows: int) -> _Part | None:
         """What was laid flat into a row, or into `rows` of them."""
         shape = self.values[flat][0].shape
-        as_bytes = None
-        if rows > 1:
-            shown = _through(flat, aten.view.default, [rows, shape[-1]])
-        else:
-            as_bytes = _through(flat, aten.view.dtype, torch.uint8)
-            shown = as_bytes if as_bytes is not None else flat
-        node = _through(shown, aten.view.default, [-1])
+        as_bytes = None if rows > 1 else _through(flat, aten.view.dtype, torch.uint8)
+        shown = flat if as_bytes is None else as_bytes
+        node = _through(shown, aten.view.default, list(self.values[shown][0].shape))
         if node is None:
             return None
         if node.target is aten.clone.default and "global" not in node.meta:
@@ -138,8 +134,8 @@ class _Unmerger:
         node: fx.Node | None = cut
         if size > 1:
             node = _onward(node, aten.clone.default)
-            node = _onward(node, aten.view.default, [-1])
         if self.values[cut][0].dtype != part.value.dtype:
+            node = _onward(node, aten.view.default, [size * part.units])
             node = _onward(node, aten.view.dtype, part.value.dtype)
         node = _onward(node, aten.view.default)
         if node is None:

@@ -67,16 +67,16 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional
 def collective_of(node: fx.Node) -> Collective | None:
     """The row of a node that starts a communication, None for any other. Raises VerifyError for one without a row."""
     found = TABLE.get(node.target)
-    if node.target in _EXCHANGES and is_permute(node):
-        return _PERMUTE
-    if found is None and node.target is not WAIT and getattr(node.target, "namespace", "") in _NAMESPACES:
+    if found is not None:
+        return _PERMUTE if node.target in _EXCHANGES and is_permute(node) else found
+    if node.target is not WAIT and getattr(node.target, "namespace", "") in _NAMESPACES:
         raise VerifyError(
             f"{op_name(node.target)} is a collective that the overlap pass does not know",
             where=place_of(node),
             expected="one of " + ", ".join(sorted({op_name(target) for target in TABLE})),
             hint="add its row to overlap/vocabulary.py, or take it out of the graph",
         )
-    return found
+    return None
 
 
 def is_permute(node: fx.Node) -> bool:
