@@ -32,7 +32,7 @@ from meshweave.movement.replay import proven
 from meshweave.overlap import OverlapOptions, OverlapReport
 from meshweave.overlap import prefetch as prefetched
 from meshweave.overlap.step import scheduling_of
-from meshweave.passes import Optimized, Passes, decomposing_of, optimize, splitting_of
+from meshweave.passes import Optimized, Passes, optimize, splitting_of
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.initialize import materialize
@@ -368,7 +368,7 @@ def compile(
     world = make_world(mesh, device)
     keeps_gradients = keep_gradients or optimizer is None
     passes = Passes(
-        splitting_of(split), decomposing_of(decompose), scheduling_of(overlap, memory_cap_bytes, keeps_gradients)
+        splitting_of(split), DecomposeOptions.of(decompose), scheduling_of(overlap, memory_cap_bytes, keeps_gradients)
     )
     program = build_program(model, loss, example, spec, mesh, plan, costs, options, forward, progress, prefetch, passes)
     progress("start")

@@ -88,19 +88,6 @@ def splitting_of(asked: bool | int | SplitOptions | None) -> SplitOptions | None
     return SplitOptions((asked,))
 
 
-def decomposing_of(asked: bool | DecomposeOptions | None) -> DecomposeOptions | None:
-    """How collectives are taken apart; None: not at all. Raises MeshweaveError for what says neither."""
-    if asked is None or asked is False:
-        return None
-    if asked is True:
-        return DecomposeOptions()
-    if not isinstance(asked, DecomposeOptions):
-        raise MeshweaveError(
-            "decompose says neither whether nor how", got=repr(asked), expected="True, False or DecomposeOptions(...)"
-        )
-    return asked
-
-
 def optimize(
     placed: StepGraph,
     roles: tuple[RankGraph, ...],

@@ -189,7 +189,7 @@ def test_options_that_say_nothing() -> None:
         backend(split=1)
     with pytest.raises(MeshweaveError, match="a batch is split in two chunks or more"):
         backend(split="two")  # type: ignore[arg-type]
-    with pytest.raises(MeshweaveError, match="this does not say how collectives are taken apart"):
+    with pytest.raises(MeshweaveError, match="decompose says neither whether nor how"):
         backend(decompose="direct")  # type: ignore[arg-type]
     assert backend(decompose=True, split=True).settings.split == (2, 4)
     assert backend(decompose=False, split=False).settings.decompose is None

@@ -18,10 +18,11 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Stage
 from meshweave.compile import Program
+from meshweave.decompose import DecomposeOptions
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.overlap.step import scheduling_of
-from meshweave.passes import Passes, decomposing_of, splitting_of
+from meshweave.passes import Passes, splitting_of
 from meshweave.sharding.plan_text import data_parallel_size
 from meshweave.sharding.plans import Plan
 
@@ -126,7 +127,9 @@ class Job:
         """What the step goes through."""
         cap = parse_bytes(self.memory_cap) if self.memory_cap else None
         return Passes(
-            splitting_of(self.split or None), decomposing_of(self.decompose), scheduling_of(self.overlap or None, cap)
+            splitting_of(self.split or None),
+            DecomposeOptions.of(self.decompose),
+            scheduling_of(self.overlap or None, cap),
         )
 
     def load(self, mesh: Mesh, plan: Plan | None, device: str = "cpu") -> Source:

@@ -58,6 +58,21 @@ class DecomposeOptions:
     most_devices: int = 64
     margin: float = 0.02
 
+    @classmethod
+    def of(cls, asked: bool | DecomposeOptions | None) -> DecomposeOptions | None:
+        """How collectives are taken apart; None: not at all. Raises MeshweaveError for what says neither."""
+        if asked is None or asked is False:
+            return None
+        if asked is True:
+            return cls()
+        if not isinstance(asked, DecomposeOptions):
+            raise MeshweaveError(
+                "decompose says neither whether nor how",
+                got=repr(asked),
+                expected="True, False or DecomposeOptions(...)",
+            )
+        return asked
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -191,22 +191,9 @@ def settings(
         )
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
-    rings, chunks = _rings(decompose), _chunks(split)
+    rings, chunks = DecomposeOptions.of(decompose), _chunks(split)
     let_gathers_overlap()  # here, too: graphs that come from a cache are ordered already
     return Settings(found, memory_cap_bytes, options, table, report, chosen, timeout_seconds, rings, chunks)
-
-
-def _rings(said: Any) -> DecomposeOptions | None:
-    if said is None or isinstance(said, DecomposeOptions):
-        return said
-    if isinstance(said, bool):
-        return DecomposeOptions() if said else None
-    raise MeshweaveError(
-        "this does not say how collectives are taken apart",
-        where="decompose=",
-        got=repr(said),
-        expected="True, DecomposeOptions, or None to leave them whole",
-    )
 
 
 def _chunks(said: Any) -> tuple[int, ...]:
