@@ -48,7 +48,8 @@ def overlap(
 
     Gathers and values of kernels are equal to the bit; an element of a merged reduction is the sum of the same parts
     over the same group. The result hangs on the graph and the costs alone: equal graphs give equal orders, whatever the
-    rank and the names of groups.
+    rank and the names of groups. In a process of a torch.distributed job, all-gathers of CPU tensors run from then on
+    as an op of which several may be in flight over Gloo (`interop/gloo.py`).
     Raises VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used
     before its wait, and a buffer that is touched in flight; MeshweaveError for a cost that is no duration, an unknown
     group, and when no order is under the cap: it says the least peak that was found and the tensors that make it.
