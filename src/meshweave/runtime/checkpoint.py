@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from meshweave.errors import CheckpointError, MeshweaveError
 from meshweave.runtime.checkpoint_tables import (
@@ -173,9 +174,16 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
+    files: frozenset[str] = frozenset()  # that hold the pieces; the metadata that DCP returns does not always say
+
     def storage_meta(self) -> StorageMeta | None:
         # DCP would record the path, as a pickled object, and it is not the final path.
         return None
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called on the first process, with what all have written."""
+        self.files = frozenset(one.storage_data.relative_path for written in results for one in written)
+        super().finish(metadata, results)
 
 
 def _leftovers(target: Path, kind: str) -> list[Path]:
@@ -205,19 +213,21 @@ def _prepare(target: Path) -> Path:
     return staged
 
 
-def _write(staged: Path, tensors: Mapping[str, ShardedTensorView], group: dist.ProcessGroup | None) -> Metadata:
+def _write(staged: Path, tensors: Mapping[str, ShardedTensorView], group: dist.ProcessGroup | None) -> frozenset[str]:
+    """Write the pieces; returns the names of all files, on the first process."""
+    writer = _Writer(staged)
     with _errors(_NOT_WRITTEN, staged):
-        return dcp_save(
+        dcp_save(
             dict(tensors),
-            storage_writer=_Writer(staged),
+            storage_writer=writer,
             planner=_SavePlanner(),
             process_group=group,
             no_dist=not _is_distributed(),
         )
+    return writer.files
 
 
-def _finish(staged: Path, target: Path, written: Metadata, info: Info) -> None:
-    files = {stored.relative_path for stored in written.storage_data.values()}
+def _finish(staged: Path, target: Path, files: frozenset[str], info: Info) -> None:
     absent = sorted(name for name in files if not (staged / name).is_file())
     if absent:
         raise CheckpointError(
