@@ -19,6 +19,7 @@ import torch._functorch.config
 from torch import fx
 from torch._inductor import config, custom_graph_pass
 
+from meshweave.errors import MeshweaveError
 from meshweave.torch_compile.scheduling import Settings
 
 # Overlap and bucketing of Inductor's own (torch 2.13, _inductor/config.py), by what switches each off.
@@ -186,8 +187,16 @@ def _after(node: Any, earlier: Any) -> None:
 def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of Inductor under which our pass runs, over `options` that the user handed in.
 
-    What is on now and goes off is named in every report; what a user had switched on, in a warning too.
+    What is on now and goes off is named in every report; what a user had switched on, in a warning too. Raises
+    MeshweaveError for rings where this torch's Inductor reads what they bring too early.
     """
+    if settings.decompose is not None and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+        raise MeshweaveError(
+            "rings in Inductor need torch 2.13: an earlier one (seen in 2.11) may read messages before they are there",
+            where="decompose=",
+            got=f"torch {torch.__version__}",
+            expected="torch 2.13, inner='aot_eager', or no decompose=",
+        )
 
     def now(name: str, otherwise: object = None) -> Any:
         return options.get(name, getattr(config, name, otherwise))
