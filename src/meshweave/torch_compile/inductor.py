@@ -190,7 +190,7 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
     What is on now and goes off is named in every report; what a user had switched on, in a warning too. Raises
     MeshweaveError for rings where this torch's Inductor reads what they bring too early.
     """
-    if settings.decompose is not None and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+    if settings.decompose is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         raise MeshweaveError(
             "rings in Inductor need torch 2.13: an earlier one (seen in 2.11) may read messages before they are there",
             where="decompose=",
