@@ -22,6 +22,7 @@ from meshweave.ir.rank import collectives
 from meshweave.overlap import OverlapReport
 from meshweave.torch_compile import backend
 from meshweave.torch_compile.agreement import communications, world_agreement
+from meshweave.torch_compile.inductor import patches
 
 pytestmark = pytest.mark.multiprocess
 ALWAYS = DecomposeOptions(when="always")
@@ -193,3 +194,10 @@ def test_options_that_say_nothing() -> None:
         backend(decompose="direct")  # type: ignore[arg-type]
     assert backend(decompose=True, split=True).settings.split == (2, 4)
     assert backend(decompose=False, split=False).settings.decompose is None
+
+
+def test_an_inductor_that_reads_messages_too_early_gets_no_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    with pytest.raises(MeshweaveError, match=r"rings in Inductor need torch 2\.13"):
+        patches(backend(decompose=True).settings, {})
+    assert patches(backend().settings, {})
