@@ -15,7 +15,7 @@ from tests.training import assert_tensors, batches, mse, sgd, train
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from meshweave.capture.step import CaptureOptions, call_in, capture
+from meshweave.capture.step import CaptureOptions, Substituted, capture, cast_for_eager
 from meshweave.cli import app
 from meshweave.errors import PlanError
 from meshweave.ir.graph import op_name, origin_of, spec_of
@@ -137,12 +137,15 @@ def test_a_dtype_of_integers_is_refused() -> None:
     assert error.value.got == "torch.int8"
 
 
-def test_the_eager_call_casts_alike_but_leaves_float64() -> None:
+def test_an_eager_run_casts_alike_but_leaves_float64() -> None:
+    def run(model: nn.Module, dtype: torch.dtype | None, x: Tensor) -> Tensor:
+        return Substituted.run(model, cast_for_eager(model, dtype), lambda m: m(x))
+
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    assert call_in(BF16)(model, x.to(BF16)).equal(copy.deepcopy(model).to(BF16)(x.to(BF16)))
+    assert run(model, BF16, x.to(BF16)).equal(copy.deepcopy(model).to(BF16)(x.to(BF16)))
     wide = copy.deepcopy(model).double()
-    assert call_in(BF16)(wide, x.double()).equal(wide(x.double()))
-    assert call_in(None)(model, x).equal(model(x))
+    assert run(wide, BF16, x.double()).equal(wide(x.double()))
+    assert run(model, None, x).equal(model(x))
 
 
 FACTORY = """

@@ -20,6 +20,7 @@ from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
 from meshweave.capture.recompute import check_policy
 from meshweave.capture.trace import Provenance, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
+from meshweave.interop.tracing import gradients
 from meshweave.ir.graph import Input, Spec, StepGraph
 
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
@@ -124,33 +125,32 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch[: max(1, len([p for p in needed if p.kind is not inspect.Parameter.VAR_KEYWORD]))])
 
 
-class _Runner(nn.Module):
-    """The model under its own name, so that its forward, however it is called, runs on substituted parameters."""
+class Substituted(nn.Module):
+    """A model under its own name, and what is to be done with it while its parameters are substituted."""
 
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(self, model: nn.Module, body: Callable[[nn.Module], Any]) -> None:
         super().__init__()
-        self.model = model
-        self.call = forward
+        self.model, self.body = model, body
 
-    def forward(self, batch: Any) -> Any:
-        return self.call(self.model, batch)
+    def forward(self) -> Any:
+        return self.body(self.model)
+
+    @staticmethod
+    def run(model: nn.Module, tensors: Mapping[str, Tensor], body: Callable[[nn.Module], Any]) -> Any:
+        """`body(model)`, in which the parameters and buffers of the model are `tensors`, also those of functions that
+        backward runs again."""
+        named = {f"model.{name}": t for name, t in tensors.items()}
+        return torch.func.functional_call(Substituted(model, body), named, ())
 
 
-def call_in(dtype: torch.dtype | None) -> Callable[[nn.Module, Any], Any]:
-    """`call_model` for an eager run, with parameters cast as `CaptureOptions.param_dtype` casts them.
+def cast_for_eager(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The parameters of an eager run by name, as `CaptureOptions.param_dtype` casts them; none without a dtype.
 
     Parameters of a smaller dtype are cast, too; those of a run in float64 are not, for that is there to be exact.
     """
-
-    def call(model: nn.Module, batch: Any) -> Any:
-        cast = {f"model.{n}": p.to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
-        return torch.func.functional_call(_Runner(model, call_model), cast, (batch,))
-
-    def exact_or_cast(model: nn.Module, batch: Any) -> Any:
-        is_exact = any(p.dtype == torch.float64 for p in model.parameters())
-        return call_model(model, batch) if is_exact else call(model, batch)
-
-    return call_model if dtype is None else exact_or_cast
+    if dtype is None or any(p.dtype == torch.float64 for p in model.parameters()):
+        return {}
+    return {n: p.to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
 
 
 @dataclass(slots=True)
@@ -273,20 +273,22 @@ def _step(
     wanted = {n: p.requires_grad for n, p in model.named_parameters()}
     leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in values.params.items()}
     buffers = {n: b.clone() for n, b in values.buffers.items()}
-    runner = _Runner(model, forward)
     data = batch.rebuild(values.batch)
-    with torch.enable_grad(), CapturedFunctions(), _autocast(options.autocast):
-        cast = cast_parameters(leaves, options.param_dtype, tracker)
-        substituted = {f"model.{n}": t for n, t in {**cast, **buffers}.items()}
+
+    def forward_and_backward(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        with _autocast(options.autocast):
+            out = forward(model, data)
+            tracker.phase = "loss"
+            value = _scalar_loss(loss(out, data))
+        told = value.detach().float()
+        tracker.phase = "backward"
+        return told, _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
+
+    with torch.enable_grad(), CapturedFunctions():
+        with _autocast(options.autocast):
+            cast = cast_parameters(leaves, options.param_dtype, tracker)
         with tracker.inside(model), hooks(model) if hooks else nullcontext():
-            out = torch.func.functional_call(runner, substituted, (data,))
-        tracker.phase = "loss"
-        value = _scalar_loss(loss(out, data))
-    told = value.detach().float()
-    tracker.phase = "backward"
-    trained = {n: p for n, p in leaves.items() if p.requires_grad}
-    found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-    grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+            told, grads = Substituted.run(model, {**cast, **buffers}, forward_and_backward)
     results = {("loss", ""): told, **{("buffer", n): b for n, b in buffers.items()}}
     if options.accumulate > 1:
         grads = {n: values.acc[n] + g * (1.0 / options.accumulate) for n, g in grads.items()}
@@ -295,6 +297,13 @@ def _step(
         tracker.phase = "update"
         results |= _update(optimizer, options, tracker, values, grads)
     return results
+
+
+def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradient of each leaf that has one, with what a `backward()` inside the backward pass has added to it."""
+    found = gradients(value, list(leaves.values()))
+    parts = {n: [g for g in (grad, leaves[n].grad) if g is not None] for n, grad in zip(leaves, found, strict=True)}
+    return {n: sum(rest, first) for n, (first, *rest) in ((n, p) for n, p in parts.items() if p)}
 
 
 def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_innermost_proxy_mode, make_fx
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.errors import CaptureError, MeshweaveError
+from meshweave.interop.tracing import as_eager
 from meshweave.ir import ops
 from meshweave.ir.graph import Origin
 
@@ -27,6 +29,7 @@ aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _STEP = str(Path(__file__).with_name("step.py"))
+_CHECKPOINT = torch.utils.checkpoint.__file__
 _SITE = str(Path(torch.__file__).parents[1])
 
 
@@ -49,25 +52,80 @@ def user_line() -> str:
     return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+def _runs_again() -> bool:
+    """Whether the op at hand belongs to a checkpointed function that runs again, in backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename not in (_CHECKPOINT, _STEP):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
 def _line_of(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_foreign(f.filename)]
     return _place(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
 
 
+# While a GlobalRandom is active, the seed of PyTorch's default generator is a place in the step: these highest bits (a
+# seed without them was set by the model), the number of ops before it and, lowest, the number of draws before it.
+_PLACE, _OP_BITS, _DRAW_BITS = 0x5EED, 24, 24
+_OP = 1 << _DRAW_BITS
+_GENERATOR = torch.default_generator
+
+
+def _is_place(seed: int) -> bool:
+    return seed >> (_OP_BITS + _DRAW_BITS) == _PLACE
+
+
+def _following(seed: int) -> int:
+    """The number that is drawn with a seed of the model's own, and the seed after it: splitmix64, without the sign."""
+    mixed = (seed + 0x9E3779B97F4A7C15) % (1 << 64)
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return (mixed ^ mixed >> 31) >> 1
+
+
+def _next_op(func: Any) -> int | None:
+    """The number of ops before this one, which is counted; None for a detach (checkpoints add some when they repeat
+    a function) and where the model has set the seed."""
+    seed = _GENERATOR.initial_seed()
+    if func is aten.detach.default or not _is_place(seed):
+        return None
+    _GENERATOR.manual_seed(seed + _OP)
+    return seed % (1 << (_OP_BITS + _DRAW_BITS)) >> _DRAW_BITS
+
+
 class GlobalRandom(TorchDispatchMode):
     """Random ops as functions of (seed, step, call number, global index): the same values on every mesh.
 
-    Also usable around eager code, which then draws what a captured graph draws.
+    The call number is the state of PyTorch's default generator, so that what saves and restores that state (a
+    checkpointed function that runs again in backward, `fork_rng`) repeats numbers as it does in eager PyTorch. Where
+    the model itself sets the seed, the numbers follow from it, in every step the same. When the mode ends, the
+    generator is as it was. Also usable around eager code, which then draws what a captured graph draws.
     """
 
     def __init__(self, step: Tensor, seed: int) -> None:
         super().__init__()
-        self.step, self.seed, self.calls = step, seed, 0
+        self.step, self.seed = step, seed
+        self._before: list[Tensor] = []
+
+    def __enter__(self) -> Any:
+        self._before.append(torch.get_rng_state())
+        _GENERATOR.manual_seed(_PLACE << (_OP_BITS + _DRAW_BITS))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_rng_state(self._before.pop())
 
     def uniform(self, shape: Any) -> Tensor:
-        self.calls += 1
+        seed = _GENERATOR.initial_seed()
+        if _is_place(seed):
+            step, call, then = self.step, seed % (1 << _DRAW_BITS) + 1, seed + 1
+        else:
+            step, call, then = torch.zeros_like(self.step), _following(seed), _following(seed)
+        _GENERATOR.manual_seed(then)
         size = [int(s) for s in shape]
-        return ops.uniform(self.step, self.seed, self.calls, size, [0] * len(size), size)
+        return ops.uniform(step, self.seed, call, size, [0] * len(size), size)
 
     def normal(self, shape: Any) -> Tensor:
         radius = (-2.0 * torch.log1p(-self.uniform(shape))).sqrt()
@@ -76,13 +134,14 @@ class GlobalRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         draw = _RANDOM.get(func)
-        if draw is not None:
+        if draw is not None and kwargs.get("generator") is None:
             return draw(self, *args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_silent_random(func, args):
             raise CaptureError(
                 f"{func} has no mesh-independent form",
                 where=user_line(),
-                expected=", ".join(sorted(str(op) for op in _RANDOM)),
+                got="a generator of its own" if draw is not None else "",
+                expected=", ".join(sorted(str(op) for op in _RANDOM)) + " with PyTorch's default generator",
                 hint="use one of these, or draw the values outside the model and pass them in the batch",
             )
         return func(*args, **kwargs)
@@ -122,7 +181,8 @@ class Provenance(GlobalRandom):
     """Writes an Origin on every node that tracing makes.
 
     A node of the backward pass gets the module and line of the forward op whose gradient it is, found by the
-    sequence number that autograd gave to both.
+    sequence number that autograd gave to both. An op of a checkpointed function that runs again in backward gets the
+    origin of the op that it repeats, found by its place, in phase backward.
     """
 
     def __init__(self, step: Tensor, seed: int) -> None:
@@ -130,13 +190,14 @@ class Provenance(GlobalRandom):
         self.phase = "forward"
         self.modules: list[str] = []
         self._forward: dict[int, Origin] = {}
-        self._before = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        self._at: dict[int, tuple[Any, Origin]] = {}  # number of ops before an op of the model -> the op
+        self._first = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
         self._seen: fx.Node | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             return self._value(args[0])
-        origin = self._origin()
+        origin = self._origin(func)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
@@ -154,19 +215,33 @@ class Provenance(GlobalRandom):
         with disable_proxy_modes_tracing():
             return aten._local_scalar_dense.default(x)
 
-    def _origin(self) -> Origin:
+    def _origin(self, func: Any) -> Origin:
         running = torch._C._current_autograd_node()
-        if running is not None:
-            made = self._forward.get(running._sequence_nr() - self._before)
+        if running is not None and not (self.phase == "backward" and _runs_again()):
+            made = self._forward.get(running._sequence_nr() - self._first)
             return replace(made, phase="backward") if made else Origin("backward")
         module, source = self.modules[-1] if self.modules else "", user_line()
+        if running is not None:
+            return self._repeated(func, Origin("backward", module, source))
         if self.phase not in ("forward", "loss"):
             return Origin(self.phase, module, source)
         # An op that autograd does not record goes by the number of the last one that it did.
-        call = torch.autograd._get_sequence_nr() - 1 - self._before  # type: ignore[attr-defined]
+        call = torch.autograd._get_sequence_nr() - 1 - self._first  # type: ignore[attr-defined]
         origin = Origin(self.phase, module, source, max(call, 0))
         self._forward.setdefault(call, origin)
+        if (at := _next_op(func)) is not None:
+            self._at[at] = func, origin
         return origin
+
+    def _repeated(self, func: Any, new: Origin) -> Origin:
+        """The origin of the op that this one repeats. Ops between the two are skipped: a checkpoint may keep some."""
+        at = _next_op(func)
+        while at is not None and at in self._at:
+            original, origin = self._at[at]
+            if original is func and origin.source == new.source:
+                return replace(origin, phase="backward")
+            at = _next_op(func)
+        return new
 
     def _mark(self, origin: Origin) -> None:
         mode = get_innermost_proxy_mode()
@@ -214,26 +289,44 @@ def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
+_DYNAMIC = (
+    "the shape of a result depends on data",
+    "use fixed shapes and masks (no nonzero, unique or boolean indexing)",
+)
+# Part of an error's name and message -> what is wrong, and what to do; the last row fits every error.
+_FAILURES = (
+    ("DynamicOutputShapeException", *_DYNAMIC),
+    ("DataDependentOutputException", *_DYNAMIC),
+    (
+        "use_reentrant=True",
+        "a checkpoint of the reentrant kind cannot be captured",
+        "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Hugging Face model: "
+        'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
+    ),
+    (
+        "",
+        "the training step cannot be captured",
+        "run the model once in eager mode on this batch to see whether it works there",
+    ),
+)
+
+
 def trace(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
     """`function(*inputs)` over fake tensors as a functional ATen graph with Origins.
 
     Raises CaptureError with the user's line.
     """
     try:
-        module = make_fx(function, decomposition_table=decomposition_table())(*inputs)
+        with as_eager():
+            module = make_fx(function, decomposition_table=decomposition_table())(*inputs)
     except MeshweaveError:
         raise
     except Exception as error:
-        where = _line_of(error)
-        dynamic = type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException")
-        raise CaptureError(
-            "the shape of a result depends on data" if dynamic else "the training step cannot be captured",
-            where=where,
-            got=f"{type(error).__name__}: {error}",
-            hint="use fixed shapes and masks (no nonzero, unique or boolean indexing)"
-            if dynamic
-            else "run the model once in eager mode on this batch to see whether it works there",
-        ) from error
+        what, hint = next(
+            ((what, hint) for sign, what, hint in _FAILURES if sign in f"{type(error).__name__}: {error}")
+        )
+        got = f"{type(error).__name__}: {error}"
+        raise CaptureError(what, where=_line_of(error), got=got, hint=hint) from error
     return _functional(module, inputs)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from meshweave.capture.step import call_model, state_name
+from meshweave.capture.step import Substituted, call_model, cast_for_eager, state_name
 from meshweave.capture.trace import GlobalRandom
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
@@ -58,6 +58,7 @@ class Recipe:
     autocast: torch.dtype | None = None
     seed: int = 0
     forward: Callable[[nn.Module, Any], Any] = call_model
+    param_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +252,20 @@ class _Eager:
         for i, micro in enumerate(micros):
             draw = torch.tensor(self.num_steps * len(micros) + i)  # as the runtime counts them
             with GlobalRandom(draw, self.recipe.seed):
-                with self._autocast():
-                    loss = self.recipe.loss(self.recipe.forward(self.model, micro), micro)
-                (loss / len(micros)).backward()
-            losses.append(float(loss.detach()))
+                cast = cast_for_eager(self.model, self.recipe.param_dtype)
+                losses.append(Substituted.run(self.model, cast, partial(self._backward, micro, len(micros))))
         self._gradients = _copied({n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
         if self.recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad_norm)
         self.optimizer.step()
         self.num_steps += 1
         return sum(losses) / len(losses)
+
+    def _backward(self, micro: Any, parts: int, model: nn.Module) -> float:
+        with self._autocast():
+            loss = self.recipe.loss(self.recipe.forward(model, micro), micro)
+        (loss / parts).backward()
+        return float(loss.detach())
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.recipe.autocast

@@ -11,7 +11,7 @@ import typer
 from torch import nn
 
 from meshweave.capture.sources import Source
-from meshweave.capture.step import Batch, call_in
+from meshweave.capture.step import Batch, call_model
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, Recipe, check_numerics
 from meshweave.cli.job import (
     Accumulate,
@@ -117,7 +117,7 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)
 
-    recipe = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed, call_in(job.cast))
+    recipe = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed, call_model, job.cast)
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, job.make_optimizer(source.model, lr), stage)
         stage("prove")
