@@ -26,7 +26,8 @@ import meshweave as mw
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
 from meshweave.errors import CaptureError, PlanError
-from meshweave.ir.graph import op_name, spec_of
+from meshweave.ir.graph import op_name, origin_of, spec_of
+from meshweave.ir.rank import STARTS
 
 
 class MLP(nn.Module):
@@ -50,8 +51,8 @@ bias: float32[2] = input
 batch_input: float32[4,3] = input
 batch_y: float32[4,2] = input
 scalar_draw: int64[] = input
-scalar_step: float32[] = input
-scalar_lr_0: float32[] = input
+scalar_step: float64[] = input
+scalar_lr_0: float64[] = input
 permute_default: float32[3,2] = aten.permute(weight, [1, 0])
 mm_default: float32[4,2] = aten.mm(batch_input, permute_default)
 add_tensor: float32[4,2] = aten.add.Tensor(mm_default, bias)
@@ -161,6 +162,60 @@ def test_clipping_equals_that_of_torch(mesh: str, largest: float) -> None:
         found.append(step(batch))
         assert step.metrics["grad_norm"] == pytest.approx(norms[i], rel=1e-5)
     assert_trained_alike(step, found, eager, expected)
+
+
+WIDE = torch.float64
+ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1, amsgrad=True)
+
+
+@pytest.mark.parametrize("make", [partial(torch.optim.SGD, lr=0.03, momentum=0.9, dampening=0.3), ADAMW])
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tp=2"])
+def test_float64_trains_as_eager_to_its_own_rounding(make: Callable[..., Any], mesh: str) -> None:
+    model = MLP().double()
+    data = [{k: v.to(WIDE) for k, v in b.items()} for b in batches(4, (4, 4), (4, 4))]
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    eager, expected = train_eagerly(model, data, make=make, after_backward=clip)
+    step, found = train(model, data, mesh, make=make, clip_grad_norm=0.05)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()}, 1e-12)
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2"])
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_the_norm_of_huge_and_tiny_float32_gradients_is_that_of_float64(mesh: str, scale: float) -> None:
+    """torch.nn.utils.clip_grad_norm_ itself gives inf and 0 in float32; in float64 it is the judge."""
+    (batch,) = batches(1, (4, 4), (4, 4))
+    wide = copy.deepcopy(model := MLP()).double()
+    (mse(wide(batch["x"].double()), batch) * scale).backward()
+    expected = nn.utils.clip_grad_norm_(wide.parameters(), 0.5 * scale).item()
+    step = mw.compile(
+        model, loss=lambda out, b: mse(out, b) * scale, example=batch, mesh=mesh, clip_grad_norm=0.5 * scale,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1 / scale),
+    )  # fmt: skip
+    step(batch)
+    assert step.metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    moved = {n: p.detach() - 0.1 / scale * p.grad for n, p in wide.named_parameters()}
+    assert_tensors(step.parameters(), {n: p.float() for n, p in moved.items()}, 1e-6)
+
+
+def test_the_norm_of_bfloat16_gradients_is_rounded_as_by_torch() -> None:
+    model = MLP().to(torch.bfloat16)
+    data = [{k: v.to(torch.bfloat16) for k, v in b.items()} for b in batches(1, (4, 4), (4, 4))]
+    norms: list[float] = []
+    train_eagerly(
+        model, data, after_backward=lambda m: norms.append(float(nn.utils.clip_grad_norm_(m.parameters(), 0.5)))
+    )
+    step, _ = train(model, data, clip_grad_norm=0.5)
+    assert step.metrics["grad_norm"] == norms[0]
+
+
+def test_the_norm_takes_one_collective() -> None:
+    step, _ = train(MLP(), batches(1, (4, 4), (4, 4)), "fsdp=2,tp=2", clip_grad_norm=0.5)
+    update = [n for n in step.program.rank.graph.nodes if origin_of(n).phase == "update" and n.target in STARTS]
+    assert len(update) == 1
 
 
 def test_a_scheduler_of_the_optimizer_is_followed() -> None:

@@ -68,6 +68,8 @@ REDUCTIONS = [
     sample(aten.sum.dim_IntList, F(5, 3, 4), [1]),
     sample(aten.sum.dim_IntList, F(5, 3, 4), [-1, 0], True),
     sample(aten.sum.dim_IntList, F(5, 3), []),
+    sample(ours.square_sum.default, F(5, 6)),
+    sample(ours.square_sum.default, F()),
     sample(aten.sum.dim_IntList, F(), []),
     sample(aten.sum.dim_IntList, B(5, 3), [0], dtype=torch.int64),
     sample(aten.amax.default, R(5, 4), [1]),

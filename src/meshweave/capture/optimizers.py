@@ -85,7 +85,7 @@ def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
 
 
 def _bias_correction(beta: float, step: Tensor) -> Tensor:
-    """1 - beta ** step, as -expm1(step * log(beta)): float32 loses 4 digits of the plain form at beta 0.999, step 1."""
+    """1 - beta ** step, as -expm1(step * log(beta)): the plain form loses 3 digits at beta 0.999, step 1."""
     return -torch.expm1(step * (math.log(beta) if beta > 0 else -math.inf))
 
 
@@ -172,7 +172,8 @@ def update(
 ) -> tuple[Tensor, State]:
     """One step: the new parameter and its new state. Nothing is written in place.
 
-    `lr` and `step` are 0-dim float32; `step` is the number of this step and starts at 1.
+    `lr` and `step` are 0-dim float64, as the numbers that torch's optimizers compute with; `step` is the number of
+    this step and starts at 1. The result has the parameter's dtype.
     """
     return KINDS[kind].update(hyper, param, grad, state, lr, step)
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from meshweave.capture.trace import Provenance, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.tracing import gradients
 from meshweave.ir.graph import Input, Spec, StepGraph
+from meshweave.ir.ops import square_sum
 
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 
@@ -219,8 +221,8 @@ def _describe(
     scalars = [Input("scalar", "draw", Spec((), torch.int64))]
     state: list[Input] = []
     if optimizer is not None:
-        scalars.append(Input("scalar", "step", Spec((), torch.float32)))
-        scalars += [Input("scalar", f"lr.{g}", Spec((), torch.float32)) for g in range(len(optimizer.groups))]
+        scalars.append(Input("scalar", "step", Spec((), torch.float64)))
+        scalars += [Input("scalar", f"lr.{g}", Spec((), torch.float64)) for g in range(len(optimizer.groups))]
         for p in (p for p in trained if p.name in optimizer.group_of):
             state += [Input("state", state_name(slot, p.name), p.spec) for slot in optimizer.slots(p.name)]
     acc = [Input("acc", p.name, p.spec) for p in trained] if options.accumulate > 1 else []
@@ -280,7 +282,7 @@ def _step(
             out = forward(model, data)
             tracker.phase = "loss"
             value = _scalar_loss(loss(out, data))
-        told = value.detach().float()
+        told = value.detach().to(torch.promote_types(value.dtype, torch.float32))
         tracker.phase = "backward"
         return told, _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
 
@@ -324,16 +326,22 @@ def _scalar_loss(value: Any) -> Tensor:
     return value.reshape(())
 
 
+def _clipped(grads: Mapping[str, Tensor], largest: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The global norm and the gradients, as torch.nn.utils.clip_grad_norm_ has them: it rounds the norm of each
+    gradient, and the norm of these, to their dtype. Squares are added in float64, so that none overflows."""
+    dtype = reduce(torch.promote_types, (g.dtype for g in grads.values()))
+    norms = torch.stack([square_sum(g) for g in grads.values()]).sqrt().to(dtype)
+    norm = square_sum(norms).sqrt().to(dtype)
+    scale = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    return norm, {n: (g * scale).to(g.dtype) for n, g in grads.items()}
+
+
 def _update(
     optimizer: OptimizerSpec, options: CaptureOptions, tracker: Provenance, values: _Values, grads: dict[str, Tensor]
 ) -> dict[tuple[str, str], Tensor]:
     results: dict[tuple[str, str], Tensor] = {}
     if options.clip_grad_norm is not None:
-        squares = torch.stack([(g.float() * g.float()).sum() for g in grads.values()])
-        norm = squares.sum().sqrt()
-        results["norm", ""] = norm
-        scale = torch.clamp(options.clip_grad_norm / (norm + 1e-6), max=1.0)
-        grads = {n: (g * scale).to(g.dtype) for n, g in grads.items()}
+        results["norm", ""], grads = _clipped(grads, options.clip_grad_norm)
     for name in (n for n in grads if n in optimizer.group_of):
         tracker.modules = [name]
         state = {slot: values.state[state_name(slot, name)] for slot in optimizer.slots(name)}

@@ -235,7 +235,7 @@ class Session:
 
     def _update(self, lrs: Sequence[float]) -> None:
         numbers = {"step": float(self.state.num_steps + 1), **{f"lr.{g}": lr for g, lr in enumerate(lrs)}}
-        scalars = {n: torch.tensor(v, dtype=torch.float32, device=self.world.device) for n, v in numbers.items()}
+        scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
         replaced: list[dict[int, tuple[list[Any], int]]] = []  # per device: slot -> where its new value is kept
         new: dict[Key, list[Any]] = {}
         for rank, env in zip(self.ranks, self._envs, strict=True):

@@ -253,6 +253,7 @@ def _whole_reduction(node: fx.Node, at: int = 1, default: int | None = None) -> 
 
 
 add(aten.sum.dim_IntList, _sum)
+add(ours.square_sum.default, partial(_reduction, op="sum", linear=()))
 add([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], partial(_reduction, op="sum", linear=()))
 add(aten.amax.default, _amax, localize="extreme")
 add(aten.amin.default, _amin, localize="extreme")

@@ -30,7 +30,7 @@ _NAMES = {
     ),
     "reduction": (
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
-        "native_layer_norm native_layer_norm_backward prod sum var extreme _adaptive_avg_pool2d "
+        "native_layer_norm native_layer_norm_backward prod square_sum sum var extreme _adaptive_avg_pool2d "
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d "
         "adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices histc dot"
     ),
