@@ -1,11 +1,11 @@
-# make setup | test | demo | check | clean
+# make setup | test | test-all | demo | check | clean
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch==2.13.0
 
-.PHONY: setup test demo check clean
+.PHONY: setup test test-all demo check clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,10 @@ $(STAMP): pyproject.toml
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+# Every sweep and fuzzer in full, too: hours rather than minutes.
+test-all: setup
+	$(BIN)/python -m pytest -n 2 -m ""
 
 demo: setup
 	$(BIN)/python examples/demo.py

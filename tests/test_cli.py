@@ -369,6 +369,7 @@ def test_ctrl_c_under_torchrun_saves_on_all_ranks_after_the_same_step(models, tm
     assert code != 0
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_checks_on_real_processes():
     code, out, err = finished("check", TINY, "--mesh", "dp=2", "--seq", 16, "--steps", 1, "--json", torchrun=2)
@@ -378,7 +379,7 @@ def test_torchrun_checks_on_real_processes():
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("mesh", "count"), [("pp=2", 2), ("pp=2,tp=2", 4)])
+@pytest.mark.parametrize(("mesh", "count"), [("pp=2", 2), pytest.param("pp=2,tp=2", 4, marks=pytest.mark.slow)])
 def test_torchrun_checks_layers_on_different_processes(mesh, count):
     code, out, err = finished("check", TINY, "--mesh", mesh, "--seq", 16, "--steps", 2, "--json", torchrun=count)
     assert code == 0, err
@@ -386,6 +387,7 @@ def test_torchrun_checks_layers_on_different_processes(mesh, count):
     assert (held["ok"], held["complete"]["num_roles"]) == (True, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_fails_when_the_input_is_bad(models):
     code, _, err = finished("run", f"{models}:good", "--mesh", "dp=3", "--steps", 1, torchrun=2)

@@ -64,6 +64,7 @@ def test_a_difference_names_what_moved() -> None:
     assert run("simulate", MODEL, "--mesh", "fsdp=4", "--diff").exit_code == 2
 
 
+@pytest.mark.slow
 def test_what_if(tmp_path: Path) -> None:
     def seconds(*options: str) -> float:
         return float(last_line(run("simulate", MODEL, "--mesh", "fsdp=16", *options, "--json"))["seconds"])

@@ -40,16 +40,17 @@ def eager(model: nn.Module, data: list[Any], loss: Any, make: Any) -> tuple[dict
 
 
 # Activations are rounded to 8 bits: half a unit is 2**-9 of a value. Several such roundings meet in a gradient.
-ROUNDED, ROUNDED_GRADIENT = 2**-9, 2**-6
+# Processors with bfloat16 instructions choose kernels by shape: one device, too, rounds a few elements otherwise.
+ROUNDED, ROUNDED_GRADIENT = 2**-9, 2**-5
 
 
 @pytest.mark.parametrize(
     ("kind", "of_loss", "of_parameter"),
-    [("llama", 2e-6, 1e-5), pytest.param("gpt2", ROUNDED, ROUNDED_GRADIENT, marks=pytest.mark.slow)],
+    [("llama", 2e-6, 1e-4), pytest.param("gpt2", ROUNDED, ROUNDED_GRADIENT, marks=pytest.mark.slow)],
 )
 def test_equals_eager_and_trains_on_a_mesh(kind: str, of_loss: float, of_parameter: float) -> None:
-    """The loss falls; one device is eager PyTorch (to float32 rounding for llama; gpt2's sum of matmul and bias, one op
-    in eager PyTorch, rounds twice); a mesh is, to the rounding of bfloat16 activations.
+    """The loss falls; one device is eager PyTorch (to a few roundings of a gradient to bfloat16 for llama; gpt2's sum
+    of matmul and bias, one op in eager PyTorch, rounds twice); a mesh is, to the rounding of bfloat16 activations.
 
     Without dropout, for eager PyTorch draws other numbers. gpt2 ties its embedding to its head: one cast, one sum.
     """

@@ -11,7 +11,9 @@ from tests.models import hugging_face
 from torch import nn
 
 import meshweave as mw
-from meshweave.compile import Program
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.step import CaptureOptions
+from meshweave.compile import Program, build_program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 from meshweave.simulate.tasks import passes_of
@@ -20,11 +22,9 @@ from meshweave.whatif import best_of, simulate, tokens_of
 
 def compiled(mesh: str, plan: mw.Plan | None = None, accumulate: int = 1, batch: int = 8, layers: int = 2) -> Program:
     model, data, loss = hugging_face("llama", batch=batch, heads=4, seq=16, layers=layers)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = mw.compile(
-        model, loss=loss, example=data, optimizer=optimizer, mesh=mesh, plan=plan, profile="h100", accumulate=accumulate
-    )
-    return step.program
+    spec = read_optimizer(torch.optim.AdamW(model.parameters()), model)
+    options = CaptureOptions(accumulate=accumulate)
+    return build_program(model, loss, data, spec, mw.Mesh(mesh), plan, load_profile("h100"), options)
 
 
 @pytest.fixture(scope="module")

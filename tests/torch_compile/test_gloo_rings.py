@@ -150,6 +150,7 @@ def blocks_that_do_not_fit(rank: int) -> Any:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_batch_in_chunks_takes_the_steps_of_eager() -> None:
     first, second = run_job(split_steps)
     for found in (first, second):
