@@ -463,3 +463,41 @@ def test_a_model_called_with_too_little_is_an_error() -> None:
     with pytest.raises(CaptureError, match="the training step cannot be captured") as error:
         capture(nn.Bilinear(2, 2, 2), mse, {"input1": torch.ones(2, 2)}, None, CaptureOptions())
     assert "input2" in error.value.got
+
+
+@pytest.mark.parametrize("way", ["of the model", "of a list", "of the optimizer"])
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=3", "tp=2"])
+def test_a_loss_that_reads_parameters_is_that_of_eager(way: str, mesh: str) -> None:
+    """However it reaches them, it sees the parameters of the step at hand, and its gradient counts."""
+    torch.manual_seed(0)
+    models = [MLP(), MLP()]
+    models[1].load_state_dict(models[0].state_dict())
+    results = []
+    for model, is_compiled in zip(models, (False, True), strict=True):
+        optimizer = sgd(model.parameters())
+        held = list(model.parameters())
+
+        def penalty(model: nn.Module = model, held: Any = held, optimizer: Any = optimizer) -> Tensor:
+            of_the_optimizer = optimizer.param_groups[0]["params"]
+            read = {"of the model": model.parameters(), "of a list": held, "of the optimizer": of_the_optimizer}[way]
+            return sum((p.square().sum() for p in read), torch.zeros(()))
+
+        def loss(out: Tensor, batch: Any, penalty: Any = penalty) -> Tensor:
+            return mse(out, batch) + 0.3 * penalty()
+
+        data = batches(3, (5, 4), (5, 4))
+        if is_compiled:
+            step = mw.compile(model, loss=loss, example=data[0], optimizer=optimizer, mesh=mesh)
+            results.append(([step(batch) for batch in data], step.parameters()))
+            continue
+        losses = []
+        for batch in data:
+            optimizer.zero_grad()
+            value = loss(model(batch["x"]), batch)
+            value.backward()
+            optimizer.step()
+            losses.append(value.item())
+        results.append((losses, {n: p.detach() for n, p in model.named_parameters()}))
+    (expected, wanted), (losses, found) = results
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+    assert_tensors(found, wanted)

@@ -8,13 +8,14 @@ batch).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from meshweave.ir import ops
 
@@ -128,7 +129,19 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 
 class CapturedFunctions(TorchFunctionMode):
-    """While active, the functions of the table are replaced; everything else passes through."""
+    """While active, the functions of the table are replaced; everything else passes through.
+
+    So are tensors: `substituted` are pairs of a parameter or buffer as the user has it and the tensor that stands for
+    it in the trace. A function that gets the first, because a closure or a list holds it, runs on the second.
+    """
+
+    def __init__(self, substituted: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        super().__init__()
+        self._substituted = {id(own): (own, traced) for own, traced in substituted}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _TABLE.get(func, func)(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Tensor, self._traced, (args, kwargs or {}))
+        return _TABLE.get(func, func)(*args, **kwargs)
+
+    def _traced(self, x: Tensor) -> Tensor:
+        return self._substituted.get(id(x), (x, x))[1]

@@ -286,11 +286,12 @@ def _step(
         tracker.phase = "backward"
         return told, _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
 
-    with torch.enable_grad(), CapturedFunctions():
+    with torch.enable_grad():
         with _autocast(options.autocast):
-            cast = cast_parameters(leaves, options.param_dtype, tracker)
-        with tracker.inside(model), hooks(model) if hooks else nullcontext():
-            told, grads = Substituted.run(model, {**cast, **buffers}, forward_and_backward)
+            tensors = {**cast_parameters(leaves, options.param_dtype, tracker), **buffers}
+        own = [(t, tensors[n]) for n, t in (*model.named_parameters(), *model.named_buffers())]
+        with CapturedFunctions(own), tracker.inside(model), hooks(model) if hooks else nullcontext():
+            told, grads = Substituted.run(model, tensors, forward_and_backward)
     results = {("loss", ""): told, **{("buffer", n): b for n, b in buffers.items()}}
     if options.accumulate > 1:
         grads = {n: values.acc[n] + g * (1.0 / options.accumulate) for n, g in grads.items()}

@@ -1,0 +1,109 @@
+"""What comes of a program: right, refused, wrong or a crash. Run as a module it tries many, each in a process of its own.
+
+    python -m tests.fuzz.outcome 0 500            programs 0 to 499
+    python -m tests.fuzz.outcome 17 --show        one program, printed, its error with the whole trace
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from tests.fuzz.judge import compiled, differences, eagerly
+from tests.fuzz.programs import any_program
+
+from meshweave.errors import MeshweaveError
+
+SECONDS = 120.0
+GOOD = ("right", "refused")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`kind` is right, refused (a MeshweaveError), wrong, crash, hang or unsound (eager PyTorch cannot run it)."""
+
+    seed: int
+    kind: str
+    text: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"program {self.seed}: {self.kind} ({self.seconds:.1f} s) {self.text}\n  python -m tests.fuzz.outcome {self.seed} --show"
+
+
+def outcome(seed: int) -> Outcome:
+    """What comes of the program of a seed, in this process."""
+    began = perf_counter()
+
+    def done(kind: str, text: str = "") -> Outcome:
+        return Outcome(seed, kind, text, perf_counter() - began)
+
+    try:
+        program = any_program(seed)
+        expected = eagerly(program)
+    except Exception:
+        return done("unsound", traceback.format_exc())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = compiled(program)
+    except MeshweaveError as error:
+        return done("refused", str(error))
+    except Exception as error:
+        last = traceback.format_exc().strip().splitlines()[-14:]
+        return done("crash", f"{type(error).__name__}: {str(error)[:400]}\n" + "\n".join(last))
+    wrong = differences(program, got, expected)
+    return done("wrong", "\n".join(wrong[:6])) if wrong else done("right")
+
+
+def _send(seed: int, pipe: multiprocessing.connection.Connection) -> None:
+    torch.set_num_threads(1)
+    pipe.send(outcome(seed))
+
+
+def isolated(seed: int, seconds: float = SECONDS) -> Outcome:
+    """The same in a process that is ended when its time is up."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(seed, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(seconds) else Outcome(seed, "hang", f"no result in {seconds:g} s", seconds)
+    except EOFError:
+        return Outcome(seed, "crash", f"the process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=int)
+    parser.add_argument("end", type=int, nargs="?")
+    parser.add_argument("--show", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.show:
+        print(any_program(asked.first))
+        found = outcome(asked.first)
+        print(found)
+        return found.kind not in GOOD
+    counts: Counter[str] = Counter()
+    for seed in range(asked.first, asked.end or asked.first + 1):
+        found = isolated(seed)
+        counts[found.kind] += 1
+        if found.kind != "right":
+            print(found, flush=True)
+    print(dict(counts))
+    return any(kind not in GOOD for kind in counts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
