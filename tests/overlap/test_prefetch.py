@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from tests.models import hugging_face
+from tests.training import assert_equals_eager, batches
+from torch import nn
 
 import meshweave as mw
 from meshweave.capture.optimizers import read_optimizer
@@ -103,3 +105,12 @@ def test_a_parameter_is_told_from_the_batch_by_what_it_is() -> None:
         if n.target in COLLECTIVES and origin_of(n).phase == "forward" and origin_of(n).module.startswith("batch_last")
     )
     assert nodes.index(start) < min(nodes.index(n) for n in nodes if n.target is WAIT)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_uneven_pieces_are_fetched_ahead(ahead: int) -> None:
+    """The sizes of the pads of several gathers are one node of the graph, which has to stand before all of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    data = [{"input": batch["x"], "y": batch["y"]} for batch in batches(2, (7, 8), (7, 8))]
+    assert_equals_eager(model, data, "fsdp=5", prefetch=ahead)

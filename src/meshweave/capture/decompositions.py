@@ -112,6 +112,20 @@ def _softmax_safe(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tens
     return aten.where.ScalarOther(aten.logical_not(empty), aten._softmax.default(x, dim, False), 0)
 
 
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: int, channels: int, inner: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's decomposition, whose form for CPU goes by strides."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    var, mean = _var_mean(wide.reshape(batch, groups, channels // groups, inner), [2, 3], correction=0, keepdim=True)
+    rstd = torch.rsqrt(var + eps)
+    out = ((wide.reshape(batch, groups, channels // groups, inner) - mean) * rstd).reshape(x.shape)
+    affine = [channels if d == 1 else 1 for d in range(x.dim())]
+    out = out if weight is None else out * weight.reshape(affine)
+    out = out if bias is None else out + bias.reshape(affine)
+    return out.to(x.dtype), mean.reshape(batch, groups).to(x.dtype), rstd.reshape(batch, groups).to(x.dtype)
+
+
 _FROM_TORCH = [
     aten._log_softmax,
     aten._log_softmax_backward_data,
@@ -130,7 +144,6 @@ _FROM_TORCH = [
     aten.binary_cross_entropy_with_logits,
     aten.native_dropout,
     aten.native_dropout_backward,
-    aten.native_group_norm,
     aten.native_group_norm_backward,
     aten._fused_rms_norm,
     aten._fused_rms_norm_backward,
@@ -180,6 +193,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten._safe_softmax.default: _softmax_safe,
+    aten.native_group_norm.default: _group_norm,
 }
 
 

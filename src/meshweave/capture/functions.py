@@ -82,26 +82,58 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    dims = [d for d in range(input.dim()) if d != 1]
-    wide = [1 if d in dims else -1 for d in range(input.dim())]
+    over = [d for d in range(input.dim()) if d != 1]
+    return _normalized(input, over, (weight, bias), (running_mean, running_var), training, momentum, eps)
+
+
+def _instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    over = list(range(2, input.dim()))
+    return _normalized(input, over, (weight, bias), (running_mean, running_var), use_input_stats, momentum, eps)
+
+
+def _normalized(
+    input: Tensor,
+    over: list[int],
+    affine: tuple[Tensor | None, Tensor | None],
+    running: tuple[Tensor | None, Tensor | None],
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """`input` minus its mean over dims `over`, divided by its standard deviation over them; vectors go by dim 1.
+
+    The running statistics take the mean over samples where each sample has its own.
+    """
+    wide = [-1 if d == 1 else 1 for d in range(input.dim())]
     x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    running_mean, running_var = running
     if training or running_mean is None or running_var is None:
-        mean = x.mean(dims)
-        centred = x - mean.view(wide)
-        var = (centred * centred).mean(dims)
+        mean = x.mean(over, keepdim=True)
+        centred = x - mean
+        var = (centred * centred).mean(over, keepdim=True)
     else:
-        mean, var = running_mean, running_var
-        centred = x - mean.view(wide)
+        mean, var = running_mean.view(wide), running_var.view(wide)
+        centred = x - mean
     if training and running_mean is not None and running_var is not None:
-        count = input.numel() // input.shape[1]
+        count = math.prod(input.shape[d] for d in over)
         with torch.no_grad():
-            running_mean.mul_(1 - momentum).add_(mean.detach(), alpha=momentum)
-            running_var.mul_(1 - momentum).add_(var.detach(), alpha=momentum * count / max(count - 1, 1))
-    out = centred * torch.rsqrt(var + eps).view(wide)
-    if weight is not None:
-        out = out * weight.view(wide)
-    if bias is not None:
-        out = out + bias.view(wide)
+            seen = [s if 0 in over else s.mean(0) for s in (mean, var)]
+            running_mean.mul_(1 - momentum).add_(seen[0].flatten(), alpha=momentum)
+            running_var.mul_(1 - momentum).add_(seen[1].flatten(), alpha=momentum * count / max(count - 1, 1))
+    out = centred * torch.rsqrt(var + eps)
+    weight, bias = affine
+    out = out if weight is None else out * weight.view(wide)
+    out = out if bias is None else out + bias.view(wide)
     return out.to(input.dtype)
 
 
@@ -118,10 +150,25 @@ def _functional_batch_norm(
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
+def _functional_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    return _instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+
+
 _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.batch_norm: _functional_batch_norm,
     torch.batch_norm: _batch_norm,
+    F.instance_norm: _functional_instance_norm,
+    torch.instance_norm: _instance_norm,
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,

@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.errors import PlanError
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import COLLECTIVES, SYMBOLS, WAIT, RankGraph
+from meshweave.ir.rank import COLLECTIVES, WAIT, RankGraph
 
 _BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")  # up to the first index: model.layers.3
 
@@ -88,9 +88,11 @@ def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
 
 
 def _move(unit: _Unit, anchor: fx.Node) -> None:
-    """Put the starts of a unit, in their order, before `anchor`, unless they stand there already."""
+    """Put the starts of a unit, in their order, before `anchor`, unless they stand there already.
+
+    What several starts need (symbols, an operand) goes there once, with the first of them.
+    """
     position = {node: i for i, node in enumerate(anchor.graph.nodes)}
-    for chain in unit.starts:
-        for node in chain:
-            if position[node] > position[anchor] or node.target in SYMBOLS:
-                anchor.prepend(node)
+    for node in dict.fromkeys(node for chain in unit.starts for node in chain):
+        if position[node] > position[anchor]:
+            anchor.prepend(node)
