@@ -193,7 +193,9 @@ def _plan(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) -> Any
         elif axis in ("dp", "fsdp", "tp") and (layouts := _layouts(chance, axis, model)):
             plan += mw.Plan(layouts)
         elif axis == "pp" and mesh.size(axis) > 1 and chance.random() < 0.5:
-            plan += mw.Plan.on({f"blocks.{i}": f"pp={chance.randrange(mesh.size(axis))}" for i in range(len(model.blocks))})
+            count, size = len(model.blocks), mesh.size(axis)
+            stages = sorted([*range(size), *(chance.randrange(size) for _ in range(count - size))])
+            plan += mw.Plan.on({f"blocks.{i}": f"pp={stage}" for i, stage in enumerate(stages)})
         elif axis == "pp" and mesh.size(axis) > 1:
             plan += mw.Plan.stages(axis)
         else:

@@ -216,8 +216,9 @@ class Provenance(GlobalRandom):
             return aten._local_scalar_dense.default(x)
 
     def _origin(self, func: Any) -> Origin:
-        running = torch._C._current_autograd_node()
-        if running is not None and not (self.phase == "backward" and _runs_again()):
+        # A gradient that the model itself takes belongs to forward.
+        running = torch._C._current_autograd_node() if self.phase == "backward" else None
+        if running is not None and not _runs_again():
             made = self._forward.get(running._sequence_nr() - self._first)
             return replace(made, phase="backward") if made else Origin("backward")
         module, source = self.modules[-1] if self.modules else "", user_line()

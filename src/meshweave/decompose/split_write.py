@@ -67,7 +67,8 @@ class Writer:
         made = self.new.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made.meta = {key: value for key, value in node.meta.items() if key != "spec"}
         pairs = zip(made.all_input_nodes, node.all_input_nodes, strict=True)
-        if is_view(node) and any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs):
+        changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
+        if is_view(node) and changed and "val" in node.meta:  # without: its shape is not the same on every device
             made.meta["val"] = made_by(node.target, made.args, made.kwargs, node.meta["val"])
         self.whole[node] = made
         return made
