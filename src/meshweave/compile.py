@@ -44,7 +44,7 @@ from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import axes_of_operators, map_devices
 from meshweave.sharding.place import Placement, place
 from meshweave.sharding.plans import Plan, Resolved
-from meshweave.sharding.resolve import check_axes, resolve
+from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
 from meshweave.simulate.result import Simulation
 
@@ -136,6 +136,7 @@ def build_program(
     micro = Batch.of(example).micros(options.accumulate)[0]
     captured = verify_step(capture(model, loss, micro, optimizer, options, forward=forward, hooks=pinning(resolved)))
     named = axes_of_operators(captured, mesh)
+    usual_stages(resolved, model, mesh, named)
     check_axes(resolved, mesh, named)
     progress("place")
     price = move_price(profile)

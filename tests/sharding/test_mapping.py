@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.models import hugging_face
+from tests.training import assert_equals_eager, batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -249,3 +250,29 @@ def test_a_placed_graph_is_not_placed_again_and_an_expanded_one_not_expanded_aga
     with pytest.raises(VerifyError, match="expansion: a value has no layout") as early:
         expand(made.captured, made.mesh, plan_move)
     assert early.value.where.startswith("first_weight")
+
+
+class Staged(nn.Module):
+    """A model that says itself where its layers run, without any list of layers."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.first, self.second, self.mesh = nn.Linear(6, 6), nn.Linear(6, 6), mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = mw.on(x, self.mesh.at(pp=0))
+        return self.second(mw.on(torch.tanh(self.first(x)), self.mesh.at(pp=1)))
+
+
+@pytest.mark.parametrize("text", ["pp=2", "pp=2,dp=2"])
+def test_without_a_plan_operators_say_what_an_axis_named_pp_is_for(text: str) -> None:
+    mesh = Mesh(text)
+    data = batches(2, (5, 6), (5, 6))
+    step = assert_equals_eager(Staged(mesh), data, str(mesh))
+    assert [role.devices for role in step.program.roles] == [mesh.at(pp=0).devices, mesh.at(pp=1).devices]
+
+
+def test_more_stages_than_layers_says_what_to_do() -> None:
+    with pytest.raises(PlanError, match="fewer layers than there are stages") as error:
+        mw.compile(MLP(), loss=squares, example=BATCH, mesh="pp=4")
+    assert "mw.on" in error.value.hint

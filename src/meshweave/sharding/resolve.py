@@ -36,14 +36,30 @@ def hf_tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
-    """Read a plan against a model. Raises PlanError where a glob, axis or style fits nothing, with near misses."""
+    """Read a plan against a model. Raises PlanError where a glob, axis or style fits nothing, with near misses.
+
+    Without a plan the stages are left to `usual_stages`: the model itself may say where its layers run.
+    """
     found = Resolved(is_default=plan is None)
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
-        if entry.axis:
-            mesh.axis_index(entry.axis)
-            found.named.add(entry.axis)
-        _READ[entry.kind](found, entry, model, mesh)
+        if not (found.is_default and entry.kind == "stages"):
+            _read(found, entry, model, mesh)
     return found
+
+
+def usual_stages(found: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str]) -> None:
+    """Without a plan, put the layers on the stages of axis pp, unless operators in the model use that axis."""
+    usual = default_plan(model, mesh).entries if found.is_default else ()
+    for entry in usual:
+        if entry.kind == "stages" and entry.axis not in by_operators:
+            _read(found, entry, model, mesh)
+
+
+def _read(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    if entry.axis:
+        mesh.axis_index(entry.axis)
+        found.named.add(entry.axis)
+    _READ[entry.kind](found, entry, model, mesh)
 
 
 def check_axes(found: Resolved, mesh: Mesh, by_operators: Collection[str] = ()) -> None:
@@ -231,6 +247,7 @@ def _stages(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None
             where=f"{type(model).__name__}, axis {entry.axis} of mesh {mesh}",
             got=f"{len(held)} layers with parameters" + (f" in {name}" if name else ""),
             expected=f"at least {count}",
+            hint="say which modules run where: mw.Plan.on({...}), or mw.on in the model",
         )
     stage, before, total = -1, 0, sum(weights)
     for rank, i in enumerate(held):
