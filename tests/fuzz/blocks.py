@@ -238,7 +238,9 @@ class Experts(nn.Module):
         self.gate, self.weights = nn.Linear(size, experts), nn.Parameter(torch.randn(experts, size, size) / size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("...e,...ef->...f", torch.softmax(self.gate(x), -1), torch.einsum("...f,efg->...eg", x, self.weights))
+        return torch.einsum(
+            "...e,...ef->...f", torch.softmax(self.gate(x), -1), torch.einsum("...f,efg->...eg", x, self.weights)
+        )
 
 
 # makers
@@ -370,11 +372,9 @@ def channels_norm(chance: Random, sizes: Sizes) -> Made:
     groups = chance.choice([g for g in (1, 2, 3, 4) if channels % g == 0])
     affine = chance.random() < 0.8
     wide = len(space) == 2
-    ways: list[Callable[[], nn.Module]] = [
-        lambda: nn.GroupNorm(groups, channels, affine=affine),
-        lambda: (nn.BatchNorm2d if wide else nn.BatchNorm1d)(channels, affine=affine),
-    ]
-    if space[0] * space[-1] > 1:
+    ways: list[Callable[[], nn.Module]] = [lambda: nn.GroupNorm(groups, channels, affine=affine)]
+    if space[0] * space[-1] > 1:  # eager PyTorch takes no statistics of one value
+        ways.append(lambda: (nn.BatchNorm2d if wide else nn.BatchNorm1d)(channels, affine=affine))
         ways.append(lambda: (nn.InstanceNorm2d if wide else nn.InstanceNorm1d)(channels, affine=affine))
     return Made(chance.choice(ways)(), "", sizes)
 

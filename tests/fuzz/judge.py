@@ -99,7 +99,9 @@ def differences(program: Program, got: Trained, expected: Trained) -> list[str]:
         have, want = getattr(got, kind), getattr(expected, kind)
         if kind == "gradients" and not have and "keep_gradients" not in program.settings.options:
             continue
-        scale = max((float(v.abs().max()) for v in want.values() if v.numel()), default=0.0) if kind == "gradients" else 0
+        scale = (
+            max((float(v.abs().max()) for v in want.values() if v.numel()), default=0.0) if kind == "gradients" else 0
+        )
         if set(have) != set(want):
             found.append((float("inf"), f"{kind}: {sorted(set(have) ^ set(want))} on one side only"))
         for name in set(have) & set(want):

@@ -1,7 +1,7 @@
 """What comes of a program: right, refused, wrong or a crash. Run as a module it tries many, each in a process of its own.
 
-    python -m tests.fuzz.outcome 0 500            programs 0 to 499
-    python -m tests.fuzz.outcome 17 --show        one program, printed, its error with the whole trace
+python -m tests.fuzz.outcome 0 500            programs 0 to 499
+python -m tests.fuzz.outcome 17 --show        one program, printed, its error with the whole trace
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from tests.fuzz.judge import compiled, differences, eagerly
 from tests.fuzz.programs import any_program
 
-from meshweave.errors import MeshweaveError
+from meshweave.errors import MeshweaveError, VerifyError
 
 SECONDS = 120.0
 GOOD = ("right", "refused")
@@ -26,7 +26,8 @@ GOOD = ("right", "refused")
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind` is right, refused (a MeshweaveError), wrong, crash, hang or unsound (eager PyTorch cannot run it)."""
+    """`kind` is right, refused (a MeshweaveError that is no bug of ours), wrong, crash, hang or unsound (eager PyTorch
+    cannot run it)."""
 
     seed: int
     kind: str
@@ -54,7 +55,7 @@ def outcome(seed: int) -> Outcome:
             warnings.simplefilter("error")
             got = compiled(program)
     except MeshweaveError as error:
-        return done("refused", str(error))
+        return done("crash" if isinstance(error, VerifyError) else "refused", f"{type(error).__name__}: {error}")
     except Exception as error:
         last = traceback.format_exc().strip().splitlines()[-14:]
         return done("crash", f"{type(error).__name__}: {str(error)[:400]}\n" + "\n".join(last))

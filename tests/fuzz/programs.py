@@ -156,8 +156,8 @@ def _settings(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) ->
     options: dict[str, Any] = {}
     if chance.random() < 0.4:
         options["prefetch"] = chance.choice([1, 2])
-    if chance.random() < 0.35:
-        options["overlap"] = True
+    if chance.random() < 0.2:
+        options["overlap"] = chance.choice([True, mw.OverlapOptions(carry=1), mw.OverlapOptions(carry=0)])
     if chance.random() < 0.4:
         options["decompose"] = chance.choice([True, DecomposeOptions(when="always"), DecomposeOptions(when="always")])
     if chance.random() < 0.35:
@@ -202,6 +202,8 @@ def _plan(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) -> Any
             plan += mw.Plan.replicate(axis)
     if "fsdp" in mesh.axis_names and chance.random() < 0.3:
         plan += mw.Plan.keep("head")
+    if "tp" in mesh.axis_names and chance.random() < 0.2:
+        plan += mw.Plan.sequence_parallel("tp")
     return plan
 
 

@@ -113,7 +113,14 @@ def _softmax_safe(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tens
 
 
 def _group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: int, channels: int, inner: int, groups: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    channels: int,
+    inner: int,
+    groups: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As torch's decomposition, whose form for CPU goes by strides."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
