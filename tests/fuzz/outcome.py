@@ -1,4 +1,4 @@
-"""What comes of a program: right, refused, wrong or a crash. Run as a module it tries many, each in a process of its own.
+"""What comes of a program: right, refused, wrong or a crash. Run as a module it tries many, each in its own process.
 
 python -m tests.fuzz.outcome 0 500            programs 0 to 499
 python -m tests.fuzz.outcome 17 --show        one program, printed, its error with the whole trace
@@ -35,7 +35,8 @@ class Outcome:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"program {self.seed}: {self.kind} ({self.seconds:.1f} s) {self.text}\n  python -m tests.fuzz.outcome {self.seed} --show"
+        again = f"python -m tests.fuzz.outcome {self.seed} --show"
+        return f"program {self.seed}: {self.kind} ({self.seconds:.1f} s) {self.text}\n  {again}"
 
 
 def outcome(seed: int) -> Outcome:
