@@ -101,8 +101,7 @@ def main() -> int:
     for seed in range(asked.first, asked.end or asked.first + 1):
         found = isolated(seed)
         counts[found.kind] += 1
-        if found.kind != "right":
-            print(found, flush=True)
+        print(found if found.kind != "right" else f"{seed} right ({found.seconds:.1f} s)", flush=True)
     print(dict(counts))
     return any(kind not in GOOD for kind in counts)
 
