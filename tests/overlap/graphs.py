@@ -168,7 +168,8 @@ def run(
     Ranks may have graphs of their own: the k-th start or wait of each is of one op and group.
 
     A collective's result is garbage until its wait, which also checks that nobody wrote to the operand or to the result
-    in between. Every rank has a random generator of its own, which random ops draw from in graph order.
+    in between; so is an input that the graph waits for, as if an earlier graph had begun to fill it. Every rank has a
+    random generator of its own, which random ops draw from in graph order.
     """
     ran = Ran([gm] * len(inputs) if isinstance(gm, fx.GraphModule) else gm, inputs, mesh, seed, has_meta)
     with torch.random.fork_rng(devices=[]):
@@ -195,6 +196,12 @@ class Ran:
         self.feeds: list[Iterator[Tensor]] = [iter(tensors) for tensors in self.inputs]
         self.states = [torch.Generator().manual_seed(seed * RANKS + r).get_state() for r in range(len(inputs))]
         self.pending: dict[fx.Node, tuple[Any, Any]] = {}  # of a start: operands at its time, results
+        self.coming: dict[fx.Node, list[Tensor]] = {}  # inputs that are waited for: by rank what comes
+        for number, node in enumerate(self.gm.graph.find_nodes(op="placeholder", sort=True)):
+            if any(origin_of_wait(wait) is node for wait in self.gm.graph.find_nodes(op="call_function", target=WAIT)):
+                self.coming[node] = [tensors[number].clone() for tensors in self.inputs]
+                for tensors in self.inputs:
+                    tensors[number].copy_(_garbage(tensors[number]))
         self.outputs: list[Any] = []
 
     def nodes_of(self, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -256,12 +263,12 @@ class Ran:
 
     def _wait(self, node: fx.Node) -> None:
         """The first wait for any result of a start completes it: a coalesced collective is one piece of work."""
-        start = source = node.args[0]
-        while isinstance(start, fx.Node) and start.target in (operator.getitem, WAIT):
-            start = start.args[0]
-        assert isinstance(source, fx.Node)
-        assert isinstance(start, fx.Node)
+        start = origin_of_wait(node)
         assert start in self.envs[0], f"{node.name} waits for what has not been started"
+        for one, env, value in zip(self.nodes_of(node), self.envs, self.coming.pop(start, ()), strict=False):
+            there = env[origin_of_wait(one)]
+            assert _same(there, _garbage(there)), f"{start} was written to before it was waited for"
+            there.copy_(value)
         if start in self.pending:
             before, results = self.pending.pop(start)
             rows = zip(self.nodes_of(start), self.envs, self._operands(start), before, results, strict=True)
@@ -280,6 +287,15 @@ class Ran:
             [x for x in (*outputs, *tensors) if isinstance(x, Tensor)]
             for outputs, tensors in zip(self.outputs, self.inputs, strict=True)
         ]
+
+
+def origin_of_wait(wait: fx.Node) -> fx.Node:
+    """The start or the input that a wait is for, past views, items and other waits."""
+    node = wait.args[0]
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.target not in STARTS:
+        node = node.args[0]
+    assert isinstance(node, fx.Node)
+    return node
 
 
 def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -383,6 +399,19 @@ def assert_same_results(before: Ran, after: Ran) -> None:
     for rank, pair in enumerate(zip(before.results(), after.results(), strict=True)):
         for i, (x, y) in enumerate(zip(*pair, strict=True)):
             assert same_bits(x, y), f"result {i} of rank {rank} differs"
+            assert _home(x) == _home(y), f"result {i} of rank {rank} lies at {_home(y)} of its storage, not {_home(x)}"
+        assert sharing(pair[0]) == sharing(pair[1]), f"other results of rank {rank} share storages"
+
+
+def _home(x: Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor begins, and the bytes of that."""
+    return x.storage_offset() if x.numel() else 0, x.untyped_storage().nbytes()
+
+
+def sharing(results: Sequence[Tensor]) -> list[int]:
+    """By result the first that lives in the same storage."""
+    first: dict[int, int] = {}
+    return [first.setdefault(x.untyped_storage().data_ptr() or -i, i) for i, x in enumerate(results)]
 
 
 # ---- seconds ----------------------------------------------------------------------------------------------------
@@ -413,10 +442,7 @@ def play(gm: fx.GraphModule, cost: Cost) -> tuple[float, float]:
             group = node.args[-1]
             ends[node] = free[group] = max(now, free.get(group, 0.0)) + cost(node)
         elif node.target is WAIT:
-            start = node.args[0]
-            while start not in ends:
-                start = start.args[0]
-            end = ends[start]
+            end = ends.get(origin_of_wait(node), 0.0)
             exposed += max(0.0, end - now)
             now = max(now, end)
         elif not is_free(node):
@@ -466,5 +492,9 @@ def peak_of(ran: Ran, can_free: Callable[[fx.Node], bool]) -> int:
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
-    found = [u for u in start.users if u.target is WAIT]
-    return found + [w for u in start.users if u.target is operator.getitem for w in u.users if w.target is WAIT]
+    """Its waits: of its result, of a part of that, or of a view."""
+    found, left = [], [start]
+    for node in left:
+        found += [u for u in node.users if u.target is WAIT]
+        left += [u for u in node.users if u.target is not WAIT and u.op == "call_function" and is_free(u)]
+    return list(dict.fromkeys(found))

@@ -15,7 +15,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import WAIT, collectives
 from meshweave.overlap.figures import Figures
-from meshweave.torch_compile.agreement import Agreement, world_agreement
+from meshweave.torch_compile.agreement import Agreement, communications, world_agreement
 
 SECONDS = 20.0
 
@@ -214,3 +214,15 @@ def test_messages_between_two_ranks_are_no_part_of_the_proof() -> None:
 def test_an_unknown_group_is_named_with_its_node() -> None:
     with pytest.raises(MeshweaveError, match=r"group of a collective is unknown\n.*all_gather_into_tensor"):
         Agreement(dist.HashStore(), 0, (0, 1), 1.0).prove(graph("gather:nobody", "~0"))
+
+
+def test_waits_for_inputs_and_views_are_part_of_the_sequence() -> None:
+    """An input that an earlier graph began to fill is named by its place, which every rank has alike."""
+    graph = fx.Graph()
+    x, early = graph.placeholder("x"), graph.placeholder("early")
+    start = graph.call_function(collectives.all_reduce.default, (x, "sum", "a"))
+    shown = graph.call_function(torch.ops.aten.view.default, (start, [-1]))
+    done = graph.call_function(WAIT, (shown,))
+    graph.output((done, graph.call_function(WAIT, (done,)), graph.call_function(WAIT, (early,))))
+    events, _, _ = communications(graph)
+    assert events[1:] == ["wait 0", "wait 0", "wait for input 1"]

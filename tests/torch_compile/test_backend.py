@@ -378,3 +378,40 @@ def test_what_is_no_compiler_and_no_cost_is_refused() -> None:
         backend(cost="h101")
     with pytest.raises(MeshweaveError, match=r"this is no cost\n.*3.0"):
         inductor_pass(cost=3.0)  # type: ignore[arg-type]
+
+
+class Summed(torch.autograd.Function):
+    """A parameter whose gradient is summed over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return WAIT(SUM(gradient, "sum", ctx.group)), None
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what Dynamo does of Functions
+def test_a_model_that_begins_with_a_convolution(group: str) -> None:
+    """Its input has no gradient, so the first of three results of `convolution_backward` is absent."""
+    reports: list[OverlapReport] = []
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        made = torch.conv2d(x, Summed.apply(weight, group), Summed.apply(bias, group))
+        return made.relu().sum()
+
+    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(2, 3, 8, 8), (4, 3, 3, 3), (4,)]
+        x, *parameters = [torch.randn(shape, generator=generator) for shape in shapes]
+        run(x, *(p.requires_grad_() for p in parameters)).backward()
+        return [p.grad for p in parameters if p.grad is not None]
+
+    made = backend(cost=seconds, inner="aot_eager", report=reports.append)
+    found = gradients(torch.compile(loss, backend=made))
+    for one, other in zip(found, gradients(loss), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert one.storage_offset() == 0
+    assert [merge.is_taken for report in reports for merge in report.merges] == [True]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshweave.errors import MeshweaveError
+from meshweave.ir.rank import WAIT
 from meshweave.overlap.prices import SIZES, Curve, Prices, handed_in
 from meshweave.overlap.read import Reading
 
@@ -50,7 +51,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
         if i in reading.rows:
             moved[i] = handed_in(reading, i)
             own[i] = prices.start(i, moved[i])
-        else:
+        elif node.target is not WAIT:  # one for an earlier graph's communication
             problem.seconds[i] = prices.compute(node)
     kinds: dict[tuple[str, int], int] = {}
     for i in reading.rows:

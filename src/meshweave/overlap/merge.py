@@ -1,7 +1,8 @@
 """Collectives of one kind and group as one: which may become one, and the problem in which they are.
 
 A merged gather hands in its parts one after the other (one copy before) and takes the results apart (one copy each
-after); a merged reduction puts its parts side by side (one copy before), and its results are views of the whole.
+after); a merged reduction puts its parts side by side (one copy before), and its results are views of the whole, but
+for those whose storage the graph may observe (an output, an op in place, `as_strided`): these are copied out.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.ir.rank import WAIT
 from meshweave.overlap.figures import Costs
 from meshweave.overlap.merged import Bucket, Merged, MergedWriter
+from meshweave.overlap.observers import observed_storages
 from meshweave.overlap.prices import Curve
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading
@@ -37,6 +40,7 @@ class Merger:
     sizes: dict[int, float] = field(default_factory=dict)
     when: list[float] = field(init=False)  # by item: seconds of compute up to it in the graph's order
     before: list[int] = field(init=False)  # by item: a bit for each item that must come before it
+    observed: frozenset[int] = field(init=False)  # storages that must stay as they are
 
     def __post_init__(self) -> None:
         problem = self.reading.problem
@@ -51,6 +55,7 @@ class Merger:
             needs = [d for m in (c, *self.preludes[c]) for d in problem.deps[m] if d not in self.preludes[c]]
             self.after[c] = max(needs, default=-1)
         self.before = _ancestors(problem)
+        self.observed = observed_storages(self.reading.graph, self.reading.values)
         self.when = list(accumulate(problem.seconds))
 
     def key(self, start: int) -> Any:
@@ -60,11 +65,23 @@ class Merger:
         if not isinstance(operand, fx.Node) or len(self.reading.values[operand]) != 1 or is_symbolic(node, operand):
             return None
         x = self.reading.values[operand][0]
-        if (row.bucket != "reduce" and not x.shape) or not x.num_elements:
+        if (row.bucket != "reduce" and not x.shape) or not x.num_elements or not self.is_waited_alone(start):
             return None
         rest = tuple(str(a) for p, a in enumerate(node.args[1:], 1) if p != row.group)
         dtype = None if row.bucket == "gather" else x.dtype
         return node.target, self.reading.problem.channel[start], rest, dtype
+
+    def is_waited_alone(self, start: int) -> bool:
+        """Whether waits alone read the result of a start: views of it, and outputs, need the very tensor."""
+        node = self.reading.nodes[start]
+        return all(user.target is WAIT for user in node.users) and all(
+            x.is_contiguous for x in self.reading.values[node]
+        )
+
+    def is_copied(self, start: int) -> bool:
+        """Whether the result of a start is copied out of its bucket, instead of being a view of that."""
+        is_gather = self.reading.rows[start].bucket == "gather"
+        return is_gather or any(s in self.observed for s in self.reading.problem.allocs[start])
 
     def alone(self, start: int, users: Sequence[Sequence[int]]) -> set[int]:
         """Kernels that only this start needs, and that need nothing else."""

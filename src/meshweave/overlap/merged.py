@@ -46,7 +46,7 @@ class MergedWriter:
     of: dict[int, int] = field(default_factory=dict)  # start -> its bucket
     number: list[int] = field(default_factory=list)  # by item of the graph: what stands for its result, -1
     begun: dict[int, int] = field(default_factory=dict)  # start of the graph -> its communication
-    packed: dict[int, int] = field(default_factory=dict)  # results of merged gathers that are still in their bucket
+    packed: dict[int, int] = field(default_factory=dict)  # results that are still to be copied out of their bucket
     storage: dict[int, int] = field(default_factory=dict)  # of parts of reductions -> that of the whole
     waiting: dict[int, list[int]] = field(default_factory=dict)  # unit -> units that wait for it
 
@@ -56,7 +56,7 @@ class MergedWriter:
         self.made.sizes, self.made.kept = list(problem.sizes), list(problem.kept)
         self.made.before, self.made.channels = list(problem.before), problem.channels
         self.of = {c: b for b, bucket in enumerate(self.buckets) for c in bucket}
-        self.packed = {c: b for c, b in self.of.items() if merger.reading.rows[c].bucket == "gather"}
+        self.packed = {c: b for c, b in self.of.items() if merger.is_copied(c)}
         self.number = [-1] * problem.num_items
         skipped = {m for c in self.of for m in merger.preludes[c]}
         places: dict[int, list[int]] = {}
@@ -170,11 +170,11 @@ class MergedWriter:
         handed = self.store(int(moved), kept=False)
         ends = ((handed,), [s for c in bucket for s in p.uses[c]])
         pack = self.add(Item("pack", b, b), f"pack {name}", 2 * moved / merger.costs.copy_rate, deps, waits, ends)
-        first, is_gather = bucket[0], bucket[0] in self.packed
-        results = [s for c in bucket for s in p.allocs[c]]
-        whole = self.store(sum(p.sizes[s] for s in results), not is_gather and any(p.kept[s] for s in results))
-        if not is_gather:
-            self.storage |= dict.fromkeys(results, whole)
+        first = bucket[0]
+        views = [s for c in bucket if c not in self.packed for s in p.allocs[c]]
+        size = sum(p.sizes[s] for c in bucket for s in p.allocs[c])
+        whole = self.store(size, any(p.kept[s] for s in views))
+        self.storage |= dict.fromkeys(views, whole)
         start = self.add(Item("start", b, b), name, 0.0, (pack,), (), ((whole,), (handed,)))
         self.made.channel[start], self.made.usage[start] = p.channel[first], p.usage[first]
         self.made.copy[start] = max(merger.curve(first)(moved), max(p.copy[c] for c in bucket))

@@ -4,6 +4,7 @@ where."""
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,11 +70,17 @@ class _Reader:
     fence: int = -1  # the latest item that everything stays behind
     since: list[int] = field(default_factory=list)  # items after it
     storages: set[int] = field(default_factory=set)
+    waited: set[int] = field(default_factory=set)  # storages whose communication has been waited for
+    owners: Counter[int] = field(default_factory=Counter)  # storage -> inputs that live in it
 
     def run(self) -> Reading:
         graph = self.made.graph
         for node in graph.nodes:
-            if node.op == "call_function" and (found := self.written(node, self.op_of(node))):
+            if node.op in ("placeholder", "get_attr"):
+                self.owners.update(x.storage for x in self.made.values[node])
+            elif node.target is WAIT:
+                self.mutated |= self.arrived(node)
+            elif node.op == "call_function" and (found := self.written(node, self.op_of(node))):
                 self.mutated |= found
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -161,15 +168,15 @@ class _Reader:
     def wait(self, node: fx.Node) -> None:
         operand = node.args[0] if node.args else None
         start = self.begun.get(operand) if isinstance(operand, fx.Node) else None
-        if start is None and isinstance(operand, fx.Node) and operand.target is WAIT:
-            self.pass_through(node)  # it has been waited for
+        if start is None and isinstance(operand, fx.Node) and self.is_landed(operand):
+            self.landed(node)
             return
         if start is None:
             raise VerifyError(
                 "a wait has no start: what it waits for is no result of a collective of this graph",
                 where=place_of(node),
                 got=f"{operand}",
-                hint="start and wait must be in one graph, and a result is waited for before it is used",
+                hint="a wait is for the result of a start, or for an input, whose communication an earlier graph began",
             )
         problem = self.made.problem
         if not problem.is_waited[start]:
@@ -178,28 +185,61 @@ class _Reader:
             for s in problem.holds(start):
                 self.flying.get(s, set()).discard(start)
                 self.landing.get(s, set()).discard(start)
+        self.waited.update(x.storage for x in self.made.values[node])
         self.made.waits[start].append(node)
         self.sources[node] = (frozenset((start,)), frozenset((start,)))
+
+    def is_landed(self, operand: fx.Node) -> bool:
+        """Whether a wait is for what has been waited for, or for a communication that an earlier graph began."""
+        while operand in self.made.free and operand.target is not WAIT and operand.all_input_nodes:
+            operand = operand.all_input_nodes[0]
+        return operand.target is WAIT or operand.op in ("placeholder", "get_attr")
+
+    def arrived(self, node: fx.Node) -> set[int]:
+        """The storages of inputs that a wait makes readable, but where nothing else reads them: then it stands where
+        it is needed, as a view."""
+        operand = node.args[0] if node.args else None
+        held = {x.storage for x in self.made.values[operand]} if isinstance(operand, fx.Node) else set[int]()
+        is_alone = isinstance(operand, fx.Node) and operand.op == "placeholder" and len(operand.users) == 1
+        is_read = any(user.target is not WAIT for user in node.users)
+        return {s for s in held if self.owners[s] > (is_alone and is_read)}
+
+    def landed(self, node: fx.Node) -> None:
+        """A wait that costs nothing. Where other nodes read the input that it is for, they keep their side of it."""
+        storages = self.arrived(node) & self.mutated
+        if not storages:
+            self.pass_through(node)
+            return
+        number = self.made.problem.num_items
+        deps, waits = map(set, _join([self.sources[n] for n in node.all_input_nodes]))
+        self.mutation(number, storages, storages, deps, waits)
+        self.enter(node, None, deps, waits, tuple(sorted(storages)), storages)
 
     def item(self, node: fx.Node, row: Collective | None, op: _Op) -> None:
         number = self.made.problem.num_items
         inputs = node.all_input_nodes
-        for n in inputs:
-            if n in self.begun:
-                raise VerifyError(
-                    "the result of a collective is used before its wait",
-                    where=place_of(node),
-                    got=f"{n.name}, which nothing has waited for",
-                    hint="use the result of wait_tensor",
-                )
         items, starts = _join([self.sources[n] for n in inputs])
         deps, waits = set(items), set(starts)
+        for n in inputs:
+            if n in self.begun:
+                waits.add(self.complete(n, node))
         reads = tuple(sorted({x.storage for n in inputs for x in self.made.values[n]}))
         writes = self.written(node, op)
         self.check_flight(node, reads, writes)
         self.mutation(number, reads, writes, deps, waits)
         self.chain(node, row, op, number, deps)
         self.enter(node, row, deps - {number}, waits - {number}, reads, writes)
+
+    def complete(self, result: fx.Node, user: fx.Node) -> int:
+        """The start whose result is used by itself. Raises VerifyError where no wait for it stands before."""
+        if not self.waited.issuperset(x.storage for x in self.made.values[result]):
+            raise VerifyError(
+                "the result of a collective is used before its wait",
+                where=place_of(user),
+                got=f"{result.name}, which nothing has waited for",
+                hint="use the result of wait_tensor",
+            )
+        return self.begun[result]
 
     def check_flight(self, node: fx.Node, reads: Iterable[int], writes: set[int]) -> None:
         for s in reads:
@@ -289,6 +329,7 @@ class _Reader:
         self.made.rows[number] = row
         self.made.waits[number] = []
         self.begun[node] = number
+        self.waited.difference_update(x.storage for x in self.made.values[node])
         for held, storages in ((self.flying, reads), (self.landing, (*problem.allocs[number], *writes))):
             for s in storages:
                 held.setdefault(s, set()).add(number)

@@ -39,10 +39,12 @@ class _Writer:
     merged: Merged
     made: list[_Bucket] = field(default_factory=list)
     operands: dict[int, Value] = field(default_factory=dict)  # of starts that are merged
+    copied: frozenset[int] = field(default=frozenset())  # starts whose results are copied out of their bucket
     bare: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # what nodes make, on the meta device
 
     def run(self, order: Order) -> None:
         graph = self.reading.graph
+        self.copied = frozenset(item.of for item in self.merged.items if item.kind == "unpack")
         output = next(iter(reversed(graph.nodes)))
         for c in (c for bucket in self.merged.buckets for c in bucket):
             operand: Any = self.reading.nodes[c].args[0]
@@ -119,8 +121,8 @@ class _Writer:
     def part(
         self, into: list[fx.Node], c: int, whole: fx.Node, dtype: torch.dtype, offset: int, length: int, size: int
     ) -> None:
-        """Result c out of a whole of `dtype` that has been waited for: a view of a reduction, a copy of a gather's
-        columns."""
+        """Result c out of a whole of `dtype` that has been waited for: a view, or a copy, as a gather's columns always
+        are."""
         reading = self.reading
         old = reading.nodes[c]
         made = reading.values[old][0]
@@ -128,7 +130,7 @@ class _Writer:
         if size == 1 and len(whole.args) > 1:  # a gather in a group of one
             dim, shape = 1, (1, length)
         part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length), shape, dtype)
-        if dim == 1:
+        if c in self.copied:
             part = self.call(into, old, aten.clone.default, (part,), shape, dtype, _CONTIGUOUS)
         if dtype != made.dtype:
             part = self.call(into, old, aten.view.default, (part, [size * length]), (size * length,), dtype)
@@ -140,6 +142,9 @@ class _Writer:
                     part.meta.setdefault(key, value)
             wait.replace_all_uses_with(part)
             reading.graph.erase_node(wait)
+        for again in [user for user in part.users if user.target is WAIT]:  # it has been waited for
+            again.replace_all_uses_with(part)
+            reading.graph.erase_node(again)
         reading.graph.erase_node(old)
 
     def call(

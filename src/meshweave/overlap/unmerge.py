@@ -131,9 +131,9 @@ class _Unmerger:
 
     def end(self, cut: fx.Node, part: _Part, size: int) -> fx.Node | None:
         """What is made of the columns of one part: the shape and dtype that its own collective would give."""
-        node: fx.Node | None = cut
-        if size > 1:
-            node = _onward(node, aten.clone.default)
+        node = _onward(cut, aten.clone.default)
+        if node is None and size == 1:
+            node = cut
         if self.values[cut][0].dtype != part.value.dtype:
             node = _onward(node, aten.view.default, [size * part.units])
             node = _onward(node, aten.view.dtype, part.value.dtype)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -37,8 +38,8 @@ def values_of(graph: fx.Graph) -> dict[fx.Node, Values]:
 def _shared_inputs(node: fx.Node, found: Values, inputs: dict[int, Value]) -> Values:
     """Inputs that are views of one storage share it: a saved tensor, and a view of it that is saved too."""
     made = []
-    for x, value in zip(_tensors(node.meta.get("val")), found, strict=True):
-        if x.layout is not torch.strided:
+    for x, value in zip(_leaves(node.meta.get("val")), found, strict=False):
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
             made.append(value)
             continue
         storage = x.untyped_storage()
@@ -58,12 +59,27 @@ def _values(node: fx.Node, values: Mapping[fx.Node, Values], counter: Iterator[i
     made = node.meta.get("val")
     if made is None:
         return _undescribed(node)
-    if getattr(node.target, "__name__", "") == "getitem" and node.op == "call_function":
-        operand, index = node.args
-        held = values[operand] if isinstance(operand, fx.Node) else NOTHING
-        if isinstance(index, int) and -len(held) <= index < len(held) and isinstance(made, torch.Tensor):
-            return (held[index],)
-    return tuple(_describe(node, i, x, values, counter) for i, x in enumerate(_tensors(made)))
+    if not any(isinstance(x, torch.Tensor) for x in _leaves(made)):
+        return NOTHING
+    if node.target is operator.getitem and (found := _item(node, values)):
+        return found
+    if isinstance(made, torch.Tensor):
+        return (_describe(node, 0, made, values, counter),)
+    return tuple(_describe(node, i, x, values, counter) for i, one in enumerate(made) for x in _leaves(one))
+
+
+def _item(node: fx.Node, values: Mapping[fx.Node, Values]) -> Values:
+    """The values of one result of several: those of its leaves, which stand behind the leaves before it."""
+    operand, index = node.args
+    several = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+    if (
+        not isinstance(several, (list, tuple))
+        or not isinstance(index, int)
+        or not -len(several) <= index < len(several)
+    ):
+        return NOTHING
+    before, own = (len(list(_leaves(x))) for x in (several[: index % len(several)], several[index]))
+    return values[operand][before : before + own]  # type: ignore[index]
 
 
 def _undescribed(node: fx.Node) -> Values:
@@ -80,17 +96,20 @@ def _undescribed(node: fx.Node) -> Values:
     )
 
 
-def _tensors(made: Any) -> Iterator[torch.Tensor]:
-    if isinstance(made, torch.Tensor):
-        yield made
-    elif isinstance(made, (list, tuple)):
+def _leaves(made: Any) -> Iterator[Any]:
+    """What a node makes, lists flattened. A result that is no tensor (a gradient that was not asked for) keeps its
+    place."""
+    if isinstance(made, (list, tuple)):
         for one in made:
-            yield from _tensors(one)
+            yield from _leaves(one)
+    else:
+        yield made
 
 
-def _describe(
-    node: fx.Node, index: int, x: torch.Tensor, values: Mapping[fx.Node, Values], counter: Iterator[int]
-) -> Value:
+def _describe(node: fx.Node, index: int, x: Any, values: Mapping[fx.Node, Values], counter: Iterator[int]) -> Value:
+    """Leaf `x` of result `index`."""
+    if not isinstance(x, torch.Tensor):
+        return Value((0,), (1,), torch.float32, next(counter), 0)
     shape = tuple(size if type(size) is int else hint(size) for size in x.shape)
     strided = x.layout is torch.strided
     stride = tuple(step if type(step) is int else hint(step) for step in x.stride()) if strided else (1,) * len(shape)
@@ -98,7 +117,10 @@ def _describe(
     if base is not None:
         return Value(shape, stride, x.dtype, base.storage, base.storage_bytes)
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-    return Value(shape, stride, x.dtype, next(counter), extent * x.dtype.itemsize)
+    held = x.untyped_storage().nbytes() if strided else 0  # more, of an op that copies a storage as it is
+    return Value(
+        shape, stride, x.dtype, next(counter), max(extent * x.dtype.itemsize, held if type(held) is int else 0)
+    )
 
 
 def _base(node: fx.Node, index: int, x: torch.Tensor, values: Mapping[fx.Node, Values]) -> Value | None:
@@ -114,8 +136,12 @@ def _base(node: fx.Node, index: int, x: torch.Tensor, values: Mapping[fx.Node, V
         return None
     storage = x.untyped_storage()._cdata if x.layout is torch.strided else None
     for operand in node.all_input_nodes:
-        for one, held in zip(_tensors(operand.meta.get("val")), values[operand], strict=False):
-            if one.layout is torch.strided and one.untyped_storage()._cdata == storage:
+        for one, held in zip(_leaves(operand.meta.get("val")), values[operand], strict=False):
+            if (
+                isinstance(one, torch.Tensor)
+                and one.layout is torch.strided
+                and one.untyped_storage()._cdata == storage
+            ):
                 return held
     return None
 

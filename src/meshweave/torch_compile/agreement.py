@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -229,7 +228,7 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], l
     for node in graph.nodes:
         row = collective_of(node) if node.op == "call_function" else None
         if node.target is WAIT:
-            events.append(f"wait {begun[node.args[0]]}")
+            events.append(f"wait {_waited(node, begun)}")
         elif row is not None and row.is_ordered:
             raise MeshweaveError(
                 "messages between two ranks do not meet by their place, so that their order cannot be proven",
@@ -246,9 +245,19 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], l
                 received, sent = map(list, sizes)
                 blocks.append((len(events), list(channels).index(name), place_of(node), received, sent))
             events.append(f"{op_name(node.target)} {list(channels).index(name)} {list(_shapes(node.meta.get('val')))}")
-        elif node.target is operator.getitem and node.args[0] in begun:
-            begun[node] = begun[node.args[0]]
     return events, list(channels.values()), blocks
+
+
+def _waited(wait: fx.Node, begun: Mapping[fx.Node, int]) -> str:
+    """What a wait is for, past views and earlier waits: the event that began it, or the input that an earlier graph
+    began."""
+    node = wait.args[0]
+    while isinstance(node, fx.Node) and node not in begun and node.all_input_nodes:
+        node = node.args[0]
+    if isinstance(node, fx.Node) and node in begun:
+        return str(begun[node])
+    inputs = wait.graph.find_nodes(op="placeholder")
+    return f"for input {inputs.index(node)}" if node in inputs else "for what no graph began"
 
 
 def _are_known(sizes: Any) -> bool:

@@ -1,0 +1,52 @@
+"""What a graph may see of a tensor besides its elements: the storage that it lives in, its offset there, its
+neighbours."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.ir.rank import SYMBOLS, WAIT
+from meshweave.overlap.phases import begin
+from meshweave.overlap.values import written_of
+from meshweave.overlap.vocabulary import collective_of
+from meshweave.simulate.shapes import Values
+
+# Namespaces whose ops see elements alone, and the ops there that do not: they name an offset into the storage, exchange
+# or resize it, or need an offset that is a multiple of a larger element.
+_PLAIN = ("aten", "prims", "meshweave")
+_SEEING = re.compile(r"as_strided|storage|resize|^set(_|$)|_nested|view_as_complex")
+_INDIFFERENT = frozenset({WAIT, operator.getitem, begin, *SYMBOLS})
+
+
+def observed_storages(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> frozenset[int]:
+    """The storages that must stay as they are: those of outputs, those that an op writes, and those of an operand of
+    an op that sees more than elements, or of which nothing is known. A tensor in any other may as well be a view into
+    a larger storage."""
+    found = set[int]()
+    for node in graph.nodes:
+        is_plain = node.op in ("placeholder", "get_attr") or (node.op == "call_function" and _sees_elements(node))
+        if not is_plain:
+            found.update(x.storage for n in node.all_input_nodes for x in values[n])
+    return frozenset(found)
+
+
+def _sees_elements(node: fx.Node) -> bool:
+    return _is_plain(node.target) or (not written_of(node.target) and collective_of(node) is not None)
+
+
+@cache
+def _is_plain(target: Any) -> bool:
+    """Whether an op reads the elements of its operands, or makes a view of them relative to where they are."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target in _INDIFFERENT
+    if target is WAIT:
+        return True
+    is_known = target.namespace in _PLAIN and target is not torch.ops.aten.view.dtype
+    return is_known and not written_of(target) and not _SEEING.search(target._schema.name.partition("::")[2])
