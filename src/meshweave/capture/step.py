@@ -295,6 +295,7 @@ def _step(
     results = {("loss", ""): told, **{("buffer", n): b for n, b in buffers.items()}}
     if options.accumulate > 1:
         grads = {n: values.acc[n] + g * (1.0 / options.accumulate) for n, g in grads.items()}
+        results |= {("acc", n): g for n, g in grads.items()}
     results |= {("grad", n): g for n, g in grads.items()}
     if optimizer is not None:
         tracker.phase = "update"

@@ -80,25 +80,28 @@ class _Planned:
 
 
 def lower(
-    roles: Sequence[RankGraph], devices: Sequence[int] | None = None, sizes: Sequence[Sequence[int]] | None = None
+    roles: Sequence[RankGraph],
+    devices: Sequence[int] | None = None,
+    parts: Sequence[Sequence[Sequence[fx.Node]]] | None = None,
 ) -> Lowered:
-    """The tasks of every device (default: all of the program's mesh): all nodes but symbols. `sizes[r]` says how many
-    tasks of role r are in part 0, 1, ...; by default all are in part 0.
+    """The tasks of every device (default: all of the program's mesh). `parts[r]` are the nodes that role r runs in part
+    0, 1, ...; by default all but symbols, in part 0.
 
     A wait needs the copies that bring its device something, and those of a transfer that read from its device. Raises
     VerifyError where the starts of several devices do not belong together.
     """
     ids = tuple(roles[0].mesh.devices if devices is None else devices)
     role_of = {device: i for i, role in enumerate(roles) for device in role.devices}
-    rows = [tuple(n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS) for role in roles]
+    nodes = [[_run(role)] for role in roles] if parts is None else parts
+    rows = [tuple(n for part in its for n in part) for its in nodes]
     calls = [_calls(row) for row in rows]
-    matches, parts, streams = Matches(), list[int](), list[tuple[int, ...]]()
+    matches, numbers, streams = Matches(), list[int](), list[tuple[int, ...]]()
     for device in ids:
-        number, base = role_of[device], len(parts)
-        parts += _parts(len(rows[number]), sizes[number] if sizes is not None else None)
-        streams.append(tuple(range(base, len(parts))))
-        for at, wait, node, args in calls[number]:
-            channel = (*_channel(node), *_members(roles[number], node, device))
+        role, base = role_of[device], len(numbers)
+        numbers += [i for i, part in enumerate(nodes[role]) for _ in part]
+        streams.append(tuple(range(base, len(numbers))))
+        for at, wait, node, args in calls[role]:
+            channel = (*_channel(node), *_members(roles[role], node, device))
             matches.add(channel, device, Start(base + at, base + wait, node, (device,), args))
     planned: dict[Channel, list[_Planned]] = {}
     for channel, numbered in matches.table.items():
@@ -115,7 +118,7 @@ def lower(
                 line = planned.setdefault((*meshes, made.axes, receiver), [])
                 line.append(_received(channel[1], made, receiver, starts))
     owners = tuple((device,) for device in ids)
-    return _assemble(owners, tuple(rows[role_of[d]] for d in ids), streams, parts, list(planned.values()))
+    return _assemble(owners, tuple(rows[role_of[d]] for d in ids), streams, numbers, list(planned.values()))
 
 
 def lower_roles(roles: Sequence[RankGraph]) -> Lowered:
@@ -183,11 +186,9 @@ def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, .
     return found
 
 
-def _parts(num: int, sizes: Sequence[int] | None) -> list[int]:
-    """The part of each of a device's tasks."""
-    parts = [part for part, size in enumerate(sizes or (num,)) for _ in range(size)]
-    assert len(parts) == num, "every task is in one part"
-    return parts
+def _run(role: RankGraph) -> list[fx.Node]:
+    """The nodes that a device of a role runs."""
+    return [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
 
 
 def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:

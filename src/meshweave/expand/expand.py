@@ -13,7 +13,7 @@ from meshweave.expand.emit import Emitter
 from meshweave.expand.localize import LOCALIZERS
 from meshweave.expand.moves import STEPS, Finish, send, take
 from meshweave.ir import ops
-from meshweave.ir.graph import Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
+from meshweave.ir.graph import PARTS, Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer, in_mesh_order
@@ -41,12 +41,12 @@ class _Expander:
     def run(self) -> RankGraph:
         step = self.program.step
         self.emit.meshes = self.program.meshes
-        due, phase = self._due(), "forward"
+        due, part = self._due(), 0
         for node in step.graph.nodes:
-            if node.op == "call_function" and origin_of(node).phase != phase:
-                phase = origin_of(node).phase
+            if node.op == "call_function" and PARTS[origin_of(node).phase] != part:
+                part = PARTS[origin_of(node).phase]
                 self._finish_sends()
-                for value in due.pop(phase, ()):
+                for value in due.pop(part, ()):
                     self._value(value)
             self.emit.origin = origin_of(node)
             self._node(node)
@@ -108,18 +108,14 @@ class _Expander:
             finish()
         self.sends.clear()
 
-    def _due(self) -> dict[str, list[fx.Node]]:
-        """Outputs by the phase before which they are waited for: the loss, which is told when forward is done, and what
-        the update must not wait for or the next microbatch needs.
-
-        Gradients are waited for where the update uses them, unless they are accumulated.
+    def _due(self) -> dict[int, list[fx.Node]]:
+        """Outputs by the part of the step before which they are waited for: the loss, which is told when forward is
+        done, and what the next microbatch needs. Gradients are waited for where the update uses them.
         """
-        step = self.program.step
-        accumulates = any(item.kind == "acc" for item in step.inputs)
-        pairs = [(k, v) for (k, _), v in zip(step.outputs, step.output_values, strict=True)]
-        held = [(kind, value) for kind, value in pairs if self._has(value.meta["layout"])]
-        late = ("buffer", "grad") if accumulates else ("buffer",)
-        return {"backward": [v for k, v in held if k == "loss"], "update": [v for k, v in held if k in late]}
+        pairs = zip(self.program.step.outputs, self.program.step.output_values, strict=True)
+        held = [(kind, value) for (kind, _), value in pairs if self._has(value.meta["layout"])]
+        late = ("buffer", "acc")
+        return {PARTS["backward"]: [v for k, v in held if k == "loss"], PARTS["update"]: [v for k, v in held if k in late]}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
         """Note what the local node makes: the largest piece."""

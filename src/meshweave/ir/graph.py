@@ -38,6 +38,9 @@ class Spec:
 class Origin:
     """Where a node comes from: the phase, the module's path and the line of the model's source.
 
+    Phases are forward, loss, backward, reduce and update. Nodes of reduce stand among those of backward: they move
+    gradients that microbatches have added up, and run in the last microbatch only.
+
     `call` numbers the ops that autograd recorded, from 1: a forward node has the number of its op, a backward node that
     of the op whose gradient it is; 0 where there is none.
     """
@@ -52,6 +55,7 @@ class Origin:
 
 
 NOWHERE = Origin("forward")
+PARTS = {"forward": 0, "loss": 0, "backward": 1, "reduce": 1, "update": 2}  # the part of a step that a phase runs in
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from meshweave.ir import ops
-from meshweave.ir.graph import Spec, StepGraph, copy_meta, origin_of, replace_inputs, spec_of, tensor_inputs
+from meshweave.ir.graph import PARTS, Spec, StepGraph, copy_meta, origin_of, replace_inputs, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.movement.plan import MovePlan
 from meshweave.sharding.assign import Assignment, candidates, follow_result
@@ -26,7 +26,6 @@ PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
 _ROUND_PARTS = torch.ops.meshweave.round_parts.default
 CASTS = frozenset({aten._to_copy.default})
 VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
-_PHASES = {"forward": 0, "loss": 0, "backward": 1, "update": 2}
 _GAIN = 1e-12  # seconds below which two prices are the same
 
 
@@ -369,7 +368,7 @@ def _root(move: fx.Node) -> fx.Node:
 
 
 def _phase(node: fx.Node) -> int:
-    return _PHASES[origin_of(node).phase]
+    return PARTS[origin_of(node).phase]
 
 
 def _is_light(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import WAIT
 from meshweave.overlap.figures import Costs
 from meshweave.overlap.merged import Bucket, Merged, MergedWriter
@@ -69,7 +70,8 @@ class Merger:
             return None
         rest = tuple(str(a) for p, a in enumerate(node.args[1:], 1) if p != row.group)
         dtype = None if row.bucket == "gather" else x.dtype
-        return node.target, self.reading.problem.channel[start], rest, dtype
+        is_last = origin_of(node).phase == "reduce"  # what every microbatch runs stays apart from what the last does
+        return node.target, self.reading.problem.channel[start], rest, dtype, is_last
 
     def is_waited_alone(self, start: int) -> bool:
         """Whether waits alone read the result of a start: views of it, and outputs, need the very tensor."""

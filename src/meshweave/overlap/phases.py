@@ -18,7 +18,7 @@ from meshweave.simulate.shapes import NOTHING, Values
 
 _BETWEEN = "between roles"  # the channel of communications that several roles meet in
 _BEFORE = {"backward": "forward", "update": "backward"}  # phases that begin a part of the step, and those before them
-_REPLACED = ("param", "state", "carry")  # kinds of inputs that an output of their name replaces
+_REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of their name replaces
 
 
 def begin(phase: str, *needed: Any) -> None:
@@ -29,7 +29,8 @@ def begin(phase: str, *needed: Any) -> None:
 @dataclass(slots=True)
 class Marked:
     """A role whose graph is marked: with a fence where backward and where update begin; with what roles meet in as
-    messages of one channel, which keep their order; without gradients that nobody keeps among its outputs."""
+    messages of one channel, which keep their order; without gradients that nobody keeps among its outputs, and as the
+    last microbatch runs it, which leaves no sums of gradients."""
 
     role: RankGraph
     values: dict[fx.Node, Values]
@@ -80,6 +81,7 @@ class Marked:
             if node is first:
                 break
             is_late = phase == "update" and self.microbatches > 1 and node.target is WAIT
+            is_late = is_late and origin_of(node).phase != "reduce"
             if node.op == "call_function" and (node in read or is_late):
                 needed.append(node)
         with self.role.graph.inserting_before(first):
@@ -91,7 +93,8 @@ class Marked:
         """Let gradients that are not kept die with their last use."""
         graph, kept = self.role.graph, []
         for i, ((kind, _), node) in enumerate(zip(self.role.outputs, self.outputs, strict=True)):
-            if kind != "grad" or self.keeps_gradients or node.op != "call_function":
+            is_dropped = kind == "acc" or (kind == "grad" and not self.keeps_gradients)
+            if not is_dropped or node.op != "call_function":
                 kept.append(node)
                 continue
             with graph.inserting_before(self.end):

@@ -89,7 +89,8 @@ class Task:
 
 @dataclass(slots=True)
 class Compiled:
-    """The tasks of a rank graph in three parts: forward with loss, backward, update.
+    """The tasks of a rank graph in three parts: forward with loss, backward, update; the last is empty, and nothing of
+    backward reduces what is added up, in a microbatch that is not the last of its step.
 
     A value is freed after its last use: an output that `keep` does not name, too, and an input that an output of the
     same name replaces.
@@ -108,9 +109,17 @@ _FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 
 
 def compile_tasks(
-    graph: RankGraph, device: torch.device, keep: Callable[[str, str], bool] = lambda kind, name: True
+    graph: RankGraph,
+    device: torch.device,
+    keep: Callable[[str, str], bool] = lambda kind, name: True,
+    is_last: bool = True,
 ) -> Compiled:
+    """What a device runs of a role's graph, in the last microbatch of a step or in one before it."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
+    parts = _parts(nodes)
+    if not is_last:
+        parts = [*([n for n in part if origin_of(n).phase != "reduce"] for part in parts[:UPDATE]), []]
+        nodes = [n for part in parts for n in part]
     slot = {n: i for i, n in enumerate(graph.graph.nodes)}
     results = list(next(iter(reversed(graph.graph.nodes))).args[0])
     kept = {n for (kind, name), n in zip(graph.outputs, results, strict=True) if keep(kind, name)}
@@ -118,10 +127,10 @@ def compile_tasks(
     for node in nodes:
         for used in node.all_input_nodes:
             last[used] = node
-    replaced = {key for key in graph.outputs if key[0] in ("param", "state", "carry")}
+    replaced = {key for key in graph.outputs if key[0] in ("param", "state", "acc", "carry")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     held = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
-    lasting = held | {n for n in nodes if n.target in SYMBOLS} | kept
+    lasting = held | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
     frees: dict[fx.Node, list[int]] = {}
     for used, node in last.items():
         if used not in lasting:
@@ -137,9 +146,9 @@ def compile_tasks(
         free = (*frees.get(node, ()), *unused)
         return Task(node, function, args, kwargs, slot[node], free, is_flat, node.target in STARTS, node.target is WAIT)
 
-    parts = tuple(tuple(task(n) for n in part) for part in _parts(nodes))
+    tasks = tuple(tuple(task(n) for n in part) for part in parts)
     inputs = tuple(slot[n] for n in sources)
-    return Compiled(graph, parts, inputs, tuple(slot[n] for n in results), len(slot), tuple(slot))
+    return Compiled(graph, tasks, inputs, tuple(slot[n] for n in results), len(slot), tuple(slot))
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from meshweave.errors import CheckpointError, LayoutError, StepError
 from meshweave.ir.graph import Input
@@ -21,7 +22,7 @@ from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime import checkpoint
 from meshweave.runtime.carries import Carries, Held
-from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Meter, Task, compile_tasks
+from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, Task, compile_tasks
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
 from meshweave.runtime.state import Key, State
@@ -52,14 +53,12 @@ class Session:
         self, roles: Sequence[RankGraph], world: World, settings: Settings, meter: Meter | None = None
     ) -> None:
         self.roles, self.world, self.settings = tuple(roles), world, settings
-        kept = {"loss", "norm", "buffer", "param", "state", "carry"} | ({"grad"} if self._needs_gradients() else set())
-        by_device = {d: rank for rank in self.roles for d in rank.devices}
-        compiled: dict[int, Compiled] = {}
-        for rank in (by_device[d] for d in world.devices):
-            if id(rank) not in compiled:
-                compiled[id(rank)] = compile_tasks(rank, world.device, lambda kind, name: kind in kept)
-        self.ranks = tuple(compiled[id(by_device[d])] for d in world.devices)
+        kept = {"loss", "norm", "buffer", "param", "state", "carry", *(("grad",) if settings.keep_gradients else ())}
+        self.ranks = self._compiled(kept, is_last=True)
         self.executor = world.executor(self.roles, self.ranks, meter)
+        if settings.accumulate > 1:  # what is not the last microbatch has its own tasks, and leaves other values
+            early = self._compiled({"loss", "buffer", "acc"}, is_last=False)
+            self._early: Executor = world.executor(self.roles, early, meter)
         self.state = State(self.roles, world.devices, world.device)
         self.carries = Carries(self.roles, world)
         self.metrics: dict[str, float] = {}
@@ -69,8 +68,27 @@ class Session:
         self._between: list[dict[Key, Tensor]] = []  # what a microbatch leaves to the next one
         self._losses: list[float] = []
 
-    def _needs_gradients(self) -> bool:
-        return self.settings.keep_gradients or self.settings.accumulate > 1
+    def _compiled(self, kept: set[str], is_last: bool) -> tuple[Compiled, ...]:
+        """What each held device runs, with outputs of the kinds `kept`."""
+        by_device = {d: rank for rank in self.roles for d in rank.devices}
+        compiled: dict[int, Compiled] = {}
+        for rank in (by_device[d] for d in self.world.devices):
+            if id(rank) not in compiled:
+                keep = partial(_is_kept, frozenset(kept))
+                compiled[id(rank)] = compile_tasks(rank, self.world.device, keep, is_last)
+        return tuple(compiled[id(by_device[d])] for d in self.world.devices)
+
+    @property
+    def _executors(self) -> tuple[Executor, ...]:
+        return (self.executor, self._early) if self.settings.accumulate > 1 else (self.executor,)
+
+    @property
+    def _running(self) -> Executor:
+        """What runs the microbatch at hand."""
+        if self._is_last:
+            return self.executor
+        self._early.meter = self.executor.meter
+        return self._early
 
     # running
 
@@ -99,13 +117,15 @@ class Session:
             recorder.hold(self.state, self.ranks, self.carries.ready(self.state))
             self.world.meet()
             began = recorder.mark()
-            self.executor.record(recorder)
             self.executor.meter = recorder
+            for executor in self._executors:
+                executor.record(recorder)
             try:
                 self.run(micros, lrs)
             finally:
-                self.executor.record(None)
                 self.executor.meter = held_meter
+                for executor in self._executors:
+                    executor.record(None)
             traces = recorder.traces(self.world.devices, began, recorder.mark())
             found = gathered(traces) if self.world.is_distributed else traces
         return measured(self.roles, found, devices, tokens)
@@ -121,24 +141,24 @@ class Session:
             self._envs = self._inputs(batch, draw, self.carries.ready(self.state))
             if self._is_last:
                 self.carries.drop()
-            self.executor.begin(self._envs)
-            self.executor.run(FORWARD)
+            self._running.begin(self._envs)
+            self._running.run(FORWARD)
             self._losses.append(self._number("loss"))
         return self._losses[-1]
 
     def backward(self) -> None:
-        """Backward of the microbatch that went forward; its gradients are kept or added to those before."""
+        """Backward of the microbatch that went forward. Its gradients are added to those before; the last microbatch
+        reduces their sums over the mesh."""
         self.progress.check("backward")
         with self._attempt("backward"):
-            self.executor.run(BACKWARD)
+            self._running.run(BACKWARD)
+            left = ("buffer",) if self._is_last else ("buffer", "acc")
             self._between = [
-                {
-                    ("acc" if kind == "grad" else kind, name): env[slot]
-                    for (kind, name), slot in outputs(rank)
-                    if kind == "buffer" or (kind == "grad" and not self._is_last)
-                }
+                {key: env[slot] for key, slot in outputs(rank) if key[0] in left}
                 for rank, env in zip(self.ranks, self._envs, strict=True)
             ]
+            if not self._is_last:
+                self._running.end()
 
     def update(self, lrs: Sequence[float]) -> None:
         """New parameters and optimizer state, after every microbatch of the step has gone backward."""
@@ -166,7 +186,8 @@ class Session:
 
     def _let_go(self) -> None:
         self._envs, self._between = [], []
-        self.executor.end()
+        for executor in self._executors:
+            executor.end()
 
     @contextmanager
     def _attempt(self, part: str) -> Iterator[None]:
@@ -205,7 +226,9 @@ class Session:
         for i, (device, rank, env) in enumerate(zip(self.world.devices, self.ranks, envs, strict=True)):
             for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
                 key = (item.kind, item.name)
-                if key in self._between[i]:
+                if item.kind == "acc":
+                    env[slot] = self._accumulated(i, key, item.spec.dtype, layout.box_of(item.spec.shape, device).size)
+                elif key in self._between[i]:
                     env[slot] = self._between[i][key]
                 elif key in kept:
                     env[slot] = kept[key][i]
@@ -213,15 +236,23 @@ class Session:
                     env[slot] = carries[i][item.name]
                 elif item.kind == "batch":
                     env[slot] = self._batch_piece(item, layout.box_of(item.spec.shape, device), batch[item.name])
-                elif item.kind == "acc":
-                    size = layout.box_of(item.spec.shape, device).size
-                    env[slot] = torch.zeros(size, dtype=item.spec.dtype, device=self.world.device)
                 elif item.kind == "constant":
                     made = constants.setdefault(item.name, rank.graph.constants[item.name].to(self.world.device))
                     env[slot] = made
                 elif item.name == "draw":
                     env[slot] = number
         return envs
+
+    def _accumulated(self, index: int, key: Key, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
+        """The sum of a gradient over the microbatches before, which is given up to this one; 0 for the first."""
+        found = self._between[index].pop(key, None)
+        if found is None:
+            return torch.zeros(size, dtype=dtype, device=self.world.device)
+        if self.executor.meter is not None:
+            inputs, results = _nodes(self.ranks[index])
+            self.executor.meter.made(index, inputs[key], found)
+            self.executor.meter.freed(index, results[key])
+        return found
 
     def _batch_piece(self, item: Input, box: Box, value: Tensor) -> Tensor:
         """The piece of a global tensor; or the tensor itself where a process with one device was given its piece."""
@@ -328,6 +359,16 @@ class Session:
 def outputs(rank: Compiled) -> Iterator[tuple[Key, int]]:
     """(kind, name) and slot of every output of a rank."""
     return zip(rank.graph.outputs, rank.outputs, strict=True)
+
+
+def _is_kept(kinds: frozenset[str], kind: str, name: str) -> bool:
+    return kind in kinds
+
+
+def _nodes(rank: Compiled) -> tuple[dict[Key, fx.Node], dict[Key, fx.Node]]:
+    """The nodes of a rank's inputs and of its outputs."""
+    inputs = {(i.kind, i.name): rank.nodes[slot] for i, slot in zip(rank.graph.inputs, rank.inputs, strict=True)}
+    return inputs, {key: rank.nodes[slot] for key, slot in outputs(rank)}
 
 
 def _other_batch(item: Input, value: Tensor, settings: Settings) -> LayoutError:

@@ -143,8 +143,8 @@ class LocalExecutor:
     ) -> None:
         self.ranks, self.devices, self.on, self.meter = tuple(ranks), tuple(devices), on, meter
         roles = list({id(rank): rank for rank in self.ranks}.values())
-        sizes = [[len(part) for part in rank.tasks] for rank in roles]
-        self.lowered = lower([rank.graph for rank in roles], self.devices, sizes)
+        parts = [[[task.node for task in part] for part in rank.tasks] for rank in roles]
+        self.lowered = lower([rank.graph for rank in roles], self.devices, parts)
         self._machine = Machine(self.lowered.schedule)
         self._tasks = [[task for part in rank.tasks for task in part] for rank in self.ranks]
         self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]

@@ -42,8 +42,6 @@ def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes:
         rank = len(item.spec.shape)
         if item.kind == "state":
             stored["state", item.name] = stored["param", item.name.partition("/")[2]]
-        elif item.kind == "acc":
-            stored["acc", item.name] = stored["param", item.name]
         elif item.kind == "buffer":
             stored["buffer", item.name] = Layout.replicated(at["buffer", item.name], rank)
         elif item.kind == "batch" and rank and item.spec.shape[0] == size:

@@ -20,6 +20,7 @@ Key = tuple[int, int]  # storage, microbatch that made it (-1: before the step)
 
 _STEPS = 3  # after which an allocator asks for nothing more, where all steps are alike
 _IN_PLACE = ("param", "state", "buffer", "acc")
+_PASSING = {"carry": "gathered", "acc": "grad"}  # inputs that live to their last use, and as what they are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class _Ledger:
     lives: dict[Key, _Life] = field(default_factory=dict)
     lasting: set[int] = field(default_factory=set)  # storages that outlive the step
     replaced: dict[int, int] = field(default_factory=dict)  # new storage -> the storage of what it replaces
+    sums: dict[int, int] = field(default_factory=dict)  # a sum of gradients so far -> the storage of the new one
     start_operands: dict[tuple[fx.Node, int], list[Key]] = field(default_factory=dict)
 
     def run(self, makespan: float) -> list[_Life]:
@@ -75,15 +77,17 @@ class _Ledger:
         sources = [n for n in role.graph.nodes if n.op == "placeholder"]
         for node, item in zip(sources, role.inputs, strict=True):
             for x in self.held.local.values[node]:
-                is_carry = item.kind == "carry"  # gathered in the step before, and held to its last use
-                kind, end = ("gathered", 0.0) if is_carry else (item.kind, makespan)
+                end = 0.0 if item.kind in _PASSING else makespan
+                kind = _PASSING.get(item.kind, item.kind)
                 self.lives[x.storage, -1] = _Life(node, x.storage_bytes, kind, 0.0, end)
                 made = returned.get((item.kind, item.name))
                 if made is not None and item.kind in _IN_PLACE:
                     for new in self.held.local.values[made]:
                         self.replaced[new.storage] = x.storage
+                        if item.kind == "acc":
+                            self.sums[x.storage] = new.storage
         for (kind, _), node in returned.items():
-            if kind != "grad":
+            if kind not in ("grad", "acc"):
                 self.lasting |= {x.storage for x in self.held.local.values[node]}
         if self.fusion == "ops":  # a new tensor is made, and the old one freed after its last use
             for old in self.replaced.values():
@@ -123,6 +127,10 @@ class _Ledger:
         found = []
         for storage in dict.fromkeys(storages):
             choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]
+            if storage in self.sums:  # what the microbatch before has left, or the zeros of the first
+                choices = [(self.sums[storage], task.microbatch - 1), (storage, -1)]
+            elif self.replaced.get(storage) in self.sums:
+                choices.append((self.replaced[storage], -1))  # in place
             if origin_of(task.node).phase == "update":
                 choices[:2] = choices[1::-1]
             key = next((key for key in choices if key in self.lives), None)

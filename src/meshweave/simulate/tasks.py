@@ -141,6 +141,8 @@ class _Lowering:
         last = max((mb for _, mb in self.passes[number]), default=0)
         for part, microbatch in self.passes[number]:
             for item in parts[part]:
+                if microbatch < last and _is_of_last(item):
+                    continue
                 if isinstance(item, Kernel):
                     found.append(self.add(self.kernel(number, item, microbatch)))
                     continue
@@ -315,6 +317,12 @@ def items_by_part(held: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
     for position, item in items:
         parts[FORWARD if position < backward else BACKWARD if position < update else UPDATE].append(item)
     return parts
+
+
+def _is_of_last(item: Kernel | fx.Node) -> bool:
+    """Whether only the last microbatch of a step runs a kernel or a communication."""
+    node = item.node if isinstance(item, Kernel) else item
+    return origin_of(node).phase == "reduce"
 
 
 def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline) -> Passes:
