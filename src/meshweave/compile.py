@@ -29,10 +29,10 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
-from meshweave.overlap import OverlapOptions, OverlapReport
+from meshweave.overlap import OverlapOptions, OverlapReport, settle
 from meshweave.overlap import prefetch as prefetched
 from meshweave.overlap.step import scheduling_of
-from meshweave.passes import Optimized, Passes, optimize, splitting_of
+from meshweave.passes import Optimized, Passes, accumulated, optimize, splitting_of
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.initialize import materialize
@@ -42,10 +42,12 @@ from meshweave.sharding.assign import Price
 from meshweave.sharding.decide import decide, infer_units
 from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import axes_of_operators, map_devices
-from meshweave.sharding.place import Placement, place
+from meshweave.sharding.place import place
+from meshweave.sharding.placement import Placement
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
+from meshweave.sharding.sums import AccumulateIn
 from meshweave.simulate.result import Simulation
 
 Loss = Callable[[Any, Any], Tensor]
@@ -63,6 +65,7 @@ class Program:
     optimized: Optimized
     placement: Placement
     options: CaptureOptions
+    accumulation: str = ""  # where gradients of several microbatches are added up, and why there
 
     @property
     def roles(self) -> tuple[RankGraph, ...]:
@@ -151,13 +154,18 @@ def build_program(
         resolved = choose_tp(model, captured, resolved, axis, place_with, price)
     step = _with_recompute(captured, options.recompute, resolved)
     placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
-    planner = _planner(profile)
-    placed = arrange(place(step, placement, price), planner, reduce_after_cast=options.reduce_after_cast)
-    progress("expand")
-    expanded = expand(verify_placed(placed), mesh, _proving(planner))
-    roles = tuple(verify_rank(prefetched(rank, prefetch)) for rank in expanded)
-    made = optimize(placed, roles, mesh, profile, passes or Passes(), options.accumulate, progress)
-    return Program(step, placed, made, placement, options)
+    planner, passes = _planner(profile), passes or Passes()
+
+    def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
+        how = replace(placement, accumulate_in=accumulate_in)
+        placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
+        progress("expand")
+        roles = expand(verify_placed(placed), mesh, _proving(planner))
+        return placed, tuple(verify_rank(settle(prefetched(rank, prefetch))) for rank in roles)
+
+    placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, passes.room(profile))
+    made = optimize(placed, roles, mesh, profile, passes, options.accumulate, progress)
+    return Program(step, placed, made, placement, options, told)
 
 
 def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> StepGraph:
@@ -313,6 +321,7 @@ def compile(
     memory_cap_bytes: int | None = None,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
+    accumulate_in: AccumulateIn = "auto",
     autocast: torch.dtype | None = None,
     reduce_after_cast: bool = False,
     recompute: str = "none",
@@ -338,6 +347,10 @@ def compile(
         schedulers work. Without one, the step computes loss and gradients.
     mesh, plan: without a plan the axes dp, fsdp and tp mean the usual. See `Plan`.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
+    accumulate_in: where gradients of microbatches are added up. "whole": as backward gives them, so that devices reduce
+        them once a step, and hold whole what fsdp stores in shards; "shards": reduce-scattered over what shards the
+        parameter in each microbatch; "auto": whole, unless a device would hold more than memory_cap_bytes or, without
+        it, than the machine profile's memory. `program.accumulation` and `meshweave plan` say which it was.
     reduce_after_cast: cast before a sum over devices where its result is cast to a smaller dtype: rounds each part.
     recompute: what the backward pass makes again instead of keeping it, in each repeated block of the model. "none";
         "full": all but what enters a block; "selective": all but attention, every second matmul, sums over devices.
@@ -365,7 +378,9 @@ def compile(
     if optimizer is None and (clip_grad_norm is not None):
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
     spec = None if optimizer is None else read_optimizer(optimizer, model)
-    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype)
+    options = CaptureOptions(
+        clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype, accumulate_in
+    )
     world = make_world(mesh, device)
     keeps_gradients = keep_gradients or optimizer is None
     passes = Passes(

@@ -27,6 +27,9 @@ from meshweave.ir.verify import verify_rank
 from meshweave.overlap import OverlapReport
 from meshweave.overlap.decide import NoOrderError
 from meshweave.overlap.step import Scheduling, overlap_roles
+from meshweave.report.tables import bytes_text
+from meshweave.sharding.sums import sum_bytes
+from meshweave.simulate.liveness import peak_bytes
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 
@@ -42,6 +45,12 @@ class Passes:
     def asks_costs(self) -> bool:
         by_gain = [one for one in (self.split, self.decompose) if one is not None and one.when == "gain"]
         return self.scheduling is not None or bool(by_gain)
+
+    def room(self, profile: Costs) -> int | None:
+        """Bytes that a device may hold: the cap, else what the machine has; None where neither is known."""
+        if self.scheduling is not None and self.scheduling.memory_cap_bytes is not None:
+            return self.scheduling.memory_cap_bytes
+        return int(profile.usable_bytes) if isinstance(profile, MachineProfile) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,29 @@ def splitting_of(asked: bool | int | SplitOptions | None) -> SplitOptions | None
             "split says neither whether nor how", got=repr(asked), expected="True, False, a number or SplitOptions(...)"
         )
     return SplitOptions((asked,))
+
+
+def accumulated(
+    expanded: Callable[[str], tuple[StepGraph, tuple[RankGraph, ...]]], microbatches: int, where: str, room: int | None
+) -> tuple[StepGraph, tuple[RankGraph, ...], str]:
+    """A program whose microbatches' gradients are added up `where` it is asked for, and what to say of that.
+
+    `expanded(where)` places and expands it. "auto" is whole, unless a device would hold more than `room` bytes then.
+    """
+    placed, roles = expanded("whole" if where == "auto" else where)
+    if microbatches == 1:
+        return placed, roles, ""
+    whole, stored = sum_bytes(placed)
+    how = f"gradients of {microbatches} microbatches are added up"
+    if whole == stored:
+        return placed, roles, f"{how} in {bytes_text(whole)} a device and reduced once a step"
+    if where == "auto" and room is not None and (peak := max(map(peak_bytes, roles))) > room:
+        placed, roles = expanded("shards")
+        asked = f"whole they would need {bytes_text(peak)} a device of {bytes_text(room)}"
+        return placed, roles, f"{how} in shards, reduced in each microbatch: {asked}"
+    if where == "shards":
+        return placed, roles, f"{how} in shards, reduced in each microbatch, as asked"
+    return placed, roles, f"{how} whole, in {bytes_text(whole)} a device, and reduced once a step"
 
 
 def optimize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -38,7 +39,8 @@ def simulate(
     microbatches = program.options.accumulate
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title)
-    return simulate_roles(program.roles, machine, options)
+    found = simulate_roles(program.roles, machine, options)
+    return replace(found, notes=(*found.notes, program.accumulation)) if program.accumulation else found
 
 
 def best_of(simulations: Sequence[Simulation]) -> int:

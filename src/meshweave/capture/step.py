@@ -32,7 +32,8 @@ Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 class CaptureOptions:
     """How the step is made from the model: clipping by global norm, microbatches per step, autocast dtype, seed,
     whether sums over devices may be taken after a cast to a smaller dtype, what the backward pass makes again (see
-    `capture.recompute`), and the dtype to which parameters are cast before they are used."""
+    `capture.recompute`), the dtype to which parameters are cast before they are used, and where gradients of
+    microbatches are added up (see `sharding.sums`)."""
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
@@ -41,11 +42,16 @@ class CaptureOptions:
     reduce_after_cast: bool = False
     recompute: str = "none"
     param_dtype: torch.dtype | None = None
+    accumulate_in: str = "auto"
 
     def __post_init__(self) -> None:
         check_policy(self.recompute)
         if self.param_dtype is not None and not self.param_dtype.is_floating_point:
             raise PlanError("param_dtype is no dtype of floating-point numbers", got=str(self.param_dtype))
+        if self.accumulate_in not in ("auto", "whole", "shards"):
+            raise PlanError(
+                "unknown way to add gradients up", got=repr(self.accumulate_in), expected="auto, whole or shards"
+            )
         if self.accumulate < 1:
             raise PlanError("accumulate counts microbatches", got=str(self.accumulate), expected="1 or more")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -294,7 +300,10 @@ def _step(
             told, grads = Substituted.run(model, tensors, forward_and_backward)
     results = {("loss", ""): told, **{("buffer", n): b for n, b in buffers.items()}}
     if options.accumulate > 1:
-        grads = {n: values.acc[n] + g * (1.0 / options.accumulate) for n, g in grads.items()}
+        for name, gradient in grads.items():
+            tracker.modules = [name.rpartition(".")[0]]
+            grads[name] = values.acc[name] + gradient * (1.0 / options.accumulate)
+        tracker.modules = []
         results |= {("acc", n): g for n, g in grads.items()}
     results |= {("grad", n): g for n, g in grads.items()}
     if optimizer is not None:

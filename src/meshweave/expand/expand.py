@@ -115,7 +115,8 @@ class _Expander:
         pairs = zip(self.program.step.outputs, self.program.step.output_values, strict=True)
         held = [(kind, value) for (kind, _), value in pairs if self._has(value.meta["layout"])]
         late = ("buffer", "acc")
-        return {PARTS["backward"]: [v for k, v in held if k == "loss"], PARTS["update"]: [v for k, v in held if k in late]}
+        losses, lasting = [v for k, v in held if k == "loss"], [v for k, v in held if k in late]
+        return {PARTS["backward"]: losses, PARTS["update"]: lasting}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
         """Note what the local node makes: the largest piece."""

@@ -5,6 +5,7 @@ from meshweave.overlap.entry import overlap, overlap_graph
 from meshweave.overlap.figures import Figures
 from meshweave.overlap.prefetch import prefetch
 from meshweave.overlap.report import CandidateRow, CollectiveRow, Merge, OverlapReport
+from meshweave.overlap.settle import settle
 
 __all__ = [
     "CandidateRow",
@@ -16,4 +17,5 @@ __all__ = [
     "overlap",
     "overlap_graph",
     "prefetch",
+    "settle",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -72,18 +73,15 @@ class Marked:
         return until
 
     def fence(self, phase: str, first: fx.Node) -> None:
-        """Let what the session reads after a part be there then: the loss, buffers, and with several microbatches all
-        that is under way, for the next one begins with nothing."""
-        kind = "loss" if phase == "backward" else "buffer"
-        read = {n for key, n in zip(self.role.outputs, self.outputs, strict=True) if key[0] == kind}
-        needed = []
-        for node in self.role.graph.nodes:
-            if node is first:
-                break
-            is_late = phase == "update" and self.microbatches > 1 and node.target is WAIT
-            is_late = is_late and origin_of(node).phase != "reduce"
-            if node.op == "call_function" and (node in read or is_late):
-                needed.append(node)
+        """Let what the session reads after a part be there then: the loss, buffers, sums of gradients, and with several
+        microbatches all that is under way, for the next one begins with nothing."""
+        kinds = ("loss",) if phase == "backward" else ("buffer", "acc")
+        read = {n for key, n in zip(self.role.outputs, self.outputs, strict=True) if key[0] in kinds}
+        before = list(takewhile(lambda n: n is not first, self.role.graph.nodes))
+        if phase == "update" and self.microbatches > 1:
+            waits = (n for n in before if n.target is WAIT and origin_of(n).phase != "reduce")
+            read |= {n for n in waits if set(before).isdisjoint(n.users)}
+        needed = [n for n in before if n.op == "call_function" and n in read]
         with self.role.graph.inserting_before(first):
             made = self.role.graph.call_function(begin, (phase, *needed))
         self.values[made] = NOTHING

@@ -133,7 +133,8 @@ def overlap_role(
     """Put the graph of a role in the order that the scheduler finds, in place, and merge its collectives.
 
     Parts of the step stay one after the other, but gathers that backward needs may start in forward, and what a
-    communication brings may be waited for in a later part (with several `microbatches` in the update only where the last of them alone begins it).
+    communication brings may be waited for in a later part (with several `microbatches`
+    in the update only what the last of them alone begins).
     `memory_cap_bytes` caps what a device holds at once: parameters, optimizer state, batch and all that the step makes,
     results beside operands. `keeps_gradients`: they live to the end. `tasks`: of all roles of the program.
     Raises MeshweaveError where no order is under the cap, naming the least peak and its tensors, and for an op that the

@@ -13,15 +13,17 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
 from meshweave.sharding.factors import Rule
 from meshweave.sharding.mapping import Homes
-from meshweave.sharding.place import Placement
+from meshweave.sharding.placement import Placement
 from meshweave.sharding.plans import Resolved
 from meshweave.sharding.registry import TABLE, row_for
 
 Units = Mapping[str, tuple[int, ...]]
 
 
-def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes: Homes) -> Placement:
-    """The layouts that the plan asks for.
+def decide(
+    resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes: Homes, accumulate_in: str = "whole"
+) -> Placement:
+    """The layouts that the plan asks for, and where gradients of microbatches are added up (`sharding.sums`).
 
     A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as the mesh
     where it lives has these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole
@@ -46,7 +48,7 @@ def decide(resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes:
             stored["buffer", item.name] = Layout.replicated(at["buffer", item.name], rank)
         elif item.kind == "batch" and rank and item.spec.shape[0] == size:
             stored["batch", item.name] = Layout.of(mesh, rank, {0: axes}).normalized(item.spec.shape)
-    return Placement(mesh, stored, used, homes, frozenset(resolved.kept))
+    return Placement(mesh, stored, used, homes, frozenset(resolved.kept), accumulate_in)
 
 
 def _used_layout(resolved: Resolved, item: Input, mesh: Mesh, units: Sequence[int]) -> Layout:

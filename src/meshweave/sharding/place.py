@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,10 +28,11 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Held, Price, cheapest, follow_result
-from meshweave.sharding.mapping import Homes
 from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
+from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for
 from meshweave.sharding.rules_shape import CONSTANTS, FACTORIES
+from meshweave.sharding.sums import Sums
 
 aten = torch.ops.aten
 PIN = torch.ops.meshweave.pin.default
@@ -47,24 +47,6 @@ SAID_WEIGHT = 100.0
 # gathered parameter does not live from forward to backward.
 _CASTS = {aten._to_copy.default}
 _VIEWS = {aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor}
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What a plan decides: the layouts of every input as it is stored and of parameters as they are used, and the mesh
-    of every op of the captured step."""
-
-    mesh: Mesh
-    stored: Mapping[tuple[str, str], Layout]
-    used: Mapping[str, Layout]
-    homes: Homes
-    kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
-    accumulate_in: str = "whole"  # see `_Placer._accumulated`
-
-    def layout(self, kind: str, name: str, spec: Spec) -> Layout:
-        """Layout of an input or output: new values are stored like old ones, gradients like their parameters."""
-        stored = self.stored.get(("param" if kind == "grad" else kind, name))
-        return stored if stored is not None else Layout.replicated(self.mesh, len(spec.shape))
 
 
 @dataclass(slots=True)
@@ -92,22 +74,24 @@ class _Placer:
     constant: dict[fx.Node, bool] = field(default_factory=dict)
     said: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # axes that operators pinned, as far as they act
     before: dict[int, Layout] = field(default_factory=dict)  # operator's call -> layout of its operand
-    accumulated: set[fx.Node] = field(default_factory=set)  # sums of the gradients of microbatches
+    sums: Sums = field(init=False)
     line: str = ""  # source of the op being placed: where an input is moved, it is moved for this line
 
     def run(self) -> StepGraph:
         self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
         outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
-        self.accumulated = {value for (kind, _), value in outputs if kind == "acc"}
+        self.sums = Sums(self.step, self.placement.accumulate_in)
         for (kind, name), value in outputs:
             if kind in ("grad", "loss", "buffer"):
                 wanted = self.placement.layout(kind, name, spec_of(value))
                 self.due.setdefault(value, []).append((wanted, self._output_phase(kind, value)))
         for node in self.items:
             self._input(node)
-        for node in self._order():
+        for node in self.sums.order():
             if node.op == "call_function":
                 self._node(node)
+            for so_far in self.sums.of_gradient.get(node, ()):
+                self._lay_out_sum(so_far, node)
             for layout, phase in self.due.get(node, ()):
                 self.fetch(node, layout, phase)
         results = [self._output(kind, name, value) for (kind, name), value in outputs]
@@ -127,7 +111,7 @@ class _Placer:
 
     def _output_phase(self, kind: str, value: fx.Node) -> str:
         if kind == "grad":
-            return "reduce" if value in self.accumulated else "backward"
+            return "reduce" if value in self.sums.operands else "backward"
         return _phase(value) if kind in ("loss", "buffer") else "update"
 
     def _node(self, node: fx.Node) -> None:
@@ -267,52 +251,6 @@ class _Placer:
         new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
         return _Copy(new, target, _phase(new))
 
-    # gradients of several microbatches
-
-    def _order(self) -> list[fx.Node]:
-        """The nodes in order. Gradients are added up at the end of backward, where what each microbatch moves has had
-        the time to arrive; where nothing has to move, as soon as they are there, so that none lives on beside its sum.
-        """
-        if self.placement.accumulate_in == "shards":
-            return list(self.step.graph.nodes)
-        early: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.accumulated:
-            gradient = self._operands_of_sum(node)[1]
-            scaled = tensor_inputs(gradient) if gradient.op == "call_function" else []
-            chain = [gradient, node] if gradient.target is aten.mul.Tensor and len(scaled) == 1 else [node]
-            early.setdefault(scaled[0] if len(chain) > 1 else gradient, []).extend(chain)
-        later = {n for chain in early.values() for n in chain}
-        found: list[fx.Node] = []
-        for node in self.step.graph.nodes:
-            if node not in later:
-                found += [node, *early.get(node, ())]
-        return found
-
-    def _operands_of_sum(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """What earlier microbatches have added up, and this one's gradient."""
-        first, second = tensor_inputs(node)
-        is_first = first.op == "placeholder" and self.items[first].kind == "acc"
-        return (first, second) if is_first else (second, first)
-
-    def _accumulate(self, node: fx.Node) -> None:
-        """Decide the layout in which a gradient is added up over microbatches: it is that of the op's operands.
-
-        "whole": the layout in which it comes out of backward, so that nothing moves before the last microbatch. "shards":
-        as the parameter is stored, but partial over axes that do not shard it: each microbatch moves what a device would
-        hold whole, and no more.
-        """
-        acc, gradient = self._operands_of_sum(node)
-        stored = self.copies[acc][0]
-        if self._is_made_on_demand(gradient):
-            return
-        made = self.held(gradient, "backward")[0].layout
-        sums = tuple((axis, op) for axis, op in made.partial if op == "sum")
-        layout = Layout(made.mesh, made.dims, sums)
-        if self.placement.accumulate_in == "shards" and made.mesh == stored.layout.mesh:
-            kept = tuple((axis, op) for axis, op in sums if axis not in stored.layout.sharded_axes)
-            layout = Layout(made.mesh, stored.layout.dims, kept)
-        stored.layout = stored.node.meta["layout"] = layout.normalized(spec_of(acc).shape)
-
     # ops
 
     def _emit(self, node: fx.Node, values: list[fx.Node], phase: str) -> fx.Node:
@@ -325,7 +263,7 @@ class _Placer:
     def _choose(self, node: fx.Node, held: list[Held], mesh: Mesh) -> Assignment:
         """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
         fixed = map_nodes(node, lambda n: None)
-        if node in self.accumulated:  # it is made as its operands are, and moved in the last microbatch
+        if node in self.sums.operands:  # it is made as its operands are, and moved in the last microbatch
             wanted = held[0].layouts
         else:
             wanted = tuple(layout for layout, _ in self.due.get(node, ()))
@@ -339,8 +277,6 @@ class _Placer:
         phase = _phase(node)
         self.line = origin_of(node).source
         operands, mesh = tensor_inputs(node), self.placement.homes[node]
-        if node in self.accumulated:
-            self._accumulate(node)
         held = [self._held(n, phase, mesh) for n in operands]
         if node.target is ROUND_PARTS:
             held = [replace(h, weight=SAID_WEIGHT) for h in held]
@@ -365,6 +301,15 @@ class _Placer:
             return
         new.meta["layout"] = option.results[0]
         self.copies[node] = [_Copy(new, option.results[0], _phase(new))]
+
+    def _lay_out_sum(self, so_far: fx.Node, gradient: fx.Node) -> None:
+        """Give an input that is the sum of a gradient so far its layout, when that of the gradient is known, and begin to
+        move this microbatch's part to it."""
+        stored = self.copies[so_far][0]
+        if not self._is_made_on_demand(gradient):
+            layout = self.sums.layout(self.held(gradient, "backward")[0].layout, stored.layout)
+            stored.layout = stored.node.meta["layout"] = layout.normalized(spec_of(so_far).shape)
+            self.fetch(gradient, stored.layout, "backward")
 
     def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Held:
         """A value as an op on `mesh` finds it: in the layouts that it has there, else as it would come from afar."""

@@ -1,0 +1,29 @@
+"""What a plan decides of a captured step, before its values are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshweave.ir.graph import Spec
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.sharding.mapping import Homes
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a plan decides: the layouts of every input as it is stored and of parameters as they are used, and the mesh
+    of every op of the captured step."""
+
+    mesh: Mesh
+    stored: Mapping[tuple[str, str], Layout]
+    used: Mapping[str, Layout]
+    homes: Homes
+    kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
+    accumulate_in: str = "whole"  # see `sharding.sums`
+
+    def layout(self, kind: str, name: str, spec: Spec) -> Layout:
+        """Layout of an input or output: new values are stored like old ones, gradients like their parameters."""
+        stored = self.stored.get(("param" if kind == "grad" else kind, name))
+        return stored if stored is not None else Layout.replicated(self.mesh, len(spec.shape))

@@ -1,0 +1,89 @@
+"""Gradients of several microbatches: in which layout they are added up, and when.
+
+Sums over devices are linear, so parts of a gradient can be added up over microbatches before devices reduce them: once
+a step instead of once a microbatch. That takes a gradient as it comes out of backward, whole, on every device. The
+other way is to reduce-scatter what the parameter's storage shards in every microbatch, and add up shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+import torch
+from torch import fx
+
+from meshweave.ir.graph import StepGraph, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+
+AccumulateIn = Literal["auto", "whole", "shards"]
+_SCALE = torch.ops.aten.mul.Tensor
+
+
+@dataclass(slots=True)
+class Sums:
+    """The ops of a captured step that add a microbatch's gradient to those before, each with its operands: the sum so
+    far and the gradient. `where`: "whole" or "shards"."""
+
+    step: StepGraph
+    where: str
+    operands: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    of_gradient: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # gradient -> sums so far
+
+    def __post_init__(self) -> None:
+        items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
+        for (kind, _), value in zip(self.step.outputs, self.step.output_values, strict=True):
+            if kind == "acc":
+                first, second = tensor_inputs(value)
+                is_first = first in items and items[first].kind == "acc"
+                so_far, gradient = (first, second) if is_first else (second, first)
+                self.operands[value] = so_far, gradient
+                self.of_gradient.setdefault(gradient, []).append(so_far)
+
+    def order(self) -> list[fx.Node]:
+        """The nodes of the step in the order in which they are placed.
+
+        A gradient is scaled as soon as it is there. It is added to a whole sum then, so that it does not live on beside
+        that; to a shard at the end of backward, when what each microbatch moves has had the time to arrive.
+        """
+        early: dict[fx.Node, list[fx.Node]] = {}
+        for node, (_, gradient) in self.operands.items():
+            scaled = tensor_inputs(gradient) if gradient.target is _SCALE else []
+            chain = [gradient] if len(scaled) == 1 else []
+            chain += [node] if self.where != "shards" else []
+            early.setdefault(scaled[0] if len(scaled) == 1 else gradient, []).extend(chain)
+        late = {n for chain in early.values() for n in chain}
+        return [one for node in self.step.graph.nodes if node not in late for one in (node, *early.get(node, ()))]
+
+    def layout(self, made: Layout, stored: Layout) -> Layout:
+        """The layout of a sum, where backward gives the gradient in `made` and the parameter is stored in `stored`.
+
+        "whole": that of the gradient, so that nothing moves before the last microbatch. "shards": as it is stored, but
+        partial over axes that do not shard it: every microbatch moves what a device would hold whole, and no more.
+        """
+        sums = tuple((axis, op) for axis, op in made.partial if op == "sum")
+        if self.where == "shards" and made.mesh == stored.mesh:
+            return Layout(made.mesh, stored.dims, tuple((a, op) for a, op in sums if a not in stored.sharded_axes))
+        return Layout(made.mesh, made.dims, sums)
+
+
+def sum_bytes(placed: StepGraph) -> tuple[int, int]:
+    """Bytes of all sums of gradients on the device that has the most: as they are added up, and as they are stored."""
+    held: dict[str, Counter[Mesh]] = {"acc": Counter(), "grad": Counter()}
+    for (kind, _), value in zip(placed.outputs, placed.output_values, strict=True):
+        if kind in held:
+            spec, layout = spec_of(value), value.meta["layout"]
+            held[kind][layout.mesh] += prod(layout.local_shape(spec.shape)) * spec.dtype.itemsize
+    return _most(held["acc"]), _most(held["grad"])
+
+
+def _most(bytes_on: Mapping[Mesh, int]) -> int:
+    """The most that one device holds of what each mesh holds per device."""
+    found = Counter[int]()
+    for mesh, num_bytes in bytes_on.items():
+        found.update(dict.fromkeys(mesh.devices, num_bytes))
+    return max(found.values(), default=0)

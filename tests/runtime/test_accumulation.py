@@ -1,0 +1,230 @@
+"""Gradients of microbatches: added up before they are reduced, once a step, and equal to those of eager PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tests.training import assert_tensors, batches
+from torch import Tensor, fx, nn
+
+import meshweave as mw
+from meshweave.check.completeness import check_complete
+from meshweave.check.deadlock import check_deadlock
+from meshweave.hardware import load_profile
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import STARTS
+from meshweave.runtime.executor import Task
+from meshweave.simulate.liveness import peak_bytes
+from meshweave.whatif import simulate
+
+CLIP, LR = 0.5, 1e-2
+
+
+class Stack(nn.Module):
+    """Blocks with a bias and a norm; `tied`: the first weight is the last one too."""
+
+    def __init__(self, width: int = 16, depth: int = 3, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width))
+            for _ in range(depth)
+        )
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def mse(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return ((out - batch["y"]) ** 2).mean()
+
+
+def compiled(mesh: str, accumulate: int, tied: bool = False, **options: Any) -> mw.TrainStep:
+    model = Stack(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    example = batches(1, (8, 16), (8, 16))[0]
+    options = {"clip_grad_norm": CLIP, "keep_gradients": True} | options
+    return mw.compile(
+        model, loss=mse, example=example, optimizer=optimizer, mesh=mesh, accumulate=accumulate, **options
+    )
+
+
+def eager(accumulate: int, data: list[dict[str, Tensor]], tied: bool = False) -> tuple[nn.Module, list[float], Any]:
+    """PyTorch as users write it: the loss of each microbatch over their number, gradients left to add up."""
+    model = Stack(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses, gradients = [], {}
+    for batch in data:
+        optimizer.zero_grad()
+        micros = zip(*(t.chunk(accumulate) for t in batch.values()), strict=True)
+        total = 0.0
+        for x, y in micros:
+            value = mse(model(x), {"y": y}) / accumulate
+            value.backward()
+            total += value.item()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(total)
+    return model, losses, gradients
+
+
+class Counts:
+    """A recorder that counts the communications that really begin, by op and phase, on held device 0."""
+
+    def __init__(self) -> None:
+        self.found: Counter[tuple[str, str]] = Counter()
+
+    def mark(self) -> None:
+        return None
+
+    def ran(self, index: int, task: Task, began: Any) -> None:
+        if index == 0 and task.node.target in STARTS:
+            self.found[key_of(task.node)] += 1
+
+    def copied(self, index: int, start: fx.Node, began: Any) -> None:
+        pass
+
+    def begun(self, works: Any) -> None:
+        pass
+
+
+def key_of(node: fx.Node) -> tuple[str, str]:
+    return op_name(node.target).removeprefix("_c10d_functional."), origin_of(node).phase
+
+
+def counted(step: mw.TrainStep, batch: dict[str, Tensor]) -> Counter[tuple[str, str]]:
+    counts = Counts()
+    for executor in step.session._executors:
+        executor.record(counts)
+    step(batch)
+    for executor in step.session._executors:
+        executor.record(None)
+    return counts.found
+
+
+def reductions(found: Counter[tuple[str, str]], phases: tuple[str, ...] = ("backward", "reduce")) -> int:
+    """All-reduces and reduce-scatters of gradients: these models have no others in backward on dp and fsdp."""
+    ops = ("all_reduce", "reduce_scatter_tensor")
+    return sum(count for (op, phase), count in found.items() if op in ops and phase in phases)
+
+
+MODES = [("", "whole"), ("dp=2", "auto"), ("fsdp=2", "whole"), ("fsdp=2", "shards"), ("fsdp=3", "shards"),
+         ("dp=2,fsdp=2", "whole"), ("dp=2,fsdp=2", "shards"), ("fsdp=2,tp=2", "auto"), ("pp=2,dp=2", "whole"),
+         ("pp=2,fsdp=2", "shards")]  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mesh", "where"), MODES)
+def test_it_equals_eager_pytorch(mesh: str, where: str, accumulate: int) -> None:
+    data = batches(3, (24, 16), (24, 16)) if "3" in mesh else batches(3, (8, 16), (8, 16))
+    model, expected, gradients = eager(accumulate, data)
+    twin = Stack()
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=LR)
+    step = mw.compile(
+        twin, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, accumulate=accumulate, accumulate_in=where,
+        clip_grad_norm=CLIP, keep_gradients=True,
+    )  # fmt: skip
+    losses = [step(batch) for batch in data]
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+    assert_tensors(step.gradients(), gradients)
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in model.named_parameters()})
+    check_complete(step.program.placed, step.program.roles)
+    check_deadlock(step.program.roles)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2,dp=2"])
+def test_a_tied_weight_is_counted_once_for_each_use(mesh: str) -> None:
+    data = batches(2, (8, 16), (8, 16))
+    step = compiled(mesh, 2, tied=True)
+    model, expected, gradients = eager(2, data, tied=True)
+    torch.testing.assert_close([step(batch) for batch in data], expected, rtol=2e-6, atol=1e-6)
+    assert_tensors(step.gradients(), gradients)
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "dp=2,fsdp=2"])
+def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(mesh: str) -> None:
+    (batch,) = batches(1, (16, 16), (16, 16))
+    expected = len(list(Stack().parameters()))
+    for accumulate in (1, 2, 4):
+        step = compiled(mesh, accumulate)
+        found = counted(step, {n: t[:8] for n, t in batch.items()})
+        assert reductions(found) == expected
+        shown = Counter((s.op, s.phase) for s in simulate(step.program, "h100").spans if s.kind == "collective")
+        assert sum(n for (op, phase), n in shown.items() if op in ("all_reduce", "reduce_scatter") and
+                   phase in ("backward", "reduce")) == expected  # fmt: skip
+
+
+def test_shards_are_reduced_in_every_microbatch_and_replicas_of_them_once() -> None:
+    (batch,) = batches(1, (8, 16), (8, 16))
+    number = len(list(Stack().parameters()))
+    step = compiled("fsdp=2", 4, accumulate_in="shards")
+    assert reductions(counted(step, batch)) == 4 * number
+    both = counted(compiled("dp=2,fsdp=2", 4, accumulate_in="shards"), batch)
+    assert reductions(both, ("backward",)) == 4 * number  # over fsdp
+    assert reductions(both, ("reduce",)) == number  # over dp
+
+
+def test_the_choice_follows_memory_and_says_so() -> None:
+    free = compiled("fsdp=4", 2, profile="h100", keep_gradients=False).program
+    assert "whole" in free.accumulation
+    assert "once a step" in free.accumulation
+    lower = max(map(peak_bytes, compiled("fsdp=4", 2, accumulate_in="shards", keep_gradients=False).program.roles))
+    upper = max(map(peak_bytes, free.roles))
+    assert lower < upper
+    tight = compiled("fsdp=4", 2, profile="h100", memory_cap_bytes=(lower + upper) // 2, keep_gradients=False).program
+    assert "in shards" in tight.accumulation
+    assert "would need" in tight.accumulation
+    assert tight.accumulation in simulate(tight, load_profile("h100")).notes
+    assert compiled("fsdp=4", 1).program.accumulation == ""
+
+
+def test_an_unknown_way_is_an_error() -> None:
+    with pytest.raises(mw.PlanError, match="unknown way to add gradients up") as error:
+        compiled("dp=2", 2, accumulate_in="halves")
+    assert error.value.expected == "auto, whole or shards"
+
+
+def test_sums_are_given_up_as_they_are_replaced() -> None:
+    """A device holds one sum of each gradient, not two, and none when the step is over."""
+    (batch,) = batches(1, (24, 16), (24, 16))
+    step = mw.compile(
+        model := Stack(), loss=mse, example=batch, optimizer=torch.optim.SGD(model.parameters(), lr=LR), mesh="fsdp=2",
+        accumulate=3, accumulate_in="whole",
+    )  # fmt: skip
+    peaks = []
+
+    class Watch:
+        """Bytes of sums on device 0 as they come and go."""
+
+        held: dict[str, int] = {}
+
+        def made(self, index: int, node: fx.Node, value: Any) -> None:
+            if index == 0 and node in sums:
+                self.held[node.name] = value.nbytes
+                peaks.append(sum(self.held.values()))
+
+        def freed(self, index: int, node: fx.Node) -> None:
+            if index == 0:
+                self.held.pop(node.name, None)
+
+    rank = step.program.rank
+    named = zip(rank.outputs, next(iter(reversed(rank.graph.nodes))).args[0], strict=True)  # type: ignore[arg-type]
+    sums = {n for (kind, _), n in named if kind == "acc"}
+    sums |= {n for n, i in zip(rank.graph.nodes, rank.inputs, strict=False) if i.kind == "acc"}
+    watch = step.session.executor.meter = Watch()
+    step(batch)
+    whole = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    assert whole <= max(peaks) <= whole + largest
+    assert watch.held == {}
