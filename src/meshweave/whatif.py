@@ -10,9 +10,9 @@ import torch
 from meshweave.compile import Program, tokens_of
 from meshweave.hardware import MachineProfile, load_profile
 from meshweave.simulate.kernels import Fusion
+from meshweave.simulate.pipelines import Pipeline
 from meshweave.simulate.result import Simulation
 from meshweave.simulate.step import SimulateOptions, simulate_roles
-from meshweave.simulate.tasks import Pipeline
 
 
 def simulate(

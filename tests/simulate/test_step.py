@@ -16,7 +16,7 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.compile import Program, build_program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
-from meshweave.simulate.tasks import passes_of
+from meshweave.simulate.pipelines import passes_of
 from meshweave.whatif import best_of, simulate, tokens_of
 
 

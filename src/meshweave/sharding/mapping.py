@@ -148,14 +148,20 @@ class _Mapper:
         meshes = {self.homes.get(n, self.mesh) for n in tensor_inputs(node)}
         if len(meshes) == 1:
             return meshes.pop()
-        user = next(iter(node.users), None)
-        while user is not None and user.target is aten.add.Tensor:
-            user = next(iter(user.users), None)
-        if user is not None and user.op == "output":
-            outputs = zip(self.step.outputs, self.step.output_values, strict=True)
-            return next((self.params.get(name) for (_, name), value in outputs if value is node), None)
+        last, user = node, next(iter(node.users), None)
+        while user is not None and (user.target is aten.add.Tensor or _scales(user)):
+            last, user = user, next(iter(user.users), None)
+        outputs = zip(self.step.outputs, self.step.output_values, strict=True)
+        name = next((name for (_, name), value in outputs if value is last), None)
+        if name is not None:
+            return self.params.get(name)
         known = self.calls.get(origin_of(user).call) if user is not None else None
         return known or self._operands(node)
+
+
+def _scales(node: fx.Node) -> bool:
+    """Whether an op multiplies by a number, as gradients of several microbatches are."""
+    return node.target is aten.mul.Tensor and len(tensor_inputs(node)) == 1
 
 
 def axes_of_operators(step: StepGraph, mesh: Mesh) -> set[str]:

@@ -28,10 +28,10 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Held, Price, cheapest, follow_result
+from meshweave.sharding.forms import CASTS, VIEWS, Forms
 from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for
-from meshweave.sharding.rules_shape import CONSTANTS, FACTORIES
 from meshweave.sharding.sums import Sums
 
 aten = torch.ops.aten
@@ -42,11 +42,6 @@ ROUND_PARTS = torch.ops.meshweave.round_parts.default
 # a sum that is to be cast before the sum is taken, is priced this many times over: what was said is followed where
 # following it is possible at all.
 SAID_WEIGHT = 100.0
-
-# Ops through which a parameter is still that parameter: they are done again in each phase that needs them, so that a
-# gathered parameter does not live from forward to backward.
-_CASTS = {aten._to_copy.default}
-_VIEWS = {aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor}
 
 
 @dataclass(slots=True)
@@ -71,15 +66,17 @@ class _Placer:
     due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved as soon as they are made
     stored: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
     used: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
-    constant: dict[fx.Node, bool] = field(default_factory=dict)
+    abroad: dict[tuple[fx.Node, str, str], _Copy] = field(default_factory=dict)
     said: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # axes that operators pinned, as far as they act
     before: dict[int, Layout] = field(default_factory=dict)  # operator's call -> layout of its operand
+    forms: Forms = field(init=False)
     sums: Sums = field(init=False)
     line: str = ""  # source of the op being placed: where an input is moved, it is moved for this line
 
     def run(self) -> StepGraph:
         self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
         outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
+        self.forms = Forms(self.items)
         self.sums = Sums(self.step, self.placement.accumulate_in)
         for (kind, name), value in outputs:
             if kind in ("grad", "loss", "buffer"):
@@ -119,45 +116,10 @@ class _Placer:
             self._item(node)
         elif node.target is PIN:
             self._pin(node)
-        elif not self._is_made_on_demand(node) and not self._is_parameter_form(node):
+        elif not self.forms.is_made_on_demand(node) and not self.forms.is_of_parameter(node):
             self._op(node)  # those are made where they are wanted, in the layout that is wanted
 
-    # what is made from nothing, and what a parameter, its casts and its views are
-
-    def _is_made_on_demand(self, node: fx.Node) -> bool:
-        """Whether a value is a constant, or pointwise of constants and single numbers: any piece is as cheap to make.
-
-        Random numbers are made on demand, but what is computed from them is computed once.
-        """
-        return node.target in FACTORIES or self._is_constant(node)
-
-    def _is_constant(self, node: fx.Node) -> bool:
-        if node not in self.constant:
-            self.constant[node] = self._spreads_constants(node)
-        return self.constant[node]
-
-    def _spreads_constants(self, node: fx.Node) -> bool:
-        if node.target in CONSTANTS:
-            return True
-        spec = node.meta.get("spec")
-        spreads = node.target in _VIEWS or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if not spreads or not isinstance(spec, Spec) or spec.num_elements < 2:
-            return False
-        return all(self._is_constant(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
-
-    def _is_parameter_form(self, node: fx.Node) -> bool:
-        if node.op == "placeholder":
-            return self.items[node].kind == "param"
-        inputs = tensor_inputs(node) if node.target in _CASTS or node.target in _VIEWS else []
-        return len(inputs) == 1 and origin_of(node).phase != "update" and self._is_parameter_form(inputs[0])
-
-    def _is_stored_form(self, node: fx.Node) -> bool:
-        return node.op == "placeholder" or (node.target in _CASTS and self._is_stored_form(tensor_inputs(node)[0]))
-
-    def _parameter(self, node: fx.Node) -> str:
-        while node.op != "placeholder":
-            node = tensor_inputs(node)[0]
-        return self.items[node].name
+    # what a parameter, its casts and its views are
 
     def _stored_form(self, node: fx.Node, phase: str) -> _Copy:
         """The parameter, cast where the graph casts it, in the layout it is stored in."""
@@ -173,13 +135,13 @@ class _Placer:
 
     def _used_form(self, node: fx.Node, phase: str) -> _Copy:
         """The parameter as `phase` uses it: gathered, then viewed."""
-        phase = "forward" if self._parameter(node) in self.placement.kept else phase
+        phase = "forward" if self.forms.name(node) in self.placement.kept else phase
         key = (node, phase)
         if key in self.used:
             return self.used[key]
-        if self._is_stored_form(node):
+        if self.forms.is_stored(node):
             held = self._stored_form(node, phase)
-            target = self.placement.used.get(self._parameter(node), held.layout).normalized(spec_of(node).shape)
+            target = self.placement.used.get(self.forms.name(node), held.layout).normalized(spec_of(node).shape)
             made = self._move(held, target, node, phase) if target != held.layout else held
         else:
             source = self._used_form(tensor_inputs(node)[0], phase)
@@ -202,7 +164,7 @@ class _Placer:
 
         Larger copies do not outlive their phase, but the first on each other mesh does: it is not sent twice.
         """
-        if self._is_parameter_form(node) and phase != "update":
+        if self.forms.is_of_parameter(node) and phase != "update":
             original, others, spec = self._used_form(node, phase), self.copies.get(node, [])[1:], None
         else:
             (original, *others), spec = self.copies[node], spec_of(node)
@@ -219,8 +181,10 @@ class _Placer:
     def fetch(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
         """The value in the layout `wanted`: a copy there is, or a new move from the cheapest copy."""
         wanted = wanted.normalized(spec_of(node).shape)
-        if self._is_made_on_demand(node):
+        if self.forms.is_made_on_demand(node):
             return self._made(node, wanted, phase).node
+        if self._is_view_abroad(node, wanted, phase) and (made := self._viewed_abroad(node, wanted, phase)):
+            return made.node
         held = self.held(node, phase)
         for copy in held:
             if copy.layout == wanted:
@@ -229,6 +193,30 @@ class _Placer:
         made = self._move(source, wanted, node, phase)
         self.copies.setdefault(node, [source]).append(made)
         return made.node
+
+    def _is_view_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> bool:
+        """Whether a view of a parameter is wanted on another mesh than that on which the parameter lives."""
+        return (
+            node.op == "call_function"
+            and node.target in VIEWS
+            and phase != "update"
+            and self.forms.is_of_parameter(node)
+            and wanted.mesh != self.placement.homes[self.forms.parameter(node)]
+        )
+
+    def _viewed_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> _Copy | None:
+        """A view of a parameter's copy on another mesh, which forward and backward share; None where the view cannot be
+        made there as it is wanted."""
+        key = (node, str(wanted), phase)
+        if key not in self.abroad:
+            (source,) = tensor_inputs(node)
+            option = follow_result(row_for(node).rule(node), wanted, [spec_of(source)], [spec_of(node)])
+            if option.results[0] != wanted:
+                return None
+            new = self._emit(node, [self.fetch(source, option.operands[0], phase)], phase)
+            new.meta.update(layout=wanted, assignment=option)
+            self.abroad[key] = _Copy(new, wanted, phase)
+        return self.abroad[key]
 
     def _made(self, node: fx.Node, wanted: Layout, phase: str) -> _Copy:
         """A value that is made on demand, in the layout that is wanted: nothing moves, but to make it partial."""
@@ -303,10 +291,10 @@ class _Placer:
         self.copies[node] = [_Copy(new, option.results[0], _phase(new))]
 
     def _lay_out_sum(self, so_far: fx.Node, gradient: fx.Node) -> None:
-        """Give an input that is the sum of a gradient so far its layout, when that of the gradient is known, and begin to
-        move this microbatch's part to it."""
+        """Give an input that is the sum of a gradient so far its layout, when that of the gradient is known, and begin
+        to move this microbatch's part to it."""
         stored = self.copies[so_far][0]
-        if not self._is_made_on_demand(gradient):
+        if not self.forms.is_made_on_demand(gradient):
             layout = self.sums.layout(self.held(gradient, "backward")[0].layout, stored.layout)
             stored.layout = stored.node.meta["layout"] = layout.normalized(spec_of(so_far).shape)
             self.fetch(gradient, stored.layout, "backward")
@@ -314,12 +302,12 @@ class _Placer:
     def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Held:
         """A value as an op on `mesh` finds it: in the layouts that it has there, else as it would come from afar."""
         spec = spec_of(node)
-        if self._is_made_on_demand(node):
+        if self.forms.is_made_on_demand(node):
             return Held(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
         copies = self.held(node, phase)
         here = [c.layout for c in copies if c.layout.mesh == mesh]
         layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
-        is_said = bool(self.said.get(node)) or (self._is_parameter_form(node) and phase != "update")
+        is_said = bool(self.said.get(node)) or (self.forms.is_of_parameter(node) and phase != "update")
         return Held(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
 
     def _said(self, node: fx.Node, operands: list[fx.Node], option: Assignment) -> None:
@@ -333,7 +321,7 @@ class _Placer:
             axes = self.said.get(operand, frozenset())
             pinned |= axes
             is_inside = origin_of(operand).call == origin_of(node).call
-            if not axes or is_inside or node.target in _CASTS or _phase(node) != "forward":
+            if not axes or is_inside or node.target in CASTS or _phase(node) != "forward":
                 continue
             held = self.copies[operand][0].layout
             lost = [a for a in held.partial_axes if a in axes and a not in wanted.partial_axes]
@@ -357,7 +345,7 @@ class _Placer:
         pin, phase, spec, call = Pin.parse(str(text)), _phase(node), spec_of(node), origin_of(node).call
         self.line = origin_of(node).source
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
-        source = self._made(value, whole, phase) if self._is_made_on_demand(value) else self.held(value, phase)[0]
+        source = self._made(value, whole, phase) if self.forms.is_made_on_demand(value) else self.held(value, phase)[0]
         held = target = translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
         if not pin.is_operator:
             target = pin.layout(held, bool(is_grad))

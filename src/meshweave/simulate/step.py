@@ -15,8 +15,9 @@ from meshweave.simulate.clock import Times, play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Fusion, Kernel
 from meshweave.simulate.memory import Memory, bytes_by_kind, memory_of
+from meshweave.simulate.pipelines import FORWARD, Pipeline
 from meshweave.simulate.result import RoleResult, Simulation, Span
-from meshweave.simulate.tasks import FORWARD, Pipeline, RoleTasks, Tasks, items_by_part, lower_tasks
+from meshweave.simulate.tasks import RoleTasks, Tasks, items_by_part, lower_tasks
 
 _FUSION: dict[str, Fusion] = {"pointwise": "compiled", "none": "ops"}  # what a profile says of its machine
 

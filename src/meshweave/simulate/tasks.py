@@ -8,26 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from meshweave.engine.machine import Schedule
 from meshweave.engine.match import Channel, agreed
-from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.errors import VerifyError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, collectives, destinations, permute, transfer
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.simulate.narrow import Narrow
+from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, passes_of, told_of
 from meshweave.simulate.shapes import Local, local_values
 
-Pipeline = Literal["sequential", "gpipe", "1f1b"]
-Passes = tuple[tuple[int, int], ...]  # (part, microbatch), in the order in which a role runs them
-
-FORWARD, BACKWARD, UPDATE = 0, 1, 2
 COST_NAMES: dict[Any, str] = {  # collectives as profiles name them
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
@@ -98,6 +95,7 @@ class _Lowering:
     passes: list[Passes]
     narrow: Sequence[Narrow] = ()
     is_buffered: bool = False
+    told: Sequence[frozenset[fx.Node]] = ()  # what tells stages the loss when all is done
     priced: dict[str, Task] = field(default_factory=dict)  # of transfers, by key
     tasks: list[Task] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
@@ -134,30 +132,40 @@ class _Lowering:
 
     def stream(self, number: int) -> list[int]:
         """The tasks of a role's compute stream, pass by pass."""
-        held = self.roles[number]
-        parts = items_by_part(held)
         begun: dict[tuple[fx.Node, int], int] = {}
         found = []
         last = max((mb for _, mb in self.passes[number]), default=0)
-        for part, microbatch in self.passes[number]:
-            for item in parts[part]:
-                if microbatch < last and _is_of_last(item):
-                    continue
-                if isinstance(item, Kernel):
-                    found.append(self.add(self.kernel(number, item, microbatch)))
-                    continue
-                kind: Any = "wait" if item.target is WAIT else "start"
-                task = self.add(Task(kind, item, (number,), self.host_seconds, microbatch))
-                found.append(task)
-                if kind == "start":
-                    begun[item, microbatch] = task
-                    self.enter(number, item, task)
-                else:
-                    started = item.args[0]
-                    assert isinstance(started, fx.Node)
-                    late = part == UPDATE and (started, last) in begun
-                    self.waits.setdefault(begun[started, last if late else microbatch], task)
+        for part, microbatch, item in self.queue(number, last):
+            if isinstance(item, Kernel):
+                found.append(self.add(self.kernel(number, item, microbatch)))
+                continue
+            kind: Any = "wait" if item.target is WAIT else "start"
+            task = self.add(Task(kind, item, (number,), self.host_seconds, microbatch))
+            found.append(task)
+            if kind == "start":
+                begun[item, microbatch] = task
+                self.enter(number, item, task)
+            else:
+                started = item.args[0]
+                assert isinstance(started, fx.Node)
+                late = part == UPDATE and (started, last) in begun
+                self.waits.setdefault(begun[started, last if late else microbatch], task)
         return found
+
+    def queue(self, number: int, last: int) -> Iterator[tuple[int, int, Kernel | fx.Node]]:
+        """What a role runs in its order: part, microbatch and item. In a pipeline stages tell each other the losses
+        when all microbatches are done, so that no forward waits for the last stage."""
+        held = self.roles[number]
+        parts = items_by_part(held)
+        told = self.told[number]
+        losses = [item for item in parts[FORWARD] if _node(item) in told]
+        for part, microbatch in self.passes[number]:
+            if part == UPDATE:
+                yield from ((FORWARD, m, item) for m in range(last + 1) for item in losses)
+            for item in parts[part]:
+                is_early = microbatch == last or origin_of(_node(item)).phase != "reduce"
+                if is_early and _node(item) not in told:
+                    yield part, microbatch, item
 
     def kernel(self, number: int, kernel: Kernel, microbatch: int) -> Task:
         works = tuple(self.narrow[number].works(kernel, microbatch)) if self.narrow else kernel.works
@@ -319,33 +327,8 @@ def items_by_part(held: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
     return parts
 
 
-def _is_of_last(item: Kernel | fx.Node) -> bool:
-    """Whether only the last microbatch of a step runs a kernel or a communication."""
-    node = item.node if isinstance(item, Kernel) else item
-    return origin_of(node).phase == "reduce"
-
-
-def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline) -> Passes:
-    """What a stage runs, in order.
-
-    `sequential`: forward and backward of one microbatch after the other, as the runtime does today. `gpipe`: all
-    forwards, then all backwards (Huang et al., NeurIPS 2019). `1f1b`: as many forwards as there are stages after it,
-    then a forward and a backward in turn (Narayanan et al., SOSP 2019).
-    """
-    if pipeline not in get_args(Pipeline):
-        raise MeshweaveError("unknown pipeline schedule", got=repr(pipeline), expected=", ".join(get_args(Pipeline)))
-    all_of = range(microbatches)
-    if pipeline == "gpipe":
-        order = [*((FORWARD, m) for m in all_of), *((BACKWARD, m) for m in all_of)]
-    elif pipeline == "1f1b":
-        ahead = min(num_stages - 1 - stage, microbatches)
-        order = [(FORWARD, m) for m in range(ahead)]
-        for m in all_of:
-            order += [(FORWARD, m + ahead)] if m + ahead < microbatches else []
-            order.append((BACKWARD, m))
-    else:
-        order = [(part, m) for m in all_of for part in (FORWARD, BACKWARD)]
-    return (*order, (UPDATE, 0))
+def _node(item: Kernel | fx.Node) -> fx.Node:
+    return item.node if isinstance(item, Kernel) else item
 
 
 def lower_tasks(
@@ -364,4 +347,6 @@ def lower_tasks(
         roles.append(RoleTasks(graph, local, tuple(kernels)))
     passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
-    return _Lowering(graphs, profile, roles, passes, narrow, pipeline != "sequential").run()
+    is_buffered = pipeline != "sequential"
+    told = told_of(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
+    return _Lowering(graphs, profile, roles, passes, narrow, is_buffered, told).run()

@@ -1,0 +1,69 @@
+"""Values that need no place of their own: what is made from nothing, and what a parameter, its casts and views are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from meshweave.ir.graph import Input, Spec, origin_of, spec_of, tensor_inputs
+from meshweave.sharding.rules_shape import CONSTANTS, FACTORIES
+
+aten = torch.ops.aten
+
+# Ops through which a parameter is still that parameter: they are done again in each phase that needs them, so that a
+# gathered parameter does not live from forward to backward.
+CASTS = frozenset({aten._to_copy.default})
+VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
+
+
+@dataclass(slots=True)
+class Forms:
+    """Which nodes of a captured step are made on demand, and which are forms of a parameter. `items`: its inputs."""
+
+    items: Mapping[fx.Node, Input]
+    constant: dict[fx.Node, bool] = field(default_factory=dict)
+
+    def is_made_on_demand(self, node: fx.Node) -> bool:
+        """Whether a value is a constant, or pointwise of constants and single numbers: any piece is as cheap to make.
+
+        Random numbers are made on demand, but what is computed from them is computed once.
+        """
+        return node.target in FACTORIES or self._is_constant(node)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        if node not in self.constant:
+            self.constant[node] = self._spreads_constants(node)
+        return self.constant[node]
+
+    def _spreads_constants(self, node: fx.Node) -> bool:
+        if node.target in CONSTANTS:
+            return True
+        spec = node.meta.get("spec")
+        spreads = node.target in VIEWS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if not spreads or not isinstance(spec, Spec) or spec.num_elements < 2:
+            return False
+        return all(self._is_constant(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
+
+    def is_of_parameter(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter, or casts and views of one outside of the update."""
+        if node.op == "placeholder":
+            return self.items[node].kind == "param"
+        inputs = tensor_inputs(node) if node.target in CASTS or node.target in VIEWS else []
+        return len(inputs) == 1 and origin_of(node).phase != "update" and self.is_of_parameter(inputs[0])
+
+    def is_stored(self, node: fx.Node) -> bool:
+        """Whether a form of a parameter is made in the layout in which that is stored: it is cast, but not viewed."""
+        return node.op == "placeholder" or (node.target in CASTS and self.is_stored(tensor_inputs(node)[0]))
+
+    def parameter(self, node: fx.Node) -> fx.Node:
+        """The input that a form of a parameter is of."""
+        while node.op != "placeholder":
+            (node,) = tensor_inputs(node)
+        return node
+
+    def name(self, node: fx.Node) -> str:
+        """Of the parameter that a node is a form of."""
+        return self.items[self.parameter(node)].name

@@ -1,0 +1,67 @@
+"""Pipelines: in what order stages run the microbatches of a step, and what they do when all are done."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, get_args
+
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, transfer
+
+Pipeline = Literal["sequential", "gpipe", "1f1b"]
+Passes = tuple[tuple[int, int], ...]  # (part, microbatch), in the order in which a role runs them
+
+FORWARD, BACKWARD, UPDATE = 0, 1, 2
+
+
+def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline) -> Passes:
+    """What a stage runs, in order.
+
+    `sequential`: forward and backward of one microbatch after the other, as the runtime does today. `gpipe`: all
+    forwards, then all backwards (Huang et al., NeurIPS 2019). `1f1b`: as many forwards as there are stages after it,
+    then a forward and a backward in turn (Narayanan et al., SOSP 2019).
+    """
+    if pipeline not in get_args(Pipeline):
+        raise MeshweaveError("unknown pipeline schedule", got=repr(pipeline), expected=", ".join(get_args(Pipeline)))
+    all_of = range(microbatches)
+    if pipeline == "gpipe":
+        order = [*((FORWARD, m) for m in all_of), *((BACKWARD, m) for m in all_of)]
+    elif pipeline == "1f1b":
+        ahead = min(num_stages - 1 - stage, microbatches)
+        order = [(FORWARD, m) for m in range(ahead)]
+        for m in all_of:
+            order += [(FORWARD, m + ahead)] if m + ahead < microbatches else []
+            order.append((BACKWARD, m))
+    else:
+        order = [(part, m) for m in all_of for part in (FORWARD, BACKWARD)]
+    return (*order, (UPDATE, 0))
+
+
+def told_of(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:
+    """By role the communications that bring losses to those who are told them, and what follows them to that end."""
+    found = [_told(role, ()) for role in roles]
+    keys = {node.args[-1] for nodes in found for node in nodes if node.target is transfer}
+    return [_told(role, keys) for role in roles]
+
+
+def _told(role: RankGraph, keys: Collection[Any]) -> frozenset[fx.Node]:
+    """Of one role, that only receives losses, or that sends them by the transfers `keys`, too."""
+    output = next(iter(reversed(role.graph.nodes)))
+    pairs = zip(role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+    ends = [node for (kind, _), node in pairs if kind == "loss" and set(node.users) == {output}]  # type: ignore[union-attr]
+    waits = (n for n in role.graph.nodes if n.target is WAIT and not n.users)
+    ends += [n for n in waits if n.args[0].args[-1] in keys]  # type: ignore[union-attr]
+    found = set[fx.Node]()
+    for node in ends:
+        chain: list[fx.Node] = []
+        while node.op == "call_function" and (not chain or set(node.users) <= {*chain, *found}):  # type: ignore[union-attr]
+            chain.append(node)  # type: ignore[arg-type]
+            operands = [n for n in node.all_input_nodes if n.target not in SYMBOLS]  # type: ignore[union-attr]
+            if len(operands) != 1:
+                break
+            (node,) = operands
+        first = max((i for i, n in enumerate(chain) if n.target in STARTS), default=-1)
+        found.update(chain[: first + 1])
+    return frozenset(found)
