@@ -35,9 +35,9 @@ def settle(role: RankGraph) -> RankGraph:
     alike, the ones before them, and so on), with what leads from it to the next step. So a device holds the unreduced
     gradients of one block, not of the model. Values are exactly the same. The graph is changed in place and returned.
     """
-    blocks: dict[str, list[_Way]] = {}
+    blocks: dict[tuple[str, str], list[_Way]] = {}
     for way in _ways(role):
-        blocks.setdefault(block_of(way.first), []).append(way)
+        blocks.setdefault((origin_of(way.first).phase, block_of(way.first)), []).append(way)
     order = list(blocks.values())
     end = _end(role)
     position = {node: i for i, node in enumerate(role.graph.nodes)}
@@ -58,10 +58,11 @@ def _like(ways: Sequence[_Way], from_end: int) -> fx.Node:
 
 
 def _put(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], role: RankGraph) -> None:
-    """Put a leg before its anchor: its wait may come from behind it; a leg that starts the next step only moves back,
-    and only if no other role meets it there."""
+    """Put a leg before its anchor, if that comes after its start. The last wait may come from behind it; a leg that
+    starts the next step only moves back, and only if no other role meets it there."""
     is_last = leg[-1].target not in STARTS
-    if is_last and position[anchor] > position[leg[0]]:
+    begun = position[leg[0].all_input_nodes[0]]
+    if position[anchor] <= begun or (is_last and position[anchor] > position[leg[0]]):
         return
     able = leg[-1].target in COLLECTIVES and role.has_all_of(str(leg[-1].args[-1]))
     if not is_last and (not able or position[anchor] < position[leg[0]]):
