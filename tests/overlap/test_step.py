@@ -107,7 +107,9 @@ def test_with_several_microbatches_nothing_is_under_way_when_the_next_begins() -
     parts = [{task.node for task in part} for part in compile_tasks(role, torch.device("cpu")).tasks]
     begun = [n for n in starts(role) if n not in parts[2]]
     assert len(begun) > 5
-    assert all(wait not in parts[2] for n in begun for wait in n.users)
+    every = [n for n in begun if origin_of(n).phase != "reduce"]  # what the last microbatch alone begins may go on
+    assert 5 < len(every) < len(begun)
+    assert all(wait not in parts[2] for n in every for wait in n.users)
 
 
 def test_roles_keep_the_order_of_what_they_meet_in() -> None:

@@ -64,12 +64,17 @@ def _put(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], 
     begun = position[leg[0].all_input_nodes[0]]
     if position[anchor] <= begun or (is_last and position[anchor] > position[leg[0]]):
         return
-    able = leg[-1].target in COLLECTIVES and role.has_all_of(str(leg[-1].args[-1]))
-    if not is_last and (not able or position[anchor] < position[leg[0]]):
+    if not is_last and (position[anchor] < position[leg[0]] or not _may_be_late(leg, role)):
         return
     for node in leg:
         anchor.prepend(node)
         position[node] = position[anchor]
+
+
+def _may_be_late(leg: Sequence[fx.Node], role: RankGraph) -> bool:
+    """Whether the next step alone needs what a leg makes, and devices of this role alone take part in it."""
+    is_alone = leg[-1].target in COLLECTIVES and role.has_all_of(str(leg[-1].args[-1]))
+    return is_alone and all(len(node.users) == 1 for node in leg[:-1])
 
 
 def _end(role: RankGraph) -> fx.Node | None:
