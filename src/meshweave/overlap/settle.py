@@ -43,12 +43,14 @@ def settle(role: RankGraph) -> RankGraph:
     position = {node: i for i, node in enumerate(role.graph.nodes)}
     for number, ways in enumerate(order):
         for i, way in enumerate(ways):
-            for later, leg in enumerate(way.legs, number + 1):
-                is_last = leg[-1].target not in STARTS
-                behind = None if is_last else end  # a last step may be waited for in the update
-                anchor = _like(order[later], len(ways) - i) if later < len(order) else behind
+            following = None  # the wait that ends a way may stay in the update; a step before it comes before its wait
+            for later, leg in reversed(list(enumerate(way.legs, number + 1))):
+                anchor = _like(order[later], len(ways) - i) if later < len(order) else following and end
+                if following is not None and anchor is not None and position[following] <= position[anchor]:
+                    anchor = following
                 if anchor is not None:
                     _put(leg, anchor, position, role)
+                following = leg[0]
     return role
 
 
