@@ -10,7 +10,8 @@ import torch
 from tests.models import hugging_face, make, mlp
 
 import meshweave as mw
-from meshweave.check.numerics import CHECK_LR, Recipe, check_numerics
+from meshweave.check.numerics import CHECK_LR, check_numerics
+from meshweave.check.runs import Recipe, widened
 
 MODELS = ("llama", "gpt2", "bert", "vit", "qwen2", "mlp", "cnn")
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2,tp=2")
@@ -34,8 +35,10 @@ ALL = [
 
 def compiler(example: Any, loss: Any) -> Any:
     def build(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: mw.Mesh, plan: Any) -> mw.TrainStep:
+        is_wide = any(p.dtype == torch.float64 for p in model.parameters())
+        like = widened(example) if is_wide else example
         return mw.compile(
-            model, loss=loss, example=example, optimizer=optimizer, mesh=mesh, plan=plan, keep_gradients=True
+            model, loss=loss, example=like, optimizer=optimizer, mesh=mesh, plan=plan, keep_gradients=True
         )
 
     return build

@@ -9,7 +9,8 @@ from torch import nn
 
 import meshweave as mw
 from meshweave.capture.step import Batch
-from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, Recipe, TensorError, check_numerics
+from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, TensorError, check_numerics
+from meshweave.check.runs import Recipe, widened
 from meshweave.compile import TrainStep
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
@@ -49,8 +50,13 @@ def make_batch(index: int):
 
 def compiler(model, optimizer, mesh, plan) -> TrainStep:
     return mw.compile(
-        model, loss=loss, example=make_batch(0), optimizer=optimizer, mesh=mesh, plan=plan, keep_gradients=True
+        model, loss=loss, example=example_for(model), optimizer=optimizer, mesh=mesh, plan=plan, keep_gradients=True
     )
+
+
+def example_for(model):
+    is_wide = any(p.dtype == torch.float64 for p in model.parameters())
+    return widened(make_batch(0)) if is_wide else make_batch(0)
 
 
 def run(compile_step=compiler, mesh="dp=2", *, make=make_model, recipe=None, **options) -> NumericsReport:
@@ -89,8 +95,9 @@ def test_rounding_is_no_excuse_for_a_wrong_value():
             }
         return step
 
-    failed = {e.name for e in run(one_sign).failed}
-    assert failed == {"down.bias"}
+    failed = run(one_sign).failed
+    assert {e.name.rpartition("/")[2] for e in failed} == {"down.bias"}
+    assert {"mesh", "mesh in float64"} == {e.run for e in failed}
 
 
 def test_a_piece_that_one_rank_changes_is_found():
@@ -106,7 +113,7 @@ def test_a_piece_that_one_rank_changes_is_found():
     named = {(e.kind, e.name) for e in report.failed}
     assert [n for kind, n in named if kind == "initial"] == ["up.weight"]
     assert ("gradient 1", "up.weight") in named
-    assert all(e.run == "mesh" for e in report.failed)
+    assert all(e.run.startswith("mesh") for e in report.failed)
 
 
 def test_a_dropped_all_reduce_is_found():
@@ -148,7 +155,7 @@ def test_nan_missing_and_misshapen_tensors_fail():
             step.parameters = parameters
         return step
 
-    problems = {e.name: e.problem for e in run(broken, steps=1).failed if e.kind == "parameter"}
+    problems = {e.name: e.problem for e in run(broken, steps=1).failed if (e.run, e.kind) == ("mesh", "parameter")}
     assert problems["up.bias"].startswith("nan instead of")
     assert problems["down.weight"] == "float32[10, 6] instead of float32[6, 10]"
     assert problems["key.weight"] == "missing in the run on mesh"
@@ -158,7 +165,7 @@ def test_nan_missing_and_misshapen_tensors_fail():
 def test_accumulation_and_clipping_are_compared_too():
     def step_of(model, optimizer, mesh, plan):
         return mw.compile(
-            model, loss=loss, example=make_batch(0), optimizer=optimizer, mesh=mesh, keep_gradients=True,
+            model, loss=loss, example=example_for(model), optimizer=optimizer, mesh=mesh, keep_gradients=True,
             accumulate=2, clip_grad_norm=0.1,
         )  # fmt: skip
 
@@ -168,7 +175,7 @@ def test_accumulation_and_clipping_are_compared_too():
     report = run(step_of, recipe=Recipe(loss, split, clip_grad_norm=0.1), steps=2)
     assert report.ok
     unclipped = run(step_of, recipe=Recipe(loss, split), steps=2)
-    assert {e.run for e in unclipped.failed} == {"one device"}
+    assert {e.run for e in unclipped.failed} == {"one device", "mesh in float64"}
 
 
 def test_another_seed_of_dropout_is_another_loss():

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from meshweave.capture.step import Substituted, call_model, cast_for_eager, state_name
-from meshweave.capture.trace import GlobalRandom
+from meshweave.check.runs import (
+    Compiler,
+    Eager,
+    Exact,
+    MakeModel,
+    Recipe,
+    Record,
+    Updates,
+    record,
+    shaken,
+    widened,
+)
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 
 # AdamW divides a gradient by its own size, so that the rounding of a tiny gradient moves a parameter by up to the
 # learning rate, however right the step is. Worst parameter of hf:llama on dp=2,tp=2 after 3 steps (torch 2.13, CPU,
-# November 2026): 3.0e-6 at 3e-5, just beyond the bound of 1e-5 at 1e-4. A wrong update still shows: at 3e-5 three steps
-# move weights of at most 0.08 by up to 9e-5, a hundred times the bound.
+# November 2026): 3.0e-6 at 3e-5, just beyond the bound of 1e-5 at 1e-4. What a wrong term of the update changes at this
+# rate may lie below the bound: updates are compared by themselves, see `Updates`.
 CHECK_LR = 3e-5
 CHECK_STEPS = 3
 
@@ -32,41 +40,15 @@ CHECK_STEPS = 3
 # thousands: the noise of such a tensor is 1e-3 of what an update moves.
 _ROUNDING = 16.0
 
-MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
-
-
-class Trainee(Protocol):
-    """What is compared: a training step with its state, full tensors by name. `meshweave.TrainStep` is one."""
-
-    def __call__(self, batch: Any) -> float: ...
-    def gradients(self) -> dict[str, Tensor]: ...
-    def parameters(self) -> dict[str, Tensor]: ...
-    def buffers(self) -> dict[str, Tensor]: ...
-    def optimizer_state(self) -> dict[str, Tensor]: ...
-
-
-Compiler = Callable[[nn.Module, torch.optim.Optimizer, Mesh, Any], Trainee]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a step does beside the model, as in `meshweave.compile`. `split(batch)` are the microbatches of a batch."""
-
-    loss: Callable[[Any, Any], Tensor]
-    split: Callable[[Any], Sequence[Any]] = lambda batch: [batch]
-    clip_grad_norm: float | None = None
-    autocast: torch.dtype | None = None
-    seed: int = 0
-    forward: Callable[[nn.Module, Any], Any] = call_model
-    param_dtype: torch.dtype | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest errors allowed: of the loss, relative; of a tensor, as a part of its largest magnitude."""
+    """Largest errors allowed: of the loss, relative; of a tensor, as a part of its largest magnitude; and of a tensor
+    that is computed from the same gradients."""
 
     loss: float = 1e-6
     tensor: float = 1e-5
+    update: float = 2e-6
 
     @staticmethod
     def under(autocast: torch.dtype | None) -> Bounds:
@@ -75,7 +57,11 @@ class Bounds:
         if autocast is None:
             return plain
         ratio = torch.finfo(autocast).eps / torch.finfo(torch.float32).eps
-        return Bounds(plain.loss * ratio, plain.tensor * ratio)
+        return Bounds(plain.loss * ratio, plain.tensor * ratio, plain.update)
+
+
+# In float64, where the models of benchmarks/check_matrix.py err by 1e-12 at most.
+EXACT = Bounds(1e-10, 1e-9, 1e-11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +70,8 @@ class TensorError:
 
     `error` is the largest absolute difference over the reference's largest magnitude (absolute, where that is 0), at
     `index`. `problem` is set where they cannot be compared. `rounding` is set where the error is beyond `bound` but
-    one device itself errs as much: its own error against a float64 run, on the same scale.
+    one device itself errs as much: its own error against a float64 run (or one of `shaken` parameters), on the same
+    scale.
     """
 
     run: str
@@ -114,13 +101,15 @@ class TensorError:
 
 @dataclass(frozen=True, slots=True)
 class NumericsReport:
-    """What a check found, the worst tensors first. `losses` are those of every run, by its name."""
+    """What a check found, the worst tensors first. `losses` are those of every run, by its name; `note` says what was
+    compared in float64, or why nothing was."""
 
     mesh: str
     num_steps: int
     bounds: Bounds
     losses: Mapping[str, tuple[float, ...]]
     errors: tuple[TensorError, ...]
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -152,6 +141,7 @@ class NumericsReport:
             "steps": self.num_steps,
             "loss_bound": self.bounds.loss,
             "tensor_bound": self.bounds.tensor,
+            "note": self.note,
             "losses": {name: list(values) for name, values in self.losses.items()},
             "num_compared": len(self.errors),
             "num_failed": len(self.failed),
@@ -178,130 +168,109 @@ def check_numerics(
     Compares the initial parameters, the loss of every step, every gradient of the first and the last, and every
     parameter, buffer and piece of optimizer state after the last: the mesh with one device, one device with eager
     PyTorch. `make_model()` gives the model and its optimizer, the same at every call; `compiler` makes a step that
-    keeps its gradients. Under torch.distributed every rank calls this, and all return the same report.
+    keeps its gradients, of a float64 model too (its example batch is `widened`, without autocast or casts). Under
+    torch.distributed every rank calls this, and all return the same report.
+
+    A model that float64 runs is trained so on the mesh as well, against eager PyTorch in float64, to bounds that leave
+    no room for a small term. And torch's own optimizer takes the gradients of the mesh, for these steps and one at a
+    rate at which each term of the update shows.
 
     A tensor beyond its bound still passes where its reference is no better than that: a gradient that is 0 in exact
     arithmetic, as of a key bias before a softmax, is nothing but rounding on any device. For this the run may be at
-    most 16 times as far from a float64 run as its reference is.
+    most 16 times as far from a float64 run as its reference is; where float64 does not run, from a run of `shaken`
+    parameters.
     """
     bounds = bounds or Bounds.under(recipe.autocast)
+    checked = _Checked(make_model, batches, recipe, mesh, plan, compiler, steps)
+    progress("float64")
+    exact = Exact.of(make_model, batches, replace(recipe, autocast=None), steps)
+    sharp, note = _in_float64(checked, exact)
     progress("mesh")
-    on_mesh = _record(compiler(*make_model(), mesh, plan), batches, steps)
+    on_mesh, updates = checked.trained()
     progress("one device")
-    single = _record(compiler(*make_model(), Mesh(""), None), batches, steps)
+    single = record(compiler(*make_model(), Mesh(""), None), batches, steps)
     progress("eager")
-    eager = _record(_Eager(*make_model(), recipe), batches, steps)
+    eager = record(Eager(*make_model(), recipe), batches, steps)
     _same_start(single, eager)
 
     @cache
-    def exact() -> _Record | None:
-        progress("float64")
-        return _exact(make_model, batches, recipe, steps)
+    def truth() -> Record:
+        progress("rounding")
+        return exact.record or shaken(make_model, batches, recipe, steps)
 
-    named = {"mesh": on_mesh, "one device": single, "eager": eager}
     errors = [
-        *_compare("mesh", "one device", named, bounds, _Rounding(exact, (single, eager))),
-        *_compare("one device", "eager", named, bounds, _Rounding(exact, (eager,))),
+        *_compare("mesh", "one device", on_mesh, single, bounds, _Rounding(truth, (single, eager))),
+        *_compare("one device", "eager", single, eager, bounds, _Rounding(truth, (eager,))),
+        *(_update_errors("mesh", updates, bounds.update) if sharp is None else sharp),
     ]
-    losses = {name: record.losses for name, record in named.items()}
+    losses = {name: r.losses for name, r in (("mesh", on_mesh), ("one device", single), ("eager", eager))}
     ordered = sorted(_worst_of_all_ranks(errors), key=lambda e: e.badness, reverse=True)
-    return NumericsReport(str(mesh), steps, bounds, losses, tuple(ordered))
-
-
-# runs
+    return NumericsReport(str(mesh), steps, bounds, losses, tuple(ordered), note)
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    """What a run left: its losses, and tensors by (kind, name), those of before it began among them."""
+class _Checked:
+    """What is trained on the mesh."""
 
-    losses: tuple[float, ...]
-    tensors: dict[tuple[str, str], Tensor]
+    make_model: MakeModel
+    batches: Callable[[int], Any]
+    recipe: Recipe
+    mesh: Mesh
+    plan: Any
+    compiler: Compiler
+    steps: int
 
-    @property
-    def start(self) -> dict[str, Tensor]:
-        return {name: t for (kind, name), t in self.tensors.items() if kind == "initial"}
+    def trained(self) -> tuple[Record, tuple[Record, Record]]:
+        """A run on the mesh, and what it and torch's optimizer have after one more step that shows every term."""
+        (model, optimizer), beside = self.make_model(), self.make_model()
+        updates = Updates(
+            self.compiler(model, optimizer, self.mesh, self.plan), optimizer, *beside, self.recipe.clip_grad_norm
+        )
+        return record(updates, self.batches, self.steps), updates.visible_step(self.batches(self.steps))
 
+    def wide(self) -> _Checked:
+        """The same in float64."""
 
-def _record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> _Record:
-    losses: list[float] = []
-    tensors = {("initial", n): t for n, t in _copied(trainee.parameters()).items()}
-    for i in range(steps):
-        losses.append(trainee(batches(i)))
-        if i in (0, steps - 1):
-            tensors |= {(f"gradient {i + 1}", n): t for n, t in _copied(trainee.gradients()).items()}
-    ends = {"parameter": trainee.parameters, "buffer": trainee.buffers, "state": trainee.optimizer_state}
-    tensors |= {(kind, n): t for kind, read in ends.items() for n, t in _copied(read()).items()}
-    return _Record(tuple(losses), tensors)
+        def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+            model, optimizer = self.make_model()
+            return model.double(), optimizer
 
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-
-
-class _Eager:
-    """The plain model and the torch optimizer, run eagerly on the random numbers that a captured step draws."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-        self.model, self.optimizer, self.recipe, self.num_steps = model, optimizer, recipe, 0
-
-    def __call__(self, batch: Any) -> float:
-        micros = self.recipe.split(batch)
-        self.optimizer.zero_grad()
-        losses = []
-        for i, micro in enumerate(micros):
-            draw = torch.tensor(self.num_steps * len(micros) + i)  # as the runtime counts them
-            with GlobalRandom(draw, self.recipe.seed):
-                cast = cast_for_eager(self.model, self.recipe.param_dtype)
-                losses.append(Substituted.run(self.model, cast, partial(self._backward, micro, len(micros))))
-        self._gradients = _copied({n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
-        if self.recipe.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad_norm)
-        self.optimizer.step()
-        self.num_steps += 1
-        return sum(losses) / len(losses)
-
-    def _backward(self, micro: Any, parts: int, model: nn.Module) -> float:
-        with self._autocast():
-            loss = self.recipe.loss(self.recipe.forward(model, micro), micro)
-        (loss / parts).backward()
-        return float(loss.detach())
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self.recipe.autocast
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
-
-    def gradients(self) -> dict[str, Tensor]:
-        return self._gradients
-
-    def parameters(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters())
-
-    def buffers(self) -> dict[str, Tensor]:
-        return dict(self.model.named_buffers())
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        held = {n: self.optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
-        return {
-            state_name(slot, n): t
-            for n, slots in held.items()
-            for slot, t in slots.items()
-            if slot != "step" and isinstance(t, Tensor)
-        }
+        return replace(self, make_model=make_model, batches=lambda i: widened(self.batches(i)))
 
 
-def _exact(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> _Record | None:
-    """The eager run in float64, or None for a model that float64 does not run."""
-    model, optimizer = make_model()
-    wide = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
+def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | None, str]:
+    """What the run on the mesh in float64 shows, or None without such a run, and a line about it."""
+    if exact.record is None:
+        return (
+            None,
+            f"float64 cannot run the model, so that smaller faults than float32 shows are not seen: {exact.problem}",
+        )
     try:
-        eager = _Eager(model.double(), optimizer, replace(recipe, autocast=None))
-        return _record(eager, lambda i: pytree.tree_map(wide, batches(i)), steps)
-    except Exception:  # whatever the model has against float64, it then has to do without an excuse
-        return None
+        found, updates = checked.wide().trained()
+    except Exception as error:  # of a program that is compiled only for this
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return None, f"the mesh does not run float64, so that smaller faults than float32 shows are not seen: {reason}"
+    errors = list(_update_errors("mesh in float64", updates, EXACT.update))
+    if exact.narrow:
+        return (
+            errors,
+            f"the model computes in less than float64 inside, so that only updates were compared in it: {exact.narrow}",
+        )
+    return [
+        *errors,
+        *_compare("mesh in float64", "eager", found, exact.record, EXACT),
+    ], "equal in float64 too, where ok"
 
 
-def _same_start(one: _Record, other: _Record) -> None:
+def _update_errors(run: str, updates: tuple[Record, Record], bound: float) -> Iterator[TensorError]:
+    """Against torch's optimizer, to the rounding of float32 or of the tensor's own dtype where that is coarser."""
+    for e in _compare(run, "torch's optimizer", *updates, Bounds(tensor=bound)):
+        dtype = updates[1].tensors[e.kind, e.name].dtype if (e.kind, e.name) in updates[1].tensors else torch.float32
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        yield replace(e, bound=bound * max(1.0, eps / torch.finfo(torch.float32).eps))
+
+
+def _same_start(one: Record, other: Record) -> None:
     names = one.start.keys() | other.start.keys()
     same = {n for n in one.start.keys() & other.start.keys() if torch.equal(one.start[n], other.start[n])}
     if names != same:
@@ -316,12 +285,13 @@ def _same_start(one: _Record, other: _Record) -> None:
 
 
 def _compare(
-    run: str, reference: str, records: Mapping[str, _Record], bounds: Bounds, rounding: _Rounding
+    run: str, reference: str, found: Record, expected: Record, bounds: Bounds, rounding: _Rounding | None = None
 ) -> Iterator[TensorError]:
-    found, expected = records[run], records[reference]
+    """Errors of a run. Without a `_Rounding` a tensor far smaller than others of its kind is on the scale of these."""
     for i, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
         error = abs(a - b) / abs(b or 1.0)
         yield TensorError(run, reference, "loss", f"step {i + 1}", error, bounds.loss, (), a, b)
+    floors = {} if rounding else _floors(expected)
     for kind, name in expected.tensors | found.tensors:
         base = TensorError(run, reference, kind, name, 0.0, bounds.tensor)
         got, want = found.tensors.get((kind, name)), expected.tensors.get((kind, name))
@@ -330,11 +300,31 @@ def _compare(
             if got is None or got.any():
                 yield replace(base, problem=f"missing in the run on {run if got is None else reference}")
             continue
-        gap = _difference(base, got, want)
-        yield gap if gap.ok or gap.problem else _excused(gap, got, want, rounding)
+        gap = _difference(base, got, want, floors.get(_family(kind, name), 0.0))
+        yield gap if gap.ok or gap.problem or rounding is None else _excused(gap, got, want, rounding)
 
 
-def _difference(base: TensorError, got: Tensor, want: Tensor) -> TensorError:
+def _family(kind: str, name: str) -> tuple[str, str]:
+    return kind, name.partition("/")[0] if kind.endswith("state") else ""
+
+
+# A tensor's scale is at least this part of the largest of its kind. In exact arithmetic it may be 0, and its rounding
+# is that of larger ones; a parameter of that kind moves by noise over eps, times the learning rate.
+_FLOORS = {"parameter": 1e-3, "updated parameter": 1e-3}
+_FLOOR, _SQUARE_FLOOR = 1e-4, 1e-8
+
+
+def _floors(expected: Record) -> dict[tuple[str, str], float]:
+    largest: dict[tuple[str, str], float] = {}
+    for (kind, name), tensor in expected.tensors.items():
+        family = _family(kind, name)
+        if tensor.numel():
+            largest[family] = max(largest.get(family, 0.0), _magnitude(tensor))
+    parts = {f: _SQUARE_FLOOR if "_sq" in f[1] else _FLOORS.get(f[0], _FLOOR) for f in largest}
+    return {family: size * parts[family] for family, size in largest.items()}
+
+
+def _difference(base: TensorError, got: Tensor, want: Tensor, floor: float) -> TensorError:
     if got.shape != want.shape or got.dtype != want.dtype:
         shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (got, want)]
         return replace(base, problem=f"{shown[0]} instead of {shown[1]}")
@@ -347,25 +337,24 @@ def _difference(base: TensorError, got: Tensor, want: Tensor) -> TensorError:
         return replace(base, index=at, problem=f"{a[at].item()} instead of {b[at].item()}")
     gap = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(0.0)
     at = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
-    return replace(base, error=gap[at].item() / _scale(b), index=at, got=a[at].item(), expected=b[at].item())
+    scale = max(_magnitude(b), floor) or 1.0
+    return replace(base, error=gap[at].item() / scale, index=at, got=a[at].item(), expected=b[at].item())
 
 
-def _scale(reference: Tensor) -> float:
-    finite = torch.where(reference.isfinite(), reference.abs(), 0.0)
-    return float(finite.max()) or 1.0
+def _magnitude(reference: Tensor) -> float:
+    return float(torch.where(reference.isfinite(), reference.abs(), 0.0).max())
 
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """How far runs on one device are from a float64 run, which is made when it is first asked for."""
+    """How far runs on one device are from the truth, which is asked for when it is first needed."""
 
-    exact: Callable[[], _Record | None]
-    runs: tuple[_Record, ...]
+    truth: Callable[[], Record]
+    runs: tuple[Record, ...]
 
     def of(self, key: tuple[str, str], value: Tensor) -> float | None:
-        """Largest absolute error of a tensor, or None for one that the float64 run lacks."""
-        exact = self.exact()
-        true = None if exact is None else exact.tensors.get(key)
+        """Largest absolute error of a tensor, or None for one that the truth lacks."""
+        true = self.truth().tensors.get(key)
         if true is None or true.shape != value.shape:
             return None
         return float((value.double() - true.double()).abs().max())
@@ -379,7 +368,7 @@ def _excused(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding)
     usual = max(rounding.of(key, run.tensors[key]) or 0.0 for run in rounding.runs if key in run.tensors)
     is_square = error.kind == "state" and "_sq" in error.name.partition("/")[0]  # exp_avg_sq, max_exp_avg_sq
     allowed = usual * (_ROUNDING**2 if is_square else _ROUNDING)
-    return replace(error, rounding=usual / _scale(want)) if own <= allowed else error
+    return replace(error, rounding=usual / (_magnitude(want) or 1.0)) if own <= allowed else error
 
 
 def _worst_of_all_ranks(errors: list[TensorError]) -> list[TensorError]:

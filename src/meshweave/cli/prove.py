@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 
 from meshweave.capture.sources import Source
 from meshweave.capture.step import Batch, call_model
-from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, Recipe, check_numerics
+from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, check_numerics
+from meshweave.check.runs import Recipe, widened
 from meshweave.cli.job import (
     Accumulate,
     Clip,
@@ -111,8 +112,12 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
         return model, job.make_optimizer(model, lr)
 
     def compiler(model: nn.Module, optimizer: torch.optim.Optimizer, on: Mesh, planned: Plan | None) -> TrainStep:
-        fresh = Source(source.name, model, source.loss, source.batch, source.make_batch, 0, "")
-        program = compiled(job, fresh, on, planned, optimizer, lambda stage: None)
+        is_wide = any(p.dtype == torch.float64 for p in model.parameters())
+        asked, batch = (
+            (replace(job, dtype="float64", param_dtype=None), widened(source.batch)) if is_wide else (job, source.batch)
+        )
+        fresh = Source(source.name, model, source.loss, batch, source.make_batch, 0, "")
+        program = compiled(asked, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         return TrainStep(program, model, optimizer, world, Settings(job.accumulate, job.seed, keep_gradients=True))
 
@@ -143,6 +148,7 @@ def _show_check(screen: Screen, report: NumericsReport) -> None:
         screen.say(
             f"{len(report.within_rounding)} tensors are beyond the bound, as one device is: nothing but rounding"
         )
+    screen.say(report.note)
     verdict = "[green]equal[/]" if report.ok else "[bold red]NOT equal[/]"
     where = f"mesh {report.mesh}" if report.mesh else "one device"
     screen.say(f"{verdict}: {len(report.errors)} comparisons over {report.num_steps} steps on {where}")

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from meshweave.ir.graph import Input, Spec, origin_of, spec_of, tensor_inputs
-from meshweave.sharding.rules_shape import CONSTANTS, FACTORIES
+from meshweave.sharding.rules_shape import FACTORIES
 
 aten = torch.ops.aten
+UNIFORM = torch.ops.meshweave.uniform.default
 
 # Ops through which a parameter is still that parameter: they are done again in each phase that needs them, so that a
 # gathered parameter does not live from forward to backward.
@@ -24,28 +25,29 @@ class Forms:
     """Which nodes of a captured step are made on demand, and which are forms of a parameter. `items`: its inputs."""
 
     items: Mapping[fx.Node, Input]
-    constant: dict[fx.Node, bool] = field(default_factory=dict)
+    on_demand: dict[fx.Node, bool] = field(default_factory=dict)
+    random: dict[fx.Node, bool] = field(default_factory=dict)
 
     def is_made_on_demand(self, node: fx.Node) -> bool:
-        """Whether a value is a constant, or pointwise of constants and single numbers: any piece is as cheap to make.
+        """Whether a value is made from nothing, or pointwise of such values and single numbers: any piece of it can be
+        made alone."""
+        if node not in self.on_demand:
+            self.on_demand[node] = node.target in FACTORIES or self._spreads(node)
+        return self.on_demand[node]
 
-        Random numbers are made on demand, but what is computed from them is computed once.
-        """
-        return node.target in FACTORIES or self._is_constant(node)
-
-    def _is_constant(self, node: fx.Node) -> bool:
-        if node not in self.constant:
-            self.constant[node] = self._spreads_constants(node)
-        return self.constant[node]
-
-    def _spreads_constants(self, node: fx.Node) -> bool:
-        if node.target in CONSTANTS:
-            return True
+    def _spreads(self, node: fx.Node) -> bool:
         spec = node.meta.get("spec")
-        spreads = node.target in VIEWS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        spreads = node.target in VIEWS | CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
         if not spreads or not isinstance(spec, Spec) or spec.num_elements < 2:
             return False
-        return all(self._is_constant(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
+        return all(self.is_made_on_demand(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
+
+    def is_random(self, node: fx.Node) -> bool:
+        """Whether a value that is made on demand comes of random numbers: to draw them costs more than to keep them."""
+        if node not in self.random:
+            operands = tensor_inputs(node) if self.is_made_on_demand(node) else []
+            self.random[node] = node.target is UNIFORM or any(self.is_random(n) for n in operands)
+        return self.random[node]
 
     def is_of_parameter(self, node: fx.Node) -> bool:
         """Whether a node is a parameter, or casts and views of one outside of the update."""

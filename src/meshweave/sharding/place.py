@@ -219,12 +219,17 @@ class _Placer:
         return self.abroad[key]
 
     def _made(self, node: fx.Node, wanted: Layout, phase: str) -> _Copy:
-        """A value that is made on demand, in the layout that is wanted: nothing moves, but to make it partial."""
+        """A value that is made on demand, in the layout that is wanted: nothing moves, but to make it partial.
+
+        In each phase anew, but for random values: to draw costs more than to keep, so forward and backward share them.
+        """
         operands = tensor_inputs(node)
         rule = row_for(node).rule(node)
         option = follow_result(rule, wanted, [spec_of(n) for n in operands], result_specs(node))
         plain = option.results[0]
-        known = next((c for c in self.copies.get(node, ()) if c.layout == plain and c.phase == phase), None)
+        stays = self.forms.is_random(node)
+        same = (c for c in self.copies.get(node, ()) if c.layout == plain and (stays or c.phase == phase))
+        known = next(same, None)
         if known is None:
             values = [self.fetch(n, layout, phase) for n, layout in zip(operands, option.operands, strict=True)]
             new = self._emit(node, values, phase)

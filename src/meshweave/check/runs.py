@@ -1,0 +1,247 @@
+"""The runs that a check compares: of a compiled step, of eager PyTorch, and of torch's optimizer by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshweave.capture.step import Substituted, call_model, cast_for_eager, state_name
+from meshweave.capture.trace import GlobalRandom
+from meshweave.ir.mesh import Mesh
+
+# What an optimizer adds to a parameter grows with its learning rate, and with it what a wrong term of its formula
+# changes: at 0.03 the weight decay of AdamW (0.01) moves a parameter by 3e-4 of itself in one step, 300 times what
+# float32 rounds. Gradients are given in this step, so that none of it comes back through the model.
+VISIBLE_LR = 0.03
+
+MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+class Trainee(Protocol):
+    """What is compared: a training step with its state, full tensors by name. `meshweave.TrainStep` is one."""
+
+    def __call__(self, batch: Any) -> float: ...
+    def gradients(self) -> dict[str, Tensor]: ...
+    def parameters(self) -> dict[str, Tensor]: ...
+    def buffers(self) -> dict[str, Tensor]: ...
+    def optimizer_state(self) -> dict[str, Tensor]: ...
+
+
+Compiler = Callable[[nn.Module, torch.optim.Optimizer, Mesh, Any], Trainee]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a step does beside the model, as in `meshweave.compile`. `split(batch)` are the microbatches of a batch."""
+
+    loss: Callable[[Any, Any], Tensor]
+    split: Callable[[Any], Sequence[Any]] = lambda batch: [batch]
+    clip_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+    seed: int = 0
+    forward: Callable[[nn.Module, Any], Any] = call_model
+    param_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a run left: its losses, and tensors by (kind, name), those of before it began among them."""
+
+    losses: tuple[float, ...]
+    tensors: dict[tuple[str, str], Tensor]
+
+    @property
+    def start(self) -> dict[str, Tensor]:
+        return {name: t for (kind, name), t in self.tensors.items() if kind == "initial"}
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU."""
+    return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+
+
+def widened(batch: Any) -> Any:
+    """The batch with floating-point tensors in float64."""
+    wide = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
+    return pytree.tree_map(wide, batch)
+
+
+def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> Record:
+    """Train for some steps, and copy what they leave."""
+    losses: list[float] = []
+    tensors = {("initial", n): t for n, t in copied(trainee.parameters()).items()}
+    for i in range(steps):
+        losses.append(trainee(batches(i)))
+        if i in (0, steps - 1):
+            tensors |= {(f"gradient {i + 1}", n): t for n, t in copied(trainee.gradients()).items()}
+    ends = {"parameter": trainee.parameters, "buffer": trainee.buffers, "state": trainee.optimizer_state}
+    tensors |= {(kind, n): t for kind, read in ends.items() for n, t in copied(read()).items()}
+    return Record(tuple(losses), tensors)
+
+
+@dataclass(slots=True)
+class Updates:
+    """A trainee, and beside it torch's own optimizer, which takes the same gradients at every step.
+
+    `optimizer` is the one that the trainee was compiled with (it reads the learning rates), `model` and `own` another
+    of the same parameters.
+    """
+
+    trainee: Trainee
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+    own: torch.optim.Optimizer
+    clip_grad_norm: float | None
+
+    def __call__(self, batch: Any) -> float:
+        loss = self.trainee(batch)
+        gradients = self.trainee.gradients()
+        for name, param in self.model.named_parameters():
+            found = gradients.get(name)
+            param.grad = None if found is None else found.detach().to(param, copy=True)
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        self.own.step()
+        return loss
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.trainee.gradients()
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self.trainee.parameters()
+
+    def buffers(self) -> dict[str, Tensor]:
+        return self.trainee.buffers()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return self.trainee.optimizer_state()
+
+    def visible_step(self, batch: Any) -> tuple[Record, Record]:
+        """One more step, at a rate at which every term of the update shows: what the trainee and torch's optimizer
+        have after it."""
+        for group in (*self.optimizer.param_groups, *self.own.param_groups):
+            group["lr"] = max(float(group["lr"]), VISIBLE_LR)
+        self(batch)
+        params = dict(self.model.named_parameters())
+        found = self.trainee.parameters(), self.trainee.optimizer_state()
+        return _updated(*found), _updated(params, _state_of(self.model, self.own))
+
+
+def _updated(params: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Record:
+    kinds = {"updated parameter": params, "updated state": state}
+    return Record((), {(kind, n): t for kind, tensors in kinds.items() for n, t in copied(tensors).items()})
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    kept = {n: optimizer.state.get(p, {}) for n, p in model.named_parameters()}
+    return {
+        state_name(slot, n): t
+        for n, slots in kept.items()
+        for slot, t in slots.items()
+        if slot != "step" and isinstance(t, Tensor)
+    }
+
+
+class Eager:
+    """The plain model and the torch optimizer, run eagerly on the random numbers that a captured step draws."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        watch: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.recipe, self.num_steps = model, optimizer, recipe, 0
+        self.watch = watch or nullcontext()
+
+    def __call__(self, batch: Any) -> float:
+        micros = self.recipe.split(batch)
+        self.optimizer.zero_grad()
+        losses = []
+        for i, micro in enumerate(micros):
+            draw = torch.tensor(self.num_steps * len(micros) + i)  # as the runtime counts them
+            with GlobalRandom(draw, self.recipe.seed), self.watch:
+                cast = cast_for_eager(self.model, self.recipe.param_dtype)
+                losses.append(Substituted.run(self.model, cast, partial(self._backward, micro, len(micros))))
+        self._gradients = copied({n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
+        if self.recipe.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad_norm)
+        self.optimizer.step()
+        self.num_steps += 1
+        return sum(losses) / len(losses)
+
+    def _backward(self, micro: Any, parts: int, model: nn.Module) -> float:
+        with self._autocast():
+            loss = self.recipe.loss(self.recipe.forward(model, micro), micro)
+        (loss / parts).backward()
+        return float(loss.detach())
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.recipe.autocast
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._gradients
+
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def buffers(self) -> dict[str, Tensor]:
+        return dict(self.model.named_buffers())
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return _state_of(self.model, self.optimizer)
+
+
+class Narrowest(TorchDispatchMode):
+    """While active, notes whether an op makes floating-point numbers of less than float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.op = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+                self.op = self.op or f"{func} of {str(leaf.dtype).removeprefix('torch.')}"
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The eager run in float64: its record, or why there is none, and an op that is narrower inside, or ""."""
+
+    record: Record | None
+    problem: str = ""
+    narrow: str = ""
+
+    @staticmethod
+    def of(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> Exact:
+        model, optimizer = make_model()
+        narrowest = Narrowest()
+        try:
+            eager = Eager(model.double(), optimizer, recipe, narrowest)
+            return Exact(record(eager, lambda i: widened(batches(i)), steps), "", narrowest.op)
+        except Exception as error:  # whatever the model has against float64
+            return Exact(None, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def shaken(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> Record:
+    """The eager run from parameters that are one unit in the last place up or down: what it changes, rounding does."""
+    model, optimizer = make_model()
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in (p for p in model.parameters() if p.is_floating_point()):
+            sign = torch.randint(0, 2, param.shape, generator=chance).to(param) * 2 - 1
+            param.mul_(1 + sign * torch.finfo(param.dtype).eps)
+    return record(Eager(model, optimizer, recipe), batches, steps)

@@ -1,0 +1,230 @@
+"""The check sees small faults: terms of optimizers and of clipping, masks, groups, the numbers of a checkpoint.
+
+A mutant is the source of a function with one place changed. Each makes the check fail; unchanged, all pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import meshweave as mw
+from meshweave.capture import optimizers, step
+from meshweave.capture.trace import Provenance
+from meshweave.check.numerics import CHECK_LR, NumericsReport, check_numerics
+from meshweave.check.runs import Recipe, widened
+from meshweave.compile import TrainStep
+from meshweave.expand import localize
+from meshweave.ir import ops
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import COLLECTIVES
+
+Make = Callable[..., torch.optim.Optimizer]
+ADAMW, ADAM = torch.optim.AdamW, torch.optim.Adam
+SGD = partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01)
+
+
+class Net(nn.Module):
+    """A checkpointed block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(torch.tanh(self.norm(self.up(x))), 0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.block, x, use_reentrant=False)
+
+
+def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return ((out - batch["y"]) ** 2).mean()
+
+
+def make_batch(index: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(index)
+    return {name: torch.randn(8, 6, generator=made) for name in "xy"}
+
+
+def check(
+    make: Make = ADAMW,
+    lr: float = CHECK_LR,
+    mesh: str = "dp=2",
+    clip: float | None = None,
+    change: Callable[[TrainStep], None] = lambda step: None,
+    runs_float64: bool = True,
+) -> NumericsReport:
+    def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Net()
+        return model, make(model.parameters(), lr=lr)
+
+    def compiler(model: nn.Module, optimizer: Any, on: Mesh, plan: Any) -> TrainStep:
+        is_wide = runs_float64 and next(model.parameters()).dtype == torch.float64
+        example = widened(make_batch(0)) if is_wide else make_batch(0)
+        found = mw.compile(
+            model, loss=loss, example=example, optimizer=optimizer, mesh=on, clip_grad_norm=clip, keep_gradients=True
+        )
+        if on.num_devices > 1:
+            change(found)
+            found = TrainStep(found.program, model, optimizer, found.session.world, found.session.settings)
+        return found
+
+    recipe = Recipe(loss, clip_grad_norm=clip)
+    return check_numerics(make_model, make_batch, recipe, Mesh(mesh), None, compiler, steps=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old` in the source of `function` becomes `new`; `make` and `clip` are of the run that shows it."""
+
+    function: Callable[..., Any]
+    old: str
+    new: str
+    make: Make = ADAMW
+    clip: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.function.__name__.strip('_')}: {self.old} -> {self.new}"
+
+    def changed(self) -> Callable[..., Any]:
+        source = inspect.getsource(self.function)
+        assert source.count(self.old) == 1, f"{self} is of another source"
+        scope = dict(self.function.__globals__)
+        exec(
+            compile("from __future__ import annotations\n" + source.replace(self.old, self.new), "mutant", "exec"),
+            scope,
+        )
+        return scope[self.function.__name__]
+
+
+adam, sgd, clipped = partial(Mutant, optimizers._update_adam), partial(Mutant, optimizers._update_sgd), step._clipped
+MUTANTS = [
+    adam("p * (1 - lr * h.weight_decay)", "p * 1.0"),
+    adam("1 - lr * h.weight_decay", "1 - h.weight_decay"),
+    adam("scaled + h.eps", "scaled"),
+    adam("lr / _bias_correction(beta1, step)", "lr"),
+    adam("root / _bias_correction(beta2, step).sqrt()", "root"),
+    adam("root / _bias_correction(beta2, step).sqrt()", "root / _bias_correction(beta2, step)"),
+    adam("_bias_correction(beta1, step)", "_bias_correction(beta1, step + 1)"),
+    adam("g, 1 - beta1)", "g, beta1)"),
+    adam("(1 - beta2) * g * g", "g * g"),
+    adam("g + h.weight_decay * p", "g", partial(ADAM, weight_decay=0.01)),
+    adam('torch.maximum(state["max_exp_avg_sq"], square)', "square", partial(ADAM, amsgrad=True)),
+    adam("-grad if h.maximize else grad", "grad", partial(ADAMW, maximize=True)),
+    sgd("g + h.weight_decay * p", "g", SGD),
+    sgd("h.momentum * state", "0.0 * state", SGD),
+    sgd("(1 - h.dampening) * g", "g", partial(SGD, dampening=0.1)),
+    sgd("if h.dampening:", "if False:", partial(SGD, dampening=0.1)),
+    sgd("if h.nesterov else buffer", "if False else buffer", partial(SGD, nesterov=True)),
+    sgd("-grad if h.maximize else grad", "grad", partial(SGD, maximize=True)),
+    Mutant(clipped, "norm + 1e-6", "norm", SGD, 0.1),
+    Mutant(clipped, "g * scale", "g", SGD, 0.1),
+    Mutant(clipped, "g * scale", "g", ADAMW, 0.1),
+    Mutant(clipped, "max=1.0", "max=2.0", SGD, 1e3),
+    Mutant(clipped, "square_sum(norms).sqrt()", "norms.max()", SGD, 0.1),
+]
+QUICK = (0, 18)
+SLOW = [pytest.param(m, id=str(m), marks=() if i in QUICK else pytest.mark.slow) for i, m in enumerate(MUTANTS)]
+
+
+def apply(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
+    if mutant.function is clipped:
+        monkeypatch.setattr(step, "_clipped", mutant.changed())
+        return
+    kinds = {name: replace(kind, update=mutant.changed()) if kind.update is mutant.function else kind
+             for name, kind in optimizers.KINDS.items()}  # fmt: skip
+    monkeypatch.setattr(optimizers, "KINDS", MappingProxyType(kinds))
+
+
+@pytest.mark.parametrize("mutant", SLOW)
+def test_a_wrong_term_of_an_update_is_seen(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
+    apply(monkeypatch, mutant)
+    report = check(mutant.make, clip=mutant.clip)
+    assert {e.kind for e in report.failed} & {"updated parameter", "updated state"}, report.note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS[:18], ids=str)
+def test_float32_alone_shows_a_wrong_term_too(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
+    """Where float64 does not run, one step at a higher rate shows what the rate of the check does not."""
+    apply(monkeypatch, mutant)
+    report = check(mutant.make, clip=mutant.clip, runs_float64=False)
+    assert "does not run float64" in report.note
+    assert {e.kind for e in report.failed} & {"updated parameter", "updated state"}
+
+
+SOUND = [
+    (ADAMW, None),
+    (partial(ADAM, weight_decay=0.01, amsgrad=True, maximize=True), 0.1),
+    (partial(SGD, dampening=0.1), 0.1),
+    (partial(SGD, nesterov=True, maximize=True), 1e3),
+]
+
+
+SOUND_CASES = [pytest.param(*case, wide, marks=pytest.mark.slow) for case in SOUND for wide in (True, False)]
+
+
+@pytest.mark.parametrize(("make", "clip", "runs_float64"), [(*SOUND[1], False), *SOUND_CASES])
+def test_sound_updates_pass(make: Make, clip: float | None, runs_float64: bool) -> None:
+    assert check(make, clip=clip, runs_float64=runs_float64).failed == ()
+
+
+@pytest.mark.slow
+def test_an_offset_of_zero_for_every_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = localize.LOCALIZERS["uniform"]
+
+    def whole(emit: Any, node: Any, values: Any, args: Any, kwargs: Any) -> Any:
+        made = plain(emit, node, values, args, kwargs)
+        made.args = (*made.args[:4], [0] * len(made.args[4]), made.args[5])
+        return made
+
+    monkeypatch.setitem(localize.LOCALIZERS, "uniform", whole)
+    assert not check().ok
+
+
+@pytest.mark.slow
+def test_a_sum_over_the_wrong_group_is_seen() -> None:
+    def wrong(step: TrainStep) -> None:
+        sums = [n for n in step.program.rank.graph.nodes if n.target in COLLECTIVES and n.args[-1] == "dp"]
+        sums[-1].args = (*sums[-1].args[:-1], "tp")
+
+    assert not check(mesh="dp=2,tp=2", change=wrong).ok
+
+
+def test_a_checkpoint_that_draws_other_numbers_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers in the order of the calls, whatever the state of the generator says."""
+
+    class Counts(Provenance):
+        drawn = 0
+
+        def uniform(self, shape: Any) -> Tensor:
+            self.drawn += 1
+            size = [int(s) for s in shape]
+            return ops.uniform(self.step, self.seed, self.drawn, size, [0] * len(size), size)
+
+    monkeypatch.setattr(step, "Provenance", Counts)
+    failed = check().failed
+    assert {e.run for e in failed} >= {"one device", "mesh in float64"}
+    assert "down.weight" not in {e.name for e in failed if e.kind == "gradient 1" and e.run == "mesh"}
+
+
+def test_an_eps_of_a_norm_is_seen() -> None:
+    """1e-5 beside a variance of about 1."""
+
+    def without(step: TrainStep) -> None:
+        norm = next(n for n in step.program.rank.graph.nodes if "native_layer_norm.default" in str(n.target))
+        norm.args = (*norm.args[:4], 0.0)
+
+    assert not check(change=without).ok
