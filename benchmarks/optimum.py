@@ -1,14 +1,16 @@
-"""The cheapest redistribution by brute force: Dijkstra over all ordered layouts of an evenly cut tensor.
+"""The cheapest redistribution by brute force: Dijkstra over all ordered layouts of a tensor, every step from each.
 
 Independent of meshweave: axes are numbers, a layout is a tuple of tuples, a graph is a dense matrix of seconds. The
-steps and their prices are those that `Optimum` lists, written down here a second time.
+steps and their prices are those that `Optimum` lists, written down here a second time. Nothing is left out for what
+source and target are: a value that is a sum may become partial over any axis that it is not, be reduced over any that
+it is, and become partial over that axis again. (A value that is partial over no axis of the source is never summed:
+adding zeros would lose the sign of -0.0 where data is only to be moved.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations, pairwise, permutations, product
 from math import prod
 
@@ -26,31 +28,32 @@ class State:
 
 
 class Optimum:
-    """All layouts of a tensor of `total` bytes over axes of the given sizes, and the cheapest way between any two."""
+    """All layouts of a tensor of the given shape over axes of the given sizes, and the cheapest way between any two.
+
+    Dims are cut as torch.chunk cuts them, axis after axis, and the largest piece is priced.
+    """
 
     def __init__(
         self,
         sizes: Sequence[int],
         bandwidths: Sequence[float],
-        total: float,
+        shape: Sequence[int],
         *,
+        itemsize: int = 4,
         alpha: float = 10e-6,
-        num_dims: int = 2,
         with_permute: bool = True,
     ) -> None:
-        self.sizes, self.bandwidths, self.total, self.alpha = tuple(sizes), tuple(bandwidths), total, alpha
+        self.sizes, self.bandwidths, self.alpha = tuple(sizes), tuple(bandwidths), alpha
+        self.shape, self.itemsize = tuple(shape), itemsize
         self.axes = range(len(sizes))
-        self.states = list(_all_states(len(sizes), num_dims))
+        self.states = list(_all_states(len(sizes), len(shape)))
         self.number = {state: i for i, state in enumerate(self.states)}
-        self.bytes = np.array([total / prod(self._size(cut) for cut in s.cuts) for s in self.states])
-        self.partial = np.array([_bits(s.partial) for s in self.states])
-        self.cut = np.array([_bits(a for cut in s.cuts for a in cut) for s in self.states])
-        self.replicated = (1 << len(sizes)) - 1 - self.partial - self.cut
-        self.plain = self._matrix(self._slices, self._gathers, self._deals, *([self._permutes] * with_permute))
-        masks = range(1, 1 << len(sizes))
-        self.scatters = {mask: self._matrix(lambda s, m=mask: self._scatters(s, m)) for mask in masks}
-        self.all_reduces = {mask: self._matrix(lambda s, m=mask: self._all_reduces(s, m)) for mask in masks}
-        self.opens = {mask: self._matrix(lambda s, m=mask: self._opens(s, m)) for mask in masks}
+        self.bytes = np.array([self._bytes(state) for state in self.states])
+        self.replicated = np.array([sum(1 << a for a in self._free(state)) for state in self.states])
+        self.plain = self._matrix(self._slices, self._gathers, self._deals, self._opens)
+        if with_permute:
+            self.plain = np.minimum(self.plain, self._matrix(self._permutes))
+        self.reductions = self._matrix(self._reductions)
 
     # the steps: (state after, seconds)
 
@@ -64,44 +67,39 @@ class Optimum:
             yield _with(state, d, kept), self._seconds(axes, (self._size(axes) - 1) * self._bytes(state))
 
     def _deals(self, state: State) -> Iterator[tuple[State, float]]:
+        """All-to-alls. A device hands in a block for each of its group, all as large as the largest."""
         for d, kept, axes in _suffixes(state):
             n = self._size(axes)
             for e in range(len(state.cuts)):
                 for order in permutations(axes) if e != d else ():
-                    after = _append(_with(state, d, kept), e, order)
-                    yield after, self._seconds(axes, (n - 1) / n * self._bytes(state))
+                    dealt = _append(state, e, order)  # cut on both dims: what goes from one device to another
+                    yield _with(dealt, d, kept), self._seconds(axes, (n - 1) * self._bytes(dealt))
 
     def _permutes(self, state: State) -> Iterator[tuple[State, float]]:
         """Every other way to cut the dims into as many pieces."""
         for after in self.states:
             if after.partial == state.partial and after != state and self._parts(after) == self._parts(state):
                 moved = {a for one, other in zip(state.cuts, after.cuts, strict=True) for a in self._moved(one, other)}
-                yield after, self._seconds(tuple(moved), self._bytes(state))
+                yield after, self._seconds(tuple(moved), max(self._bytes(state), self._bytes(after)))
 
-    def _scatters(self, state: State, mask: int) -> Iterator[tuple[State, float]]:
-        axes = _axes(mask)
-        if not state.partial.issuperset(axes):
-            return
-        n, rest = self._size(axes), State(state.cuts, state.partial - set(axes))
-        for d in range(len(state.cuts)):
-            for order in permutations(axes):
-                yield _append(rest, d, order), self._seconds(axes, (n - 1) / n * self._bytes(state))
+    def _opens(self, state: State) -> Iterator[tuple[State, float]]:
+        """Replicate -> partial over any axes, and shard -> partial by padding of a suffix."""
+        free = self._free(state)
+        for count in range(1, len(free) + 1):
+            for axes in combinations(free, count):
+                yield State(state.cuts, state.partial.union(axes)), 0.0
+        for d, kept, axes in _suffixes(state):
+            yield State(_with(state, d, kept).cuts, state.partial.union(axes)), 0.0
 
-    def _all_reduces(self, state: State, mask: int) -> Iterator[tuple[State, float]]:
-        axes = _axes(mask)
-        if state.partial.issuperset(axes):
-            n = self._size(axes)
-            after = State(state.cuts, state.partial - set(axes))
-            yield after, self._seconds(axes, 2 * (n - 1) / n * self._bytes(state))
-
-    def _opens(self, state: State, mask: int) -> Iterator[tuple[State, float]]:
-        """Replicate -> partial, and shard -> partial by padding of a suffix."""
-        axes = frozenset(_axes(mask))
-        if axes.issubset(self._free(state)):
-            yield State(state.cuts, state.partial | axes), 0.0
-        for d, kept, suffix in _suffixes(state):
-            if axes == frozenset(suffix):
-                yield State(_with(state, d, kept).cuts, state.partial | axes), 0.0
+    def _reductions(self, state: State) -> Iterator[tuple[State, float]]:
+        """Over every part of the partial axes: all-reduces, and reduce-scatters with blocks as all-to-alls have."""
+        for count in range(1, len(state.partial) + 1):
+            for axes in combinations(sorted(state.partial), count):
+                n, rest = self._size(axes), State(state.cuts, state.partial - set(axes))
+                yield rest, self._seconds(axes, 2 * (n - 1) / n * self._bytes(state))
+                for d, order in product(range(len(state.cuts)), permutations(axes)):
+                    after = _append(rest, d, order)
+                    yield after, self._seconds(axes, (n - 1) * self._bytes(after))
 
     # what they need
 
@@ -114,8 +112,13 @@ class Optimum:
     def _parts(self, state: State) -> list[int]:
         return [self._size(cut) for cut in state.cuts]
 
-    def _bytes(self, state: State) -> float:
-        return self.total / prod(self._parts(state))
+    def _bytes(self, state: State) -> int:
+        """Bytes of the largest piece."""
+        lengths = list(self.shape)
+        for d, cut in enumerate(state.cuts):
+            for a in cut:
+                lengths[d] = -(-lengths[d] // self.sizes[a])
+        return self.itemsize * prod(lengths)
 
     def _seconds(self, axes: Sequence[int], received: float) -> float:
         return self.alpha + received / min(self.bandwidths[a] for a in axes)
@@ -146,48 +149,30 @@ class Optimum:
 
     # the search
 
-    def table(self, *, sound: bool = True, bounded: bool = True) -> np.ndarray:
-        """Seconds from every layout to every other, indexed by their numbers.
+    def table(self, order: str = "sound", floor: float | None = None) -> np.ndarray:
+        """Seconds from every layout to every other, indexed by their numbers; infinite where there is no way.
 
-        sound: a reduction runs only while every axis that is replicated was so in the source; an all-reduce only over
-        all that is still to be reduced. bounded: input and output of each step hold no more than twice the larger
-        of source and target.
+        order: a reduction runs only while every axis that is replicated was so in the source ("sound"), while none is
+        ("strict"), or at any time ("any"). With a `floor`, input and output of each step hold no more bytes than that
+        or twice the larger of source and target, whichever is more.
         """
-        found = np.full((len(self.states),) * 2, INF)
-        graph = cache(lambda *key: self._graph(*key))
-        for s in range(len(self.states)):
-            caps = 2 * np.maximum(self.bytes[s], self.bytes) if bounded else np.full(len(self.states), INF)
-            for wanted in range(1 << len(self.sizes)):
-                ends = self.partial == wanted
-                for cap in np.unique(caps[ends]):
-                    key = (int(self.partial[s]), wanted, float(cap), int(self.replicated[s]) if sound else -1)
-                    _, where, weights = graph(*key)
-                    reached = dijkstra(weights, int(where[s]))
-                    for t in np.flatnonzero(ends & (caps == cap)):
-                        found[s, t] = reached[where[t]]
+        count = len(self.states)
+        found = np.full((count, count), INF)
+        whole = np.array([not state.partial for state in self.states])
+        for mask, moves_only in product(np.unique(self.replicated), (True, False)):
+            sources = np.flatnonzero((self.replicated == mask) & (whole == moves_only))
+            twins = {"sound": int(mask), "strict": 0, "any": -1}[order]
+            may_reduce = ((self.replicated & ~twins) == 0) & (not moves_only)
+            weights = np.where(may_reduce[:, None], np.minimum(self.plain, self.reductions), self.plain)
+            for s in sources:
+                caps = np.full(count, INF)
+                if floor is not None:
+                    caps = np.maximum(2 * np.maximum(self.bytes[s], self.bytes), floor)
+                for cap in np.unique(caps):
+                    fits = self.bytes[:, None] + self.bytes[None, :] <= cap
+                    reached = dijkstra(np.where(fits, weights, INF), int(s))
+                    found[s, caps == cap] = reached[caps == cap]
         return found
-
-    def _graph(self, before: int, after: int, cap: float, replicated: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(the layouts that moves between these partial axes may pass, their places, seconds between them)."""
-        pending, added = before & ~after, after & ~before
-        nodes = np.flatnonzero(((self.partial & ~(before | after)) == 0) & ((before & after & ~self.partial) == 0))
-        where = np.full(len(self.states), -1)
-        where[nodes] = np.arange(len(nodes))
-        square = np.ix_(nodes, nodes)
-        weights = self.plain[square].copy()
-        may_reduce = (self.replicated[nodes] & ~replicated) == 0 if replicated >= 0 else np.ones(len(nodes), bool)
-        for mask in range(1, 1 << len(self.sizes)):
-            if not mask & ~pending:
-                rows = np.flatnonzero(may_reduce)
-                weights[rows] = np.minimum(weights[rows], self.scatters[mask][square][rows])
-                if replicated >= 0:
-                    rows = np.flatnonzero(may_reduce & ((self.partial[nodes] & pending) == mask))
-                weights[rows] = np.minimum(weights[rows], self.all_reduces[mask][square][rows])
-            if not mask & ~added:
-                weights = np.minimum(weights, self.opens[mask][square])
-        held = self.bytes[nodes]
-        weights[held[:, None] + held[None, :] > cap * (1 + 1e-12)] = INF
-        return nodes, where, weights
 
 
 def dijkstra(weights: np.ndarray, source: int) -> np.ndarray:
@@ -236,48 +221,51 @@ def _append(state: State, d: int, axes: Sequence[int]) -> State:
     return _with(state, d, (*state.cuts[d], *axes))
 
 
-def _bits(axes: Iterator[int] | frozenset[int]) -> int:
-    return sum(1 << a for a in axes)
-
-
-def _axes(mask: int) -> tuple[int, ...]:
-    return tuple(a for a in range(mask.bit_length()) if mask >> a & 1)
-
-
 def check_by_hand() -> None:
     """A few moves over axes a (slow) and b, c (fast) whose cheapest way can be seen, in seconds."""
     slow, fast, alpha = 50e9, 400e9, 10e-6
-    large, small = float(2**30), float(2**13)
+    large, small = (16384, 16384), (64, 32)
+    gib, kib8 = float(2**30), float(2**13)
     a, b, c = 0, 1, 2
     two, three = (2, 4), (4, 2, 2)
     cases = [
         # slice dim 1 over a, exchange b
-        (two, large, State(((b,), ())), State(((), (a, b))), alpha + 3 / 4 * large / 8 / fast),
+        (two, large, State(((b,), ())), State(((), (a, b))), alpha + 3 / 4 * gib / 8 / fast),
         # exchange b onto dim 1, gather a, gather b: what crosses a is an eighth
         (
             two,
             large,
             State(((a, b), ())),
             State(((), ())),
-            3 * alpha + 3 / 4 * large / 8 / fast + large / 8 / slow + 3 * large / 4 / fast,
+            3 * alpha + 3 / 4 * gib / 8 / fast + gib / 8 / slow + 3 * gib / 4 / fast,
         ),
-        (two, small, State(((a, b), ())), State(((), ())), alpha + 7 * small / 8 / slow),  # one gather over both
+        (two, small, State(((a, b), ())), State(((), ())), alpha + 7 * kib8 / 8 / slow),  # one gather over both
         # reduce-scatter b, all-reduce a, gather b
         (
             two,
             large,
             State(((), ()), frozenset({a, b})),
             State(((), ())),
-            3 * alpha + 3 / 4 * large / fast + large / 4 / slow + 3 * large / 4 / fast,
+            3 * alpha + 3 / 4 * gib / fast + gib / 4 / slow + 3 * gib / 4 / fast,
         ),
-        (two, small, State(((a, b), ())), State(((b, a), ())), alpha + small / 8 / slow),  # one permute
+        # the same, but for b, over which the sum is opened again
+        (
+            two,
+            large,
+            State(((), ()), frozenset({a, b})),
+            State(((), ()), frozenset({b})),
+            2 * alpha + 3 / 4 * gib / fast + gib / 4 / slow,
+        ),
+        (two, small, State(((a, b), ())), State(((b, a), ())), alpha + kib8 / 8 / slow),  # one permute
         (two, large, State(((), ())), State(((b,), ()), frozenset({a})), 0.0),
         (two, large, State(((a,), ())), State(((), ()), frozenset({a})), 0.0),
-        (three, small, State(((a,), ())), State(((b, c), ())), alpha + small / 4 / slow),  # one permute to other axes
-        (three, small, State(((b, a), ())), State(((c, a), ())), alpha + small / 8 / fast),  # a stays where it is
+        # a is opened, to be reduced with b in one all-reduce
+        (two, small, State(((a,), ()), frozenset({b})), State(((), ())), alpha + 2 * 7 / 8 * kib8 / slow),
+        (three, small, State(((a,), ())), State(((b, c), ())), alpha + kib8 / 4 / slow),  # one permute to other axes
+        (three, small, State(((b, a), ())), State(((c, a), ())), alpha + kib8 / 8 / fast),  # a stays where it is
     ]
-    for sizes, total, source, target, expected in cases:
-        optimum = Optimum(sizes, (slow, fast, fast)[: len(sizes)], total, alpha=alpha)
+    for sizes, shape, source, target, expected in cases:
+        optimum = Optimum(sizes, (slow, fast, fast)[: len(sizes)], shape, alpha=alpha)
         got = optimum.table()[optimum.number[source], optimum.number[target]]
         assert abs(got - expected) < 1e-12, f"{source} -> {target}: {got} and not {expected}"
 

@@ -97,18 +97,20 @@ class Program:
         return self.roles[0]
 
 
-def move_price(profile: Costs) -> Price:
+def move_price(planner: PlanMove) -> Price:
     """Seconds of a move by its plan."""
 
     @cache
     def price(source: Layout, target: Layout, spec: Spec) -> float:
-        return plan_move(source, target, spec.shape, spec.dtype, profile).seconds
+        return planner(source, target, spec.shape, spec.dtype).seconds
 
     return price
 
 
-def _planner(profile: Costs) -> PlanMove:
-    return lambda source, target, shape, dtype: plan_move(source, target, shape, dtype, profile)
+def _planner(profile: Costs, device_bytes: int | None) -> PlanMove:
+    return lambda source, target, shape, dtype: plan_move(
+        source, target, shape, dtype, profile, device_bytes=device_bytes
+    )
 
 
 def _proving(planner: PlanMove) -> PlanMove:
@@ -142,7 +144,9 @@ def build_program(
     usual_stages(resolved, model, mesh, named)
     check_axes(resolved, mesh, named)
     progress("place")
-    price = move_price(profile)
+    passes = passes or Passes()
+    planner = _planner(profile, passes.memory_cap_bytes)
+    price = move_price(planner)
     units = infer_units(captured)
     homes = map_devices(captured, resolved.homes, mesh)
 
@@ -154,7 +158,6 @@ def build_program(
         resolved = choose_tp(model, captured, resolved, axis, place_with, price)
     step = _with_recompute(captured, options.recompute, resolved)
     placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
-    planner, passes = _planner(profile), passes or Passes()
 
     def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
         how = replace(placement, accumulate_in=accumulate_in)

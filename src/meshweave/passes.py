@@ -42,6 +42,11 @@ class Passes:
     scheduling: Scheduling | None = None
 
     @property
+    def memory_cap_bytes(self) -> int | None:
+        """The most bytes that a device may hold, where that is asked for."""
+        return None if self.scheduling is None else self.scheduling.memory_cap_bytes
+
+    @property
     def asks_costs(self) -> bool:
         by_gain = [one for one in (self.split, self.decompose) if one is not None and one.when == "gain"]
         return self.scheduling is not None or bool(by_gain)

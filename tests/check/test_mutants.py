@@ -138,7 +138,8 @@ def test_broken_programs_are_caught(mesh: str) -> None:
 
 
 def test_every_kind_is_there_and_does_harm() -> None:
-    tally = judge(case("mlp", "fsdp=2,tp=2"), 54, seed=2)
+    tally = judge(case("mlp", "fsdp=2,tp=2"), 54, seed=2)  # in which no two waits are alike
+    tally += judge(case("mlp", "pp=2,tp=2"), 4, seed=2, breaks=["crossed"])
     kinds = {what.rpartition(" ")[0] for _, what in tally}
     assert kinds == set(BREAKS)
     harmful = {what.rpartition(" ")[0] for _, what in tally if not what.endswith("same")}

@@ -291,9 +291,9 @@ def test_the_peak_counts_both_pieces_where_a_device_has_both() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "word"),
     [
-        ("[{dp}, {}]", "[{tp}, {}]", "transfer"),
-        ("[{}, {}] partial(sum: dp)", "[{tp}, {}]", "reduce-scatter+transfer"),
-        ("[{}, {}]", "[{}, {}] partial(sum: dp)", "transfer+replicate"),
+        ("[{dp}, {}]", "[{tp}, {}]", "transfer+gather"),
+        ("[{}, {}] partial(sum: dp)", "[{tp}, {}]", "reduce-scatter+transfer+gather"),
+        ("[{}, {}]", "[{}, {}] partial(sum: dp)", "transfer+gather+replicate"),
     ],
 )
 def test_classify(source: str, target: str, word: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.layouts import all_layouts
 
 from meshweave.errors import LayoutError
-from meshweave.hardware import AlphaBeta
+from meshweave.hardware import AlphaBeta, load_profile
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.bounds import must_cross
@@ -70,12 +70,36 @@ def test_between_meshes_what_no_device_of_the_target_holds_must_enter_it() -> No
 # the cap
 
 
-def test_the_default_bound_is_twice_the_larger_piece() -> None:
-    """To reorder by gathering everything would be as fast for a small value, and take four times the memory."""
+def test_the_default_bound_is_a_share_of_the_device_or_twice_the_larger_piece() -> None:
+    """To gather everything may be fastest for a value that is little to the device."""
+    loose = 0
     for source, target in itertools.product(all_layouts(MESH, 2), repeat=2):
-        made = plan_move(source, target, (512, 512), torch.float32, PROFILE)
         sizes = [4 * torch.Size(layout.local_shape((512, 512))).numel() for layout in (source, target)]
-        assert made.peak_bytes <= 2 * max(sizes)
+        for device_bytes in (0, 60 << 20):
+            made = plan_move(source, target, (512, 512), torch.float32, PROFILE, device_bytes=device_bytes)
+            assert made.peak_bytes <= max(device_bytes // 100, 2 * max(sizes))
+        made = plan_move(source, target, (512, 512), torch.float32, PROFILE)
+        assert (
+            made.seconds == plan_move(source, target, (512, 512), torch.float32, PROFILE, device_bytes=1 << 40).seconds
+        )
+        loose += made.peak_bytes > 2 * max(sizes)
+        capped = plan_move(source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=2 << 20)
+        assert capped.peak_bytes <= 2 << 20
+    assert loose > 0
+
+
+def test_the_memory_of_a_profile_bounds_moves() -> None:
+    """A hundredth of an H100 is 0.8 GB: of values of 64 MiB nothing is bound, of 4 GiB what is more than twice as large
+    as the ends."""
+    machine = load_profile("h100")
+    assert machine.usable_bytes > 60e9
+    mesh = Mesh("a=2,b=2,c=2")
+    source, target = Layout.parse("[{a,b,c}, {}]", mesh), Layout.parse("[{c,b,a}, {}]", mesh)
+    for side in (4096, 32768):
+        made = plan_move(source, target, (side, side), torch.float32, machine)
+        room = max(int(machine.usable_bytes / 100), made.request.bytes_of(source) * 2)
+        assert made.request.roomy == room
+        assert made.peak_bytes <= room
 
 
 def test_a_cap_is_kept_and_the_error_names_the_least_that_has_a_plan() -> None:
@@ -129,7 +153,7 @@ def test_alternatives_are_plans_that_cost_more_or_break_a_rule() -> None:
 
 def test_a_faster_plan_that_needs_more_memory_is_shown_with_what_it_needs() -> None:
     for source, target in itertools.product(all_layouts(Mesh("a=2,b=2"), 2), repeat=2):
-        made = plan_move(source, target, (64, 64), torch.float32, PROFILE)
+        made = plan_move(source, target, (64, 64), torch.float32, PROFILE, device_bytes=0)
         for one in made.alternatives(10):
             if one.why.startswith("needs"):
                 assert one.why == f"needs {one.peak_bytes} bytes on a device"

@@ -40,7 +40,10 @@ def move_command(
         typer.Option("--profile", help="a machine such as h100, its file, or alpha=seconds,axis=bytes per second"),
     ] = "",
     memory_cap: Annotated[
-        int | None, typer.Option("--memory-cap", min=0, help="most bytes of input and output of a step on a device")
+        int | None,
+        typer.Option(
+            "--memory-cap", min=0, help="most bytes of input and output of a step; by default a share of the device"
+        ),
     ] = None,
     order: Annotated[Order, typer.Option("--order", help="of reductions: sound, strict or any")] = "sound",
     alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="plans not taken to show")] = 0,

@@ -50,6 +50,11 @@ class AlphaBeta:
         links = self.bandwidth if isinstance(self.bandwidth, int | float) else dict(self.bandwidth)
         return f"alpha_s={self.alpha_s}, bandwidth={links}"
 
+    @property
+    def usable_bytes(self) -> None:
+        """None: AlphaBeta knows nothing of memory."""
+        return None
+
     def bytes_received(self, op: str, group_size: int, local_bytes: float) -> float:
         """Bytes that one device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
 

@@ -20,7 +20,8 @@ def lower_bound_seconds(request: Request) -> float:
     Devices that differ only along axes faster than some bandwidth w form a node. What a node needs and does not hold
     comes over slower axes, at w or less. So for ascending w the bytes per device that must enter nodes give one term
     each, and what must move at all gives a start-up. A value partial over C nodes whose sum D nodes need enters nodes
-    (C - 1) + (D - 1) times (first to be whole somewhere, then everywhere: Patarasuk and Yuan, JPDC 2009).
+    (C - 1) + (D - 1) times (first to be whole somewhere, then everywhere: Patarasuk and Yuan, JPDC 2009). Of a value
+    that stays partial over K nodes there are K such sums, or these are added up, in K - 1, and there is one.
     """
     source, target, profile = request.source, request.target, request.profile
     if source.mesh != target.mesh:
@@ -41,7 +42,8 @@ def _entering(request: Request, slow: Sequence[str]) -> float:
     source, target, shape = request.source, request.target, request.shape
     mesh = source.mesh
     kept, reduced, added = _partial_axes(source, target)
-    slow = [axis for axis in slow if axis not in added]  # where it is added makes no difference
+    num_kept = mesh.flat_size(axis for axis in slow if axis in kept)
+    slow = [axis for axis in slow if axis not in added | kept]  # where it is added makes no difference
     per_node = mesh.num_devices // mesh.flat_size(slow)
     num_parts = mesh.flat_size(axis for axis in slow if axis in reduced)
     total, most = 0, 0
@@ -53,8 +55,10 @@ def _entering(request: Request, slow: Sequence[str]) -> float:
         if num_parts == 1:
             need -= prod(_length(_common(a, b)) for a, b in zip(wanted, held, strict=True))
         total, most = total + need, max(most, need)
-    if num_parts > 1:
-        total += (num_parts - 2) * prod(shape) * mesh.flat_size(axis for axis in slow if axis in kept)
+    whole = prod(shape)
+    summing = (num_parts - 1) * whole
+    copying = total - whole if num_parts > 1 else total
+    total = num_kept * summing + min(num_kept * copying, (num_kept - 1) * whole + copying)
     return max(total / mesh.num_devices, most / per_node)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 from typing import Literal
 
 import torch
@@ -107,6 +107,10 @@ def _microseconds(seconds: float) -> str:
 
 _DEFAULT_PROFILE = AlphaBeta()
 
+# Without a cap a step may hold this share of a device's memory whatever its value takes, or so many bytes where that
+# memory is not known: a hundredth of what the smallest GPUs in use have (8 GB).
+_SHARE_OF_MEMORY, _LITTLE_BYTES = 1 / 100, 64 << 20
+
 
 def plan_move(
     source: Layout,
@@ -116,15 +120,21 @@ def plan_move(
     profile: Costs = _DEFAULT_PROFILE,
     *,
     memory_cap_bytes: int | None = None,
+    device_bytes: int | None = None,
     order: Order = "sound",
 ) -> MovePlan:
     """The cheapest plan under `profile` among all sequences of steps, each over any set of axes, in any order.
 
     (Where more than four axes have to do with the move: in the order of the target.)
 
-    `memory_cap_bytes` is a hard bound on the input and output of every step on a device; without it no step holds more
-    than twice the larger of the source's and the target's pieces (or, where uneven pieces leave no such plan, the least
-    that one does).
+    `memory_cap_bytes` is a hard bound on the input and output of every step on a device. Without it the bound is that
+    of the device: no step holds more than a hundredth of its memory, `device_bytes`, without that the profile's (64 MiB
+    where neither says it), or than twice the larger of the source's and the target's pieces, whichever is more (or,
+    where uneven pieces leave no such plan, the least that one does).
+
+    A value that is partial at both ends may be reduced on the way and become partial again, as the same sum in other
+    parts; and where `source` is partial, other axes may become partial, to be reduced with it. A value that is not
+    partial is never summed: such a move is exact.
 
     `order` "sound": a reduction runs only while every axis that is replicated now was replicated in `source`, so that
     replicas that should be equal are equal to the bit as long as groups that are replicas of each other add in the same
@@ -145,18 +155,19 @@ def plan_move(
         raise LayoutError(
             f"'{order}' is no order of reductions", where="plan_move", got=repr(order), expected="sound, strict or any"
         )
-    return _plan(source, target, tuple(map(int, shape)), dtype, profile, memory_cap_bytes, order)
+    return _plan(source, target, tuple(map(int, shape)), dtype, profile, memory_cap_bytes, device_bytes, order)
 
 
 def classify(source: Layout, target: Layout) -> str:
-    """One word for the move, such as "gather" or "reduce-scatter+gather", on a tensor that all axes divide evenly.
+    """One word for the move, such as "gather" or "reduce-scatter+gather", on a large tensor that axes divide evenly.
 
     The words: none, slice, gather, reduce, reduce-scatter, all-to-all, permute, scale, replicate (to partial) and
     transfer. Raises LayoutError as `plan_move` does.
     """
     units = [dim.unit for layout in (source, target) for dim in layout.dims]
     size = prod(mesh.num_devices for mesh in {source.mesh, target.mesh}) * prod(units)
-    return plan_move(source, target, (size,) * len(source.dims), torch.float32).kind
+    large = 2 ** ceil(32 / max(len(source.dims), 1))
+    return plan_move(source, target, (size * large,) * len(source.dims), torch.float32).kind
 
 
 @lru_cache(maxsize=16384)
@@ -167,12 +178,15 @@ def _plan(
     dtype: torch.dtype,
     profile: Costs,
     memory_cap_bytes: int | None,
+    device_bytes: int | None,
     order: Order,
 ) -> MovePlan:
     if any(size < 0 for size in shape):
         raise LayoutError("a size is below 0", where="plan_move", got=str(shape), expected="sizes of 0 or more")
+    memory = profile.usable_bytes if device_bytes is None else device_bytes
+    room = _LITTLE_BYTES if memory is None else int(memory * _SHARE_OF_MEMORY)
     start, goal = source.normalized(shape), target.normalized(shape)
-    request = Request(start, goal, shape, dtype, profile, order, memory_cap_bytes)
+    request = Request(start, goal, shape, dtype, profile, order, memory_cap_bytes, room)
     steps = steps_within(request) if start.mesh == goal.mesh else steps_across(request)
     inexact = dtype.is_floating_point or dtype.is_complex
     rounds = inexact and any(step.kind == "scale" or step.op == "sum" for step in steps if step.kind != "to_partial")

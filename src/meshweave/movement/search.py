@@ -6,11 +6,12 @@ import heapq
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
+from itertools import chain, count
 from typing import Literal
 
 from meshweave.hardware.costs import Costs
 from meshweave.ir.mesh import Mesh
+from meshweave.movement.heuristic import Heuristic
 from meshweave.movement.space import LOCAL, Edge, Fan, Space, State
 from meshweave.movement.steps import Kind
 
@@ -30,19 +31,13 @@ class Prices:
 
     def __init__(self, profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.profile, self.mesh, self.axes = profile, mesh, axes
-        self._tables: dict[int, dict[tuple[Kind, int], int]] = {}
+        self.speeds = tuple(profile.bandwidth_of(mesh, axis) for axis in axes)
+        self.known: dict[tuple[Kind, int, int], int] = {}
 
-    def table(self, local_bytes: int) -> dict[tuple[Kind, int], int]:
-        """The prices known for local inputs of a size; `add` completes it."""
-        table = self._tables.get(local_bytes)
-        if table is None:
-            table = self._tables[local_bytes] = {}
-        return table
-
-    def add(self, kind: Kind, mask: int, local_bytes: int) -> int:
+    def ticks(self, kind: Kind, mask: int, local_bytes: int) -> int:
+        """What a step over axes takes; from then on it is in `known`."""
         axes = tuple(axis for i, axis in enumerate(self.axes) if mask >> i & 1)
-        ticks = to_ticks(self.profile.seconds(kind, self.mesh, axes, local_bytes))
-        self._tables[local_bytes][kind, mask] = ticks
+        ticks = self.known[kind, mask, local_bytes] = to_ticks(self.profile.seconds(kind, self.mesh, axes, local_bytes))
         return ticks
 
 
@@ -55,30 +50,47 @@ def prices_of(profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> Prices:
 class Problem:
     """A move as the search sees it.
 
-    `pending` must not be partial at the end; the sets in `added`, one for each op, must (from where they cut a dim, or
-    once all else is done from where they are replicated); along `replicated` the source is replicated. All are bit
-    sets. In an even space `total` is the bytes of the value before any axis in play cuts it, else the bytes of an
-    element. `order` says when a reduction may run: "sound", while every axis that is replicated was so in the source;
-    "strict", while none is (and a replicated axis may become partial for it); "any".
+    Over the axes in `summed` the value may be partial on the way, with the reduce op of the source: it is reduced over
+    them and becomes partial over them again as that pays. At the end it is partial over those in `partial`, and over
+    the sets in `added`, one for each other op, which are never reduced. A value becomes partial over an axis from where
+    that cuts a dim, or once all else is done from where it is replicated. Along `replicated` the source is replicated.
+    All are bit sets. In an even space `total` is the bytes of the value before any axis in play cuts it, else the bytes
+    of an element; `finest` is the bytes of a piece that all axes in play cut. `order` says when a reduction may run:
+    "sound", while every axis that is replicated was so in the source; "strict", while none is (and a replicated axis
+    may become partial for it); "any".
     """
 
     space: Space
     prices: Prices
     start: State
     goal: tuple[tuple[int, ...], ...]
-    pending: int
+    summed: int
+    partial: int
     added: tuple[int, ...]
     replicated: int
     total: int
+    finest: float
     order: Order = "sound"
     end: int = field(init=False)
     _even: bool = field(init=False)
     _twins: int = field(init=False)  # axes that may be replicated when a reduction runs
+    _all: int = field(init=False)
+    heuristic: Heuristic = field(init=False)
 
     def __post_init__(self) -> None:
         self._even = self.space.extents is None
         self._twins = {"any": -1, "sound": self.replicated, "strict": 0}[self.order]
-        self.end = self.space.number(State(self.goal, sum(self.added)))
+        self._all = (1 << len(self.space.sizes)) - 1
+        self.end = self.space.number(State(self.goal, self.partial | sum(self.added)))
+        self.heuristic = Heuristic(
+            self.goal,
+            self.partial | sum(self.added),
+            self.space.sizes,
+            self.prices.speeds,
+            self.prices.profile.alpha_s,
+            self.finest,
+            self._even,
+        )
 
     def bytes_of(self, size: int) -> int:
         """Bytes of the largest piece of a state of this size (see Space)."""
@@ -87,53 +99,68 @@ class Problem:
     def fans(self, number: int) -> Iterator[Fan]:
         """The steps that this move may take from a state."""
         space = self.space
-        yield from space.moves(number)
         state = space.states[number]
-        pending = state.gone & self.pending
-        if pending and not space.replicated(state) & ~self._twins:
-            for fan in space.reductions(number):
-                whole = self.order == "any" or fan.kind == "reduce_scatter" or fan.mask == pending
-                if whole and not fan.mask & ~pending:
-                    yield fan
-        if pending and self.order == "strict":
-            yield from (fan for fan in space.spreads(number) if not fan.mask & ~self.pending)
-        for added in self.added:
-            yield from (fan for fan in space.pads(number) if not fan.mask & ~added)
-            if not pending and state.cuts == self.goal:
-                yield from (fan for fan in space.spreads(number) if not fan.mask & ~added)
+        gone = state.gone & self.summed
+        pending = gone & ~self.partial
+        lists = [space.moves(number)]
+        if gone == state.gone and gone and (self._twins < 0 or not space.replicated(state) & ~self._twins):
+            lists.append(_within(space.reductions(number), gone, state.gone))
+        if gone and self.order == "strict":
+            lists.append(_within(space.spreads(number), self.summed, self._all))
+        if self.summed:
+            lists.append(_within(space.pads(number), self.summed, self._all))
+        if not pending:
+            lists += (_within(space.pads(number), mask, self._all) for mask in self.added)
+        if not pending and state.cuts == self.goal:
+            lists += (_within(space.spreads(number), mask, self._all) for mask in (self.partial, *self.added))
+        return chain.from_iterable(lists)
+
+
+def _within(fans: list[Fan], mask: int, largest: int) -> list[Fan]:
+    """Those over axes in the mask; none has others than those in `largest`."""
+    return fans if mask == largest else [fan for fan in fans if not fan.mask & ~mask]
 
 
 def cheapest(problem: Problem, cap: float, banned: Container[Link] = ()) -> tuple[Link, ...] | None:
     """The cheapest path in which no step's input and output are more than `cap` bytes; None if there is
-    none. Of equally cheap paths the one with fewer steps, then the first in the order of the space."""
-    space, prices, end = problem.space, problem.prices, problem.end
+    none. Of equally cheap paths the one with fewer steps, then the first in the order of the space.
+
+    This is A*: of the states reached the one goes on from which the end may be cheapest, by the problem's heuristic."""
+    space, end, rest = problem.space, problem.end, problem.heuristic
+    states, places, bytes_of = space.states, space.places, problem.bytes_of
+    known, price = problem.prices.known, problem.prices.ticks
     first = space.number(problem.start)
     best: dict[int, int] = {first: 0}
+    ahead: dict[int, int] = {end: 0}
     parents: dict[int, Link] = {}
     tick, bound = count(), 1 << 200
-    heap = [(0, next(tick), first)]
+    heap = [(0, next(tick), 0, first)]
     while heap:
-        key, _, here = heapq.heappop(heap)
+        _, _, key, here = heapq.heappop(heap)
         if key > best[here]:
             continue
         if here == end:
             break
-        room = cap - problem.bytes_of(space.size(space.states[here]))
+        room = cap - bytes_of(space.size(states[here]))
         for kind, mask, work, size, ends in problem.fans(here):
-            if problem.bytes_of(size) > room:
+            if bytes_of(size) > room:
                 continue
-            work_bytes = problem.bytes_of(work)
-            ticks = 0 if kind in LOCAL else prices.table(work_bytes).get((kind, mask))
-            if ticks is None:
-                ticks = prices.add(kind, mask, work_bytes)
-            total = key + ticks * _LENGTHS + 1
+            total = key + 1
+            if kind not in LOCAL:
+                priced = (kind, mask, bytes_of(work))
+                total += (known[priced] if priced in known else price(*priced)) * _LENGTHS
             if total >= bound:
                 continue
             for there, edge in ends:
-                if total < best.get(there, bound) and (here, edge) not in banned:
+                if total < best.get(there, bound) and (not banned or (here, edge) not in banned):
+                    least = ahead.get(there)
+                    if least is None:  # a step at least
+                        least = ahead[there] = rest(states[there], places[there]) * _LENGTHS + 1
+                    if total + least >= bound:
+                        continue
                     best[there] = total
                     parents[there] = (here, edge)
-                    heapq.heappush(heap, (total, next(tick), there))
+                    heapq.heappush(heap, (total + least, next(tick), total, there))
                     if there == end:
                         bound = total + 1
     if end not in best:

@@ -14,6 +14,7 @@ from meshweave.movement.steps import Kind
 
 Axes = tuple[int, ...]  # numbers of axes in play
 LOCAL: frozenset[Kind] = frozenset({"slice", "to_partial"})
+REPLICATED, PARTIAL = -1, -2  # where an axis is, if it does not cut a dim
 
 
 class State(NamedTuple):
@@ -74,6 +75,7 @@ class Space:
     ) -> None:
         self.sizes, self.extents, self.goal = sizes, extents, goal
         self.states: list[State] = []
+        self.places: list[list[int]] = []  # for each state where each axis is: a dim, or a constant above
         self._numbers: dict[State, int] = {}
         self._moves: dict[int, list[Fan]] = {}
         self._reductions: dict[int, list[Fan]] = {}
@@ -86,7 +88,15 @@ class Space:
         if number is None:
             number = self._numbers[state] = len(self.states)
             self.states.append(state)
+            self.places.append(self._places(state))
         return number
+
+    def _places(self, state: State) -> list[int]:
+        places = [PARTIAL if state.gone >> axis & 1 else REPLICATED for axis in range(len(self.sizes))]
+        for d, cut in enumerate(state.cuts):
+            for axis in cut:
+                places[axis] = d
+        return places
 
     def replicated(self, state: State) -> int:
         """Bit set of the axes in play along which all devices hold the same."""

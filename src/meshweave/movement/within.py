@@ -14,7 +14,7 @@ from meshweave.hardware.costs import Costs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.pieces import unit_matters
 from meshweave.movement.search import Link, Order, Problem, cheapest, least_peak, prices_of, to_ticks
-from meshweave.movement.space import Axes, Edge, Extent, State, bits, space_of
+from meshweave.movement.space import LOCAL, Axes, Edge, Extent, State, bits, space_of
 from meshweave.movement.steps import REDUCTIONS, Step, apply
 
 # With more axes in play than this, they go to a dim only in the order in which the target has them there: six axes make
@@ -26,8 +26,8 @@ _MANY_AXES = 4
 class Request:
     """What is asked of the planner: how a value of `shape` gets from one normal form to another.
 
-    `cap` bounds the bytes of the input and output of any step on a device; None: twice the larger of source and target,
-    or if no plan does with that (uneven pieces), the least that one does.
+    `cap` bounds the bytes of the input and output of any step on a device; None: `room`, or twice the larger of source
+    and target where that is more, or if no plan does with that (uneven pieces), the least that one does.
     """
 
     source: Layout
@@ -37,6 +37,7 @@ class Request:
     profile: Costs
     order: Order = "sound"
     cap: int | None = None
+    room: int = 0
 
     @property
     def where(self) -> str:
@@ -45,7 +46,7 @@ class Request:
     @property
     def roomy(self) -> int:
         """The cap that holds where none is asked for."""
-        return 2 * max(self.bytes_of(self.source), self.bytes_of(self.target))
+        return max(self.room, 2 * max(self.bytes_of(self.source), self.bytes_of(self.target)))
 
     def bytes_of(self, layout: Layout) -> int:
         """Bytes of the largest piece."""
@@ -146,9 +147,11 @@ def no_plan(request: Request, least: int) -> LayoutError:
 @dataclass(frozen=True, slots=True)
 class _Ops:
     """What happens to the partial axes. `pending` are reduced with `op`, `added` become partial with their op, over
-    `averaged` the value is scaled once (they are reduced as sums, or stay partial as sums)."""
+    `averaged` the value is scaled once (they are reduced as sums, or stay partial as sums). `open` are partial with
+    `op` at both ends: the value may be reduced over them and become partial again, as the same sum in other parts."""
 
     pending: tuple[str, ...]
+    open: tuple[str, ...]
     op: str
     added: tuple[tuple[str, str], ...]
     averaged: tuple[str, ...]
@@ -156,6 +159,8 @@ class _Ops:
     @staticmethod
     def of(request: Request) -> _Ops:
         source, target, dtype = request.source, request.target, request.dtype
+        if not source.partial and not target.partial:
+            return _NO_OPS
         before, after = dict(source.partial), dict(target.partial)
         as_sum = {axis: "sum" if op == "avg" else op for axis, op in before.items()}
         kept = {axis for axis, op in after.items() if op == before.get(axis) or op == as_sum.get(axis)}
@@ -186,13 +191,18 @@ class _Ops:
                 expected="a floating dtype",
                 hint="make the value floating, or partial(sum)",
             )
-        return _Ops(pending, as_sum[pending[0]] if pending else "", added, averaged)
+        op = next(iter(as_sum.values())) if len(set(as_sum.values())) == 1 else ""
+        return _Ops(pending, tuple(axis for axis in before if op and after.get(axis) == op), op, added, averaged)
+
+
+_NO_OPS = _Ops((), (), "", (), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A request with the axes in play: all but those that stay partial, and those that cut a dim alike in source and
-    target, outermost first. Steps over these could only move data that is where it belongs."""
+    """A request with the axes in play: all but those that cut a dim alike in source and target, outermost first (steps
+    over these could only move data that is where it belongs), and those over which an average, or a value with several
+    reduce ops, stays partial."""
 
     request: Request
     ops: _Ops
@@ -208,7 +218,7 @@ class Search:
         sizes = {axis: size for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1}
         kept = tuple(_common(size, sizes, a, b) for size, a, b in zip(shape, source.dims, target.dims, strict=True))
         still = {axis for dim, count in zip(source.dims, kept, strict=True) for axis in dim.axes[:count]}
-        still.update(axis for axis in source.partial_axes if axis not in ops.pending)
+        still.update(axis for axis, _ in source.partial if axis not in ops.pending and axis not in ops.open)
         axes = tuple(axis for axis in sizes if axis not in still)
         in_play = prod(sizes[axis] for axis in axes)
         extents, even = [], True
@@ -223,12 +233,13 @@ class Search:
         ]
         old = bits(d for d, (dim, b) in enumerate(zip(source.dims, target.dims, strict=True)) if dim.unit != b.unit)
         old &= bits(d for d, cut in enumerate(cuts[0]) if cut)
-        pending = bits(number[axis] for axis in ops.pending)
+        gone = bits(number[axis] for axis in (*ops.pending, *ops.open))
+        partial = bits(number[axis] for axis, op in target.partial if axis in number and op == ops.op)
         added = [
             bits(number[axis] for axis, its_op in ops.added if its_op == op and axis not in ops.pending)
-            for op in dict.fromkeys(op for _, op in ops.added)
+            for op in dict.fromkeys(op for _, op in ops.added if op != ops.op)
         ]
-        start = State(cuts[0], pending, old)
+        start = State(cuts[0], gone, old)
         space = space_of(
             tuple(sizes[axis] for axis in axes),
             len(shape),
@@ -236,20 +247,24 @@ class Search:
             cuts[1] if len(axes) > _MANY_AXES else None,
         )
         replicated = space.replicated(start)
-        if pending and request.order == "strict":  # a replicated axis may become partial, to be reduced with the others
-            pending, added = pending | replicated, [mask & ~replicated for mask in added]
+        if gone and request.order == "strict":  # a replicated axis may become partial, to be reduced with the others
+            added = [mask & ~replicated for mask in added]
+        summed = ((1 << len(axes)) - 1) & ~sum(added) if gone else 0
         total = request.dtype.itemsize
         if even:
             total = total * prod(shape) // prod(prod(extent.before) for extent in extents)
+        finest = request.dtype.itemsize * prod(shape) / prod(prod(extent.before) for extent in extents) / in_play
         problem = Problem(
             space,
             prices_of(request.profile, mesh, axes),
             start,
             cuts[1],
-            pending,
+            summed,
+            partial,
             tuple(filter(None, added)),
             replicated,
             total,
+            finest,
             request.order,
         )
         return Search(request, ops, axes, kept, tuple(extents), problem)
@@ -266,17 +281,19 @@ class Search:
         after = [states[number] for number, _ in (*path[1:], (self.problem.end, None))]
         drafts = [self._draft(edge, state) for (_, edge), state in zip(path, after, strict=False)]
         if ops.averaged:
-            at = max((i for i, step in enumerate(drafts, 1) if step.kind in REDUCTIONS), default=0)
+            opened = (i for i, step in enumerate(drafts) if step.kind == "to_partial" and step.axes[0] in ops.averaged)
+            last = max((i for i, step in enumerate(drafts, 1) if step.kind in REDUCTIONS), default=0)
+            at = next(opened, last)
             factor = 1 / source.mesh.flat_size(ops.averaged)
             drafts.insert(at, Step("scale", ops.averaged, source, source, factor=factor))
         late: dict[str, tuple[str, ...]] = {}
         for axis, op in ops.added:
-            late[op] = (*late.get(op, ()), *(() if self._adds(axis) else (axis,)))
+            late[op] = (*late.get(op, ()), *(() if op == ops.op or self._adds(axis) else (axis,)))
         drafts += [Step("to_partial", axes, source, source, op=op) for op, axes in late.items() if axes]
         return chain(self.request, drafts)
 
     def _adds(self, axis: str) -> bool:
-        """Whether it is for the search to make the value partial over the axis."""
+        """Whether it is for the search to make the value partial over the axis, with another op than the source's."""
         return bool(sum(self.problem.added) >> self.axes.index(axis) & 1)
 
     def _draft(self, edge: Edge, after: State) -> Step:
@@ -326,16 +343,11 @@ def chain(request: Request, drafts: Sequence[Step]) -> tuple[Step, ...]:
         if draft.kind == "permute":
             draft = replace(draft, target=replace(draft.target, partial=layout.partial))
         after = apply(layout, draft).normalized(request.shape)
-        local_bytes, group_size = request.work(draft, layout, after), layout.mesh.flat_size(draft.axes)
-        profile = request.profile
-        steps.append(
-            replace(
-                draft,
-                source=layout,
-                target=after,
-                seconds=profile.seconds(draft.kind, layout.mesh, draft.axes, local_bytes),
-                bytes_received=profile.bytes_received(draft.kind, group_size, local_bytes),
-            )
-        )
+        seconds = received = 0.0
+        if draft.kind not in LOCAL:
+            local_bytes, group_size = request.work(draft, layout, after), layout.mesh.flat_size(draft.axes)
+            seconds = request.profile.seconds(draft.kind, layout.mesh, draft.axes, local_bytes)
+            received = request.profile.bytes_received(draft.kind, group_size, local_bytes)
+        steps.append(replace(draft, source=layout, target=after, seconds=seconds, bytes_received=received))
         layout = after
     return tuple(steps)
