@@ -145,7 +145,7 @@ def build_program(
     check_axes(resolved, mesh, named)
     progress("place")
     passes = passes or Passes()
-    planner = _planner(profile, passes.memory_cap_bytes)
+    planner = _planner(profile, passes.room(profile))
     price = move_price(planner)
     units = infer_units(captured)
     homes = map_devices(captured, resolved.homes, mesh)

@@ -42,11 +42,6 @@ class Passes:
     scheduling: Scheduling | None = None
 
     @property
-    def memory_cap_bytes(self) -> int | None:
-        """The most bytes that a device may hold, where that is asked for."""
-        return None if self.scheduling is None else self.scheduling.memory_cap_bytes
-
-    @property
     def asks_costs(self) -> bool:
         by_gain = [one for one in (self.split, self.decompose) if one is not None and one.when == "gain"]
         return self.scheduling is not None or bool(by_gain)
@@ -55,7 +50,7 @@ class Passes:
         """Bytes that a device may hold: the cap, else what the machine has; None where neither is known."""
         if self.scheduling is not None and self.scheduling.memory_cap_bytes is not None:
             return self.scheduling.memory_cap_bytes
-        return int(profile.usable_bytes) if isinstance(profile, MachineProfile) else None
+        return None if profile.usable_bytes is None else int(profile.usable_bytes)
 
 
 @dataclass(frozen=True, slots=True)
