@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import meshweave as mw
-from meshweave.capture.step import call_model
+from meshweave.capture.batch import call_model
 from meshweave.errors import StepError
 from meshweave.ir.graph import origin_of
 

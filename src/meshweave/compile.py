@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshweave.capture.batch import Batch, call_model
+from meshweave.capture.contract import Contract
+from meshweave.capture.guards import Guards, check_autocast
+from meshweave.capture.optimizer_guard import OptimizerGuard
 from meshweave.capture.optimizers import OptimizerSpec, current_lrs, initial_state, read_optimizer
 from meshweave.capture.recompute import recompute as recomputed
 from meshweave.capture.recompute_check import check_recompute
-from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
+from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import LayoutError, PlanError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta, Costs, load_profile
 from meshweave.interop import dtensor_from_piece, mark_stepped, prepare_device_meshes
-from meshweave.ir.graph import Spec, StepGraph
+from meshweave.ir.graph import Spec, StepGraph, tokens_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
@@ -34,10 +36,10 @@ from meshweave.overlap import prefetch as prefetched
 from meshweave.overlap.step import scheduling_of
 from meshweave.passes import Optimized, Passes, accumulated, optimize, splitting_of
 from meshweave.report.moves import MoveRow, move_rows
-from meshweave.runtime.cluster import ClusterWorld
+from meshweave.runtime.cluster import make_world
 from meshweave.runtime.initialize import materialize
 from meshweave.runtime.session import Session, Settings
-from meshweave.runtime.world import LocalWorld, World
+from meshweave.runtime.world import World
 from meshweave.sharding.assign import Price
 from meshweave.sharding.decide import decide, infer_units
 from meshweave.sharding.hooks import pinning
@@ -65,6 +67,7 @@ class Program:
     optimized: Optimized
     placement: Placement
     options: CaptureOptions
+    contract: Contract
     accumulation: str = ""  # where gradients of several microbatches are added up, and why there
 
     @property
@@ -139,7 +142,8 @@ def build_program(
     progress("capture")
     resolved = resolve(plan, model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
-    captured = verify_step(capture(model, loss, micro, optimizer, options, forward=forward, hooks=pinning(resolved)))
+    step, contract = capture_source(StepSource(model, loss, forward, pinning(resolved)), micro, optimizer, options)
+    captured = verify_step(step)
     named = axes_of_operators(captured, mesh)
     usual_stages(resolved, model, mesh, named)
     check_axes(resolved, mesh, named)
@@ -168,7 +172,7 @@ def build_program(
 
     placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, passes.room(profile))
     made = optimize(placed, roles, mesh, profile, passes, options.accumulate, progress)
-    return Program(step, placed, made, placement, options, told)
+    return Program(step, placed, made, placement, options, contract, told)
 
 
 def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> StepGraph:
@@ -177,13 +181,6 @@ def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> Ste
     step = recomputed(captured, policy, cuts)
     check_recompute(captured, step, policy, cuts)
     return verify_step(step)
-
-
-def tokens_of(step: StepGraph) -> int:
-    """Tokens of one microbatch: the elements of the largest integer input of the batch, else the size of its dim 0."""
-    batch = [item.spec for item in step.inputs if item.kind == "batch" and item.spec.shape]
-    integers = [spec for spec in batch if not spec.dtype.is_floating_point and len(spec.shape) > 1]
-    return max((prod(spec.shape) for spec in integers), default=max((spec.shape[0] for spec in batch), default=0))
 
 
 class TrainStep:
@@ -205,15 +202,19 @@ class TrainStep:
         held = initial_state(optimizer, model) if optimizer is not None else None
         self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
         self.session.state.num_steps = held.num_steps if held else 0
+        values = lambda *key: self.session.state.matches(*key)  # noqa: E731 (a load gives the session another state)
+        self.guards = Guards(program.contract, program.options.autocast, values)
+        self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
 
     def __call__(self, batch: Any) -> float:
         """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
 
-        Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite.
+        Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite and
+        where model, batch or optimizer are no longer what was compiled (docs/capture.md).
         """
         with self.session.world.guard():
             micros = self._micros(batch, self.program.options.accumulate)
-            loss = self.session.run(micros, current_lrs(self.optimizer) if self.optimizer else [])
+            loss = self.session.run(micros, self._lrs())
         if self.optimizer is not None:
             mark_stepped(self.optimizer)
         return loss
@@ -224,9 +225,10 @@ class TrainStep:
         The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
         all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
         """
-        micros = self._micros(batch, self.program.options.accumulate)
-        tokens = tokens_of(self.program.captured) * len(micros)
-        found = self.session.trace(micros, current_lrs(self.optimizer) if self.optimizer else [], tokens=tokens)
+        with self.session.world.guard():
+            micros = self._micros(batch, self.program.options.accumulate)
+            tokens = tokens_of(self.program.captured) * len(micros)
+            found = self.session.trace(micros, self._lrs(), tokens=tokens)
         if self.optimizer is not None:
             mark_stepped(self.optimizer)
         return found
@@ -237,8 +239,8 @@ class TrainStep:
         `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
         Each raises StepError when it is not what comes next; a failure ends the step.
         """
-        (micro,) = self._micros(batch, 1)
         with self.session.world.guard():
+            (micro,) = self._micros(batch, 1)
             return self.session.forward(micro)
 
     def backward(self) -> None:
@@ -247,19 +249,21 @@ class TrainStep:
 
     def update(self) -> None:
         """New parameters and optimizer state, when every microbatch has gone backward."""
-        self.session.update(current_lrs(self.optimizer) if self.optimizer else [])
+        with self.session.world.guard():
+            self.session.update(self._lrs())
         if self.optimizer is not None:
             mark_stepped(self.optimizer)
 
     def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
         held = Batch.of(batch)
-        expected = [i.name for i in self.program.placed.inputs if i.kind == "batch"]
-        missing = [n for n in expected if n not in held.names]
-        if missing:
-            raise LayoutError(
-                "the batch lacks entries of the example", got=", ".join(held.names), expected=", ".join(expected)
-            )
+        self.guards.check(held)
         return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
+
+    def _lrs(self) -> list[float]:
+        if self.optimizer_guard is None:
+            return []
+        self.optimizer_guard.check()
+        return current_lrs(self.optimizer_guard.optimizer)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -381,6 +385,7 @@ def compile(
     if optimizer is None and (clip_grad_norm is not None):
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
     spec = None if optimizer is None else read_optimizer(optimizer, model)
+    check_autocast(autocast)
     options = CaptureOptions(
         clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype, accumulate_in
     )
@@ -393,10 +398,3 @@ def compile(
     progress("start")
     settings = Settings(accumulate, seed, keeps_gradients, check_finite)
     return TrainStep(program, model, optimizer, world, settings)
-
-
-def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
-    """This process's part of the mesh: this rank of torch.distributed where it is initialised, else all of it."""
-    if dist.is_available() and dist.is_initialized():
-        return ClusterWorld(mesh, device)
-    return LocalWorld(mesh, device)

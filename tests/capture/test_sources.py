@@ -5,8 +5,8 @@ import textwrap
 import pytest
 import torch
 
+from meshweave.capture.batch import call_model
 from meshweave.capture.sources import load_source, text_windows
-from meshweave.capture.step import call_model
 from meshweave.errors import MeshweaveError
 
 GOOD = """

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshweave as mw
+from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import Batch, CaptureOptions, call_model, capture
+from meshweave.capture.step import CaptureOptions, capture
 from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.graph import op_name, origin_of, spec_of
 from meshweave.ir.rank import STARTS

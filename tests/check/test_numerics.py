@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import meshweave as mw
-from meshweave.capture.step import Batch
+from meshweave.capture.batch import Batch
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, TensorError, check_numerics
 from meshweave.check.runs import Recipe, widened
 from meshweave.compile import TrainStep

@@ -16,8 +16,9 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.compile import Program, build_program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
+from meshweave.ir.graph import tokens_of
 from meshweave.simulate.pipelines import passes_of
-from meshweave.whatif import best_of, simulate, tokens_of
+from meshweave.whatif import best_of, simulate
 
 
 def compiled(mesh: str, plan: mw.Plan | None = None, accumulate: int = 1, batch: int = 8, layers: int = 2) -> Program:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.errors import PlanError
+from meshweave.interop.hooks import optimizer_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +184,35 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
 
     `foreach`, `fused` and `capturable` only choose among implementations and are ignored.
     Raises PlanError for another class of optimizer (subclasses too, as they may step differently), an option that is
-    not supported, complex parameters and parameters that the model does not have.
+    not supported, hooks, complex parameters and parameters that the model does not have.
     """
     kind = _kind(optimizer)
+    check_hooks(optimizer)
     named = _names(names)
     groups, group_of = [], {}
     for index, group in enumerate(optimizer.param_groups):
-        _check_group(optimizer, index, group)
+        check_options(optimizer, index, group)
         groups.append(_read_hyper(KINDS[kind].hyper, group))
         group_of.update(dict.fromkeys((_name(p, named, optimizer, index) for p in group["params"]), index))
     return OptimizerSpec(kind, tuple(groups), MappingProxyType(group_of))
+
+
+def hyper_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The options of a group that the update depends on, without the learning rate."""
+    return tuple(f.name for f in fields(KINDS[_kind(optimizer)].hyper))
+
+
+def check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PlanError for what would run with the optimizer's own step and not with a compiled one."""
+    hooks = optimizer_hooks(optimizer)
+    if hooks:
+        raise PlanError(
+            "the optimizer has hooks, which a compiled step would not call",
+            where=type(optimizer).__name__,
+            got=", ".join(hooks),
+            expected="the optimizer's own step alone",
+            hint="remove them, and do before or after each call of the compiled step what they do",
+        )
 
 
 def current_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -249,7 +269,8 @@ def _name(param: Tensor, named: Mapping[int, str], optimizer: torch.optim.Optimi
     return named[id(param)]
 
 
-def _check_group(optimizer: torch.optim.Optimizer, index: int, group: Mapping[str, Any]) -> None:
+def check_options(optimizer: torch.optim.Optimizer, index: int, group: Mapping[str, Any]) -> None:
+    """Raises PlanError for an option of a group that is not supported."""
     for option, hint in _UNSUPPORTED.items():
         if group.get(option):
             raise PlanError(
@@ -263,12 +284,13 @@ def _check_group(optimizer: torch.optim.Optimizer, index: int, group: Mapping[st
 
 def _read_hyper(kind: type[SGDHyper] | type[AdamHyper], group: Mapping[str, Any]) -> Hyper:
     # Options may be 1-element tensors in torch; older saved groups lack the newer options, which are then off.
-    return kind(**{f.name: _plain(group[f.name]) for f in fields(kind) if f.name in group})
+    return kind(**{f.name: plain_option(group[f.name]) for f in fields(kind) if f.name in group})
 
 
-def _plain(value: Any) -> Any:
+def plain_option(value: Any) -> Any:
+    """An option, which may be a tensor with one element, as a number or a tuple of numbers."""
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(v) for v in value)
+        return tuple(plain_option(v) for v in value)
     if isinstance(value, bool):
         return value
     return float(value)

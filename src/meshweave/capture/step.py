@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from meshweave.capture.batch import Batch, call_model
+from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
 from meshweave.capture.normalize import normalize
 from meshweave.capture.optimizers import OptimizerSpec, update
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
 from meshweave.capture.recompute import check_policy
-from meshweave.capture.trace import Provenance, fake_like, trace
+from meshweave.capture.record import Record
+from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
+from meshweave.interop.hooks import tensor_hooks
 from meshweave.interop.tracing import gradients
 from meshweave.ir.graph import Input, Spec, StepGraph
 from meshweave.ir.ops import square_sum
@@ -56,81 +58,6 @@ class CaptureOptions:
             raise PlanError("accumulate counts microbatches", got=str(self.accumulate), expected="1 or more")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise PlanError("clip_grad_norm is a norm", got=str(self.clip_grad_norm), expected="a number above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tensors of a batch by name, and how to put them back together."""
-
-    names: tuple[str, ...]
-    tensors: tuple[Tensor, ...]
-    rebuild: Callable[[Sequence[Any]], Any] = field(repr=False)
-
-    @staticmethod
-    def of(batch: Any) -> Batch:
-        """Flatten a dict, tuple or nest of them. Leaves that are no tensors stay what they are in the example."""
-        plain = dict(batch) if isinstance(batch, Mapping) else batch
-        leaves, tree = pytree.tree_flatten_with_path(plain)
-        held = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if not held:
-            raise CaptureError(
-                "the batch holds no tensor", got=type(batch).__name__, expected="a dict or tuple of tensors"
-            )
-        fixed = [leaf for _, leaf in leaves]
-
-        def rebuild(values: Sequence[Any]) -> Any:
-            filled = list(fixed)
-            for i, value in zip(held, values, strict=True):
-                filled[i] = value
-            return pytree.tree_unflatten(filled, tree)
-
-        names = tuple(_path_name(leaves[i][0]) for i in held)
-        return Batch(names, tuple(fixed[i] for i in held), rebuild)
-
-    def split(self, parts: int) -> list[tuple[Tensor, ...]]:
-        """The tensors of each of `parts` equal microbatches: cut along dim 0 where they have the batch's size.
-
-        Raises PlanError where the batch does not divide.
-        """
-        size = batch_size(t.shape for t in self.tensors) or 0
-        if size % parts:
-            raise PlanError(
-                "the batch does not divide into microbatches",
-                got=f"batch size {size}, accumulate={parts}",
-                expected=f"a batch size that {parts} divides",
-            )
-        cut = [t.chunk(parts) if t.dim() and t.shape[0] == size else (t,) * parts for t in self.tensors]
-        return list(zip(*cut, strict=True))
-
-    def micros(self, parts: int) -> list[Any]:
-        """The microbatches, each put together as the batch was."""
-        return [self.rebuild(tensors) for tensors in self.split(parts)]
-
-
-def _path_name(path: Sequence[Any]) -> str:
-    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "batch"
-
-
-def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
-    """Size of dim 0 of the first tensor of a batch that has one."""
-    return next((shape[0] for shape in shapes if len(shape)), None)
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model with what its forward takes of a batch: keys of a dict by name, a tuple by position."""
-    if isinstance(batch, Tensor):
-        return model(batch)
-    parameters = inspect.signature(model.forward).parameters.values()
-    if isinstance(batch, Mapping):
-        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        taken = {p.name for p in parameters}
-        return model(**{key: value for key, value in batch.items() if takes_all or key in taken})
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return model(*batch[:1])
-    needed = [
-        p for p in parameters if p.default is inspect.Parameter.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY
-    ]
-    return model(*batch[: max(1, len([p for p in needed if p.kind is not inspect.Parameter.VAR_KEYWORD]))])
 
 
 class Substituted(nn.Module):
@@ -169,13 +96,24 @@ class _Values:
     buffers: dict[str, Tensor]
     state: dict[str, Tensor]
     acc: dict[str, Tensor]
-    batch: list[Tensor]
+    batch: dict[str, Tensor]
     scalars: dict[str, Tensor]
 
 
 def state_name(slot: str, param: str) -> str:
     """Name of one piece of optimizer state: `exp_avg/model.embed.weight`."""
     return f"{slot}/{param}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSource:
+    """What a step is captured from: the model, how it is called (`forward(model, batch)`), the loss, and a context in
+    which the model is traced (it may pin values)."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
+    forward: Callable[[nn.Module, Any], Any] = call_model
+    hooks: Hooks = lambda model: nullcontext()
 
 
 def capture(
@@ -188,29 +126,49 @@ def capture(
     forward: Callable[[nn.Module, Any], Any] = call_model,
     hooks: Hooks | None = None,
 ) -> StepGraph:
-    """The whole step as a StepGraph: forward, loss, backward and, with an optimizer, update.
+    """The step of `capture_source`, without what it rests on."""
+    source = StepSource(model, loss, forward, hooks) if hooks else StepSource(model, loss, forward)
+    return capture_source(source, example, optimizer, options)[0]
 
-    The model may be real, on meta or fake: only shapes are read. `hooks(model)` is a context in which the model is
-    traced; it may pin values. Raises CaptureError, with the user's line, for a model that is no fixed graph.
+
+def capture_source(
+    source: StepSource, example: Any, optimizer: OptimizerSpec | None, options: CaptureOptions
+) -> tuple[StepGraph, Contract]:
+    """The whole step as a StepGraph: forward, loss, backward and, with an optimizer, update; and what it rests on.
+
+    The model may be real, on meta or fake: only shapes are read. It is left as it was. Raises CaptureError, with the
+    user's line, for a model that is no fixed graph.
     """
-    inputs = _describe(model, example, optimizer, options)
+    inputs = _describe(source.model, example, optimizer, options)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = _fake_inputs(inputs, model, example, mode)
+    fakes = _fake_inputs(inputs, source.model, example, mode)
     batch = Batch.of(example)
     outputs: list[tuple[str, str]] = []
 
+    def again(record: Record, batch: Batch) -> None:
+        values = _unflatten(inputs, fakes)
+        tracker = Provenance(values.scalars["draw"], options.seed, record)
+        with capture_errors(), tracker:
+            _step(source, batch, None, options, tracker, values, is_second=True)
+
+    named = _unflatten(inputs, fakes).batch
+    batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
+    roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
+    contract = Contract(roots, batch, fakes, again)
+
     def step(*flat: Tensor) -> list[Tensor]:
         values = _unflatten(inputs, flat)
-        tracker = Provenance(values.scalars["draw"], options.seed)
+        tracker = Provenance(values.scalars["draw"], options.seed, contract.record)
         with tracker:
-            results = _step(model, loss, batch, optimizer, options, forward, hooks, tracker, values)
+            results = _step(source, batch, optimizer, options, tracker, values)
         outputs[:] = list(results)
         return list(results.values())
 
-    module = trace(step, fakes)
+    with contract.checking():
+        module = trace(step, fakes)
     constants = {name: value for name, value in module.named_buffers(recurse=False)}
     constants |= {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and n.startswith("_tensor_constant")}
-    return cast_gradients_early(normalize(module.graph, inputs, tuple(outputs), constants))
+    return cast_gradients_early(normalize(module.graph, inputs, tuple(outputs), constants)), contract
 
 
 def _describe(
@@ -219,6 +177,7 @@ def _describe(
     def spec(x: Tensor) -> Spec:
         return Spec(tuple(x.shape), x.dtype)
 
+    _check_hooks(model)
     params = {n: Input("param", n, spec(p), p.requires_grad) for n, p in model.named_parameters()}
     trained = [p for p in params.values() if p.requires_grad]
     if not trained:
@@ -235,6 +194,19 @@ def _describe(
     buffers = [Input("buffer", n, spec(b)) for n, b in model.named_buffers()]
     held = [Input("batch", n, spec(t)) for n, t in zip(batch.names, batch.tensors, strict=True)]
     return (*params.values(), *buffers, *state, *acc, *held, *scalars)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raises CaptureError for hooks on parameters, which run when PyTorch itself accumulates a gradient."""
+    for name, param in model.named_parameters():
+        hooks = tensor_hooks(param)
+        if hooks:
+            raise CaptureError(
+                f"the parameter '{name}' has a hook, which a compiled step would not call",
+                got=", ".join(hooks),
+                expected="parameters without hooks",
+                hint="change gradients by clip_grad_norm=, in the loss, or by an autograd.Function in the model",
+            )
 
 
 def _fake_inputs(inputs: Sequence[Input], model: nn.Module, example: Any, mode: FakeTensorMode) -> list[Tensor]:
@@ -261,44 +233,46 @@ def _unflatten(inputs: Sequence[Input], flat: Sequence[Tensor]) -> _Values:
         by_kind["buffer"],
         by_kind["state"],
         by_kind["acc"],
-        list(by_kind["batch"].values()),
+        by_kind["batch"],
         by_kind["scalar"],
     )
 
 
 def _step(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
+    source: StepSource,
     batch: Batch,
     optimizer: OptimizerSpec | None,
     options: CaptureOptions,
-    forward: Callable[[nn.Module, Any], Any],
-    hooks: Hooks | None,
     tracker: Provenance,
     values: _Values,
+    is_second: bool = False,
 ) -> dict[tuple[str, str], Tensor]:
-    """Outputs by (kind, name). Runs under the tracer."""
-    wanted = {n: p.requires_grad for n, p in model.named_parameters()}
+    """Outputs by (kind, name). Runs under the tracer. A second run, which is for comparison, ends with the loss."""
+    wanted = {n: p.requires_grad for n, p in source.model.named_parameters()}
     leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in values.params.items()}
     buffers = {n: b.clone() for n, b in values.buffers.items()}
-    data = batch.rebuild(values.batch)
+    data = batch.rebuild([values.batch[name] for name in batch.names])
 
-    def forward_and_backward(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_and_backward(model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
         with _autocast(options.autocast):
-            out = forward(model, data)
+            out = source.forward(model, data)
             tracker.phase = "loss"
-            value = _scalar_loss(loss(out, data))
-        told = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+            value = _scalar_loss(source.loss(out, data))
+        results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
+        tracker.record.finish([*results.values(), *_buffers(model, buffers).values()])
+        if is_second:
+            return results, {}
         tracker.phase = "backward"
-        return told, _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
+        grads = _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
+        return results | _buffers(model, buffers), grads
 
     with torch.enable_grad():
         with _autocast(options.autocast):
             tensors = {**cast_parameters(leaves, options.param_dtype, tracker), **buffers}
-        own = [(t, tensors[n]) for n, t in (*model.named_parameters(), *model.named_buffers())]
-        with CapturedFunctions(own), tracker.inside(model), hooks(model) if hooks else nullcontext():
-            told, grads = Substituted.run(model, tensors, forward_and_backward)
-    results = {("loss", ""): told, **{("buffer", n): b for n, b in buffers.items()}}
+        known = (*source.model.named_parameters(), *source.model.named_buffers())
+        own = [(t, tensors[n]) for n, t in known if n in tensors]  # the first run may have given the model a new buffer
+        with CapturedFunctions(own), tracker.inside(source.model), source.hooks(source.model):
+            results, grads = Substituted.run(source.model, tensors, forward_and_backward)
     if options.accumulate > 1:
         for name, gradient in grads.items():
             tracker.modules = [name.rpartition(".")[0]]
@@ -306,10 +280,28 @@ def _step(
         tracker.modules = []
         results |= {("acc", n): g for n, g in grads.items()}
     results |= {("grad", n): g for n, g in grads.items()}
-    if optimizer is not None:
+    if optimizer is not None and not is_second:
         tracker.phase = "update"
         results |= _update(optimizer, options, tracker, values, grads)
     return results
+
+
+def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """The buffers as the model has them now: changed in place, or other tensors.
+
+    Raises CaptureError for a buffer that is something else than it was.
+    """
+    now = dict(model.named_buffers(remove_duplicate=False))
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise CaptureError(
+                f"the model changes the shape or the dtype of the buffer '{name}'",
+                got="no tensor" if new is None else f"{new.dtype} of shape {tuple(new.shape)} after a step",
+                expected=f"{old.dtype} of shape {tuple(old.shape)}, as before it",
+                hint="give the buffer its final shape and dtype when the model is built",
+            )
+    return {("buffer", name): now[name] for name in before}
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

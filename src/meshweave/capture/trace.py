@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshweave.capture.decompositions import decomposition_table
+from meshweave.capture.record import Difference, Record
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.tracing import as_eager
 from meshweave.ir import ops
@@ -185,8 +186,9 @@ class Provenance(GlobalRandom):
     origin of the op that it repeats, found by its place, in phase backward.
     """
 
-    def __init__(self, step: Tensor, seed: int) -> None:
+    def __init__(self, step: Tensor, seed: int, record: Record) -> None:
         super().__init__(step, seed)
+        self.record = record
         self.phase = "forward"
         self.modules: list[str] = []
         self._forward: dict[int, Origin] = {}
@@ -199,7 +201,12 @@ class Provenance(GlobalRandom):
             return self._value(args[0])
         origin = self._origin(func)
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            if self.phase not in ("forward", "loss"):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            self.record.before(func, args, kwargs or {}, origin.source)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.record.after(func, args, kwargs or {}, result, origin.source)
+            return result
         finally:
             self._mark(origin)
 
@@ -317,10 +324,18 @@ def trace(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
 
     Raises CaptureError with the user's line.
     """
+    with capture_errors():
+        module = make_fx(function, decomposition_table=decomposition_table())(*inputs)
+    return _functional(module, inputs)
+
+
+@contextmanager
+def capture_errors() -> Iterator[None]:
+    """A model runs on fake tensors: whatever it raises is a CaptureError with the user's line."""
     try:
         with as_eager():
-            module = make_fx(function, decomposition_table=decomposition_table())(*inputs)
-    except MeshweaveError:
+            yield
+    except (MeshweaveError, Difference):
         raise
     except Exception as error:
         what, hint = next(
@@ -328,7 +343,6 @@ def trace(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
         )
         got = f"{type(error).__name__}: {error}"
         raise CaptureError(what, where=_line_of(error), got=got, hint=hint) from error
-    return _functional(module, inputs)
 
 
 def _functional(module: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:

@@ -10,8 +10,8 @@ import torch
 import typer
 from torch import nn
 
+from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.sources import Source
-from meshweave.capture.step import Batch, call_model
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, check_numerics
 from meshweave.check.runs import Recipe, widened
 from meshweave.cli.job import (
@@ -39,11 +39,12 @@ from meshweave.cli.job import (
     compiled,
 )
 from meshweave.cli.screen import Debug, Json, Screen, guarded
-from meshweave.compile import TrainStep, make_world
+from meshweave.compile import TrainStep
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
 from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows
+from meshweave.runtime.cluster import make_world
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plan_text import parse_plan

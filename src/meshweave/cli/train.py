@@ -40,10 +40,11 @@ from meshweave.cli.job import (
     compiled,
 )
 from meshweave.cli.screen import Debug, Json, Screen, guarded, rank, write_text
-from meshweave.compile import TrainStep, make_world
+from meshweave.compile import TrainStep
 from meshweave.ir.mesh import Mesh
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
+from meshweave.runtime.cluster import make_world
 from meshweave.runtime.session import Settings
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation

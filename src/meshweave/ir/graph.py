@@ -192,3 +192,10 @@ def copy_meta(source: fx.Node, target: fx.Node, **changes: Any) -> fx.Node:
     """Give `target` what `source` knows of itself, with changes."""
     target.meta.update({key: source.meta[key] for key in ("spec", "origin") if key in source.meta}, **changes)
     return target
+
+
+def tokens_of(step: StepGraph) -> int:
+    """Tokens of one microbatch: the elements of the largest integer input of the batch, else the size of its dim 0."""
+    batch = [item.spec for item in step.inputs if item.kind == "batch" and item.spec.shape]
+    integers = [spec for spec in batch if not spec.dtype.is_floating_point and len(spec.shape) > 1]
+    return max((prod(spec.shape) for spec in integers), default=max((spec.shape[0] for spec in batch), default=0))

@@ -23,6 +23,7 @@ from meshweave.ir.rank import RankGraph, collectives
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost, Group
 from meshweave.runtime.watch import LINGER, Watch
+from meshweave.runtime.world import LocalWorld, World
 
 
 class ClusterWorld:
@@ -220,6 +221,13 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", dist.get_rank() % max(1, torch.cuda.device_count())))
+
+
+def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
+    """This process's part of the mesh: this rank of torch.distributed where it is initialised, else all of it."""
+    if dist.is_available() and dist.is_initialized():
+        return ClusterWorld(mesh, device)
+    return LocalWorld(mesh, device)
 
 
 def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[int, int]:

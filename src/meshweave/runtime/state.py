@@ -75,6 +75,15 @@ class State:
             value[box.slices()].detach().to(self.device, copy=True).contiguous() for box in self.boxes(item, layout)
         ]
 
+    def matches(self, kind: str, name: str, value: Tensor) -> bool:
+        """Whether the pieces held here are those of a full tensor."""
+        item, layout = next((i, at) for i, at in self.items if (i.kind, i.name) == (kind, name))
+        if (tuple(value.shape), value.dtype) != (item.spec.shape, item.spec.dtype):
+            return False
+        boxes = boxes_of(layout, value.shape, self.holders(layout))
+        pieces = zip(boxes, self.pieces[kind, name], strict=True)
+        return all(torch.equal(value[box.slices()].to(self.device), piece) for box, piece in pieces)
+
     def blank(self) -> State:
         """A state of the same pieces without values, for a load to fill."""
         pieces = {

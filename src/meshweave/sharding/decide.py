@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from meshweave.capture.step import batch_size
+from meshweave.capture.batch import batch_size
 from meshweave.ir.graph import Input, Spec, StepGraph, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh

@@ -1,0 +1,98 @@
+"""A batch: the tensors in a nest of dicts, tuples and lists, the rest of it, and what of it a model is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshweave.errors import CaptureError, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of a batch by name, what else is in it (`rest`: whole containers where they hold no tensor), and how
+    to put a batch together from other tensors and another rest."""
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    rest: Mapping[str, Any]
+    join: Callable[[Mapping[str, Any]], Any] = field(repr=False)
+
+    @staticmethod
+    def of(batch: Any) -> Batch:
+        """Flatten a dict, tuple or nest of them."""
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        leaves, tree = pytree.tree_flatten_with_path(plain, is_leaf=lambda part: not _holds_tensor(part))
+        values = {_path_name(path): leaf for path, leaf in leaves}
+        tensors = {name: leaf for name, leaf in values.items() if isinstance(leaf, Tensor)}
+        if not tensors:
+            raise CaptureError(
+                "the batch holds no tensor", got=type(batch).__name__, expected="a dict or tuple of tensors"
+            )
+        rest = {name: leaf for name, leaf in values.items() if name not in tensors}
+        order = tuple(values)
+        join = lambda new: pytree.tree_unflatten([new[name] for name in order], tree)  # noqa: E731
+        return Batch(tuple(tensors), tuple(tensors.values()), rest, join)
+
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """The batch with these tensors, in the order of `names`."""
+        return self.join({**self.rest, **dict(zip(self.names, tensors, strict=True))})
+
+    def replace(self, rest: Mapping[str, Any]) -> Batch:
+        """The same tensors beside another rest."""
+        return Batch(self.names, self.tensors, {**self.rest, **rest}, self.join)
+
+    def split(self, parts: int) -> list[tuple[Tensor, ...]]:
+        """The tensors of each of `parts` equal microbatches: cut along dim 0 where they have the batch's size.
+
+        Raises PlanError where the batch does not divide.
+        """
+        size = batch_size(t.shape for t in self.tensors) or 0
+        if size % parts:
+            raise PlanError(
+                "the batch does not divide into microbatches",
+                got=f"batch size {size}, accumulate={parts}",
+                expected=f"a batch size that {parts} divides",
+            )
+        cut = [t.chunk(parts) if t.dim() and t.shape[0] == size else (t,) * parts for t in self.tensors]
+        return list(zip(*cut, strict=True))
+
+    def micros(self, parts: int) -> list[Any]:
+        """The microbatches, each put together as the batch was."""
+        return [self.rebuild(tensors) for tensors in self.split(parts)]
+
+
+def _holds_tensor(part: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(part))
+
+
+def _path_name(path: Sequence[Any]) -> str:
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "batch"
+
+
+def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
+    """Size of dim 0 of the first tensor of a batch that has one."""
+    return next((shape[0] for shape in shapes if len(shape)), None)
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call the model with what its forward takes of a batch: keys of a dict by name, a tuple by position."""
+    if isinstance(batch, Tensor):
+        return model(batch)
+    parameters = inspect.signature(model.forward).parameters.values()
+    if isinstance(batch, Mapping):
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        taken = {p.name for p in parameters}
+        return model(**{key: value for key, value in batch.items() if takes_all or key in taken})
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return model(*batch[:1])
+    needed = [
+        p for p in parameters if p.default is inspect.Parameter.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    return model(*batch[: max(1, len([p for p in needed if p.kind is not inspect.Parameter.VAR_KEYWORD]))])

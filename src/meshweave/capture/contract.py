@@ -1,0 +1,182 @@
+"""What a captured step rests on: forward and loss do the same in every step, whatever the numbers in their tensors.
+
+Capture runs them twice on fake tensors, the second time on the Python state that the first has left. Both runs must do
+the same ops on the same operands, and leave the same state: then every later step does so, too. After that the model is
+put back as it was.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from meshweave.capture.batch import Batch
+from meshweave.capture.record import Constant, Difference, Record, Value
+from meshweave.capture.snapshot import MISSING, Snapshot, generator_state, same, set_generator_state, shown
+from meshweave.errors import CaptureError, MeshweaveError
+
+_ONCE = "ops, numbers and Python state that are the same in every step"
+_HINT = (
+    "keep what lasts from step to step in a buffer (register_buffer), draw random numbers with torch, and pass what "
+    "depends on the step (a counter, a schedule, a time) in the batch as a tensor"
+)
+
+
+@dataclass(slots=True)
+class Contract:
+    """The record of a captured step, and how to run forward and loss again on fake tensors.
+
+    `again(record, batch)` runs them; `roots` are the objects whose state they can reach, the model by that name.
+    `batch` is the example, its tensors fake.
+    """
+
+    roots: Mapping[str, Any]
+    batch: Batch
+    inputs: Sequence[Tensor]
+    again: Callable[[Record, Batch], None]
+    record: Record = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.record = Record(self.inputs)
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """The block traces the step into `record`; then forward and loss run a second time on the state that it left.
+
+        Whatever happens, the Python state and the generators of random numbers are as before at the end. Raises
+        CaptureError, with the user's line, where the second run differs.
+        """
+        try:
+            with self._restoring() as before:
+                yield
+                self._settle(before, self.record, self.batch)
+        finally:
+            self.record.release()
+
+    def difference(self, batch: Batch) -> Difference | None:
+        """Run forward and loss on fake tensors as things are now: the first op that is not the captured one, or None.
+
+        What they do to the Python state is undone.
+        """
+        record = Record(self.inputs, expected=self.record)
+        try:
+            with self._restoring() as before:
+                self.again(record, batch)
+                self._settle(before, record, batch)
+        except Difference as difference:
+            return difference
+        except MeshweaveError as error:
+            return Difference(error.where, f"{error.what} ({error.got})", "what was captured")
+        return None
+
+    @contextmanager
+    def _restoring(self) -> Iterator[Snapshot]:
+        """At the end of the block Python state is as it was, and so are generators of random numbers.
+
+        Raises CaptureError where a generator was used.
+        """
+        before = Snapshot.of(self.roots)
+        generators = {g: generator_state(g) for g in (*_global_generators(), *before.generators)}
+        try:
+            yield before
+            _check_generators(generators)
+        finally:
+            before.restore()
+            for generator, state in generators.items():
+                set_generator_state(generator, state)
+
+    def _settle(self, before: Snapshot, first: Record, batch: Batch) -> None:
+        """Run forward and loss again on the state that the run `first` has left.
+
+        Raises CaptureError unless they do the same and leave the same.
+        """
+        changes = [] if before.is_current() else before.changes()
+        between = _canonical(Snapshot.of(self.roots), first) if changes else None
+        second = Record(self.inputs, expected=first)
+        try:
+            self.again(second, batch)
+        except Difference as difference:
+            is_stale = "of the step before" in difference.got
+            raise CaptureError(
+                "the model uses a value of the step before" if is_stale else "the model does not repeat itself",
+                where=difference.where,
+                got=f"in the first run {difference.expected}, in the second {difference.got}"
+                + "".join(f"; forward has changed {change}" for change in changes[:1]),
+                expected=_ONCE,
+                hint=_HINT,
+            ) from None
+        if not before.is_current():
+            _check_state(before, between, _canonical(Snapshot.of(self.roots), second))
+
+
+def _global_generators() -> list[Any]:
+    numpy = sys.modules.get("numpy.random.mtrand")
+    return [random._inst, *([numpy._rand] if numpy is not None else [])]  # type: ignore[attr-defined]
+
+
+def _check_generators(before: Mapping[Any, Any]) -> None:
+    for generator, state in before.items():
+        if pickle.dumps(generator_state(generator)) != pickle.dumps(state):
+            raise CaptureError(
+                "the model draws random numbers outside of PyTorch, which would be the same in every step",
+                got=f"forward or loss used a generator of {type(generator).__module__.partition('.')[0]}",
+                expected="random numbers of PyTorch (torch.rand, dropout)",
+                hint="draw them with torch, or outside of the model and pass them in the batch as tensors",
+            )
+
+
+def _canonical(snapshot: Snapshot, record: Record) -> dict[str, Any]:
+    # The contents of containers have places of their own.
+    return {
+        place: type(value) if isinstance(value, _CONTAINERS) else record.canonical(value)
+        for place, value in snapshot.leaves()
+    }
+
+
+def _check_state(before: Snapshot, first: dict[str, Any] | None, second: dict[str, Any]) -> None:
+    """Raises CaptureError where the state after the second run is another than after the first.
+
+    A value that each run computes anew, and the constant that the first run leaves for all others, are the same.
+    """
+    if first is None:
+        first = {change.place: change.old for change in before.changes()}
+        second = {change.place: change.new for change in before.changes()}
+    for place in {**first, **second}:
+        old, new = first.get(place, MISSING), second.get(place, MISSING)
+        if not _alike(old, new):
+            raise CaptureError(
+                "every step changes the Python state of the model",
+                where=place,
+                got=f"{_text(old)} after one step, {_text(new)} after the next",
+                expected=_ONCE,
+                hint=_HINT,
+            )
+
+
+def _text(value: Any) -> str:
+    return repr(value) if isinstance(value, Value | Constant) else shown(value)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if same(a, b):
+        return True
+    if type(a) is not type(b) or type(a) in _BY_VALUE:
+        return False
+    # So have those of other objects, but for values of the standard library: times, fractions, paths.
+    return type(a).__module__ not in sys.stdlib_module_names or not _has_equality(type(a))
+
+
+def _has_equality(kind: type) -> bool:
+    return getattr(kind, "__eq__", None) is not getattr(object, "__eq__", None)
+
+
+_CONTAINERS = (list, dict, set, deque)
+_BY_VALUE = (int, float, bool, str, bytes, complex, type, Value, Constant)

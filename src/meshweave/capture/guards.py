@@ -1,0 +1,242 @@
+"""What is checked before every step: that model, batch and surroundings are what the captured step rests on.
+
+Nothing that has changed is ignored. What may be harmless (an attribute, a number in the batch, `model.eval()` where
+nothing asks for it) is tried: forward and loss run again on fake tensors and are compared with the record of capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshweave.capture.batch import Batch
+from meshweave.capture.contract import Contract
+from meshweave.capture.record import Difference
+from meshweave.capture.snapshot import MISSING, Change, Snapshot, same, shown
+from meshweave.capture.unread import Unread
+from meshweave.errors import LayoutError, StepError
+from meshweave.interop.hooks import MODULE_HOOKS, TENSOR_HOOKS, hooks_of_all_modules
+
+Matches = Callable[[str, str, Tensor], bool]
+_AGAIN = "compile again for it: step.save(path), mw.compile(...), step.load(path)"
+
+
+@dataclass(slots=True)
+class _Marks:
+    """What is compared of tensors: whether they were written, replaced, frozen, given hooks. `names` are by id."""
+
+    tensors: list[Tensor]
+    names: Mapping[int, tuple[str, str]]
+    stored: list[Tensor] = field(init=False)
+    flags: list[Any] = field(init=False)
+    addresses: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored = [t for t in self.tensors if not (isinstance(t, FakeTensor) or t.is_meta)]
+        self.flags = [tuple(dict(v) if isinstance(v, dict) else v for v in flag) for flag in self._flags()]
+        self.addresses = self._addresses()
+
+    def _flags(self) -> list[Any]:
+        return list(map(_FLAGS, self.tensors))
+
+    def _addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.stored))
+
+    def is_current(self) -> bool:
+        return self._flags() == self.flags and self._addresses() == self.addresses
+
+    def check_flags(self) -> None:
+        """StepError for a tensor that was frozen or unfrozen, or has other hooks."""
+        for tensor, old, new in zip(self.tensors, self.flags, self._flags(), strict=True):
+            kind, name = self.names.get(id(tensor), ("tensor", ""))
+            if old[0] != new[0] and kind == "param":
+                raise _changed(f"requires_grad of the parameter '{name}'", old[0], new[0])
+            for i, method in enumerate(TENSOR_HOOKS.values(), start=2):
+                if (old[i] or {}) != (new[i] or {}):
+                    raise _changed(f"{method} on {kind} '{name}'", "no such hook", "a hook, which would not run")
+
+    def written(self) -> list[Tensor]:
+        """Tensors whose values may have changed."""
+        now = zip(self.tensors, self.flags, self._flags(), strict=True)
+        written = [t for t, old, new in now if old[1] != new[1]]
+        moved = zip(self.stored, self.addresses, self._addresses(), strict=True)
+        return [*written, *(t for t, old, new in moved if old != new and not any(t is w for w in written))]
+
+
+_FLAGS = attrgetter("requires_grad", "_version", *TENSOR_HOOKS)
+
+
+class Guards:
+    """The guards of one compiled step. `matches(kind, name, tensor)` says whether a full parameter or buffer has the
+    values that the step has now; `autocast` is the dtype that the step was compiled with."""
+
+    def __init__(self, contract: Contract, autocast: torch.dtype | None, matches: Matches) -> None:
+        self.contract, self.autocast, self.matches = contract, autocast, matches
+        self.batch = contract.batch
+        self._unread: set[str] = set()  # places that forward and loss are known not to read
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.snapshot = Snapshot.of(self.contract.roots)
+        model: nn.Module = self.contract.roots["model"]
+        named = {id(p): ("param", n) for n, p in model.named_parameters()}
+        named |= {id(b): ("buffer", n) for n, b in model.named_buffers()}
+        reached = {id(t): t for _, _, t in self.snapshot.tensors}
+        tracked = [t for t in reached.values() if not t.is_inference()]  # which have no version
+        self.marks = _Marks(tracked, named)
+        self.hooks = [dict(hooks) for hooks in hooks_of_all_modules()]
+
+    def check(self, batch: Batch) -> None:
+        """Raises StepError (LayoutError for its tensors) where the step that was compiled is not the one asked for."""
+        check_autocast(self.autocast)
+        if batch.names != self.batch.names:
+            self._check_names(batch)
+        if not _same_rest(batch.rest, self.batch.rest):
+            self._check_rest(batch)
+        if not (self.snapshot.is_current() and self.marks.is_current()):
+            self._check_model()
+        if self.hooks != hooks_of_all_modules():
+            raise _changed("the hooks of all modules", "those when the step was compiled", "others")
+
+    # the batch
+
+    def _check_names(self, batch: Batch) -> None:
+        strange = sorted(set(self.batch.names) ^ set(batch.names))
+        if strange:
+            raise LayoutError(
+                "the batch lacks entries of the example"
+                if strange[0] in self.batch.names
+                else "the batch has entries that the example lacks",
+                where=f"entry '{strange[0]}'",
+                got=", ".join(batch.names),
+                expected=", ".join(self.batch.names),
+                hint="give every batch the entries of the example that the step was compiled with",
+            )
+
+    def _check_rest(self, batch: Batch) -> None:
+        places = {**self.batch.rest, **batch.rest}
+        changes = [
+            Change(f"the batch entry '{n}'", self.batch.rest.get(n, MISSING), batch.rest.get(n, MISSING), -1, n)
+            for n in places
+            if not same(self.batch.rest.get(n, MISSING), batch.rest.get(n, MISSING))
+        ]
+        self._try(changes, lambda values: batch.replace({c.key: v for c, v in values}))
+        self.batch = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join)
+
+    # the model
+
+    def _check_model(self) -> None:
+        self.marks.check_flags()
+        replaced: list[Change] = []
+        others: list[Change] = []
+        for change in self.snapshot.changes():
+            kind = str(self.snapshot.parents[change.container][1])
+            if kind in MODULE_HOOKS:
+                raise _changed(change.place, "the hooks when the step was compiled", "others")
+            (replaced if isinstance(change.old, Tensor) and kind in _TENSORS else others).append(change)
+        for change in replaced:
+            self._check_replaced(change)
+        for tensor in self.marks.written():
+            kind, name = self.marks.names.get(id(tensor), ("", ""))
+            if kind and not self._has_values(kind, name, tensor):
+                raise _written(kind, name)
+        places = {id(t): (i, k) for i, k, t in self.snapshot.tensors}
+        for tensor in self.marks.written():
+            if id(tensor) not in self.marks.names:
+                container, key = places[id(tensor)]
+                others.append(Change(self.snapshot.place(container, key), tensor, tensor, container, key))
+        self._try(others, self._with)
+        self._refresh()
+
+    def _check_replaced(self, change: Change) -> None:
+        kind, name = self.marks.names.get(id(change.old), ("", ""))
+        if kind != "buffer" or not isinstance(change.new, Tensor) or not self._has_values(kind, name, change.new):
+            raise _written(kind, name)
+
+    def _has_values(self, kind: str, name: str, tensor: Tensor) -> bool:
+        return tensor.is_meta or self.matches(kind, name, tensor)
+
+    def _with(self, values: Sequence[tuple[Change, Any]]) -> Batch | None:
+        done = [self.snapshot.set(change, value) for change, value in values]
+        return self.batch if all(done) else None
+
+    # trying
+
+    def _try(self, changes: Sequence[Change], put: Callable[[Sequence[tuple[Change, Any]]], Batch | None]) -> None:
+        """Run forward and loss again, as things are now. StepError where they are not what was captured.
+
+        What they do not read at all is remembered, so that it may change with every step: `put` hands them a value that
+        cannot be read.
+        """
+        changes = [c for c in changes if not (_is_plain(c.new) and c.place in self._unread)]
+        if not changes:
+            return
+        unread = Unread()
+        if all(_is_plain(c.new) for c in changes):
+            batch = put([(c, unread) for c in changes])
+            difference = self.contract.difference(batch) if batch is not None else Difference("", "", "")
+            put([(c, c.new) for c in changes])
+            if difference is None and not unread.was_read:
+                self._unread.update(c.place for c in changes)
+                return
+        difference = self.contract.difference(put([(c, c.new) for c in changes if c.new is not MISSING]) or self.batch)
+        if difference is not None:
+            raise StepError(
+                "the step would not be the one that was compiled",
+                where=", ".join(c.place for c in changes[:3]),
+                got=f"{'; '.join(map(str, changes[:3]))}; with it {difference.got} for {difference.expected}",
+                expected="the values when the step was compiled",
+                hint=f"pass what changes in the batch, as a tensor; or {_AGAIN}",
+            )
+
+
+_TENSORS = ("_parameters", "_buffers")
+
+
+def _same_rest(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # arrays have no truth value
+        return False
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value cannot be told from another by `is` alone."""
+    return not (value is None or value is MISSING or isinstance(value, bool | Tensor))
+
+
+def _changed(place: str, old: Any, new: Any) -> StepError:
+    return StepError(
+        "the model has changed since the step was compiled",
+        where=place,
+        got=shown(new) if not isinstance(new, str) else new,
+        expected=shown(old) if not isinstance(old, str) else old,
+        hint=_AGAIN,
+    )
+
+
+def _written(kind: str, name: str) -> StepError:
+    return StepError(
+        f"the {'parameter' if kind == 'param' else 'buffer'} '{name}' of the model was changed after compile",
+        got="values that are neither those when the step was compiled nor those that it has now",
+        expected="the model as it was: a compiled step has parameters and buffers of its own",
+        hint="call load_state_dict (or whatever writes to the model) before mw.compile, or use step.load",
+    )
+
+
+def check_autocast(expected: torch.dtype | None) -> None:
+    """StepError under a torch.autocast other than the one that the step is compiled with, which would be ignored."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != expected:
+            raise StepError(
+                "a compiled step does not see torch.autocast around it",
+                got=f"autocast of {device} to {torch.get_autocast_dtype(device)}",
+                expected="no autocast" if expected is None else f"none, or {expected}",
+                hint="compile with autocast=dtype, and call the step outside of torch.autocast",
+            )

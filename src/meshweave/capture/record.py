@@ -1,0 +1,240 @@
+"""What forward and loss did, op by op, in a form in which two runs can be compared.
+
+Numbers that depend on the batch, on parameters or on buffers are fake tensors. Each is known by the order in which ops
+gave it, so that a run that uses a value of the run before is seen to differ. Ops on constants alone are left out: a
+mask that the first run built and the second keeps is the same operand in both, compared by its elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from meshweave.errors import CaptureError
+
+aten = torch.ops.aten
+
+# A constant is compared as it was when an op read it; what is larger than this is not copied for that.
+_MAX_COPIED = 1 << 20
+
+Entry = tuple[Any, ...]
+
+
+class Constant:
+    """A tensor that depends on nothing but the model's code and attributes; equal to another with the same elements."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and (self.tensor is other.tensor or _equal(self.tensor, other.tensor))
+
+    def __hash__(self) -> int:
+        return hash((self.tensor.shape, self.tensor.dtype))
+
+    def __repr__(self) -> str:
+        if self.tensor.numel() == 1 and not self.tensor.is_meta:
+            return f"constant {self.tensor.item()}"
+        return f"constant {_spec(self.tensor)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number that the step computes: the `number`-th of its run, or, with `stale`, of the run before."""
+
+    number: int
+    spec: str = field(compare=False)
+    stale: bool = False
+
+    def __repr__(self) -> str:
+        return f"{self.spec} of the step before" if self.stale else self.spec
+
+
+class Difference(Exception):
+    """The first op in which a run differs from the run that it is compared with."""
+
+    def __init__(self, where: str, got: str, expected: str) -> None:
+        super().__init__(f"{got} instead of {expected}")
+        self.where, self.got, self.expected = where, got, expected
+
+
+class Record:
+    """The ops of one run, filled in by the dispatch mode around it.
+
+    `inputs` are the fake tensors that the run is handed. With `expected`, each op is compared as it comes, and the
+    first that differs ends the run with a Difference; values of that record's run are known as stale.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], expected: Record | None = None) -> None:
+        self.entries: list[Entry] = []
+        self.expected = expected
+        self.difference: Difference | None = None  # raised as soon as it may be: autograd's own detach takes no errors
+        self._values: dict[int, Value] = {}
+        self._alive: list[Tensor] = []  # so that no id comes twice
+        self._storages: set[int] = set()  # of constants that this run made
+        self._written: set[int] = set()  # of those, the ones into which computed values were written
+        self._copies: dict[tuple[int, int], Constant] = {}
+        for tensor in inputs:
+            self._name(tensor)
+
+    def release(self) -> None:
+        """Let go of the tensors of the run; its entries stay."""
+        self._values, self._alive, self._copies = {}, [], {}
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
+        """An op is about to run. CaptureError where it writes into a tensor that outlives the step unseen."""
+        for tensor in _targets(func, args, kwargs):
+            if not isinstance(tensor, FakeTensor) and _storage(tensor) not in self._storages:
+                raise CaptureError(
+                    "the model or the loss changes a tensor in place that is no buffer of the model",
+                    where=where,
+                    got=f"{func} on {_spec(tensor)}",
+                    expected="state that lasts from step to step in buffers",
+                    hint="register it in the model with register_buffer (persistent=False keeps it out of checkpoints)",
+                )
+
+    def after(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, where: str) -> None:
+        """An op has run. Difference where `expected` has another op here."""
+        results = list(_tensors(result))
+        operands = list(_tensors((args, kwargs)))
+        if func.namespace == "prim":  # what a tensor answers when it is asked for its device
+            return
+        if not any(self._is_computed(t) for t in (*operands, *results)):
+            self._note_constants(func, operands, results)
+            return
+        targets = list(_targets(func, args, kwargs))
+        entry = (func, self._canonical(args, targets), self._canonical(kwargs, targets) if kwargs else ())
+        self._check(entry, where)
+        self.entries.append(entry)
+        if self.difference is not None and func is not aten.detach.default:
+            raise self.difference
+        for tensor in targets:
+            if not isinstance(tensor, FakeTensor):
+                self._written.add(_storage(tensor))
+        for tensor in (*results, *targets):
+            self._name(tensor)
+
+    def finish(self, results: Iterable[Any]) -> None:
+        """The run has ended with these results, which are compared like operands."""
+        entry = ("results", self._canonical(list(results), ()))
+        self._check(entry, "")
+        self.entries.append(entry)
+        if self.difference is not None:
+            raise self.difference
+
+    def canonical(self, leaf: Any) -> Any:
+        """A value as it is compared: a Value, a Constant, or itself."""
+        return self._canonical(leaf, ())
+
+    def _check(self, entry: Entry, where: str) -> None:
+        if self.expected is None or self.difference is not None:
+            return
+        index = len(self.entries)
+        known = self.expected.entries[index] if index < len(self.expected.entries) else None
+        if known is None or not _agree(entry, known):
+            self.difference = Difference(where, _text(entry), "nothing more" if known is None else _text(known))
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) or id(tensor) in self._values
+
+    def _name(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._values:
+            self._values[id(tensor)] = Value(len(self._values), _spec(tensor))
+            self._alive.append(tensor)
+
+    def _note_constants(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """A constant that shares no memory with an operand is new; so is what torch.tensor() gives."""
+        shared = set() if func is aten.lift_fresh.default else {_storage(t) for t in operands}
+        self._storages.update(s for s in map(_storage, results) if s not in shared)
+
+    def _canonical(self, value: Any, targets: Sequence[Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value, targets)
+        if isinstance(value, list | tuple):
+            return tuple(self._canonical(v, targets) for v in value)
+        if isinstance(value, dict):
+            return tuple((k, self._canonical(v, targets)) for k, v in value.items())
+        return value
+
+    def _tensor(self, tensor: Tensor, targets: Sequence[Tensor]) -> Any:
+        known = self._values.get(id(tensor))
+        if known is not None:
+            return known
+        if isinstance(tensor, FakeTensor):
+            stale = self.expected._values.get(id(tensor)) if self.expected is not None else None
+            return Value(stale.number if stale else -1, _spec(tensor), stale=stale is not None)
+        if any(tensor is t for t in targets) or _storage(tensor) in self._written:
+            return _spec(tensor)
+        return self._constant(tensor)
+
+    def _constant(self, tensor: Tensor) -> Constant:
+        key = id(tensor), -1 if tensor.is_inference() else tensor._version
+        if key not in self._copies:
+            self._alive.append(tensor)
+            self._copies[key] = Constant(_copy(tensor) if tensor.numel() <= _MAX_COPIED else tensor)
+        return self._copies[key]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an op writes."""
+    if not func._schema.is_mutable:
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        return tensor.detach().clone()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    with disable_proxy_modes_tracing():
+        return a.is_meta or torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Equality in which NaN is equal to itself, and 1 is neither 1.0 nor True."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_agree, a, b))
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+
+
+def _spec(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _text(entry: Entry) -> str:
+    if entry[0] == "results":
+        return f"the results {_arguments(entry[1])}"
+    keywords = [f"{k}={v!r}" for k, v in entry[2]]
+    return f"{entry[0]}({', '.join([_arguments(entry[1]), *keywords]).strip(', ')})"
+
+
+def _arguments(values: Sequence[Any]) -> str:
+    return ", ".join(repr(v) for v in values)

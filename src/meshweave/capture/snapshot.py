@@ -1,0 +1,398 @@
+"""The Python state that forward can reach: attributes, containers, closures, globals; to compare and to put back.
+
+State lives in containers: dicts (those of attributes among them), lists, sets, closures. A snapshot keeps a copy of
+each, so that one comparison of two lists, in C, says whether anything has changed.
+"""
+
+from __future__ import annotations
+
+import dis
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from meshweave.capture.unread import Unread
+
+
+class _Missing:
+    """Stands where there is no value."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+# Containers beyond this length (a data set, say) are compared by their length alone.
+_MAX_LENGTH = 10_000
+_ATOMS = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), type(...), slice, range, Unread}
+    | {torch.dtype, torch.device, torch.Size}
+)
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "meshweave"})
+_HIDDEN = frozenset({"_modules", "_parameters", "_buffers"})  # dicts whose entries are attributes of a module
+_INSTALLED = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]), str(Path(random.__file__).parent))
+
+
+class Names:
+    """Variables that are no entries of a dict of their own, as a container: of a closure, a class, a module."""
+
+    def __init__(self, read: Callable[[str], Any], write: Callable[[str, Any], None], names: Sequence[str]) -> None:
+        self.read, self.write, self.names = read, write, tuple(names)
+
+    def values(self) -> dict[str, Any]:
+        return {name: self.read(name) for name in self.names}
+
+    def __eq__(self, other: object) -> bool:
+        return self.values() == other
+
+    __hash__ = object.__hash__
+
+    @staticmethod
+    def of_closure(function: types.FunctionType) -> Names:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+        def read(name: str) -> Any:
+            try:
+                return cells[name].cell_contents
+            except ValueError:  # not bound yet
+                return MISSING
+
+        return Names(read, lambda name, value: setattr(cells[name], "cell_contents", value), list(cells))
+
+    @staticmethod
+    def of_globals(function: types.FunctionType) -> Names:
+        known = function.__globals__
+        names = [n for n in _global_names(function.__code__) if n in known]
+        return Names(lambda name: known.get(name, MISSING), known.__setitem__, names)
+
+    @staticmethod
+    def of_class(kind: type) -> Names:
+        names = [n for n in vars(kind) if not n.startswith("__")]
+        return Names(lambda name: vars(kind).get(name, MISSING), partial(setattr, kind), names)
+
+    @staticmethod
+    def of_module(module: types.ModuleType) -> Names:
+        data = {*_ATOMS, list, dict, set, tuple, Tensor}
+        names = [n for n, v in vars(module).items() if type(v) in data and not n.startswith("__")]
+        return Names(lambda name: vars(module).get(name, MISSING), partial(setattr, module), names)
+
+
+class Length:
+    """A long container as one that is compared by its length."""
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+
+    def __eq__(self, other: object) -> bool:
+        return len(self.container) == other
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value that is another than at the time of a snapshot. `place` says where, in a user's words."""
+
+    place: str
+    old: Any
+    new: Any
+    container: int
+    key: Any
+
+    def __str__(self) -> str:
+        return f"{self.place}: {shown(self.old)} -> {shown(self.new)}"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Containers and what was in them. `styles` say how a key is written, `parents` where a container was reached."""
+
+    live: list[Any] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)
+    styles: list[str] = field(default_factory=list)
+    parents: list[tuple[int, Any]] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    caches: list[tuple[Any, int]] = field(default_factory=list)  # functions under functools.cache, and their sizes
+    tensors: list[tuple[int, Any, Tensor]] = field(default_factory=list)
+    # The containers again: those that were empty, which most are, and the others with their copies.
+    empty: list[Any] = field(default_factory=list)
+    filled: list[Any] = field(default_factory=list)
+    filled_copies: list[Any] = field(default_factory=list)
+    numbers: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # tensors that == takes for equal numbers
+
+    @staticmethod
+    def of(roots: Mapping[str, Any]) -> Snapshot:
+        """Everything that the roots (a model, a loss, a function) reach."""
+        return _Walk().run(roots)
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed. May answer no for values that cannot be compared."""
+        try:
+            return (
+                not any(self.empty)
+                and self.filled == self.filled_copies
+                and all(entries.get(key) is number for entries, key, number in self.numbers)
+            )
+        except Exception:  # arrays and the like have no truth value
+            return False
+
+    def changes(self) -> list[Change]:
+        """What differs from the snapshot."""
+        found = []
+        for i, (live, copy) in enumerate(zip(self.live, self.copies, strict=True)):
+            now, before = _entries(live), _entries(copy)
+            keys = [k for k in {**before, **now} if not same(before.get(k, MISSING), now.get(k, MISSING))]
+            found += [Change(self.place(i, k), before.get(k, MISSING), now.get(k, MISSING), i, k) for k in keys]
+        return found
+
+    def restore(self) -> None:
+        """Put every container back as it was, and empty the function caches that have grown."""
+        for function, size in self.caches:
+            if function.cache_info().currsize != size:
+                function.cache_clear()
+        if self.is_current():
+            return
+        for i in sorted({change.container for change in self.changes()}):
+            _write(self.live[i], self.copies[i])
+
+    def set(self, change: Change, value: Any) -> bool:
+        """Put a value where a change is. False where the container takes none."""
+        live = self.live[change.container]
+        if isinstance(live, Names):
+            live.write(change.key, value)
+        elif isinstance(live, dict):
+            live[change.key] = value
+        return isinstance(live, Names | dict)
+
+    def accept(self, change: Change) -> None:
+        """From now on the changed value is the one to compare with."""
+        copy = self.copies[change.container]
+        if isinstance(copy, dict):
+            copy[change.key] = change.new
+            if change.new is MISSING:
+                del copy[change.key]
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Every value that is no container, by its place."""
+        for i, live in enumerate(self.live):
+            for key, value in _entries(live).items():
+                yield self.place(i, key), value
+
+    def place(self, container: int, key: Any) -> str:
+        """`model.layers.0.attention.cache['k']`."""
+        parts: list[str] = []
+        while container >= 0:
+            style = self.styles[container]
+            if not (style == ".{}" and key in _HIDDEN):
+                parts.append(style.format(key))
+            if not style.startswith((".", "[")):  # a variable, which has a full name
+                break
+            container, key = self.parents[container]
+        return "".join([*([] if container >= 0 else [str(key)]), *reversed(parts)])
+
+
+class _Walk:
+    """Finds every container once, from the roots on."""
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot()
+        self.seen: set[int] = set()
+        self.stack: list[tuple[Any, int, Any]] = []
+
+    def run(self, roots: Mapping[str, Any]) -> Snapshot:
+        self.stack = [(value, -1, name) for name, value in reversed(list(roots.items()))]
+        while self.stack:
+            value, parent, key = self.stack.pop()
+            self.visit(value, parent, key)
+        return self.snapshot
+
+    def visit(self, value: Any, parent: int, key: Any) -> None:
+        if isinstance(value, UninitializedTensorMixin):
+            return
+        if isinstance(value, Tensor):
+            self.snapshot.tensors.append((parent, key, value))
+            live = self.snapshot.live[parent] if parent >= 0 else None
+            if isinstance(live, dict) and id(live.get(key)) == id(value) and value.numel() == 1:
+                self.snapshot.numbers.append((live, key, value))
+            return
+        if id(value) in self.seen:
+            return
+        self.seen.add(id(value))
+        if isinstance(value, dict | list | set | deque):
+            of_module = parent >= 0 and self.snapshot.styles[parent] == ".{}" and key in _HIDDEN
+            self.add(value, ".{}" if of_module else "[{!r}]", parent, key)
+        elif isinstance(value, tuple | frozenset):
+            self.push(enumerate(value), parent, key)
+        elif isinstance(value, partial):
+            self.push(enumerate((value.func, value.args, value.keywords)), parent, key)
+        elif isinstance(value, types.FunctionType):
+            self.function(value, parent, key)
+        elif isinstance(value, types.MethodType | staticmethod | classmethod):
+            self.push(enumerate((value.__func__, getattr(value, "__self__", None))), parent, key)
+        elif isinstance(value, property):
+            self.push(enumerate((value.fget, value.fset)), parent, key)
+        elif isinstance(value, type):
+            if _is_users(sys.modules.get(value.__module__)):
+                self.add(Names.of_class(value), f"{value.__qualname__}.{{}}", parent, key)
+        elif isinstance(value, types.ModuleType):
+            if _is_users(value):
+                self.add(Names.of_module(value), f"{value.__name__}.{{}}", parent, key)
+        elif isinstance(value, type(_global_names)):
+            self.snapshot.caches.append((value, value.cache_info().currsize))
+            self.push([("function", value.__wrapped__)], parent, key)
+        elif is_generator(value):
+            self.snapshot.generators.append(value)
+        else:
+            self.object(value, parent, key)
+
+    def object(self, value: Any, parent: int, key: Any) -> None:
+        kind = type(value)
+        root = kind.__module__.partition(".")[0]
+        if isinstance(value, nn.Module) or kind is types.SimpleNamespace or (root not in _LIBRARIES):
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict) and not isinstance(value, Enum):
+                self.add(attributes, ".{}", parent, key)
+                for base in kind.__mro__:
+                    if base is not object and base.__module__.partition(".")[0] not in _LIBRARIES:
+                        self.visit(base, parent, key)
+
+    def function(self, function: types.FunctionType, parent: int, key: Any) -> None:
+        if not _is_users(sys.modules.get(function.__module__)):
+            return
+        name = function.__qualname__
+        if function.__closure__:
+            self.add(Names.of_closure(function), f"variable {{}} in the closure of {name}", parent, key)
+        variables = Names.of_globals(function)
+        if variables.names:
+            self.add(variables, f"global variable {{}} of {name}", parent, key)
+        if vars(function):
+            self.add(vars(function), f"{name}.{{}}", parent, key)
+        self.push([("defaults", function.__defaults__), ("defaults", function.__kwdefaults__)], parent, key)
+
+    def add(self, container: Any, style: str, parent: int, key: Any) -> None:
+        snapshot, index = self.snapshot, len(self.snapshot.live)
+        is_long = not isinstance(container, Names) and len(container) > _MAX_LENGTH
+        live, copy = (Length(container), len(container)) if is_long else (container, _copy(container))
+        snapshot.live.append(live)
+        snapshot.copies.append(copy)
+        if isinstance(container, dict | list | set | deque) and not container:
+            snapshot.empty.append(container)
+        else:
+            snapshot.filled.append(live)
+            snapshot.filled_copies.append(copy)
+        snapshot.styles.append(style)
+        snapshot.parents.append((parent, key))
+        if not is_long:
+            self.push(_entries(container).items(), index, None)
+
+    def push(self, entries: Any, parent: int, key: Any) -> None:
+        """What entries refer to is visited next; with a `key`, as if it stood there itself."""
+        found = [(v, parent, k if key is None else key) for k, v in entries if type(v) not in _ATOMS]
+        self.stack += reversed(found)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers of Python or numpy."""
+    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of one, as `set_generator_state` puts it back."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return (generator.bit_generator if hasattr(generator, "bit_generator") else generator._bit_generator).state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        (generator.bit_generator if hasattr(generator, "bit_generator") else generator._bit_generator).state = state
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether nothing is lost when one stands for the other: the same object, or equal values without identity."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, Tensor) or type(a).__module__.startswith("numpy"):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and a != a:
+        return bool(b != b)
+    try:
+        return bool(a == b)
+    except Exception:  # whatever the class has against being compared
+        return False
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, and without running code of its class."""
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if type(value) in _ATOMS or value is MISSING:
+        text = repr(value)
+    elif isinstance(value, list | tuple | set | dict | deque):
+        text = f"a {type(value).__name__} of {len(value)}"
+    else:
+        text = f"a {type(value).__qualname__}"
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _entries(container: Any) -> Mapping[Any, Any]:
+    if isinstance(container, Names):
+        return container.values()
+    if isinstance(container, Mapping):
+        return container
+    if isinstance(container, Length | int):
+        return {"length": len(container.container) if isinstance(container, Length) else container}
+    if isinstance(container, set):
+        return dict.fromkeys(container, None)
+    return dict(enumerate(container))
+
+
+def _copy(container: Any) -> Any:
+    if isinstance(container, Names):
+        return container.values()
+    if isinstance(container, Mapping):
+        return dict(container)
+    return type(container)(container) if type(container) in (list, set, deque) else list(container)
+
+
+def _write(live: Any, copy: Any) -> None:
+    if isinstance(live, Names):
+        for name, value in copy.items():
+            live.write(name, value)
+    elif isinstance(live, dict):
+        live.clear()
+        live.update(copy)
+    elif isinstance(live, list | deque | set):
+        live.clear()
+        (live.update if isinstance(live, set) else live.extend)(copy)
+
+
+def _is_users(module: types.ModuleType | None) -> bool:
+    """Whether a module is neither of the standard library nor of an installed package."""
+    file = getattr(module, "__file__", None)
+    return module is not None and (not file.startswith(_INSTALLED) if file else module.__name__ == "__main__")
+
+
+@cache
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The global variables that a function, or a function within it, reads or writes."""
+    names = {i.argval: None for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names |= dict.fromkeys(_global_names(inner))
+    return tuple(names)

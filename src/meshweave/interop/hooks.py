@@ -1,0 +1,55 @@
+"""Where torch keeps the hooks of tensors, modules and optimizers (torch 2.11 to 2.13: torch/nn/modules/module.py,
+torch/optim/optimizer.py, torch/_tensor.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+# Attributes of a module in which it keeps hooks that run in forward or backward.
+MODULE_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
+
+# Attributes of a tensor with hooks -> the method that registers them.
+TENSOR_HOOKS: Mapping[str, str] = MappingProxyType(
+    {
+        "_backward_hooks": "register_hook",
+        "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+    }
+)
+
+
+def hooks_of_all_modules() -> list[Mapping[Any, Any]]:
+    """The registries of hooks that run for every module."""
+    return [
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_backward_pre_hooks,
+        modules._global_backward_hooks,
+    ]
+
+
+def tensor_hooks(tensor: Tensor) -> list[str]:
+    """The methods by which hooks were registered on a tensor."""
+    return [method for attribute, method in TENSOR_HOOKS.items() if getattr(tensor, attribute, None)]
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What runs beside an optimizer's own step: hooks on it or on all optimizers, another method in its place.
+
+    The wrapper of torch's learning-rate schedulers only notes that a step was taken.
+    """
+    registries = {
+        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
+        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
+        "torch.optim.optimizer.register_optimizer_step_pre_hook": optimizers._global_optimizer_pre_hooks,
+        "torch.optim.optimizer.register_optimizer_step_post_hook": optimizers._global_optimizer_post_hooks,
+    }
+    own = vars(optimizer).get("step")
+    replaced = [] if own is None or hasattr(own, "_wrapped_by_lr_sched") else ["optimizer.step = ..."]
+    return [name for name, hooks in registries.items() if hooks] + replaced

@@ -1,0 +1,448 @@
+"""What capture assumes of a model and a loss: what breaks it is an error that names it, and the rest goes on working.
+
+Every model of the first table trains differently in eager PyTorch from what its first step, repeated, would do.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.training import assert_equals_eager, batches, mse, sgd
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import meshweave as mw
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.step import CaptureOptions, capture
+from meshweave.errors import CaptureError
+
+DATA = batches(3, (4, 4), (4, 4))
+CALLS = 0
+LOG: list[Tensor] = []
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+# What breaks the contract
+
+
+class CountsSteps(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num += 1
+        return super().forward(x) * self.num
+
+
+class CountsForLater(CountsSteps):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num += 1
+        return Base.forward(self, x) * (2.0 if self.num > 2 else 1.0)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CountsForLater()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class KeepsLastInput(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x if self.last is None else x + self.last)
+        self.last = x
+        return out
+
+
+class KeepsLastOutput(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) + self.last
+        self.last = out.detach()
+        return out
+
+
+class FreezesFirstBatch(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "mean" not in self.cache:
+            self.cache["mean"] = x.mean(0)
+        return super().forward(x) - self.cache["mean"]
+
+
+class AddsInPlace(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total[1:] += 1.0
+        return super().forward(x) * self.total
+
+
+class AveragesInPlace(AddsInPlace):
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.mul_(0.5).add_(x.detach().mean(0))
+        return Base.forward(self, x) * self.total
+
+
+class ListOfTensors(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.history.append(out.detach())
+        return out
+
+
+@dataclass
+class Memory:
+    level: float = 0.0
+    seen: list[int] = field(default_factory=list)
+
+
+class DataclassState(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.level = 0.5 * self.memory.level + 1
+        return super().forward(x) * self.memory.level
+
+
+class ClassAttribute(Base):
+    num = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).num += 1
+        return super().forward(x)
+
+
+class GlobalCounter(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return super().forward(x)
+
+
+class GlobalList(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        LOG.append(x)
+        return super().forward(x)
+
+
+class DefaultArgument(Base):
+    def forward(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(1)
+        return super().forward(x) * len(seen)
+
+
+class Iterates(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.counter)
+
+
+class DrawsWithPython(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.99 else x
+
+
+class DrawsWithNumpy(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(np.random.rand())
+
+
+class DrawsWithGenerator(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.random.random() < 0.99 else x
+
+
+class ReadsTheTime(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * time.perf_counter()
+
+
+class CachesNoise(Base):
+    @functools.cache  # noqa: B019
+    def noise(self) -> Tensor:
+        return torch.randn(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.noise()
+
+
+class BufferGrows(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.cat([self.kept, x.mean(0, keepdim=True)])
+        return super().forward(x) + self.kept.mean(0)
+
+
+class LateBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + 0.5 * x.mean(0)
+        return super().forward(x) - self.mean
+
+
+def counting_loss() -> Callable[[Any, Any], Tensor]:
+    num = 0
+
+    def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        nonlocal num
+        num += 1
+        return mse(out, batch) * (2.0 if num > 3 else 1.0)
+
+    return loss
+
+
+class CentredLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        self.centre.mul_(0.5).add_(out.detach().mean(0), alpha=0.5)
+        return ((out - self.centre - batch["y"]) ** 2).mean()
+
+
+# Model, loss -> part of the message: what is wrong, and where or which values.
+BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] = {
+    "a counter": (CountsSteps, lambda: mse, "does not repeat itself", "forward has changed model.num: 0 -> 1"),
+    "a counter read later": (CountsForLater, lambda: mse, "changes the Python state", "where: model.num\n"),
+    "in a submodule": (
+        Inner,
+        lambda: mse,
+        "changes the Python state",
+        "where: model.inner.num\n  got: 1 after one step",
+    ),
+    "the last input": (KeepsLastInput, lambda: mse, "does not repeat itself", "model.last: None -> a tensor"),
+    "the last output": (KeepsLastOutput, lambda: mse, "a value of the step before", "of the step before"),
+    "the first batch": (FreezesFirstBatch, lambda: mse, "does not repeat itself", "model.cache['mean']: nothing ->"),
+    "in place": (AddsInPlace, lambda: mse, "in place that is no buffer", "float32[3]"),
+    "in place, of the batch": (AveragesInPlace, lambda: mse, "in place that is no buffer", "float32[4]"),
+    "a list of tensors": (ListOfTensors, lambda: mse, "changes the Python state", "where: model.history["),
+    "a dataclass": (DataclassState, lambda: mse, "does not repeat itself", "model.memory.level: 0.0 -> 1.0"),
+    "a class attribute": (ClassAttribute, lambda: mse, "changes the Python state", "ClassAttribute.num"),
+    "a global": (
+        GlobalCounter,
+        lambda: mse,
+        "changes the Python state",
+        "global variable CALLS of GlobalCounter.forward",
+    ),
+    "a global list": (
+        GlobalList,
+        lambda: mse,
+        "changes the Python state",
+        "global variable LOG of GlobalList.forward[1]",
+    ),
+    "a default argument": (DefaultArgument, lambda: mse, "does not repeat itself", ", 2)"),
+    "an iterator": (Iterates, lambda: mse, "does not repeat itself", ", 2)"),
+    "random": (DrawsWithPython, lambda: mse, "random numbers outside of PyTorch", "a generator of random"),
+    "numpy.random": (DrawsWithNumpy, lambda: mse, "random numbers outside of PyTorch", "a generator of numpy"),
+    "a generator": (DrawsWithGenerator, lambda: mse, "random numbers outside of PyTorch", "a generator of numpy"),
+    "the time": (ReadsTheTime, lambda: mse, "does not repeat itself", "test_contract.py"),
+    "cached noise": (CachesNoise, lambda: mse, "a value of the step before", "test_contract.py"),
+    "a buffer that grows": (BufferGrows, lambda: mse, "shape or the dtype of the buffer 'kept'", "(2, 4) after a step"),
+    "a buffer from None": (LateBuffer, lambda: mse, "a value of the step before", "model.mean: None -> a tensor"),
+    "nonlocal": (Base, counting_loss, "changes the Python state", "variable num in the closure of counting_loss"),
+    "a loss with a buffer": (Base, CentredLoss, "in place that is no buffer", "float32[4]"),
+}
+
+
+def fakes() -> list[FakeTensor]:
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) is FakeTensor]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Attributes of all modules, tensors by identity and version."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return id(value), value._version
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return list(value) if isinstance(value, list) else copy.copy(value) if isinstance(value, Memory) else value
+
+    return {n: plain(vars(m)) for n, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("row", BROKEN)
+def test_what_would_differ_from_step_to_step_is_an_error(row: str) -> None:
+    make, make_loss, what, detail = BROKEN[row]
+    model, loss = make(), make_loss()
+    before, draws = state_of(model), random.getstate()
+    with pytest.raises(CaptureError, match=what) as error:
+        mw.compile(model, loss=loss, example=DATA[0], optimizer=sgd(model.parameters()), mesh="dp=2")
+    assert detail in str(error.value)
+    assert state_of(model) == before
+    assert random.getstate() == draws
+    assert CALLS == ClassAttribute.num == len(LOG) == 0
+    del error
+    assert not fakes()
+
+
+# What keeps it
+
+
+class ReassignsBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x) - self.mean
+
+
+class ReassignsInner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([ReassignsBuffer(), ReassignsBuffer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        self.layers[0].mean = self.layers[0].mean * 0.5
+        return x
+
+
+class AveragesWeights(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", self.linear.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ema = torch.lerp(self.ema, self.linear.weight.detach(), 0.25)
+        return super().forward(x) + x @ self.ema
+
+
+class LazyMask(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(4, 4).tril_()
+        return super().forward(x) * self.mask
+
+
+class AuxiliaryLoss(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.balance = (out**2).mean()
+        self.shape = list(out.shape)
+        return out + 0 * self.balance
+
+
+class CachedTable(Base):
+    @functools.cache  # noqa: B019
+    def table(self, num: int) -> Tensor:
+        return torch.arange(num).float().cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.table(x.shape[-1])
+
+
+class FillsConstant(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.empty(4)
+        scale.fill_(2.0).mul_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        out = torch.empty(4, 4)
+        out.copy_(x)
+        return super().forward(out) * scale
+
+
+SOUND: dict[str, Callable[[], nn.Module]] = {
+    "a buffer reassigned": ReassignsBuffer,
+    "buffers reassigned in submodules": ReassignsInner,
+    "an average of weights in a buffer": AveragesWeights,
+    "a mask made lazily": LazyMask,
+    "an attribute set anew in every step": AuxiliaryLoss,
+    "functools.cache of constants": CachedTable,
+    "constants filled in place": FillsConstant,
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+}
+
+
+class Named(nn.Module):
+    """A model that calls its input x, as the batches do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2"])
+@pytest.mark.parametrize("row", SOUND)
+def test_state_that_lasts_in_buffers_and_caches_of_constants_equal_eager(row: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    model = Named(SOUND[row]())
+    before = state_of(model)
+    assert_equals_eager(model, DATA, mesh)
+    assert state_of(model) == before
+    assert not fakes()
+
+
+def test_a_second_capture_gives_the_same_graph() -> None:
+    model = Named(LazyMask())
+    spec = read_optimizer(sgd(model.parameters()), model)
+    first, second = (capture(model, mse, DATA[0], spec, CaptureOptions()).text() for _ in range(2))
+    assert first == second

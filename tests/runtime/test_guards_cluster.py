@@ -1,0 +1,62 @@
+"""Guards on a cluster: what one rank finds is an error on every rank, within seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.test_cluster import Job, start  # noqa: F401
+from tests.training import batches, mse
+from torch import nn
+
+import meshweave as mw
+from meshweave.errors import StepError
+from meshweave.runtime.cluster import shutdown
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Scaled(nn.Linear):
+    alpha = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.alpha
+
+
+def job_guarded(pipe: Connection, changing: str) -> dict[str, Any]:
+    """Train; then rank `changing` (or every rank) has another model, and goes back to what it was."""
+    torch.manual_seed(0)
+    model, data = Scaled(4, 4), batches(3, (4, 4), (4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh="fsdp=2")
+    step(data[0])
+    model.epoch = dist.get_rank()  # tried on each rank, and harmless
+    step(data[1])
+    is_alone = changing != "all"
+    if not is_alone or dist.get_rank() == int(changing):
+        model.alpha = 2.0
+    began = time.monotonic()
+    with pytest.raises(StepError) as error:
+        step(data[2])
+    outcome = {"what": error.value.what, "got": error.value.got, "fast": time.monotonic() - began < 15}
+    if is_alone:
+        shutdown(step.session.world)
+        return outcome
+    model.alpha = 1.0
+    return outcome | {"went_on": step(data[2]) > 0}
+
+
+@pytest.mark.parametrize("changing", ["1", "all"])
+def test_a_guard_on_one_rank_stops_all(start: Callable[..., Job], changing: str) -> None:  # noqa: F811
+    outcomes = start("tests.runtime.test_guards_cluster:job_guarded", 2, changing).finish(60)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome["fast"]
+        assert "model.alpha: nothing -> 2.0" in outcome["got"]
+        own = changing in (str(rank), "all")
+        assert outcome["what"].startswith("the step would not be the one" if own else f"rank {changing} failed")
+        assert outcome.get("went_on", changing != "all")
