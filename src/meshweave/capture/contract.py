@@ -55,8 +55,9 @@ class Contract:
         CaptureError, with the user's line, where the second run differs.
         """
         try:
-            with self._restoring() as before:
+            with self._restoring() as (before, generators):
                 yield
+                _check_generators(generators)
                 self._settle(before, self.record, self.batch)
         finally:
             self.record.release()
@@ -68,8 +69,9 @@ class Contract:
         """
         record = Record(self.inputs, expected=self.record)
         try:
-            with self._restoring() as before:
+            with self._restoring() as (before, generators):
                 self.again(record, batch)
+                _check_generators(generators)
                 self._settle(before, record, batch)
         except Difference as difference:
             return difference
@@ -78,16 +80,13 @@ class Contract:
         return None
 
     @contextmanager
-    def _restoring(self) -> Iterator[Snapshot]:
-        """At the end of the block Python state is as it was, and so are generators of random numbers.
-
-        Raises CaptureError where a generator was used.
-        """
+    def _restoring(self) -> Iterator[tuple[Snapshot, dict[Any, Any]]]:
+        """At the end of the block Python state is as it was, and so are generators of random numbers: both are yielded
+        as they are before it."""
         before = Snapshot.of(self.roots)
         generators = {g: generator_state(g) for g in (*_global_generators(), *before.generators)}
         try:
-            yield before
-            _check_generators(generators)
+            yield before, generators
         finally:
             before.restore()
             for generator, state in generators.items():
