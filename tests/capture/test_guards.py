@@ -38,9 +38,9 @@ class Model(nn.Module):
         self.factors = [1.0, 2.0]
         self.register_buffer("shift", torch.zeros(4))
 
-    def forward(self, x: Tensor, s: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, s: float = 1.0, more: Tensor | None = None) -> Tensor:
         out = self.linear(x) * self.alpha * self.options.scale * self.factors[0] * SCALE
-        return self.drop(out) * s + self.shift + self.table
+        return self.drop(out if more is None else out * more) * s + self.shift + self.table
 
 
 @dataclass
@@ -186,8 +186,8 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], type[MeshweaveError], str]] = {
 BATCHES: dict[str, tuple[Any, type[MeshweaveError], str]] = {
     "a number": ({**DATA[0], "s": 3.0}, StepError, "the batch entry 's': 2.0 -> 3.0"),
     "no number": ({k: v for k, v in DATA[0].items() if k != "s"}, StepError, "the batch entry 's': 2.0 -> nothing"),
-    "a tensor for a number": ({**DATA[0], "s": torch.tensor(2.0)}, LayoutError, "entry 's'"),
-    "another tensor": ({**DATA[0], "mask": torch.ones(4)}, LayoutError, "has entries that the example lacks"),
+    "a tensor for a number": ({**DATA[0], "s": torch.tensor(2.0)}, StepError, "the batch entry 's': 2.0 -> a tensor"),
+    "another tensor": ({**DATA[0], "more": torch.ones(4)}, StepError, "the batch entry 'more': nothing -> a tensor"),
     "a tensor less": ({k: v for k, v in DATA[0].items() if k != "y"}, LayoutError, "lacks entries of the example"),
 }
 
@@ -445,8 +445,10 @@ def test_numbers_and_texts_in_the_batch_that_nothing_reads_may_change() -> None:
     run = Run.of(Plain(), example)
     expected = mse(run.model(DATA[0]["x"], 2.0), DATA[0]).item()
     assert run.step({**example, "index": 1, "texts": ["c"]}) == pytest.approx(expected)
+    run.step({**example, "index": 1, "texts": ["d"], "id": torch.zeros(2)})
     tries = count_tries(run)
-    run.step({**example, "index": 2, "texts": []})
+    run.step({**example, "index": 2, "texts": [], "id": torch.zeros(4)})
+    run.step({**example, "index": 3, "texts": [], "id": torch.ones(4)})
     assert not tries
     with pytest.raises(StepError, match="would not be the one"):
         run.step({**example, "index": 3, "s": 3.0})

@@ -95,10 +95,8 @@ class Guards:
     def check(self, batch: Batch) -> None:
         """Raises StepError (LayoutError for its tensors) where the step that was compiled is not the one asked for."""
         check_autocast(self.autocast)
-        if batch.names != self.batch.names:
-            self._check_names(batch)
-        if not _same_rest(batch.rest, self.batch.rest):
-            self._check_rest(batch)
+        if batch.names != self.batch.names or not _same_rest(batch.rest, self.batch.rest):
+            self._check_batch(batch)
         if not (self.snapshot.is_current() and self.marks.is_current()):
             self._check_model()
         if self.hooks != hooks_of_all_modules():
@@ -106,27 +104,28 @@ class Guards:
 
     # the batch
 
-    def _check_names(self, batch: Batch) -> None:
-        strange = sorted(set(self.batch.names) ^ set(batch.names))
-        if strange:
+    def _check_batch(self, batch: Batch) -> None:
+        missing = [name for name in self.batch.names if name not in batch.names]
+        if missing:
             raise LayoutError(
-                "the batch lacks entries of the example"
-                if strange[0] in self.batch.names
-                else "the batch has entries that the example lacks",
-                where=f"entry '{strange[0]}'",
+                "the batch lacks entries of the example",
+                where=f"entry '{missing[0]}'",
                 got=", ".join(batch.names),
                 expected=", ".join(self.batch.names),
-                hint="give every batch the entries of the example that the step was compiled with",
             )
-
-    def _check_rest(self, batch: Batch) -> None:
-        places = {**self.batch.rest, **batch.rest}
+        more = {n: t for n, t in zip(batch.names, batch.tensors, strict=True) if n not in self.batch.names}
+        old, new = self.batch.rest, {**batch.rest, **more}
         changes = [
-            Change(f"the batch entry '{n}'", self.batch.rest.get(n, MISSING), batch.rest.get(n, MISSING), -1, n)
-            for n in places
-            if not same(self.batch.rest.get(n, MISSING), batch.rest.get(n, MISSING))
+            Change(f"the batch entry '{name}'", old.get(name, MISSING), new.get(name, MISSING), -1, name)
+            for name in {**old, **new}
+            if not same(old.get(name, MISSING), new.get(name, MISSING))
         ]
-        self._try(changes, lambda values: batch.replace({c.key: v for c, v in values}))
+
+        def put(values: Sequence[tuple[Change, Any]]) -> Batch:
+            rest = {**new, **{change.key: value for change, value in values}}
+            return Batch(self.batch.names, self.batch.tensors, rest, batch.join)
+
+        self._try(changes, put)
         self.batch = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join)
 
     # the model
@@ -207,8 +206,8 @@ def _same_rest(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value cannot be told from another by `is` alone."""
-    return not (value is None or value is MISSING or isinstance(value, bool | Tensor))
+    """Whether a value cannot be told from others by `is` alone."""
+    return not (value is None or value is MISSING or isinstance(value, bool))
 
 
 def _changed(place: str, old: Any, new: Any) -> StepError:
