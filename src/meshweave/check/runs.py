@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshweave.capture.step import Substituted, call_model, cast_for_eager, state_name
+from meshweave.capture.batch import call_model
+from meshweave.capture.step import Substituted, cast_for_eager, state_name
 from meshweave.capture.trace import GlobalRandom
 from meshweave.ir.mesh import Mesh
 
