@@ -42,6 +42,16 @@ def test_one_mesh_with_page_and_trace(tmp_path: Path) -> None:
     assert any(e.get("ph") == "X" for e in events)
 
 
+def test_buckets_and_the_attention_kernel_are_stated() -> None:
+    found = last_line(run("simulate", MODEL, "--mesh", "fsdp=64", "--prefetch", "1", "--json"))
+    stated = ("--buckets", "blocks", "--scale", "attention=cudnn")
+    joined = last_line(run("simulate", MODEL, "--mesh", "fsdp=64", "--prefetch", "1", *stated, "--json"))
+    assert joined["seconds"] < found["seconds"]
+    refused = run("simulate", MODEL, "--mesh", "fsdp=64", "--buckets", "many")
+    assert refused.exit_code != 0
+    assert "--buckets" in refused.output
+
+
 def test_the_table_says_what_is_exposed_and_why() -> None:
     result = run("simulate", MODEL, "--mesh", "fsdp=8")
     assert result.exit_code == 0, result.output

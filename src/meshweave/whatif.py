@@ -10,6 +10,7 @@ import torch
 from meshweave.compile import Program
 from meshweave.hardware import MachineProfile, load_profile
 from meshweave.ir.graph import tokens_of
+from meshweave.simulate.buckets import Buckets
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.pipelines import Pipeline
 from meshweave.simulate.result import Simulation
@@ -24,6 +25,7 @@ def simulate(
     pipeline: Pipeline = "sequential",
     matmul_dtype: torch.dtype | None = None,
     title: str = "",
+    buckets: Buckets = "none",
 ) -> Simulation:
     """One training step of a compiled program (`step.program`) on a machine: time, exposed communication with its
     reasons, memory with the tensors at the peak. Deterministic, and as dear as its roles: devices cost nothing.
@@ -33,13 +35,15 @@ def simulate(
         fused, as torch.compile); by default what the profile says of its machine.
     pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
     matmul_dtype: as float8 training: matmuls of repeated blocks in this dtype.
+    buckets: "blocks" or a number of bytes: which collectives run as one, to predict a system that flattens parameters
+        (FSDP: "blocks") or gradients (DDP: 25 * 2**20). Ours run one by one, or as `overlap` has merged them.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, an op or dtype without a cost.
     """
     machine = load_profile(profile) if isinstance(profile, str) else profile
     microbatches = program.options.accumulate
     tokens = tokens_of(program.captured) * microbatches
-    options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title)
+    options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title, buckets)
     found = simulate_roles(program.roles, machine, options)
     return replace(found, notes=(*found.notes, program.accumulation)) if program.accumulation else found
 

@@ -117,11 +117,11 @@ def test_an_unknown_name_has_near_misses() -> None:
         ("bandwidth = 450e9", "bandwith = 450e9", "bandwith", "'links.node.bandwith' is unknown", "one of bandwidth"),
         ("float64 = 66.9e12 ", "float65 = 66.9e12 ", "float65", "'peak.float65' is unknown", "one of bfloat16"),
         (
-            "head_dim = 256",
-            "head_dim = 0",
-            "head_dim = 0",
-            "'attention.rates[2].head_dim' is out of range",
-            "1 or more",
+            'kernel = "flash2"',
+            "kernel = 2",
+            "kernel = 2",
+            "'attention.kernel' is not one of its values",
+            "text",
         ),
         (
             "static_watts = 100 ",

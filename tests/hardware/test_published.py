@@ -4,6 +4,7 @@ which it says less are named with the reason."""
 import pytest
 import torch
 
+from meshweave.errors import MeshweaveError
 from meshweave.hardware import Attention, Matmul, Memory, load_profile
 from meshweave.ir.mesh import Mesh
 
@@ -108,24 +109,93 @@ def test_short_k_costs_as_much_as_measured(n: int, k: int, published: float) -> 
     assert share == pytest.approx(published, rel=0.05)
 
 
-# FlashAttention-3 (arXiv 2407.08608), figures 5 and 6: FlashAttention-2 on H100, 16384 tokens of 2048 channels.
+def attention_tflops(
+    profile: str, kernel: str, heads: int, keys: int, head_dim: int, causal: bool, back: bool
+) -> float:
+    num_bytes = 8 * heads * keys * head_dim
+    work = Attention(heads, keys, keys, head_dim, causal, back, torch.bfloat16, num_bytes)
+    return work.flops / load_profile(profile).with_attention(kernel).compute_seconds(work) / 1e12
+
+
+FORWARD, BACKWARD, CAUSAL = (False, False), (True, False), (False, True)
+
+
+# FlashAttention-3 (arXiv 2407.08608), figures 5 and 6: H100, 16384 tokens of 2048 channels.
 @pytest.mark.parametrize(
-    ("head_dim", "backward", "causal", "published"),
+    ("kernel", "head_dim", "direction", "published"),
     [
-        (64, False, False, {512: 282, 1024: 306, 2048: 318, 4096: 321, 8192: 322, 16384: 324}),
-        (64, True, False, {512: 198, 1024: 238, 2048: 264}),
-        (128, False, False, {512: 309, 1024: 350, 2048: 362, 4096: 368, 8192: 370, 16384: 370}),
-        (128, True, False, {512: 214, 1024: 260, 2048: 291, 4096: 310, 8192: 318, 16384: 322}),
-        (256, False, False, {512: 275, 1024: 313, 2048: 321, 4096: 323, 8192: 324, 16384: 326}),
-        (256, False, True, {512: 208, 1024: 251, 2048: 278, 4096: 293, 8192: 297, 16384: 298}),
+        ("flash2", 64, FORWARD, {512: 282, 1024: 306, 2048: 318, 4096: 321, 8192: 322, 16384: 324}),
+        ("flash2", 64, BACKWARD, {512: 198, 1024: 238, 2048: 264}),
+        ("flash2", 128, FORWARD, {512: 309, 1024: 350, 2048: 362, 4096: 368, 8192: 370, 16384: 370}),
+        ("flash2", 128, CAUSAL, {512: 191, 1024: 260, 2048: 298, 4096: 319, 8192: 333, 16384: 335}),
+        ("flash2", 128, BACKWARD, {512: 214, 1024: 260, 2048: 291, 4096: 310, 8192: 318, 16384: 322}),
+        ("flash2", 256, FORWARD, {512: 275, 1024: 313, 2048: 321, 4096: 323, 8192: 324, 16384: 326}),
+        ("flash2", 256, CAUSAL, {512: 208, 1024: 251, 2048: 278, 4096: 293, 8192: 297, 16384: 298}),
+        ("flash3", 128, FORWARD, {512: 467, 1024: 565, 2048: 625, 4096: 638, 8192: 646, 16384: 648}),
+        ("flash3", 128, CAUSAL, {512: 292, 1024: 423, 2048: 521, 4096: 579, 8192: 602, 16384: 616}),
+        ("flash3", 128, BACKWARD, {512: 316, 1024: 424, 2048: 501, 4096: 542, 8192: 559, 16384: 561}),
+        ("cudnn", 128, FORWARD, {512: 497, 1024: 574, 2048: 617, 4096: 609, 8192: 600, 16384: 595}),
+        ("cudnn", 128, CAUSAL, {512: 315, 1024: 410, 2048: 484, 4096: 518, 8192: 529, 16384: 539}),
+        ("cudnn", 128, BACKWARD, {512: 305, 1024: 408, 2048: 465, 4096: 499, 8192: 518, 16384: 516}),
     ],
 )
-def test_attention_rates(head_dim: int, backward: bool, causal: bool, published: dict[int, int]) -> None:
+def test_attention_kernels_on_hopper(
+    kernel: str, head_dim: int, direction: tuple[bool, bool], published: dict[int, int]
+) -> None:
+    back, causal = direction
     for keys, tflops in published.items():
         heads = 16384 // keys * (2048 // head_dim)
-        work = Attention(heads, keys, keys, head_dim, causal, backward, torch.bfloat16, 8 * 16384 * 2048)
-        rate = work.flops / load_profile("h100").compute_seconds(work) / 1e12
-        assert rate == pytest.approx(tflops, rel=0.13 if causal else 0.06), keys
+        assert attention_tflops("h100", kernel, heads, keys, head_dim, causal, back) == pytest.approx(
+            tflops, rel=0.06
+        ), keys
+
+
+# flash-attention, pull request 1791 (benchmark_attn.py on an H100): causal, backward, 4 x 16 heads of 128, 8192 keys.
+@pytest.mark.parametrize(("kernel", "published"), [("flash2", 287), ("flash3", 532)])
+def test_backward_of_causal_attention(kernel: str, published: int) -> None:
+    assert attention_tflops("h100", kernel, 64, 8192, 128, True, True) == pytest.approx(published, rel=0.03)
+
+
+# triton, pull request 1917: FlashAttention-1 in Triton on an A100, batches of 4, 48 heads of 64.
+@pytest.mark.parametrize(
+    ("direction", "published"),
+    [
+        (FORWARD, {1024: 122.5, 2048: 136.6, 4096: 143.0, 8192: 145.8, 16384: 146.8}),
+        (CAUSAL, {1024: 84.3, 2048: 102.1, 4096: 112.9, 8192: 119.1, 16384: 122.2}),
+        (BACKWARD, {1024: 72.0, 2048: 84.2, 4096: 91.3, 8192: 94.3, 16384: 95.3}),
+        ((True, True), {1024: 48.7, 2048: 62.1, 4096: 71.7, 8192: 77.5, 16384: 80.6}),
+    ],
+)
+def test_flash_attention_1_on_ampere(direction: tuple[bool, bool], published: dict[int, float]) -> None:
+    back, causal = direction
+    for keys, tflops in published.items():
+        assert attention_tflops("a100", "triton", 192, keys, 64, causal, back) == pytest.approx(tflops, rel=0.07), keys
+
+
+# liangan1/GPU_travel, performance/flash-attn: FlashAttention-2 on an A100, 32 heads of 128: how much a mask costs.
+@pytest.mark.parametrize(("batch", "keys", "published"), [(16, 1024, 143.7 / 179.1), (1, 4096, 156.3 / 184.0)])
+def test_a_causal_mask_costs_flash_attention_2_on_ampere_as_much_as_measured(
+    batch: int, keys: int, published: float
+) -> None:
+    share = attention_tflops("a100", "flash2", 32 * batch, keys, 128, True, False)
+    share /= attention_tflops("a100", "flash2", 32 * batch, keys, 128, False, False)
+    assert share == pytest.approx(published, rel=0.03)
+
+
+# arXiv 2307.08691, section 4.1: FlashAttention-2 is 1.3 to 1.5 times as fast forward as FlashAttention in Triton, twice
+# as fast backward.
+@pytest.mark.parametrize("keys", [2048, 32768])
+def test_flash_attention_2_is_as_much_faster_than_1_as_published(keys: int) -> None:
+    for back, low, high in [(False, 1.3, 1.5), (True, 1.9, 2.1)]:
+        first, second = (attention_tflops("a100", k, 64, keys, 128, True, back) for k in ("triton", "flash2"))
+        assert low < second / first < high
+
+
+def test_an_attention_kernel_that_the_profile_lacks_is_named() -> None:
+    with pytest.raises(MeshweaveError, match="no attention kernel 'flash9'") as error:
+        load_profile("a100").with_attention("flash9")
+    assert error.value.expected == "one of flash2, triton"
+    assert load_profile("h100").with_attention("cudnn").name == "h100 cudnn"
 
 
 @pytest.mark.parametrize(("profile", "published"), [("h100", 2.97e12), ("h200", 4.15e12)])

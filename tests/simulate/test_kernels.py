@@ -62,6 +62,18 @@ def test_a_chain_of_pointwise_ops_is_one_kernel_when_compiled() -> None:
     assert names(ops, "forward") == ["mm", "sigmoid", "mul.Tensor", "add.Tensor", "mm"]
 
 
+def test_a_bias_is_added_by_the_matmul_in_eager_mode() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Sigmoid(), nn.Linear(64, 16))
+    rank = program(model, (torch.randn(2, 8, 16),), lambda out, batch: out.square().sum())
+    values = local_values(rank)
+    alone, _ = kernels_of(rank, values, "ops")
+    eager, _ = kernels_of(rank, values, "eager")
+    assert names(alone, "forward") == ["mm", "add.Tensor", "sigmoid", "mm", "add.Tensor"]
+    assert names(eager, "forward") == ["mm+add.Tensor", "sigmoid", "mm+add.Tensor"]
+    products = [k.works for k in alone if isinstance(k.works[0], Matmul)]
+    assert [k.works for k in eager if len(k.nodes) == 2] == products[:2]
+
+
 def test_what_a_fused_kernel_reads_and_writes() -> None:
     """The chain reads y once and writes its result, and the sigmoid for backward; a matmul reads and writes its own."""
     rank = program(Small(), (torch.randn(8, 16),), lambda out, batch: out.square().sum())

@@ -168,12 +168,12 @@ def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer:
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str = "--memory-cap") -> int:
     """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for what is none."""
     found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     try:
         return int(float(found.group(1)) * _UNITS[found.group(2).upper()])  # type: ignore[union-attr]
     except (AttributeError, KeyError, ValueError, OverflowError):
         raise MeshweaveError(
-            "this is no size", where="--memory-cap", got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
+            "this is no size", where=option, got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
         ) from None

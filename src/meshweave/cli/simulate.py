@@ -35,6 +35,7 @@ from meshweave.cli.job import (
     Seq,
     Split,
     compiled,
+    parse_bytes,
 )
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
 from meshweave.cli.screen import Debug, Json, Screen, guarded, write_text
@@ -57,11 +58,14 @@ PipelineOption = Literal["sequential", "gpipe", "1f1b"]
 MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
 
 Machine = Annotated[str, typer.Option("--profile", help="machine: a100, h100, h200, gb200, cpu-gloo, or a file")]
-Scale = Annotated[str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,compute=1.5")]
+Scale = Annotated[str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,attention=cudnn")]
 Meshes = Annotated[list[str], typer.Option("--mesh", help="named axes, such as fsdp=8,tp=8; several are compared")]
 Plans = Annotated[list[str], typer.Option("--plan", help="as for plan; one for all meshes, or one for each")]
 Fusing = Annotated[FusionOption | None, typer.Option("--fusion", help="what is one kernel; without it as the machine")]
 Pipelined = Annotated[PipelineOption, typer.Option("--pipeline", help="how stages take the --accumulate microbatches")]
+InBuckets = Annotated[
+    str, typer.Option("--buckets", help="collectives that run as one: 'blocks' (as FSDP's), or a size (DDP: 25MiB)")
+]
 InDtype = Annotated[MatmulDtype | None, typer.Option("--matmul-dtype", help="of the matmuls in repeated blocks")]
 
 
@@ -72,7 +76,7 @@ def simulate_command(
     recompute: Recompute = "none", param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, seed: Seed = 0,
     overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
     fusion: Fusing = None, pipeline: Pipelined = "sequential",
-    matmul_dtype: InDtype = None,
+    matmul_dtype: InDtype = None, buckets: InBuckets = "none",
     report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="of two meshes: what moved, where time went")] = False,
@@ -94,7 +98,10 @@ def simulate_command(
             program = _compiled(screen, replace(job, mesh=text, plan=planned), machine)
             narrow = getattr(torch, matmul_dtype) if matmul_dtype else None
             title = " ".join(filter(None, (model, f"on {text or 'one device'}", planned)))
-            as_asked = partial(simulate, profile=machine, fusion=fusion, pipeline=pipeline, matmul_dtype=narrow)
+            joined: Any = buckets if buckets in ("none", "blocks") else parse_bytes(buckets, "--buckets")
+            as_asked = partial(
+                simulate, profile=machine, fusion=fusion, pipeline=pipeline, matmul_dtype=narrow, buckets=joined
+            )
             found.append((program, as_asked(program, title=title)))
             if program.roles is not program.expanded or program.optimized.variants:
                 before = as_asked(program.as_expanded, title=title)

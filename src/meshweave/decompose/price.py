@@ -18,7 +18,7 @@ from meshweave.decompose.writer import Ring
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.simulate.classify import work_of
-from meshweave.simulate.tasks import COST_NAMES
+from meshweave.simulate.priced import COST_NAMES
 
 
 @dataclass(frozen=True, slots=True)

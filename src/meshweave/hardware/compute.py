@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.fitted import along, between
-from meshweave.hardware.schema import AttentionRate, Power
+from meshweave.hardware.schema import Power
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 
 if TYPE_CHECKING:
@@ -96,13 +96,9 @@ def attention_seconds(profile: MachineProfile, work: Attention) -> float:
             features = (work.heads, work.queries, work.keys, work.head_dim)
             seconds = between([_counted(p, work) for p in chosen], features, work.flops)
             return max(seconds, profile.launch_s)
-    if not model.rates:
-        raise _missing(profile, "attention.rates", dtype, ())
-    rate = _by_head_dim(model.rates, work.head_dim, work.is_backward)
+    rate, half = _attention_rate(profile, work)
     if dtype != model.dtype:
         rate *= peak_flops(profile, work.dtype) / _entry(profile, "peak", profile.peak, model.dtype)
-    half = model.backward_half_keys if work.is_backward else model.forward_half_keys
-    half *= 2 if work.is_causal else 1
     units, rows = profile.matmul.num_units, work.keys if work.is_backward else work.queries
     blocks = work.heads * ceil(rows / model.block)
     filled = blocks / (ceil(blocks / units) * units)
@@ -111,19 +107,33 @@ def attention_seconds(profile: MachineProfile, work: Attention) -> float:
     return profile.launch_s + max(math, work.bytes / (profile.memory.bandwidth * copy))
 
 
+def _attention_rate(profile: MachineProfile, work: Attention) -> tuple[float, float]:
+    """The rate of the profile's kernel for the head_dim, mask and direction of `work` (linear between the head_dims
+    given, the nearest beyond them), and the keys at which half of it is reached."""
+    model = profile.attention
+    kernel = next((k for k in model.kernels if k.name == model.kernel), None)
+    rows = () if kernel is None else kernel.backward if work.is_backward else kernel.forward
+    if not rows:
+        raise _missing(profile, "attention.kernels", model.kernel, tuple(k.name for k in model.kernels))
+    masked = [row for row in rows if bool(row[1]) == work.is_causal]
+    stretch = 1 if masked or not work.is_causal else 2
+    table = sorted(masked or rows)
+    half, rate = (_between([(row[0], row[column]) for row in table], work.head_dim) for column in (2, 3))
+    return rate, stretch * half
+
+
+def _between(table: Sequence[tuple[float, float]], x: float) -> float:
+    """Linear between the points of `table`, the nearest point's value beyond them."""
+    if x <= table[0][0] or x >= table[-1][0]:
+        return table[0][1] if x <= table[0][0] else table[-1][1]
+    return along(table, x)
+
+
 def _counted(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
     """A measured point with its flops, counted as `work` counts its own."""
     heads, queries, keys, head_dim, causal, seconds = point
     flops = 2.0 * heads * queries * keys * head_dim * (5 if work.is_backward else 2) * (0.5 if causal else 1.0)
     return heads, queries, keys, head_dim, flops, seconds
-
-
-def _by_head_dim(rates: Iterable[AttentionRate], head_dim: int, is_backward: bool) -> float:
-    """The rate of a head_dim: linear between those given, the nearest beyond them."""
-    table = sorted((r.head_dim, r.backward if is_backward else r.forward) for r in rates)
-    if head_dim <= table[0][0] or head_dim >= table[-1][0]:
-        return table[0][1] if head_dim <= table[0][0] else table[-1][1]
-    return along(table, head_dim)
 
 
 def memory_seconds(profile: MachineProfile, work: Memory) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -37,7 +37,8 @@ class MachineProfile:
     """A cluster of nodes of `devices_per_node` devices; device d is the (d % devices_per_node)-th of its node.
 
     `peak` are matmul rates by dtype, of the data sheet and without sparsity. `launch_s` is the time that a kernel takes
-    at least. `fusion` says whether chains of pointwise ops run as one kernel. Communication is priced by `collectives`
+    at least, `eager_s` the time that the processor needs to launch an op in PyTorch's eager mode. `fusion` says
+    whether chains of pointwise ops run as one kernel. Communication is priced by `collectives`
     (measured) where they hold the op on the level of links at hand, else by the model of `nccl`. `errors` is what a
     calibration found of its own error. `num_devices` 0: as many as one likes.
 
@@ -56,6 +57,7 @@ class MachineProfile:
     matmul: MatmulModel
     attention: AttentionModel
     links: Links
+    eager_s: float = field(default=0.0, metadata=SECONDS)
     num_devices: int = field(default=0, metadata=figure("a whole number, 0 or more", 0))
     power: Power | None = None
     nccl: Nccl | None = None
@@ -177,6 +179,25 @@ class MachineProfile:
         }
         sizes = {"memory": memory_bytes, "devices_per_node": devices_per_node, "num_devices": num_devices}
         return scaling.scaled(self, factors, sizes)
+
+    def with_attention(self, kernel: str) -> MachineProfile:
+        """The profile with another attention kernel: one of its `attention.kernels`, such as "flash2"
+        (FlashAttention-2), "flash3", "cudnn" or "triton" (FlashAttention-1 in Triton). Its name says so.
+
+        Raises MeshweaveError for a kernel that the profile lacks.
+        """
+        known = tuple(k.name for k in self.attention.kernels)
+        if kernel not in known:
+            raise MeshweaveError(
+                f"the profile has no attention kernel '{kernel}'",
+                where=f"profile {self.name}",
+                got=kernel,
+                expected=f"one of {', '.join(known) or 'nothing'}",
+                hint="add it to [[attention.kernels]]",
+            )
+        if kernel == self.attention.kernel:
+            return self
+        return replace(self, name=f"{self.name} {kernel}", attention=replace(self.attention, kernel=kernel))
 
 
 # Prices hang on profile, mesh and axes alone; the planner asks for a few of them thousands of times.

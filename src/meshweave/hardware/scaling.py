@@ -67,9 +67,12 @@ def _matmul(model: MatmulModel, factor: float) -> MatmulModel:
 
 
 def _attention(model: AttentionModel, factor: float) -> AttentionModel:
-    rates = tuple(replace(r, forward=r.forward * factor, backward=r.backward * factor) for r in model.rates)
+    def faster(rows: tuple[Point, ...]) -> tuple[Point, ...]:
+        return tuple((*rest, rate * factor) for *rest, rate in rows)
+
+    kernels = tuple(replace(k, forward=faster(k.forward), backward=faster(k.backward)) for k in model.kernels)
     measured = tuple(replace(t, points=_faster(t.points, factor)) for t in model.measured)
-    return replace(model, rates=rates, measured=measured)
+    return replace(model, kernels=kernels, measured=measured)
 
 
 def _link(link: Link, factor: float) -> Link:

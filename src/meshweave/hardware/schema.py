@@ -52,6 +52,7 @@ COUNT = figure("a whole number, 1 or more", 1)
 SHARE = figure("a share above 0, 1 at most", 0, 1, above=True)
 SLOWDOWN = figure("a factor of 1 or more", 1)
 RATES = table_of(DTYPES, POSITIVE)
+_TEXT: Metadata = MappingProxyType({"expected": "text"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,17 @@ class MatmulModel:
     measured: tuple[MatmulPoints, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRate:
-    """Rates that long sequences reach with one head_dim, forward and backward, with flops as work.Attention counts."""
+_RATES = points("head_dim, causal, half_keys, rate")
 
-    head_dim: int = field(metadata=COUNT)
-    forward: float = field(metadata=POSITIVE)
-    backward: float = field(metadata=POSITIVE)
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """A kernel's rates on long sequences (flops as work.Attention counts them), by head_dim and mask (`causal` 0 or 1),
+    and the keys at which half of the rate is reached."""
+
+    name: str = field(metadata=_TEXT)
+    forward: tuple[Point, ...] = field(metadata=_RATES)
+    backward: tuple[Point, ...] = field(metadata=_RATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +143,16 @@ class AttentionPoints:
 class AttentionModel:
     """Fused attention: see `compute.attention_seconds`.
 
-    `rates` are those of `dtype`; another dtype has the same share of its own peak. Half the rate is reached at
-    `forward_half_keys` (`backward_half_keys`) keys, twice as many under a causal mask; a block of `block` queries (in
-    backward: keys) runs on one multiprocessor. Dtypes in `measured` are interpolated instead.
+    `kernel` names the one of `kernels` that runs. Their rates are those of `dtype`; another dtype has the same share of
+    its own peak. A kernel without rows for a causal mask has its other rates, half of them at twice as many keys. A
+    block of `block` queries (in backward: keys) runs on one multiprocessor. Dtypes in `measured` are interpolated
+    instead.
     """
 
     dtype: str = field(default="bfloat16", metadata=one_of(*DTYPES))
+    kernel: str = field(default="flash2", metadata=_TEXT)
     block: int = field(default=128, metadata=COUNT)
-    forward_half_keys: float = field(default=0.0, metadata=figure("keys, 0 or more", 0))
-    backward_half_keys: float = field(default=0.0, metadata=figure("keys, 0 or more", 0))
-    rates: tuple[AttentionRate, ...] = ()
+    kernels: tuple[AttentionKernel, ...] = ()
     measured: tuple[AttentionPoints, ...] = ()
 
 
@@ -223,7 +228,7 @@ class Fit:
 class FitError:
     """What a calibration says of its own error on points it held out: relative errors, 0.1 is 10%."""
 
-    kind: str = field(metadata=MappingProxyType({"expected": "text"}))
+    kind: str = field(metadata=_TEXT)
     num_points: int = field(metadata=COUNT)
     median: float = field(metadata=figure("a relative error, 0 or more", 0))
     worst: float = field(metadata=figure("a relative error, 0 or more", 0))

@@ -6,6 +6,7 @@ once placed, `meta["layout"]`. Nothing else is read from `meta` across rooms.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -56,6 +57,13 @@ class Origin:
 
 NOWHERE = Origin("forward")
 PARTS = {"forward": 0, "loss": 0, "backward": 1, "reduce": 1, "update": 2}  # the part of a step that a phase runs in
+_BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")  # up to the first index: model.layers.3
+
+
+def block_name(origin: Origin) -> str:
+    """The block of the model that a node belongs to: its module up to the first index (`model.layers.3`), else ""."""
+    match = _BLOCK.match(origin.module)
+    return match.group() if match else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from meshweave.errors import PlanError
-from meshweave.ir.graph import origin_of
+from meshweave.ir.graph import block_name, origin_of
 from meshweave.ir.rank import COLLECTIVES, WAIT, RankGraph
-
-_BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")  # up to the first index: model.layers.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ def prefetch(role: RankGraph, ahead: int) -> RankGraph:
     if ahead:
         for phase in ("forward", "backward"):
             units = list(_units(role, phase))
-            for i, unit in reversed(list(enumerate(units))):
+            for i, unit in enumerate(units):
                 anchor = units[max(0, i - ahead)].first_wait
                 _move(unit, anchor)
     return role
@@ -70,9 +67,9 @@ def _free(role: RankGraph) -> set[fx.Node]:
 
 
 def block_of(node: fx.Node) -> str:
-    module = origin_of(node).module
-    match = _BLOCK.match(module)
-    return match.group() if match else module
+    """What is gathered together: a block, or a module outside of blocks."""
+    origin = origin_of(node)
+    return block_name(origin) or origin.module
 
 
 def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:

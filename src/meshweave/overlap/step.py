@@ -22,9 +22,10 @@ from meshweave.overlap.prices import SIZES, Curve
 from meshweave.overlap.read import Reading, read
 from meshweave.overlap.report import OverlapReport
 from meshweave.simulate.kernels import Fusion
+from meshweave.simulate.priced import priced_as
 from meshweave.simulate.shapes import local_values, varying
 from meshweave.simulate.step import SimulateOptions, simulate_roles
-from meshweave.simulate.tasks import lower_tasks, priced_as
+from meshweave.simulate.tasks import lower_tasks
 
 _ENOUGH = 1e-3  # a step that is faster by less is no faster
 _PATIENCE = 2  # numbers of blocks in a row that bring nothing: the first may be small, as an embedding's

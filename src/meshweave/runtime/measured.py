@@ -17,9 +17,9 @@ from meshweave.runtime.meter import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import work_of
 from meshweave.simulate.exposure import covered
+from meshweave.simulate.priced import COST_NAMES, priced_as
 from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
 from meshweave.simulate.shapes import Local, local_values
-from meshweave.simulate.tasks import COST_NAMES, priced_as
 
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
 

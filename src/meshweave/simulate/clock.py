@@ -85,9 +85,9 @@ class _Clock:
         """Begin the first task of a stream's run."""
         stream = self.streams[number]
         task = self.schedule.streams[number][stream.index]
-        self.starts[task] = now
         held = self.tasks[task]
-        stream.left, stream.since, stream.rate = held.seconds, now, 1.0
+        self.starts[task] = begin = max(now, held.issued if held.kernel is not None else 0.0)
+        stream.left, stream.since, stream.rate = held.seconds, begin, 1.0
         if not held.seconds:
             self.instant.append(number)
             return
@@ -134,8 +134,8 @@ class _Clock:
     def change(self, number: int, rate: float, now: float) -> None:
         stream = self.streams[number]
         if stream.rate != rate or stream.since == now:
-            stream.left = max(0.0, stream.left - (now - stream.since) * stream.rate)
-            stream.since, stream.rate = now, rate
+            stream.left = max(0.0, stream.left - max(0.0, now - stream.since) * stream.rate)
+            stream.since, stream.rate = max(now, stream.since), rate
             self.push(number, stream)
 
     def task_of(self, number: int) -> Task:

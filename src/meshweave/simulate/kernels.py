@@ -1,10 +1,10 @@
 """A rank graph as kernels: which ops one launch runs, what it reads and writes, and where in the order it stands.
 
 `ops`: every op by itself, as our own executor runs them. `eager`: as PyTorch's eager mode, in which the ops that we
-take apart (log-softmax, one optimizer update) are one kernel. `compiled`: chains of pointwise ops, copies, reductions
-over the innermost dims and gathers are one kernel, as a compiler such as Inductor makes them, and of equal ops in a
-phase one is done. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as training frameworks
-compile transformer blocks one by one.
+take apart (log-softmax, one optimizer update, a matmul and its bias) are one kernel. `compiled`: chains of pointwise
+ops, copies, reductions over the innermost dims and gathers are one kernel, as a compiler such as Inductor makes them,
+and of equal ops in a phase one is done. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as
+training frameworks compile transformer blocks one by one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal, get_args
 
 from torch import fx
@@ -20,7 +21,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Memory, Work
 from meshweave.ir.graph import Origin, map_nodes, origin_of
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
-from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, work_of
+from meshweave.simulate.classify import base_name, is_closing, is_fusible, kind_of, memory_work, work_of
 from meshweave.simulate.shapes import Local, Value
 
 Fusion = Literal["ops", "eager", "compiled", "blocks"]
@@ -145,6 +146,11 @@ class _Fusion:
         """Put a node with the groups that it reads from: with all of them, else with the last that it can go to."""
         if not is_fusible(self.kinds[node]):
             return None
+        if (product := self._biased(node)) is not None:
+            merged = self._merged([product], node)
+            if merged is not None:
+                merged.is_open = False
+            return merged
         made = [self.group_of[n] for n in self.operands(node) if n in self.group_of]
         found = list({id(group): group for group in made if group.is_open and self._belong(group, node)}.values())
         found.sort(key=lambda group: group.position)
@@ -152,6 +158,20 @@ class _Fusion:
             if chosen and (merged := self._merged(chosen, node)):
                 return merged
         return None
+
+    def _biased(self, node: fx.Node) -> _Group | None:
+        """The matmul to which an op of eager mode adds a vector: one kernel does both (cublasLt's epilogue, which
+        addmm uses: torch 2.13, aten/src/ATen/native/cuda/Blas.cpp)."""
+        operands = node.all_input_nodes
+        if self._is_compiled(origin_of(node)) or base_name(node.target) != "add" or len(operands) != 2:
+            return None
+        bases = self.bases.get(operands[0], (operands[0],))
+        group = self.group_of.get(bases[0]) if len(bases) == 1 else None
+        is_product = group is not None and self.kinds.get(group.nodes[0]) == "matmul" and len(group.nodes) == 1
+        added = self.local.values[operands[1]]
+        is_vector = len(added) == 1 and added[0].num_elements == prod(added[0].shape[-1:])
+        is_alone = all(reader is node for reader in self.readers.get(bases[0], ()))
+        return group if is_product and is_vector and is_alone else None
 
     def _belong(self, group: _Group, node: fx.Node) -> bool:
         """Whether the way of fusing lets the two be one kernel, whatever stands between them."""
@@ -271,6 +291,11 @@ def _kernel(group: _Group, grouping: _Fusion, returned: set[fx.Node], local: Loc
     else:
         taken = [x for n in group.nodes for x in _read(n, inside, grouping, local)]
         kinds = [grouping.kinds[n] for n in group.nodes]
+        if kinds[0] == "matmul":  # with a bias
+            product = group.nodes[0]
+            shown = [x for n in product.all_input_nodes for x in local.values.get(n, ())]
+            works = work_of(product, shown, local.values[product])
+            return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes))
         kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
         works = (memory_work(kind, taken, [x for n in writes for x in local.values[n]], len(group.nodes)),)
     return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes) or tuple(group.nodes[-1:]))

@@ -52,13 +52,14 @@ class Narrow:
 
     def works(self, kernel: Kernel, microbatch: int) -> Iterator[Work]:
         """The work of a kernel, with casts before matmuls that are done in the dtype."""
+        product = kernel.nodes[0]  # a bias may be added to it
         for work in kernel.works:
-            if not self._is_narrow(kernel.node, work):
+            if not self._is_narrow(product, work):
                 yield work
                 continue
             assert isinstance(work, Matmul)
-            for node in dict.fromkeys(kernel.node.all_input_nodes[-2:]):
-                yield from self._cast(node, origin_of(kernel.node).phase, microbatch)
+            for node in dict.fromkeys(product.all_input_nodes[-2:]):
+                yield from self._cast(node, origin_of(product).phase, microbatch)
             saved = (work.m + work.n) * work.k * (work.dtype.itemsize - self.dtype.itemsize)
             yield replace(work, dtype=self.dtype, bytes=max(work.bytes - saved, 0))
 

@@ -11,6 +11,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
+from meshweave.simulate.buckets import Buckets
 from meshweave.simulate.clock import Times, play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Fusion, Kernel
@@ -31,6 +32,7 @@ class SimulateOptions:
     matmul_dtype: the dtype in which the matmuls of repeated blocks are done, as float8 training does: both operands are
     cast (with their largest value found first), other matmuls stay.
     tokens: of the whole batch, for tokens/s. title: for reports.
+    buckets: which collectives run as one, as in systems that flatten parameters (see `simulate.buckets`).
     """
 
     fusion: Fusion | None = None
@@ -39,6 +41,7 @@ class SimulateOptions:
     matmul_dtype: torch.dtype | None = None
     tokens: int = 0
     title: str = ""
+    buckets: Buckets = "none"
 
 
 def simulate_roles(
@@ -49,7 +52,9 @@ def simulate_roles(
     options = options or SimulateOptions()
     profile.check_mesh(roles[0].mesh)
     fusion = options.fusion or _FUSION[profile.fusion]
-    tasks = lower_tasks(roles, profile, fusion, options.microbatches, options.pipeline, options.matmul_dtype)
+    tasks = lower_tasks(
+        roles, profile, fusion, options.microbatches, options.pipeline, options.matmul_dtype, options.buckets
+    )
     times = play(tasks.schedule, tasks.tasks, len(roles), profile.compute_slowdown)
     makespan = max(times.ends, default=0.0)
     exposure = exposure_of(tasks, times, makespan)
@@ -238,6 +243,9 @@ def _notes(options: SimulateOptions, fusion: Fusion, num_roles: int) -> tuple[st
             "blocks": compiled,
         }[fusion]
     ]
+    if options.buckets != "none":
+        size = f"of {options.buckets} bytes" if isinstance(options.buckets, int) else "per block"
+        notes.append(f"collectives run in buckets {size}, as in systems that flatten parameters; ours run one by one")
     if options.pipeline != "sequential" and num_roles > 1:
         notes.append(f"the {options.pipeline} schedule is modelled; the runtime runs microbatches one after the other")
     return tuple(notes)

@@ -19,33 +19,16 @@ from meshweave.errors import VerifyError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, collectives, destinations, permute, transfer
+from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, permute, transfer
+from meshweave.simulate.buckets import Buckets, Member, check_buckets, grouped
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
+from meshweave.simulate.launches import issued
 from meshweave.simulate.narrow import Narrow
 from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, passes_of, told_of
+from meshweave.simulate.priced import COST_NAMES, priced_as
 from meshweave.simulate.shapes import Local, local_values
 
-COST_NAMES: dict[Any, str] = {  # collectives as profiles name them
-    collectives.all_gather_into_tensor.default: "all_gather",
-    collectives.reduce_scatter_tensor.default: "reduce_scatter",
-    collectives.all_reduce.default: "all_reduce",
-    collectives.all_to_all_single.default: "all_to_all",
-    collectives.broadcast.default: "broadcast",
-    permute: "permute",
-}
-
-
-def priced_as(node: fx.Node, group_size: int, local_bytes: float) -> tuple[str, float]:
-    """The op and local bytes by which a collective is priced.
-
-    A permute in which everybody keeps what it has moves nothing. A broadcast in a ring sends all of its bytes over
-    every link but one, after as many hops as a gather of pieces of 1/(n-1) of it, which sends as much (NCCL's
-    broadcast is a ring: src/device/broadcast.h).
-    """
-    op = COST_NAMES[node.target]
-    if node.target is permute and destinations(node.args[1], group_size) == tuple(range(group_size)):  # type: ignore[arg-type]
-        return op, 0.0
-    return ("all_gather", local_bytes / max(group_size - 1, 1)) if op == "broadcast" else (op, local_bytes)
+Starts = dict[int, int]  # role -> its start, as a task
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +47,7 @@ class Task:
     op: str = ""  # of a copy, as profiles name it
     group: str = ""
     received: float = 0.0  # bytes that one device receives
+    issued: float = 0.0  # seconds from the step's begin before which the processor has not launched it
     flops: float = 0.0
 
 
@@ -96,6 +80,8 @@ class _Lowering:
     narrow: Sequence[Narrow] = ()
     is_buffered: bool = False
     told: Sequence[frozenset[fx.Node]] = ()  # what tells stages the loss when all is done
+    buckets: Buckets = "none"
+    fusion: Fusion = "ops"
     priced: dict[str, Task] = field(default_factory=dict)  # of transfers, by key
     tasks: list[Task] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
@@ -114,7 +100,7 @@ class _Lowering:
         for line, waiting in lines.items():
             names.append(self.line_name(line))
             waiting.sort(key=lambda one: one[0])
-            streams.append([self.copy(channel, starts) for _, channel, starts in waiting])
+            streams.append([self.copy(bucket) for bucket in self.bucketed(waiting)])
         schedule = Schedule(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
@@ -150,6 +136,9 @@ class _Lowering:
                 assert isinstance(started, fx.Node)
                 late = part == UPDATE and (started, last) in begun
                 self.waits.setdefault(begun[started, last if late else microbatch], task)
+        launches = issued([self.tasks[task].node for task in found], self.fusion, self.profile.eager_s)
+        for task, at in zip(found, launches, strict=True):
+            self.tasks[task] = replace(self.tasks[task], issued=at)
         return found
 
     def queue(self, number: int, last: int) -> Iterator[tuple[int, int, Kernel | fx.Node]]:
@@ -216,8 +205,20 @@ class _Lowering:
             return name
         return f"{name} (role{'s' * (len(roles) > 1)} {', '.join(map(str, roles))})"
 
-    def copy(self, channel: Channel, starts: dict[int, int]) -> int:
-        kind, key, *roles = channel
+    def bucketed(self, waiting: Sequence[tuple[int, Channel, Starts]]) -> Iterator[list[tuple[Channel, Starts]]]:
+        """The starts on one line, those of a bucket together. Only what one role does by itself is put in buckets."""
+        members = [
+            Member(task.node, task.microbatch, start, self.waits.get(start, -1), self.bytes_of(task))
+            for start, _, _ in waiting
+            for task in (self.tasks[start],)
+        ]
+        is_own = all(channel[0] == "group" and len(starts) == 1 for _, channel, starts in waiting)
+        for found in grouped(members, self.buckets if is_own else "none"):
+            yield [waiting[i][1:] for i in found]
+
+    def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
+        """The task of a transfer, or of the collectives of a bucket, which run as one."""
+        (kind, key, *roles), starts = bucket[0]
         if missing := [r for r in roles if r not in starts]:
             node = self.tasks[next(iter(starts.values()))].node
             raise VerifyError(f"role {missing[0]} lacks a start of {kind} {key}", where=str(origin_of(node)))
@@ -226,17 +227,37 @@ class _Lowering:
             self.priced[key] = self.priced.get(key) or self.transferred(key, roles, first)
             made = replace(self.priced[key], node=first.node, microbatch=first.microbatch)
         else:
-            made = self.collective(key, roles, first)
+            made = self.collective(key, roles, [self.tasks[each[roles[0]]] for _, each in bucket])
         made, host = self.split(made)
         task = self.add(made)
-        senders, takers = self.ends(kind, key, starts)
-        self.needs[task] += senders
-        for start in takers:
-            if start in self.waits:
-                wait = self.waits[start]
-                self.needs[wait].append(task)
-                self.tasks[wait] = replace(self.tasks[wait], seconds=self.tasks[wait].seconds + host)
+        for _, each in bucket:
+            senders, takers = self.ends(kind, key, each)
+            self.needs[task] += senders
+            for start in takers:
+                if start in self.waits:
+                    self.needs[self.waits[start]].append(task)
+                    self.lengthen(self.waits[start], host)
+        waits = [self.waits[s] for _, each in bucket for s in each.values() if s in self.waits]
+        if len(bucket) > 1 and made.op == "all_gather" and waits:
+            self.lengthen(min(waits), self.unpacking(made, bucket))
         return task
+
+    def lengthen(self, task: int, seconds: float) -> None:
+        self.tasks[task] = replace(self.tasks[task], seconds=self.tasks[task].seconds + seconds)
+
+    def unpacking(self, made: Task, bucket: Sequence[tuple[Channel, Starts]]) -> float:
+        """Seconds in which parameters are copied out of the buffer that a bucket is gathered into. What packs
+        gradients is the cast that the program has before their reduction."""
+        operand = sum(self.bytes_of(self.tasks[start]) for _, starts in bucket for start in starts.values())
+        size = int(2 * (operand + made.received))
+        return self.profile.compute_seconds(Memory("copy", size, size // 2, torch.uint8))
+
+    def bytes_of(self, start: Task) -> float:
+        """Bytes that a device hands to a collective; 0 for a transfer."""
+        operand, number = start.node.args[0], start.roles[0]
+        held = self.roles[number].local.one(operand) if isinstance(operand, fx.Node) else None
+        size = float(held.num_elements * held.dtype.itemsize) if held is not None else 0.0
+        return self.narrow[number].moved_bytes(start.node, size) if self.narrow else size
 
     def split(self, copy: Task) -> tuple[Task, float]:
         """A copy without what the waiting role does of it, and that: sums and copies of a runtime on a processor."""
@@ -258,20 +279,16 @@ class _Lowering:
         takers = [s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(made.target.mesh.devices)]
         return senders, takers
 
-    def collective(self, key: str, roles: Sequence[int], start: Task) -> Task:
-        node, number = start.node, roles[0]
+    def collective(self, key: str, roles: Sequence[int], starts: Sequence[Task]) -> Task:
+        """The task of the collectives `starts`, which run as one on all of their bytes."""
+        node, number = starts[0].node, roles[0]
         mesh, axes = self.graphs[number].group_axes(key)
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
-        held = self.roles[number].local.one(operand)
-        size = float(held.num_elements * held.dtype.itemsize) if held is not None else 0.0
-        size = self.narrow[number].moved_bytes(node, size) if self.narrow else size
-        op, size = priced_as(node, mesh.flat_size(axes), size)
+        op, size = priced_as(node, mesh.flat_size(axes), sum(map(self.bytes_of, starts)))
         seconds = self.profile.seconds(op, mesh, axes, size) if size or node.target is not permute else 0.0
         usage = self.profile.usage(op, mesh, axes) if seconds else ()
         received = self.profile.bytes_received(op, mesh.flat_size(axes), size)
-        shown = COST_NAMES[node.target]
-        return Task("copy", node, tuple(roles), seconds, start.microbatch, None, usage, shown, ",".join(axes), received)
+        shown, group = COST_NAMES[node.target], ",".join(axes)
+        return Task("copy", node, tuple(roles), seconds, starts[0].microbatch, None, usage, shown, group, received)
 
     def transferred(self, key: str, roles: Sequence[int], start: Task) -> Task:
         """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""
@@ -338,8 +355,10 @@ def lower_tasks(
     microbatches: int = 1,
     pipeline: Pipeline = "sequential",
     matmul_dtype: torch.dtype | None = None,
+    buckets: Buckets = "none",
 ) -> Tasks:
-    """The tasks of a step on a machine. Roles are stages of a pipeline in their order."""
+    """The tasks of a step on a machine. Roles are stages of a pipeline in their order; see `simulate.buckets`."""
+    check_buckets(buckets)
     roles = []
     for graph in graphs:
         local = local_values(graph)
@@ -349,4 +368,4 @@ def lower_tasks(
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
     is_buffered = pipeline != "sequential"
     told = told_of(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
-    return _Lowering(graphs, profile, roles, passes, narrow, is_buffered, told).run()
+    return _Lowering(graphs, profile, roles, passes, narrow, is_buffered, told, buckets, fusion).run()

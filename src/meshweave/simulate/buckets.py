@@ -1,0 +1,73 @@
+"""Which collectives run as one: the buckets of systems that flatten parameters and gradients.
+
+A step that our compiler wrote has a collective per parameter. FSDP has one per wrapped block (torch 2.13,
+torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py), DDP and Megatron's distributed optimizer one per so many
+bytes (DDP: `bucket_cap_mb`, 25 MiB; Megatron: `ddp_bucket_size`, 40 million parameters). To predict such a system its
+buckets are stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import block_name, origin_of
+
+Buckets = Literal["none", "blocks"] | int
+"""`none`: every collective by itself. `blocks`: those of a kind and phase in one block of the model (`model.layers.3`),
+or outside of blocks, are one. A number: neighbours of a kind and phase until they have that many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A collective in the order of its channel: its node and microbatch, when it may be started and is first waited for
+    (as numbers of tasks; `wait` -1: never), and bytes per device."""
+
+    node: fx.Node
+    microbatch: int
+    start: int
+    wait: int
+    bytes: float
+
+
+def check_buckets(buckets: Buckets) -> None:
+    """Raises MeshweaveError for what says no buckets."""
+    is_size = isinstance(buckets, int) and not isinstance(buckets, bool) and buckets > 0
+    if not is_size and buckets not in ("none", "blocks"):
+        raise MeshweaveError(
+            "unknown buckets of collectives", got=repr(buckets), expected="none, blocks, or bytes per bucket above 0"
+        )
+
+
+def grouped(members: Sequence[Member], buckets: Buckets) -> Iterator[list[int]]:
+    """The members of each bucket, by index: runs of neighbours of a kind, phase and microbatch that belong together.
+
+    A bucket is closed where one of its members is waited for before the next may be started: that one would wait for
+    itself.
+    """
+    found: list[int] = []
+    for i, member in enumerate(members):
+        if found and not _joins(members, found, member, buckets):
+            yield found
+            found = []
+        found.append(i)
+    if found:
+        yield found
+
+
+def _joins(members: Sequence[Member], found: Sequence[int], member: Member, buckets: Buckets) -> bool:
+    first = members[found[0]]
+    is_waited_for = any(-1 < members[i].wait < member.start for i in found)
+    if buckets == "none" or _kind(first) != _kind(member) or is_waited_for:
+        return False
+    if buckets == "blocks":
+        return block_name(origin_of(first.node)) == block_name(origin_of(member.node))
+    return sum(members[i].bytes for i in found) < buckets
+
+
+def _kind(member: Member) -> tuple[Any, int, str]:
+    return member.node.target, member.microbatch, origin_of(member.node).phase
