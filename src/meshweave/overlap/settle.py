@@ -22,7 +22,8 @@ _BACKWARD, _UPDATE = PARTS["backward"], PARTS["update"]
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A gradient's first start, and per step of its move the nodes from its wait to the start of the next step."""
+    """A gradient's first start, and per step of its move the nodes from its wait to the start of the next step, or to
+    the gradient."""
 
     first: fx.Node
     legs: tuple[tuple[fx.Node, ...], ...]
@@ -43,13 +44,13 @@ def settle(role: RankGraph) -> RankGraph:
     position = {node: i for i, node in enumerate(role.graph.nodes)}
     for number, ways in enumerate(order):
         for i, way in enumerate(ways):
-            following = None  # the wait that ends a way may stay in the update; a step before it comes before its wait
+            following: fx.Node | None = None  # the wait of the next step: a step starts before that
             for later, leg in reversed(list(enumerate(way.legs, number + 1))):
-                anchor = _like(order[later], len(ways) - i) if later < len(order) else following and end
+                anchor = _like(order[later], len(ways) - i) if later < len(order) else end
                 if following is not None and anchor is not None and position[following] <= position[anchor]:
                     anchor = following
-                if anchor is not None:
-                    _put(leg, anchor, position, role)
+                if anchor is not None and not (anchor is end and position[leg[0]] > position[end]):
+                    _put(leg, anchor, position, role)  # what the update waits for, it may wait for where it needs it
                 following = leg[0]
     return role
 
@@ -60,23 +61,28 @@ def _like(ways: Sequence[_Way], from_end: int) -> fx.Node:
 
 
 def _put(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], role: RankGraph) -> None:
-    """Put a leg before its anchor, if that comes after its start. The last wait may come from behind it; a leg that
-    starts the next step only moves back, and only if no other role meets it there."""
-    is_last = leg[-1].target not in STARTS
-    begun = position[leg[0].all_input_nodes[0]]
-    if position[anchor] <= begun or (is_last and position[anchor] > position[leg[0]]):
+    """Put a leg before its anchor, if that comes after its start. The wait for a last step may come from behind it."""
+    if position[anchor] <= position[leg[0].all_input_nodes[0]]:
         return
-    if not is_last and (position[anchor] < position[leg[0]] or not _may_be_late(leg, role)):
+    is_last = leg[-1].target not in STARTS
+    if position[leg[0]] > position[anchor]:
+        leg = leg[:1] if is_last else ()
+    elif not _may_be_late(leg, anchor, position) or not (is_last or _is_alone(leg[-1], role)):
         return
     for node in leg:
         anchor.prepend(node)
         position[node] = position[anchor]
 
 
-def _may_be_late(leg: Sequence[fx.Node], role: RankGraph) -> bool:
-    """Whether the next step alone needs what a leg makes, and devices of this role alone take part in it."""
-    is_alone = leg[-1].target in COLLECTIVES and role.has_all_of(str(leg[-1].args[-1]))
-    return is_alone and all(len(node.users) == 1 for node in leg[:-1])
+def _may_be_late(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int]) -> bool:
+    """Whether nobody needs what a leg makes before its anchor."""
+    inside = all(len(node.users) == 1 for node in leg[:-1])
+    return inside and all(position[user] >= position[anchor] for user in leg[-1].users)
+
+
+def _is_alone(start: fx.Node, role: RankGraph) -> bool:
+    """Whether devices of this role alone take part in a communication."""
+    return start.target in COLLECTIVES and role.has_all_of(str(start.args[-1]))
 
 
 def _end(role: RankGraph) -> fx.Node | None:
@@ -118,7 +124,7 @@ def _way(value: fx.Node) -> _Way | None:
     if not starts:
         return None
     legs = [tuple(reversed(chain[later:start])) for later, start in pairwise(starts)]
-    return _Way(chain[starts[-1]], (*reversed(legs), (chain[starts[0] - 1],)))
+    return _Way(chain[starts[-1]], (*reversed(legs), tuple(reversed(chain[: starts[0]]))))
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
