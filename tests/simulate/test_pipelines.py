@@ -1,0 +1,85 @@
+"""Simulated pipelines against the formulas: with equal stages and free communication, the bubble is (p-1)/(m+p-1)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.capture.step import CaptureOptions
+from meshweave.compile import Program, build_program
+from meshweave.hardware import load_profile
+from meshweave.simulate.pipelines import Pipeline, told_of
+from meshweave.simulate.result import Simulation
+from meshweave.simulate.step import SimulateOptions, simulate_roles
+
+WIDTH = 4096
+FREE = load_profile("h100").scaled(bandwidth=1e9, latency=1e-9)
+
+
+class Stages(nn.Module):
+    """Matmuls of one size, and a scale before them, so that the first stage has a gradient of its input to compute."""
+
+    def __init__(self, depth: int, tied: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if tied:
+            self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@cache
+def stages(depth: int, tied: bool = False) -> Program:
+    with torch.device("meta"):
+        model, batch = Stages(depth, tied), {"x": torch.empty(2 * 2 * WIDTH, WIDTH)}
+    mesh, options = mw.Mesh(f"pp={depth}"), CaptureOptions(accumulate=2)
+    return build_program(model, lambda out, batch: out.sum(), batch, None, mesh, None, FREE, options)
+
+
+def simulated(program: Program, microbatches: int, pipeline: Pipeline) -> Simulation:
+    return simulate_roles(program.roles, FREE, SimulateOptions(microbatches=microbatches, pipeline=pipeline))
+
+
+def bubble(found: Simulation) -> float:
+    """The share of the step in which a stage, on average, computes nothing."""
+    return 1 - sum(role.compute_seconds for role in found.roles) / len(found.roles) / found.seconds
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("depth", "counts"), [(2, (2, 4, 16)), (4, (4, 8, 32)), (8, (8, 16, 64))])
+def test_the_bubble_is_that_of_the_formula(depth: int, counts: tuple[int, ...], pipeline: Pipeline, tied: bool) -> None:
+    for count in counts:
+        found = simulated(stages(depth, tied), count, pipeline)
+        assert bubble(found) == pytest.approx((depth - 1) / (count + depth - 1), abs=0.025)
+
+
+def test_a_sequential_run_keeps_one_stage_busy_at_a_time() -> None:
+    assert bubble(simulated(stages(4), 8, "sequential")) == pytest.approx(3 / 4, abs=0.02)
+
+
+def test_only_what_tells_the_loss_waits_for_the_end() -> None:
+    """Every stage has one transfer of the loss, and what computes it stays where it is."""
+    program = stages(4)
+    told = told_of(program.roles)
+    starts = [
+        [n for n in nodes if n.args[-1] in role.transfers] for nodes, role in zip(told, program.roles, strict=True)
+    ]
+    assert [len(found) for found in starts] == [1, 1, 1, 1]
+    assert len({found[0].args[-1] for found in starts}) == 1
+
+
+def test_a_tied_weight_is_sent_once_for_forward_and_backward() -> None:
+    program = stages(4, tied=True)
+    shape = (WIDTH, WIDTH)
+    sent = [made for made in program.roles[0].transfers.values() if made.spec.shape == shape]
+    assert len(sent) == 2  # the weight to the last stage, its gradient back
