@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 import meshweave as mw
 from meshweave.hardware import load_profile
+from meshweave.ir.rank import STARTS, WAIT, RankGraph
 from meshweave.simulate.shapes import Local, local_values
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
@@ -90,11 +91,26 @@ def test_every_value_has_the_shape_strides_and_storage_that_it_really_has(name: 
     assert compared > 50
 
 
+def _most_under_way(role: RankGraph) -> int:
+    """The most bytes that have been handed to communications and not been waited for."""
+    values, under_way, most = local_values(role).values, dict[fx.Node, int](), 0
+    for node in role.graph.nodes:
+        if node.target in STARTS:
+            under_way[node] = sum(x.storage_bytes for x in values[node.args[0]])
+            most = max(most, sum(under_way.values()))
+        elif node.target is WAIT:
+            del under_way[node.args[0]]
+    return most
+
+
 @pytest.mark.parametrize("name", ["llama even", "llama", "gpt2", "vit"])
 def test_peak_memory_is_what_a_virtual_device_holds(name: str) -> None:
-    """Op by op, as the runtime does; values in flight are counted by the simulator alone."""
+    """Op by op, as the runtime does; what is under way to other devices until it has been waited for is counted by the
+    simulator alone."""
     make, mesh = CASES[name]
     step, watch = watched(make(), mesh)
     profile = load_profile("cpu-gloo")
     result = simulate_roles(step.program.roles, profile, SimulateOptions(fusion="ops"))
-    assert result.peak_bytes == pytest.approx(watch.peak, rel=0.05)
+    most = _most_under_way(step.program.rank)
+    assert 0.95 * watch.peak <= result.peak_bytes <= 1.05 * watch.peak + most
+    assert most < 0.3 * watch.peak
