@@ -181,6 +181,8 @@ def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], found: Regions) -> Wa
 def _fitting(node: fx.Node, way: Way, cuts: Mapping[fx.Node, Cut]) -> Way:
     """The way, if the operands that are in chunks are in those that it takes, and the results can be put together."""
     operands = list(zip(tensor_inputs(node), way.operands, strict=True))
+    if node.target is WAIT and operands[0][0] not in cuts:
+        raise NoCut("what it waits for is not made in chunks")
     for operand, needed in operands:
         held = cuts.get(operand)
         if held is not None and needed is None:

@@ -25,7 +25,8 @@ def prefetch(role: RankGraph, ahead: int) -> RankGraph:
 
     A block is what stands under one index of a repeated module (`model.layers.3`), or a module outside of those. With
     0 nothing moves. Values are exactly the same; up to `ahead` more blocks are held gathered. Starts do not leave their
-    phase. The graph is changed in place and returned. Raises PlanError for a negative number.
+    phase. Collectives that devices of other roles take part in stay, for all roles have those in one order. The graph
+    is changed in place and returned. Raises PlanError for a negative number.
     """
     if ahead < 0:
         raise PlanError("blocks cannot be fetched after they are needed", got=f"prefetch={ahead}", expected="0 or more")
@@ -43,7 +44,8 @@ def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
     order = {node: i for i, node in enumerate(role.graph.nodes)}
     groups: dict[str, list[fx.Node]] = {}
     for node in role.graph.nodes:
-        if node.target in COLLECTIVES and node in free and origin_of(node).phase == phase:
+        is_ours = node.target in COLLECTIVES and role.has_all_of(str(node.args[-1]))
+        if is_ours and node in free and origin_of(node).phase == phase:
             groups.setdefault(block_of(node), []).append(node)
     made = []
     for starts in groups.values():

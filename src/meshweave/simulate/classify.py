@@ -168,8 +168,8 @@ def _mm(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...
 
 def _convolution(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
     """As the implicit matmul: rows are output positions, k the window of a group's input channels."""
-    groups = int(_argument(node, 8))
     weight = operands[1]
+    groups = _groups(operands[0] if not _argument(node, 6) else results[0], weight)
     return _product(
         results[0].shape[0] * prod(results[0].shape[2:]),
         weight.shape[0] // groups,
@@ -182,13 +182,19 @@ def _convolution(node: fx.Node, operands: Operands, results: Operands) -> tuple[
 
 def _convolution_backward(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
     """Gradients of input and weight, each a matmul of the forward's size."""
-    groups, mask = int(_argument(node, 9)), _argument(node, 10)
-    grad, _, weight = operands[:3]
+    grad, x, weight = operands[:3]
+    groups, mask = _groups(grad if _argument(node, 7) else x, weight), _argument(node, 10)
     rows, columns, window = grad.shape[0] * prod(grad.shape[2:]), weight.shape[0] // groups, prod(weight.shape[1:])
     num_bytes = _total(operands, results)
     shapes = ((rows, window, columns), (columns, window, rows))
     wanted = [shape for shape, is_wanted in zip(shapes, mask, strict=False) if is_wanted]
     return tuple(Matmul(m, n, k, groups, grad.dtype, num_bytes // len(wanted)) for m, n, k in wanted)
+
+
+def _groups(channels: Value, weight: Value) -> int:
+    """Groups of a convolution on a piece: of the channels that it takes (a transposed one: makes), a filter sees those
+    of its group."""
+    return max(1, channels.shape[1] // max(1, weight.shape[1]))
 
 
 def _argument(node: fx.Node, index: int) -> Any:
