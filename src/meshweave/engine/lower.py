@@ -123,18 +123,22 @@ def lower(
 
 def lower_roles(roles: Sequence[RankGraph]) -> Lowered:
     """The starts of every role, under the strictest runtime that there could be: a role goes on to its next one when
-    the one before has been completed by all roles of its mesh, or of both meshes of a transfer.
+    the one before has been completed by all roles that its groups reach, or that are of both meshes of a transfer.
 
     If this runs to its end, so does every runtime that waits for less. The cost grows with roles and nodes, not with
     devices. Raises VerifyError where the starts of several roles do not belong together.
     """
     rows = [tuple(n for n in role.graph.nodes if n.target in STARTS) for role in roles]
     matches, streams, total = Matches(), list[tuple[int, ...]](), 0
+    channels: dict[tuple[int, Channel], Channel] = {}
     for number, (role, row) in enumerate(zip(roles, rows, strict=True)):
         for at, node in enumerate(row):
             following = total + at + 1 if at + 1 < len(row) else -1
             start = Start(total + at, following, node, role.devices, plain_args(node))
-            matches.add(_channel(node), number, start)
+            key = _channel(node)
+            if (number, key) not in channels:
+                channels[number, key] = _role_channel(number, key, roles)
+            matches.add(channels[number, key], number, start)
         streams.append(tuple(range(total, total + len(row))))
         total += len(row)
     planned: list[list[_Planned]] = []
@@ -158,16 +162,32 @@ def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
     return members_of(made.target.mesh, made.axes, device)
 
 
+def _role_channel(number: int, channel: Channel, roles: Sequence[RankGraph]) -> Channel:
+    """The channel with the devices of the roles that meet in it, where those are not all devices of its mesh: groups
+    of a name that stay within some roles are none of the others' business."""
+    kind, key = channel
+    if kind != "group":
+        return channel
+    everyone = [d for role in roles for d in role.devices if d in roles[number].group_axes(key)[0]]
+    reached: set[int] = set()
+    waiting = set(roles[number].devices)
+    while waiting:
+        reached |= waiting
+        met = {d for device in waiting for d in roles[number].group_members(key, device)}
+        waiting = {d for role in roles if not met.isdisjoint(role.devices) for d in role.devices} - reached
+    return channel if reached.issuperset(everyone) else (*channel, *sorted(reached))
+
+
 def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[int, ...]]:
     """Number and devices of the roles that take part in a channel. One device of a role stands for all: they are of the
     same meshes."""
-    kind, key = channel
+    kind, key, *devices = channel
     if kind == "group":
-        meshes = [roles[0].group_axes(key)[0]]
+        places: list[Any] = [devices or roles[0].group_axes(key)[0]]
     else:
         made = agreed(roles, key)
-        meshes = [made.source.mesh, made.target.mesh]
-    return {i: role.devices for i, role in enumerate(roles) if any(role.devices[0] in mesh for mesh in meshes)}
+        places = [made.source.mesh, made.target.mesh]
+    return {i: role.devices for i, role in enumerate(roles) if any(role.devices[0] in place for place in places)}
 
 
 def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
