@@ -128,7 +128,7 @@ def any_program(seed: int) -> Program:
     mesh = mw.Mesh(chance.choice(MESHES))
     on = _operators(chance, mesh) if chance.random() < 0.1 else {}
     recompute = chance.choice(["full", "selective"]) if chance.random() < 0.35 else "none"
-    stages = mesh.size("pp") if "pp" in mesh.axis_names else 1
+    stages = max(mesh.size("pp") if "pp" in mesh.axis_names else 1, len(on))
     model = Net(chance, on, stages, chance.choice([2, 3]) if recompute != "none" or chance.random() < 0.3 else 0)
     settings = _settings(chance, mesh, model, bool(on))
     if recompute != "none":
@@ -139,12 +139,11 @@ def any_program(seed: int) -> Program:
 
 
 def _operators(chance: Random, mesh: mw.Mesh) -> dict[int, mw.Mesh]:
-    """The model itself says where its blocks run: on slices of the first axis."""
+    """The model itself says where its blocks run: on slices of the first axis, one after the other."""
     if not mesh.axis_names or mesh.shape[0] == 1:
         return {}
     axis = mesh.axis_names[0]
-    first, last = mesh.at(**{axis: 0}), mesh.at(**{axis: mesh.shape[0] - 1})
-    return {0: first, 1: last} if chance.random() < 0.7 else {1: last}
+    return {i: mesh.at(**{axis: i}) for i in range(mesh.shape[0])}
 
 
 def _settings(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) -> Settings:

@@ -93,6 +93,8 @@ class _Placer:
                 self.fetch(node, layout, phase)
         results = [self._output(kind, name, value) for (kind, name), value in outputs]
         self.graph.output(results)
+        # A copy that an op was offered, a gathered parameter say, and that came from another one after all.
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         return replace(self.step, graph=self.graph)
 
     def _input(self, node: fx.Node) -> None:
