@@ -18,7 +18,7 @@ import torch
 from tests.fuzz.judge import compiled, differences, eagerly
 from tests.fuzz.programs import any_program
 
-from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.errors import MeshweaveError, StepError, VerifyError
 
 SECONDS = 120.0
 GOOD = ("right", "refused")
@@ -56,7 +56,8 @@ def outcome(seed: int) -> Outcome:
             warnings.simplefilter("error")
             got = compiled(program)
     except MeshweaveError as error:
-        return done("crash" if isinstance(error, VerifyError) else "refused", f"{type(error).__name__}: {error}")
+        is_ours = isinstance(error, (VerifyError, StepError))  # what the compiler wrote breaks a rule, or does not run
+        return done("crash" if is_ours else "refused", f"{type(error).__name__}: {error}")
     except Exception as error:
         last = traceback.format_exc().strip().splitlines()[-14:]
         return done("crash", f"{type(error).__name__}: {str(error)[:400]}\n" + "\n".join(last))
