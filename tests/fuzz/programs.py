@@ -184,12 +184,12 @@ def _plan(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) -> Any
     plan = mw.Plan()
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith("blocks")]
     for axis in mesh.axis_names:
-        if axis == "tp" and linears and chance.random() < 0.7:
+        if axis == "tp" and linears and not any(e.kind == "layout" for e in plan.entries) and chance.random() < 0.7:
             styles = {n: chance.choice(["colwise", "rowwise", "replicate"]) for n in linears if chance.random() < 0.8}
             plan += mw.Plan.tp("tp", styles or {linears[0]: "colwise"})
         elif axis in ("dp", "fsdp") and chance.random() < 0.8:
             plan += {"dp": mw.Plan.dp, "fsdp": mw.Plan.fsdp}[axis](axis)
-        elif axis in ("dp", "fsdp", "tp") and (layouts := _layouts(chance, axis, model)):
+        elif plan == mw.Plan() and axis in ("dp", "fsdp", "tp") and (layouts := _layouts(chance, axis, model)):
             plan += mw.Plan(layouts)
         elif axis == "pp" and mesh.size(axis) > 1 and chance.random() < 0.5:
             count, size = len(model.blocks), mesh.size(axis)

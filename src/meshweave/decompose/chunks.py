@@ -36,15 +36,21 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Shapes:
-    """Local shapes of values, as ops of the table see them."""
+    """Local shapes of values, as ops of the table see them. `uneven`: the dims that have another size on another
+    device."""
 
     local: Local
+    uneven: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Shape:
         made = self.local.values.get(node, NOTHING)  # what rings have written is not there
         if len(made) != 1:
             raise NoCut("it is several tensors, or none that is known")
         return made[0].shape
+
+    def fits(self, node: fx.Node, cut: Cut) -> bool:
+        """Whether a value comes apart into equal chunks, on every device the same."""
+        return cut.fits(self.of(node)) and cut.dim not in self.uneven.get(node, ())
 
     def op(self, node: fx.Node) -> Op:
         return Op(node, tuple(map(self.of, operands_of(node))), self.of(node))
@@ -118,7 +124,7 @@ def _followed(user: fx.Node, node: fx.Node, found: Downstream, shapes: Shapes) -
     except NoCut as error:
         found.why.append(f"{user.name}: {error}")
         return None
-    return made if made == "sum" or made.fits(op.result) else None
+    return made if made == "sum" or shapes.fits(user, made) else None
 
 
 def taken(node: fx.Node, result: Cut | Sum, cuts: Mapping[fx.Node, Cut], shapes: Shapes) -> tuple[Cut | None, ...]:
@@ -194,7 +200,7 @@ def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: 
             found.why.append(f"{node.name}: {error}")
             continue
         pairs = [(n, c) for n, c in zip(operands_of(node), cuts, strict=True) if c is not None]
-        if not its.fits(shapes.of(node)) or any(not c.fits(shapes.of(n)) for n, c in pairs):
+        if not shapes.fits(node, its) or not all(shapes.fits(n, c) for n, c in pairs):
             found.why.append(f"{its.count} chunks do not divide {node.name} {list(shapes.of(node))}")
             continue
         found.cuts[node] = its

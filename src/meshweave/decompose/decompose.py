@@ -26,7 +26,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import Spec, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.verify import verify_rank
-from meshweave.simulate.shapes import local_values
+from meshweave.simulate.shapes import local_values, uneven_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ def decompose(
     frame, prices = RoleFrame(made), None
     pick: Pick = first
     shared = share_gathers(frame) if options.share else ()
-    shapes = Shapes(local_values(made))
+    shapes = Shapes(local_values(made), uneven_dims(made))
     if options.when == "gain":
         order = {node: i for i, node in enumerate(made.graph.nodes)}
         prices = Prices(frame, costs, shapes, order)  # type: ignore[arg-type]

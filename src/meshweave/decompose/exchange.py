@@ -77,7 +77,7 @@ def _followed(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: l
     try:
         op = shapes.op(node)
         made = kind.forward(op, at, cuts[operands[at]])
-        if made == "sum" or not made.fits(op.result):
+        if made == "sum" or not shapes.fits(node, made):
             return None
         taken = kind.backward(op, made)
     except NoCut as error:

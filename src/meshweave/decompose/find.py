@@ -35,7 +35,7 @@ def gathered(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mappin
     wait = wait_of(start)
     last = Downstream({})
     for cut in _cuts(way, ring, shapes.of(wait)):
-        if not cut.fits(shapes.of(wait)):
+        if not shapes.fits(wait, cut):
             last.why.append(f"{cut.count} chunks do not divide {list(shapes.of(wait))}")
             continue
         found = in_time(downstream(wait, cut, shapes), wait, order)
@@ -142,7 +142,7 @@ def reduced(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mapping
     cuts = along_dims if start.target is REDUCE else _cuts(way, ring, shape)
     last = Upstream()
     for cut in cuts:
-        if not shape or not cut.fits(shape):
+        if not shape or not shapes.fits(operand, cut):
             last.why.append(f"{cut.count} chunks do not divide {list(shape)}")
             continue
         found = upstream(start, operand, cut, shapes, order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -191,8 +192,17 @@ def local_values(role: RankGraph, device: int | None = None) -> Local:
     return _Inference(role, role.devices[0] if device is None else device).run()
 
 
+_ABSENT = Value((), (), torch.float32, -1, 0)  # in place of what a device does not receive
+
+
 def varying(role: RankGraph) -> frozenset[fx.Node]:
-    """The nodes whose shapes are not the same on every device of a role.
+    """The nodes whose shapes are not the same on every device of a role."""
+    return frozenset(uneven_dims(role))
+
+
+def uneven_dims(role: RankGraph) -> dict[fx.Node, frozenset[int]]:
+    """The nodes whose shapes are not the same on every device of a role, with the dims (of any of its results) that
+    differ.
 
     Pieces follow each other in size along every axis, the last the smallest: equal at the corners of the mesh, they are
     equal everywhere.
@@ -207,11 +217,13 @@ def varying(role: RankGraph) -> frozenset[fx.Node]:
         if all(at in (0, most[axis]) for axis, at in held.items()):
             ends.setdefault(tuple(sorted(held.items())), device)
     first = local_values(role).values
-    found = set[fx.Node]()
+    found: dict[fx.Node, frozenset[int]] = {}
     for device in ends.values():
-        values = local_values(role, device).values
-        found |= {n for n, made in values.items() if [x.shape for x in made] != [x.shape for x in first[n]]}
-    return frozenset(found)
+        for node, made in local_values(role, device).values.items():
+            pairs = [(x.shape, y.shape) for x, y in zip_longest(made, first[node], fillvalue=_ABSENT)]
+            if differing := {d for a, b in pairs for d, (m, n) in enumerate(zip_longest(a, b)) if m != n}:
+                found[node] = found.get(node, frozenset()) | differing
+    return found
 
 
 @dataclass(frozen=True, slots=True)
