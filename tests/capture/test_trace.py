@@ -618,3 +618,45 @@ def test_matmuls_over_several_batch_dims_keep_them_apart() -> None:
     step = assert_equals_eager(model, batches(2, (2, 3, 4), (2, 3, 1, 4)))
     assert calls(step.program.captured, "aten.bmm", "forward") == []
     assert len(calls(step.program.captured, "meshweave.matmul", "forward")) == 2
+
+
+class Penalized(nn.Module):
+    """Its output, and how steep it is: the model takes a gradient itself, through which the loss is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.layers[1](torch.tanh(self.layers[0](x)))
+        (slope,) = torch.autograd.grad(torch.tanh(out).sum(), x, create_graph=True)
+        return out + slope.square().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=3", "tp=2", "fsdp=2,tp=2", "pp=2"])
+def test_a_gradient_that_the_model_takes_itself_belongs_to_its_forward_pass(mesh: str) -> None:
+    torch.manual_seed(0)
+    step = assert_equals_eager(Penalized(), batches(2, (5, 4), (5, 4)), mesh)
+    taken = line(Penalized.forward, "autograd.grad")
+    nodes = [n for n in step.program.captured.graph.nodes if n.op == "call_function"]
+    first = next(i for i, n in enumerate(nodes) if n.meta["origin"].phase == "backward")
+    assert any(n.meta["origin"].source == taken for n in nodes[:first])
+    assert all(n.meta["origin"].phase in ("backward", "update") for n in nodes[first:])
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=3", "tp=2"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.GroupNorm(4, 4, affine=False),
+        lambda: nn.InstanceNorm2d(4),
+        lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    ],
+)
+def test_norms_over_groups_of_channels_and_over_samples(norm: Callable[[], nn.Module], mesh: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), norm(), nn.SiLU(), nn.Conv2d(4, 3, 1))
+    data = [{"input": b["x"], "y": b["y"]} for b in batches(2, (5, 3, 4, 4), (5, 3, 4, 4))]
+    assert_equals_eager(model, data, mesh)

@@ -29,7 +29,7 @@ from meshweave.decompose.writer import Number, Writer
 from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS
-from meshweave.simulate.shapes import NOTHING, Local, Value
+from meshweave.simulate.shapes import NOTHING, Local, Value, Values
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class Shapes:
     device."""
 
     local: Local
-    uneven: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
+    uneven: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Shape:
         made = self.local.values.get(node, NOTHING)  # what rings have written is not there
@@ -50,7 +50,15 @@ class Shapes:
 
     def fits(self, node: fx.Node, cut: Cut) -> bool:
         """Whether a value comes apart into equal chunks, on every device the same."""
-        return cut.fits(self.of(node)) and cut.dim not in self.uneven.get(node, ())
+        uneven = self.uneven.get(node, frozenset())
+        is_written = bool(uneven) and node.target in RANKED | SHAPED  # a chunk's shape is, in numbers
+        return cut.fits(self.of(node)) and cut.dim not in uneven and not is_written
+
+    def take_over(self, made: fx.Node, values: Values, old: fx.Node) -> None:
+        """Note what a new node makes, out of what `old` does: the dims that are uneven are its own."""
+        self.local.values[made] = values
+        if old in self.uneven:
+            self.uneven[made] = self.uneven[old]
 
     def op(self, node: fx.Node) -> Op:
         return Op(node, tuple(map(self.of, operands_of(node))), self.of(node))

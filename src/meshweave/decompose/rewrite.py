@@ -9,7 +9,7 @@ from torch import fx
 
 from meshweave.decompose.algorithms import Algorithm
 from meshweave.decompose.chunks import Chunker, Downstream, Shapes, Upstream, kept, part_of, shaped
-from meshweave.decompose.cut import Cut
+from meshweave.decompose.cut import Cut, operands_of
 from meshweave.decompose.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
 from meshweave.decompose.writer import Number, Ring, Writer
 from meshweave.ir import local_ops
@@ -37,7 +37,7 @@ def wait_of(start: fx.Node) -> fx.Node:
 
 def inherit(made: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
     """`made` stands for `old` from now on."""
-    shapes.local.values[made] = shapes.local.values[old]
+    shapes.take_over(made, shapes.local.values[old], old)
     made.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
     old.replace_all_uses_with(made)
     return made
@@ -177,7 +177,8 @@ def rewrite_reduce(
         made = write.wait(begun)
         part = part_of(shapes.local.values[operand][0], cut)
         stacked = shaped(part, (ring.size * part.shape[0], *part.shape[1:]))
-        shapes.local.values.update({begun.args[0]: (part,), made: (stacked,)})
+        shapes.take_over(operands_of(begun)[0], (part,), operand)
+        shapes.take_over(made, (stacked,), operand)
         if cut.dim:
             made = write.call(local_ops.join_blocks, made, [ring.size], [0], cut.dim, None)
     finish(write, made, start, products)
