@@ -20,7 +20,7 @@ from tests.fuzz.programs import any_program
 
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 
-SECONDS = 120.0
+SECONDS = 400.0
 GOOD = ("right", "refused")
 
 

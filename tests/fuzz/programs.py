@@ -180,7 +180,7 @@ def _asks_costs(option: Any) -> bool:
 def _plan(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) -> Any:
     """None (the usual), or the usual with what a user may add or say instead."""
     if chance.random() < 0.55 or not mesh.axis_names:
-        return mw.Plan() if has_operators and chance.random() < 0.3 else None
+        return mw.Plan() if has_operators and len(mesh.axis_names) == 1 and chance.random() < 0.3 else None
     plan = mw.Plan()
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith("blocks")]
     for axis in mesh.axis_names:

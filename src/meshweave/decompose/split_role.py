@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from meshweave.decompose.cut import FIXED
+from meshweave.decompose.cut import FIXED, Cut
 from meshweave.decompose.split import Dim, SplitReport, spec_of_val, split_batch
+from meshweave.decompose.split_ways import fits
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import copied_graph
 from meshweave.ir.rank import COLLECTIVES, SYMBOLS, RankGraph, bind_symbols
@@ -74,7 +75,7 @@ def _rows(role: RankGraph, graph: fx.Graph, count: int) -> dict[str, Dim]:
     """The first dims of the batch's inputs, where they come apart."""
     sources = (n for n in graph.nodes if n.op == "placeholder")
     batch = [n for n, item in zip(sources, role.inputs, strict=True) if item.kind == "batch" and "val" in n.meta]
-    return {n.name: 0 for n in batch if n.meta["val"].dim() and n.meta["val"].shape[0] % count == 0}
+    return {n.name: 0 for n in batch if n.meta["val"].dim() and fits(Cut(0, 1, count), n.meta["val"].shape)}
 
 
 def _val(node: fx.Node, made: Values) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,8 +176,8 @@ class Writer:
 
     def op(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, c: int) -> fx.Node:
         """An op on chunks. A slice that lies in memory otherwise than the op can take is copied."""
-        if target in _CONTIGUOUS_OPERAND:
-            args = (self.contiguous(args[0], node, c), *args[1:])
+        for at in _CONTIGUOUS_OPERANDS.get(target, ()):
+            args = _replaced(args, at, self.contiguous(args[at], node, c))
         try:
             return self.call(target, args, kwargs, node, c)
         except RuntimeError as error:
@@ -239,10 +239,12 @@ class Writer:
         return made
 
 
-_CONTIGUOUS_OPERAND = frozenset(
-    getattr(collectives, name).default
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single")
-)
+# The operands that an op takes to be contiguous. That of layer norm reads its statistics so, without asking.
+_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single")
+_CONTIGUOUS_OPERANDS: Mapping[Any, tuple[int, ...]] = {
+    **{getattr(collectives, name).default: (0,) for name in _COLLECTIVES},
+    aten.native_layer_norm_backward.default: (3, 4),
+}
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

@@ -9,7 +9,7 @@ square of a norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,18 @@ from torch import Tensor
 
 __all__ = ["attention", "attention_backward", "matmul", "move", "pin", "round_parts", "square_sum", "uniform"]
 
-
+aten = torch.ops.aten
 KERNELS: dict[Any, Callable[..., Any]] = {}  # op -> the function that runs it, for runtimes that need no dispatch
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """torch's kernel (2.13, CPU) reads mean and rstd as if they were contiguous, whatever their strides."""
+    return aten.native_layer_norm_backward.default(grad, x, shape, mean.contiguous(), rstd.contiguous(), *rest)
+
+
+KERNELS[aten.native_layer_norm_backward.default] = _layer_norm_backward
 
 
 def _op(name: str) -> Callable[[Callable[..., Any]], Any]:

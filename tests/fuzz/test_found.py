@@ -1,0 +1,86 @@
+"""Programs of the kinds that the fuzzer has found fault with, each as small as it goes; equal to eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.fuzz.blocks import Attention, Spatial, UpDown
+from tests.training import assert_equals_eager, batches
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.decompose import DecomposeOptions, SplitOptions
+
+Program = tuple[Callable[[], nn.Module], tuple[int, ...], str, dict[str, Any]]
+APART, SPLIT = DecomposeOptions(when="always"), SplitOptions((2,), when="always")
+
+
+class Tied(nn.Module):
+    """Layers between an embedding and a head that share their weight, which reads and writes at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 6) / 3)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.table
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x @ self.table.T
+
+
+def _depthwise() -> nn.Module:
+    grouped = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+    return nn.Sequential(nn.Conv2d(3, 6, 1), grouped, nn.GELU(), nn.Conv2d(6, 3, 1))
+
+
+def _residual() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6), nn.LayerNorm(6))
+
+
+_SEQUENCE, _IMAGE = (4, 5, 6), (4, 3, 4, 4)
+_COLUMNS = mw.Plan.dp("dp") + mw.Plan.tp("tp", {"0": "colwise"})
+FOUND: dict[str, Program] = {
+    "statistics of a layer norm that are pieces of the sequence": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Flatten(), nn.Linear(40, 5)),
+        _SEQUENCE,
+        "dp=2,tp=2",
+        {"plan": mw.Plan.dp("dp") + mw.Plan({"3.weight": "[{}, {tp}]"})},
+    ),
+    "rows that some devices have none of": (_residual, (3, 6), "dp=4", {"split": SPLIT}),
+    "the cut of a ring along pieces of several sizes": (
+        _residual,
+        (3, 6),
+        "dp=2,tp=2",
+        {"plan": _COLUMNS, "decompose": APART},
+    ),
+    "rings with stages, microbatches and uneven pieces": (Tied, _SEQUENCE, "pp=2,fsdp=4", {"decompose": APART}),
+    "chunks of rows beside uneven pieces": (_residual, _SEQUENCE, "tp=4", {"split": SPLIT}),
+    "chunks of rows of what another stage sends": (Tied, _SEQUENCE, "pp=2,tp=2", {"split": SPLIT}),
+    "costs of channels in groups on their pieces": (_depthwise, _IMAGE, "tp=2", {"overlap": True, "profile": "h100"}),
+    "channels in groups, taken apart": (_depthwise, _IMAGE, "fsdp=2,tp=3", {"decompose": APART, "split": SPLIT}),
+    "a shared weight fetched ahead by stages": (Tied, _SEQUENCE, "pp=2,fsdp=2", {"prefetch": 1, "decompose": APART}),
+    "the attention block of a diffusion model": (lambda: Spatial(4, 2), (4, 4, 3, 3), "tp=2", {"prefetch": 1}),
+    "a small U with group norms": (lambda: UpDown(4, 2), (3, 4, 5, 4), "fsdp=2,tp=2", {"split": SPLIT}),
+    "attention in groups on uneven heads": (
+        lambda: Attention(6, 4, 2, 3, "sdpa", "causal"),
+        _SEQUENCE,
+        "tp=3",
+        {"decompose": APART},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_the_fuzzer_has_found_stays_mended(name: str) -> None:
+    make, shape, mesh, options = FOUND[name]
+    torch.manual_seed(0)
+    model = make()
+    first = "input" if isinstance(model, nn.Sequential) else "x"
+    target = model(torch.zeros(shape)).shape
+    data = [{first: b["x"], "y": b["y"]} for b in batches(2, shape, target)]
+    assert_equals_eager(model, data, mesh, **options)
