@@ -34,6 +34,7 @@ def eagerly(program: Program) -> Trained:
     """The program in plain PyTorch on one device."""
     settings, found = program.settings, Trained()
     model = copy.deepcopy(program.model)
+    _with_contiguous_gradients(model)
     optimizer, loss = program.make_optimizer(model), program.loss(model)
     autocast = settings.options.get("autocast")
     for batch in program.batches:
@@ -55,6 +56,14 @@ def eagerly(program: Program) -> Trained:
     found.parameters = {n: p.detach() for n, p in model.named_parameters()}
     found.buffers = dict(model.named_buffers())
     return found
+
+
+def _with_contiguous_gradients(model: nn.Module) -> None:
+    """PyTorch 2.13 itself is wrong here: the CPU kernel of batch_norm's backward pass, on a batch of one sample, reads
+    a gradient that lies in memory as channels-last as if it did not. (instance_norm makes any batch one sample.)"""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.register_full_backward_pre_hook(lambda _, grads: tuple(g.contiguous() for g in grads))
 
 
 def _micros(batch: Any, count: int) -> list[Any]:

@@ -51,7 +51,6 @@ FOUND: dict[str, Program] = {
         "dp=2,tp=2",
         {"plan": mw.Plan.dp("dp") + mw.Plan({"3.weight": "[{}, {tp}]"})},
     ),
-    "rows that some devices have none of": (_residual, (3, 6), "dp=4", {"split": SPLIT}),
     "the cut of a ring along pieces of several sizes": (
         _residual,
         (3, 6),
