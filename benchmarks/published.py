@@ -223,12 +223,12 @@ def summary(title: str, errors: list[float]) -> str:
 
 def write(found: list[tuple[Run, float]]) -> None:
     after = {run: got / run.tokens_per_s - 1 for run, got in found}
-    before = {run: run.before / run.tokens_per_s - 1 for run, _ in found}
+    before = {run: run.before / run.tokens_per_s - 1 for run, _ in found if run.before}
     lines = [
         "# Throughputs that others published, predicted",
         "",
         f"`python benchmarks/published.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Tokens per second "
-        "and GPU. No figure of meshweave is fitted to a row; of the rows that were held back none was predicted with "
+        f"and GPU, {len(found)} of the {len(runs())} rows. No figure of meshweave is fitted to a row; of the rows that were held back none was predicted with "
         "the present model before it was what it is. `before`: without what this benchmark led to (attention by "
         "kernel and mask, buckets, launches of eager mode, biases added by matmuls).",
         "",
@@ -237,13 +237,15 @@ def write(found: list[tuple[Run, float]]) -> None:
     ]
     for title, held in (("shown", False), ("held back", True)):
         for when, errors in (("before", before), ("after", after)):
-            lines.append(summary(f"{title}, {when}", [e for run, e in errors.items() if run.held_back == held]))
+            shown = [e for run, e in errors.items() if run.held_back == held]
+            lines += [summary(f"{title}, {when}", shown)] if shown else []
     lines += ["", "| run | | published | before | after | error |", "|---|---|---|---|---|---|"]
     for run, got in found:
+        old = f"{run.before:,.0f} ({before[run]:+.1%})" if run in before else ""
         how = ", full recompute" * (run.recompute == "full") + ", float8" * run.float8
         lines.append(
             f"| {run.group}: {run.name}{how} | {'held back' if run.held_back else ''} | {run.tokens_per_s:,.0f} "
-            f"| {run.before:,.0f} ({before[run]:+.1%}) | {got:,.0f} | {after[run]:+.1%} |"
+            f"| {old} | {got:,.0f} | {after[run]:+.1%} |"
         )
     lines += ["", "## Not modelled", "", *(f"- {text}" for text in NOT_MODELLED)]
     lines += ["", "## Sources", ""]
