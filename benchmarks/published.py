@@ -228,7 +228,8 @@ def write(found: list[tuple[Run, float]]) -> None:
         "# Throughputs that others published, predicted",
         "",
         f"`python benchmarks/published.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Tokens per second "
-        f"and GPU, {len(found)} of the {len(runs())} rows. No figure of meshweave is fitted to a row; of the rows that were held back none was predicted with "
+        f"and GPU, {len(found)} of the {len(runs())} rows. "
+        "No figure of meshweave is fitted to a row; of the rows that were held back none was predicted with "
         "the present model before it was what it is. `before`: without what this benchmark led to (attention by "
         "kernel and mask, buckets, launches of eager mode, biases added by matmuls).",
         "",
