@@ -121,7 +121,7 @@ MUTANTS = [
     adam("g, 1 - beta1)", "g, beta1)"),
     adam("(1 - beta2) * g * g", "g * g"),
     adam("g + h.weight_decay * p", "g", partial(ADAM, weight_decay=0.01)),
-    adam('torch.maximum(state["max_exp_avg_sq"], square)', "square", partial(ADAM, amsgrad=True)),
+    adam('torch.maximum(state["max_exp_avg_sq"], square)', "square * 1.0", partial(ADAM, amsgrad=True)),
     adam("-grad if h.maximize else grad", "grad", partial(ADAMW, maximize=True)),
     sgd("g + h.weight_decay * p", "g", SGD),
     sgd("h.momentum * state", "0.0 * state", SGD),
@@ -156,9 +156,12 @@ def test_a_wrong_term_of_an_update_is_seen(monkeypatch: pytest.MonkeyPatch, muta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS[:18], ids=str)
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS[:18] if "eps" not in m.old], ids=str)
 def test_float32_alone_shows_a_wrong_term_too(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
-    """Where float64 does not run, one step at a higher rate shows what the rate of the check does not."""
+    """Where float64 does not run, one step at a higher rate shows what the rate of the check does not.
+
+    Not Adam's eps, which is 1e-8 beside roots of 1e-2: less than float32 rounds.
+    """
     apply(monkeypatch, mutant)
     report = check(mutant.make, clip=mutant.clip, runs_float64=False)
     assert "does not run float64" in report.note

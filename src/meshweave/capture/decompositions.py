@@ -27,9 +27,16 @@ def _count(x: Tensor, dims: Sequence[int]) -> int:
     return prod(x.shape[d] for d in dims)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's reductions add and divide."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    dims = _dims(x, dim)
-    return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / _count(x, dims)
+    dims, result = _dims(x, dim), dtype or x.dtype
+    if _wide(result) == result:
+        return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / _count(x, dims)
+    return (aten.sum.dim_IntList(x, dims, keepdim, dtype=_wide(result)) / _count(x, dims)).to(result)
 
 
 def _sum(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -43,18 +50,18 @@ def _var(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: b
 def _var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    dims = _dims(x, dim)
-    count = _count(x, dims)
+    dims, dtype = _dims(x, dim), x.dtype
+    count, x = _count(x, dims), x.to(_wide(dtype))
     wide = aten.sum.dim_IntList(x, dims, True) / count
     centred = x - wide
     var = aten.sum.dim_IntList(centred * centred, dims, keepdim) / max(
         count - (1 if correction is None else correction), 0
     )
-    return var, (wide if keepdim else wide.reshape(var.shape))
+    return var.to(dtype), (wide if keepdim else wide.reshape(var.shape)).to(dtype)
 
 
 def _std(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
-    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+    return _var(x.to(_wide(x.dtype)), dim, correction=correction, keepdim=keepdim).sqrt().to(x.dtype)
 
 
 def _var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:

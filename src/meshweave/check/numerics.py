@@ -259,7 +259,7 @@ def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | No
     return [
         *errors,
         *_compare("mesh in float64", "eager", found, exact.record, EXACT),
-    ], "equal in float64 too, where ok"
+    ], "compared in float64, too"
 
 
 def _update_errors(run: str, updates: tuple[Record, Record], bound: float) -> Iterator[TensorError]:

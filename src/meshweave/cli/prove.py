@@ -43,7 +43,7 @@ from meshweave.compile import TrainStep
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
 from meshweave.report import tables
-from meshweave.report.moves import MoveRow, move_rows
+from meshweave.report.moves import MoveRow, move_rows, rounded_sums
 from meshweave.runtime.cluster import make_world
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
@@ -135,8 +135,13 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
             steps=steps, bounds=Bounds.under(job.autocast or job.cast), progress=stage,
         )  # fmt: skip
     screen.say(tables.proof_text(complete, deadlock))
+    narrow, count = rounded_sums(program.placed)
+    if count:
+        screen.say(
+            f"{count} sums over devices add parts in {narrow}, each rounded: within that dtype's bounds, not to the bit"
+        )
     _show_check(screen, report)
-    screen.result(**report.as_dict(), complete=asdict(complete), deadlock=asdict(deadlock))
+    screen.result(rounded_sums=count, **report.as_dict(), complete=asdict(complete), deadlock=asdict(deadlock))
     return 0 if report.ok else 1
 
 

@@ -41,6 +41,19 @@ def move_rows(placed: StepGraph, program: Mesh) -> list[MoveRow]:
     return [_row(node, program) for node in placed.graph.nodes if node.target is ops.move]
 
 
+def rounded_sums(placed: StepGraph) -> tuple[str, int]:
+    """The 16-bit dtype in which sums over devices are taken, or "", and how many of them there are in a step.
+
+    Each device rounds its part of such a sum (of a matmul, of a bias's gradient); one device rounds the whole once.
+    """
+    moved = [
+        (str(spec_of(node).dtype).removeprefix("torch."), node.args[0].meta["layout"])
+        for node in placed.graph.find_nodes(op="call_function", target=ops.move)
+    ]
+    found = [name for name, layout in moved if name in ("bfloat16", "float16") and "partial(sum" in str(layout)]
+    return (found[0], len(found)) if found else ("", 0)
+
+
 def _row(node: fx.Node, program: Mesh) -> MoveRow:
     plan: MovePlan = node.meta["plan"]
     origin = origin_of(node)

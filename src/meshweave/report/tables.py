@@ -121,7 +121,7 @@ def numerics_table(report: NumericsReport) -> Table:
     for error in report.errors:
         groups.setdefault((error.run, error.reference, error.kind), []).append(error)
     last = ""
-    for (run, reference, kind), errors in sorted(groups.items(), key=lambda item: (item[0][0] != "mesh", item[0][2])):
+    for (run, reference, kind), errors in sorted(groups.items(), key=lambda item: (item[0][0] != "mesh", *item[0])):
         if last and run != last:
             table.add_section()
         names = (run, reference) if run != last else ("", "")
