@@ -406,3 +406,17 @@ def test_roles_of_1024_devices_take_less_than_a_second() -> None:
     assert time.process_time() - begin < 1
     assert machine.unfinished() == []
     assert len(lowered.copies) == 4 * 600 + 600
+
+
+def test_groups_within_a_role_are_its_own_business() -> None:
+    """Both roles have groups b, of their own devices: one gathers where the other reduces, and once more. Groups a
+    reach over both."""
+    first = [(GATHER, 2, "b"), ("wait", "all_gather_into_tensor"), (REDUCE, "sum", "a"), ("wait", "all_reduce")]
+    second = [(REDUCE, "sum", "a"), ("wait", "all_reduce"), (REDUCE, "sum", "b"), (REDUCE, "max", "b")]
+    for make in (lower, lower_roles):
+        copies = [str(copy) for copy in make(two(first, second)).copies]
+        assert sum(text.startswith("_c10d_functional.all_reduce over b") for text in copies) == 2
+    mesh = Mesh("a=2,b=2")
+    across = [role(mesh, first, [0, 2]), role(mesh, second, [1, 3])]
+    with pytest.raises(VerifyError, match="group b"):
+        lower_roles(across)
