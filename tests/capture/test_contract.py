@@ -234,6 +234,65 @@ class LateBuffer(Base):
         return super().forward(x) - self.mean
 
 
+class CountsInArray(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = np.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num[0] += 1
+        return super().forward(x) * (2.0 if self.num[0] > 3 else 1.0)
+
+
+class Slots:
+    __slots__ = ("num",)
+
+    def __init__(self) -> None:
+        self.num = 0
+
+
+class CountsInSlots(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Slots()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.num += 1
+        return super().forward(x) * (2.0 if self.counter.num > 3 else 1.0)
+
+
+class ClampsData(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class ReplacesParameter(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight = nn.Parameter(self.linear.weight.detach() * 0.9)
+        return super().forward(x)
+
+
+class AveragesInModule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.weight.lerp_(self.linear.weight, 0.1)
+        return super().forward(x) + self.average(x)
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
 def counting_loss() -> Callable[[Any, Any], Tensor]:
     num = 0
 
@@ -294,6 +353,12 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
     "cached noise": (CachesNoise, lambda: mse, "a value of the step before", "test_contract.py"),
     "a buffer that grows": (BufferGrows, lambda: mse, "shape or the dtype of the buffer 'kept'", "(2, 4) after a step"),
     "a buffer from None": (LateBuffer, lambda: mse, "a value of the step before", "model.mean: None -> a tensor"),
+    "an array": (CountsInArray, lambda: mse, "changes the Python state", "where: model.num.elements\n  got: (1.0,)"),
+    "slots": (CountsInSlots, lambda: mse, "changes the Python state", "model.counter.num"),
+    "p.data": (ClampsData, lambda: mse, "replaces its parameter 'linear.weight'", "other values by .data"),
+    "a new parameter": (ReplacesParameter, lambda: mse, "replaces its parameter 'linear.weight'", "another tensor"),
+    "a frozen average": (AveragesInModule, lambda: mse, "in place that is no buffer", "aten.lerp_"),
+    "a lazy module": (Lazy, lambda: mse, "has no shape yet", "linear.weight"),
     "nonlocal": (Base, counting_loss, "changes the Python state", "variable num in the closure of counting_loss"),
     "a loss with a buffer": (Base, CentredLoss, "in place that is no buffer", "float32[4]"),
 }

@@ -79,6 +79,7 @@ class Record:
         self.difference: Difference | None = None  # raised as soon as it may be: autograd's own detach takes no errors
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # so that no id comes twice
+        self.protected: set[int] = set()  # storages whose values no op may change: they would have no new value
         self._storages: set[int] = set()  # of constants that this run made
         self._written: set[int] = set()  # of those, the ones into which computed values were written
         self._copies: dict[tuple[int, int], Constant] = {}
@@ -92,7 +93,8 @@ class Record:
     def before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
         """An op is about to run. CaptureError where it writes into a tensor that outlives the step unseen."""
         for tensor in _targets(func, args, kwargs):
-            if not isinstance(tensor, FakeTensor) and _storage(tensor) not in self._storages:
+            is_constant = not isinstance(tensor, FakeTensor) and storage_of(tensor) not in self._storages
+            if is_constant or storage_of(tensor) in self.protected:
                 raise CaptureError(
                     "the model or the loss changes a tensor in place that is no buffer of the model",
                     where=where,
@@ -118,7 +120,7 @@ class Record:
             raise self.difference
         for tensor in targets:
             if not isinstance(tensor, FakeTensor):
-                self._written.add(_storage(tensor))
+                self._written.add(storage_of(tensor))
         for tensor in (*results, *targets):
             self._name(tensor)
 
@@ -152,8 +154,8 @@ class Record:
 
     def _note_constants(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A constant that shares no memory with an operand is new; so is what torch.tensor() gives."""
-        shared = set() if func is aten.lift_fresh.default else {_storage(t) for t in operands}
-        self._storages.update(s for s in map(_storage, results) if s not in shared)
+        shared = set() if func is aten.lift_fresh.default else {storage_of(t) for t in operands}
+        self._storages.update(s for s in map(storage_of, results) if s not in shared)
 
     def _canonical(self, value: Any, targets: Sequence[Tensor]) -> Any:
         if isinstance(value, Tensor):
@@ -171,7 +173,7 @@ class Record:
         if isinstance(tensor, FakeTensor):
             stale = self.expected._values.get(id(tensor)) if self.expected is not None else None
             return Value(stale.number if stale else -1, _spec(tensor), stale=stale is not None)
-        if any(tensor is t for t in targets) or _storage(tensor) in self._written:
+        if any(tensor is t for t in targets) or storage_of(tensor) in self._written:
             return _spec(tensor)
         return self._constant(tensor)
 
@@ -202,7 +204,7 @@ def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
             yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 

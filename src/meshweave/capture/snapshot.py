@@ -82,6 +82,19 @@ class Names:
         return Names(lambda name: vars(kind).get(name, MISSING), partial(setattr, kind), names)
 
     @staticmethod
+    def of_slots(value: Any) -> Names:
+        slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+        names = [n for own in slots for n in ((own,) if isinstance(own, str) else own) if not n.startswith("__")]
+        return Names(lambda name: getattr(value, name, MISSING), partial(setattr, value), names)
+
+    @staticmethod
+    def of_array(array: Any) -> Names:
+        def write(name: str, values: tuple[Any, ...]) -> None:
+            array.flat = values
+
+        return Names(lambda name: tuple(array.ravel().tolist()), write, ["elements"])
+
+    @staticmethod
     def of_module(module: types.ModuleType) -> Names:
         data = {*_ATOMS, list, dict, set, tuple, Tensor}
         names = [n for n, v in vars(module).items() if type(v) in data and not n.startswith("__")]
@@ -251,6 +264,9 @@ class _Walk:
         elif isinstance(value, type(_global_names)):
             self.snapshot.caches.append((value, value.cache_info().currsize))
             self.push([("function", value.__wrapped__)], parent, key)
+        elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            if value.size <= _MAX_LENGTH and not value.dtype.hasobject and value.ndim:
+                self.add(Names.of_array(value), ".{}", parent, key)
         elif is_generator(value):
             self.snapshot.generators.append(value)
         else:
@@ -261,6 +277,9 @@ class _Walk:
         root = kind.__module__.partition(".")[0]
         if isinstance(value, nn.Module) or kind is types.SimpleNamespace or (root not in _LIBRARIES):
             attributes = getattr(value, "__dict__", None)
+            slots = Names.of_slots(value)
+            if slots.names and not isinstance(value, nn.Module):
+                self.add(slots, ".{}", parent, key)
             if isinstance(attributes, dict) and not isinstance(value, Enum):
                 self.add(attributes, ".{}", parent, key)
                 for base in kind.__mro__:
@@ -341,7 +360,8 @@ def shown(value: Any) -> str:
     """A value in a message: short, and without running code of its class."""
     if isinstance(value, Tensor):
         return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if type(value) in _ATOMS or value is MISSING:
+    is_short = isinstance(value, tuple) and len(value) <= 4 and all(type(v) in _ATOMS for v in value)
+    if type(value) in _ATOMS or value is MISSING or is_short:
         text = repr(value)
     elif isinstance(value, list | tuple | set | dict | deque):
         text = f"a {type(value).__name__} of {len(value)}"

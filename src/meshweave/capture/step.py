@@ -19,7 +19,7 @@ from meshweave.capture.normalize import normalize
 from meshweave.capture.optimizers import OptimizerSpec, update
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
 from meshweave.capture.recompute import check_policy
-from meshweave.capture.record import Record
+from meshweave.capture.record import Record, storage_of
 from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.hooks import tensor_hooks
@@ -168,6 +168,7 @@ def capture_source(
         module = trace(step, fakes)
     constants = {name: value for name, value in module.named_buffers(recurse=False)}
     constants |= {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and n.startswith("_tensor_constant")}
+    constants |= {n: p.detach() for n, p in module.named_parameters(recurse=False)}  # of modules that are no submodules
     return cast_gradients_early(normalize(module.graph, inputs, tuple(outputs), constants)), contract
 
 
@@ -197,8 +198,13 @@ def _describe(
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for hooks on parameters, which run when PyTorch itself accumulates a gradient."""
+    """Raises CaptureError for hooks on parameters, which run when PyTorch itself accumulates a gradient, and for
+    parameters without a shape."""
     for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise CaptureError(
+                f"the parameter '{name}' has no shape yet", hint="call the model once on a batch before mw.compile"
+            )
         hooks = tensor_hooks(param)
         if hooks:
             raise CaptureError(
@@ -258,6 +264,7 @@ def _step(
             out = source.forward(model, data)
             tracker.phase = "loss"
             value = _scalar_loss(source.loss(out, data))
+        _check_parameters(model, tensors, storages)
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
         tracker.record.finish([*results.values(), *_buffers(model, buffers).values()])
         if is_second:
@@ -269,6 +276,9 @@ def _step(
     with torch.enable_grad():
         with _autocast(options.autocast):
             tensors = {**cast_parameters(leaves, options.param_dtype, tracker), **buffers}
+        storages = {n: storage_of(tensors[n]) for n in leaves}
+        kept = [n for n in leaves if options.accumulate > 1 or not wanted[n]]
+        tracker.record.protected = {storages[n] for n in kept} | {storage_of(leaves[n]) for n in kept}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
         own = [(t, tensors[n]) for n, t in known if n in tensors]  # the first run may have given the model a new buffer
         with CapturedFunctions(own), tracker.inside(source.model), source.hooks(source.model):
@@ -284,6 +294,20 @@ def _step(
         tracker.phase = "update"
         results |= _update(optimizer, options, tracker, values, grads)
     return results
+
+
+def _check_parameters(model: nn.Module, tensors: Mapping[str, Tensor], storages: Mapping[str, int]) -> None:
+    """Raises CaptureError for a parameter that forward has replaced, or given other values by `.data`."""
+    for name, storage in storages.items():
+        path, _, key = name.rpartition(".")
+        current = model.get_submodule(path)._parameters.get(key)
+        if current is not tensors[name] or storage_of(tensors[name]) != storage:
+            raise CaptureError(
+                f"the model replaces its parameter '{name}'",
+                got="another tensor, or other values by .data, after forward",
+                expected="parameters that the optimizer alone changes",
+                hint="compute a new tensor from the parameter, or keep what lasts from step to step in a buffer",
+            )
 
 
 def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
