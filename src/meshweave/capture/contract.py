@@ -20,7 +20,8 @@ from torch import Tensor
 
 from meshweave.capture.batch import Batch
 from meshweave.capture.record import Constant, Difference, Record, Value
-from meshweave.capture.snapshot import MISSING, Snapshot, generator_state, same, set_generator_state, shown
+from meshweave.capture.snapshot import Snapshot, generator_state, same, set_generator_state, shown
+from meshweave.capture.variables import MISSING
 from meshweave.errors import CaptureError, MeshweaveError
 
 _ONCE = "ops, numbers and Python state that are the same in every step"

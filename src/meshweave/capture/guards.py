@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshweave.capture.batch import Batch
 from meshweave.capture.contract import Contract
 from meshweave.capture.record import Difference
-from meshweave.capture.snapshot import MISSING, Change, Snapshot, same, shown
+from meshweave.capture.snapshot import Change, Snapshot, same, shown
 from meshweave.capture.unread import Unread
+from meshweave.capture.variables import MISSING
 from meshweave.errors import LayoutError, StepError
 from meshweave.interop.hooks import MODULE_HOOKS, TENSOR_HOOKS, hooks_of_all_modules
 

@@ -6,15 +6,14 @@ each, so that one comparison of two lists, in C, says whether anything has chang
 
 from __future__ import annotations
 
-import dis
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,95 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from meshweave.capture.unread import Unread
+from meshweave.capture.variables import ATOMS, MISSING, Length, Names, global_names
 
-
-class _Missing:
-    """Stands where there is no value."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = _Missing()
 # Containers beyond this length (a data set, say) are compared by their length alone.
 _MAX_LENGTH = 10_000
-_ATOMS = frozenset(
-    {int, float, bool, str, bytes, complex, type(None), type(...), slice, range, Unread}
-    | {torch.dtype, torch.device, torch.Size}
-)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "meshweave"})
 _HIDDEN = frozenset({"_modules", "_parameters", "_buffers"})  # dicts whose entries are attributes of a module
 _INSTALLED = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]), str(Path(random.__file__).parent))
-
-
-class Names:
-    """Variables that are no entries of a dict of their own, as a container: of a closure, a class, a module."""
-
-    def __init__(self, read: Callable[[str], Any], write: Callable[[str, Any], None], names: Sequence[str]) -> None:
-        self.read, self.write, self.names = read, write, tuple(names)
-
-    def values(self) -> dict[str, Any]:
-        return {name: self.read(name) for name in self.names}
-
-    def __eq__(self, other: object) -> bool:
-        return self.values() == other
-
-    __hash__ = object.__hash__
-
-    @staticmethod
-    def of_closure(function: types.FunctionType) -> Names:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-        def read(name: str) -> Any:
-            try:
-                return cells[name].cell_contents
-            except ValueError:  # not bound yet
-                return MISSING
-
-        return Names(read, lambda name, value: setattr(cells[name], "cell_contents", value), list(cells))
-
-    @staticmethod
-    def of_globals(function: types.FunctionType) -> Names:
-        known = function.__globals__
-        names = [n for n in _global_names(function.__code__) if n in known]
-        return Names(lambda name: known.get(name, MISSING), known.__setitem__, names)
-
-    @staticmethod
-    def of_class(kind: type) -> Names:
-        names = [n for n in vars(kind) if not n.startswith("__")]
-        return Names(lambda name: vars(kind).get(name, MISSING), partial(setattr, kind), names)
-
-    @staticmethod
-    def of_slots(value: Any) -> Names:
-        slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
-        names = [n for own in slots for n in ((own,) if isinstance(own, str) else own) if not n.startswith("__")]
-        return Names(lambda name: getattr(value, name, MISSING), partial(setattr, value), names)
-
-    @staticmethod
-    def of_array(array: Any) -> Names:
-        def write(name: str, values: tuple[Any, ...]) -> None:
-            array.flat = values
-
-        return Names(lambda name: tuple(array.ravel().tolist()), write, ["elements"])
-
-    @staticmethod
-    def of_module(module: types.ModuleType) -> Names:
-        data = {*_ATOMS, list, dict, set, tuple, Tensor}
-        names = [n for n, v in vars(module).items() if type(v) in data and not n.startswith("__")]
-        return Names(lambda name: vars(module).get(name, MISSING), partial(setattr, module), names)
-
-
-class Length:
-    """A long container as one that is compared by its length."""
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-
-    def __eq__(self, other: object) -> bool:
-        return len(self.container) == other
-
-    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +178,7 @@ class _Walk:
         elif isinstance(value, types.ModuleType):
             if _is_users(value):
                 self.add(Names.of_module(value), f"{value.__name__}.{{}}", parent, key)
-        elif isinstance(value, type(_global_names)):
+        elif isinstance(value, type(global_names)):
             self.snapshot.caches.append((value, value.cache_info().currsize))
             self.push([("function", value.__wrapped__)], parent, key)
         elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
@@ -317,7 +234,7 @@ class _Walk:
 
     def push(self, entries: Any, parent: int, key: Any) -> None:
         """What entries refer to is visited next; with a `key`, as if it stood there itself."""
-        found = [(v, parent, k if key is None else key) for k, v in entries if type(v) not in _ATOMS]
+        found = [(v, parent, k if key is None else key) for k, v in entries if type(v) not in ATOMS]
         self.stack += reversed(found)
 
 
@@ -360,8 +277,8 @@ def shown(value: Any) -> str:
     """A value in a message: short, and without running code of its class."""
     if isinstance(value, Tensor):
         return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    is_short = isinstance(value, tuple) and len(value) <= 4 and all(type(v) in _ATOMS for v in value)
-    if type(value) in _ATOMS or value is MISSING or is_short:
+    is_short = isinstance(value, tuple) and len(value) <= 4 and all(type(v) in ATOMS for v in value)
+    if type(value) in ATOMS or value is MISSING or is_short:
         text = repr(value)
     elif isinstance(value, list | tuple | set | dict | deque):
         text = f"a {type(value).__name__} of {len(value)}"
@@ -406,13 +323,3 @@ def _is_users(module: types.ModuleType | None) -> bool:
     """Whether a module is neither of the standard library nor of an installed package."""
     file = getattr(module, "__file__", None)
     return module is not None and (not file.startswith(_INSTALLED) if file else module.__name__ == "__main__")
-
-
-@cache
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The global variables that a function, or a function within it, reads or writes."""
-    names = {i.argval: None for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names |= dict.fromkeys(_global_names(inner))
-    return tuple(names)
