@@ -221,13 +221,13 @@ class LocalLlama:
         return torch.mm(x, self.weight(shard).t())
 
     def gather(self, x: Tensor) -> Tensor:
-        return _GatherSequence.apply(x, self.shape.tp, self.groups.tp)
+        return x if self.shape.tp == 1 else _GatherSequence.apply(x, self.shape.tp, self.groups.tp)
 
     def scatter(self, x: Tensor) -> Tensor:
-        return _ScatterSequence.apply(x, self.shape.tp, self.groups.tp)
+        return x if self.shape.tp == 1 else _ScatterSequence.apply(x, self.shape.tp, self.groups.tp)
 
     def norm(self, x: Tensor, shard: Tensor) -> Tensor:
-        weight = _Shared.apply(self.weight(shard), self.groups.tp)
+        weight = self.weight(shard) if self.shape.tp == 1 else _Shared.apply(self.weight(shard), self.groups.tp)
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return scaled.to(x.dtype) * weight
@@ -238,6 +238,8 @@ class LocalLlama:
         return torch.where(outside, 0, ids), outside
 
     def embed(self, ids: Tensor, shard: Tensor) -> Tensor:
+        if self.shape.tp == 1:
+            return torch.nn.functional.embedding(ids, self.weight(shard))
         local, outside = self.owned(ids)
         return torch.where(outside.unsqueeze(1), 0.0, torch.nn.functional.embedding(local, self.weight(shard)))
 
@@ -293,6 +295,8 @@ class LocalLlama:
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of logits [tokens, vocab / tp], of which no rank has all."""
         wide = logits.float()
+        if self.shape.tp == 1:
+            return torch.nn.functional.cross_entropy(wide, targets)
         top = _wait(c10d.all_reduce(wide.detach().amax(1), "max", self.groups.tp))
         shifted = wide - top.unsqueeze(1)
         total = _Sum.apply(shifted.exp().sum(1), self.groups.tp)

@@ -426,6 +426,14 @@ def is_free(node: fx.Node) -> bool:
     return node.target not in STARTS and bool(aliases) and not any(a.is_write for a in aliases)
 
 
+def _is_kernel(view: fx.Node) -> bool:
+    """Whether a view may cost something: not where a communication that nothing has waited for makes its base."""
+    node: Any = view
+    while node.op == "call_function" and node.target is not WAIT and is_free(node):
+        node = node.args[0]
+    return isinstance(view.target, torch._ops.OpOverload) and view.target is not WAIT and node.target not in STARTS
+
+
 def handed_in(node: fx.Node) -> int:
     """Bytes of the tensors that a node takes: of a start, what one rank hands in."""
     vals = fx.map_arg(list(node.all_input_nodes), lambda n: n.meta["val"])
@@ -445,7 +453,7 @@ def play(gm: fx.GraphModule, cost: Cost) -> tuple[float, float]:
             end = ends.get(origin_of_wait(node), 0.0)
             exposed += max(0.0, end - now)
             now = max(now, end)
-        elif not is_free(node):
+        elif not is_free(node) or _is_kernel(node):
             now += cost(node)
     last = max([now, *free.values()])  # of a start that nobody waits for too
     return last, exposed + last - now

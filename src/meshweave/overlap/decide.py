@@ -16,7 +16,7 @@ from meshweave.overlap.merge import Merger
 from meshweave.overlap.play import Slowdown, peak_of, play
 from meshweave.overlap.problem import Order
 from meshweave.overlap.read import Reading
-from meshweave.overlap.report import CandidateRow, OverlapReport
+from meshweave.overlap.report import CandidateRow, Deferred, OverlapReport
 from meshweave.overlap.rewrite import rewrite
 from meshweave.overlap.scenarios import SCENARIOS
 from meshweave.overlap.search import Candidate, Choice, Search, choose
@@ -124,8 +124,8 @@ def _report(search: Search, choice: Choice, before: int, notes: tuple[str, ...])
         chosen.peak,
         int(search.cap),
         choice.regret,
-        collective_rows(search.merger, chosen, slowdown),
-        merge_rows(search, chosen),
+        Deferred(lambda: collective_rows(search.merger, chosen, slowdown)),
+        Deferred(lambda: merge_rows(search, chosen)),
         tuple(rows),
         notes,
     )

@@ -12,12 +12,13 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.gloo import let_gathers_overlap
-from meshweave.ir.graph import copied_graph, module_like
+from meshweave.interop.modules import lazy_module_like
+from meshweave.ir.graph import copied_graph
 from meshweave.overlap.decide import OverlapOptions, decide
 from meshweave.overlap.figures import Agree, priced
 from meshweave.overlap.merge import Merger
 from meshweave.overlap.play import Slowdown
-from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, ranks_of
+from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, asked, priced_views, ranks_of
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading, read, releasable_of
 from meshweave.overlap.report import OverlapReport
@@ -54,12 +55,13 @@ def overlap(
     before its wait, and a buffer that is touched in flight; MeshweaveError for a cost that is no duration, an unknown
     group, and when no order is under the cap: it says the least peak that was found and the tensors that make it.
     """
-    graph = copied_graph(gm.graph)
+    with _without_collector():
+        graph = copied_graph(gm.graph)
     graph.owning_module = gm
     report = overlap_graph(
         graph, cost=cost, memory_cap_bytes=memory_cap_bytes, groups=groups, options=options, agree=agree
     )
-    return module_like(gm, graph), report
+    return lazy_module_like(gm, graph), report
 
 
 def overlap_graph(
@@ -106,7 +108,8 @@ def _overlap(
     values: Mapping[fx.Node, Values] | None,
 ) -> OverlapReport:
     releasable = options.releasable or releasable_of(graph)
-    reading = read(graph, values if values is not None else values_of(graph), releasable)
+    views = frozenset() if isinstance(cost, MachineProfile) else priced_views(graph, asked(cost))
+    reading = read(graph, values if values is not None else values_of(graph), releasable, views)
     prices, slowdown = _prices(reading, cost, groups or {})
     costs = priced(reading, prices, options.communication_factor, agree)
     unknown = prices.unknown if isinstance(prices, ProfilePrices) else {}
@@ -125,7 +128,7 @@ def _prices(
     if groups:  # a callable needs no ranks, but a group that the caller's table lacks is a mistake
         for i in reading.rows:
             ranks_of(reading, i, groups)
-    return CallablePrices(reading, cost), None
+    return CallablePrices(reading, asked(cost)), None
 
 
 def _orders(reading: Reading, options: OverlapOptions) -> list[list[int]]:

@@ -4,10 +4,12 @@ caller's."""
 from __future__ import annotations
 
 import inspect
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, prod
+from math import isfinite, nan, prod
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 from meshweave.ir.mesh import Mesh
 from meshweave.overlap.read import Reading
+from meshweave.overlap.values import is_view_op
 from meshweave.overlap.vocabulary import Collective, argument, place_of
 from meshweave.simulate.classify import base_name, kind_of, memory_work, work_of
 from meshweave.simulate.shapes import Value
@@ -26,6 +29,9 @@ from meshweave.simulate.shapes import Value
 Cost = Callable[..., float]
 SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is known: 1 KiB to 8 GiB
 _COPY_RATE = 1.5e12  # bytes/s of a copy where no op of the graph shows one: half of an H100's HBM3 data sheet figure
+_FASTEST = 8e12  # bytes/s that no memory of a device is above: HBM3E of a B200 (NVIDIA Blackwell data sheet, 2024)
+_LARGE = 1 << 20  # bytes from which launching an op takes no part of its time
+_QUANTILE = 0.75  # of the rates that ops show: some move less than they seem to, others more slowly than a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +71,27 @@ def handed_in(reading: Reading, item: int) -> float:
 
 
 def check_seconds(node: fx.Node, seconds: Any) -> float:
-    """`seconds` as a float. Raises MeshweaveError, naming the node, for what is no duration."""
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not isfinite(seconds) or seconds < 0:
+    """`seconds`, any real scalar of Python, NumPy or PyTorch, as a float. Raises MeshweaveError, naming the node, for
+    what is no duration."""
+    is_scalar = isinstance(seconds, Real) or getattr(seconds, "ndim", None) == 0
+    kind = type(seconds).__name__ + str(getattr(seconds, "dtype", ""))
+    number = float(seconds) if is_scalar and not re.search("bool|complex|str|object|date|time", kind) else nan
+    if not isfinite(number) or number < 0:
         raise MeshweaveError(
             "a cost is no duration", where=place_of(node), got=repr(seconds), expected="seconds: a number, 0 or more"
         )
-    return float(seconds)
+    return number
 
 
-@dataclass(slots=True)
-class CallablePrices:
-    """Costs that the caller has. A merged collective is asked for with its bytes where the callable takes them; else it
-    lies on the line through the smallest and the largest collective of the same op and group in the graph."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A callable of the caller's, `cost(node)` or `cost(node, num_bytes)`, whose answers are durations."""
 
-    reading: Reading
     cost: Cost
-    known: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
-    needs_bytes: bool = field(init=False)  # the callable has a second argument that must be given
-    takes_bytes: bool = field(init=False)
+    needs_bytes: bool  # the callable has a second argument that must be given
+    takes_bytes: bool
 
-    def __post_init__(self) -> None:
-        needed, taken = _arguments(self.cost)
-        self.needs_bytes, self.takes_bytes = needed > 1, taken > 1
-
-    def ask(self, node: fx.Node, num_bytes: int | None = None) -> float:
+    def __call__(self, node: fx.Node, num_bytes: int | None = None) -> float:
         arguments = (node,) if num_bytes is None and not self.needs_bytes else (node, num_bytes)
         try:
             found = self.cost(*arguments)
@@ -101,18 +103,43 @@ class CallablePrices:
             ) from error
         return check_seconds(node, found)
 
+
+def asked(cost: Cost) -> Asked:
+    needed, accepted = _arguments(cost)
+    return Asked(cost, needed > 1, accepted > 1)
+
+
+def priced_views(graph: fx.Graph, ask: Asked) -> frozenset[Any]:
+    """The view ops that cost something somewhere in a graph (launches, in eager mode): they are kernels then."""
+    found = set[Any]()
+    for node in graph.nodes:
+        is_view = node.op == "call_function" and node.target not in found and is_view_op(node.target)
+        if is_view and ask(node) > 0:
+            found.add(node.target)
+    return frozenset(found)
+
+
+@dataclass(slots=True)
+class CallablePrices:
+    """Costs that the caller has. A merged collective is asked for with its bytes where the callable takes them; else it
+    lies on the line through the smallest and the largest collective of the same op and group in the graph."""
+
+    reading: Reading
+    ask: Asked
+    known: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
+
     def compute(self, node: fx.Node) -> float:
         return self.ask(node)
 
     def start(self, item: int, num_bytes: float) -> float:
-        seconds = self.ask(self.reading.nodes[item], int(num_bytes) if self.needs_bytes else None)
+        seconds = self.ask(self.reading.nodes[item], int(num_bytes) if self.ask.needs_bytes else None)
         row, channel = self.reading.rows[item], self.reading.problem.channel[item]
         self.known.setdefault((row.name, channel), []).append((num_bytes, seconds))
         return seconds
 
     def curve(self, item: int) -> Curve:
         node = self.reading.nodes[item]
-        if self.takes_bytes:
+        if self.ask.takes_bytes:
             return Curve(tuple(self.ask(node, int(size)) for size in SIZES))
         points = self.known[self.reading.rows[item].name, self.reading.problem.channel[item]]
         (low, first), (high, last) = min(points), max(points)
@@ -124,15 +151,41 @@ class CallablePrices:
         return ()
 
     def copy_rate(self) -> float:
-        """The fastest that a large memory-bound op of the graph is, in bytes read and written per second."""
-        rates = []
-        for i, node in enumerate(self.reading.nodes):
-            seconds = self.reading.problem.seconds[i]
-            if seconds > 0 and _kind(node) in ("pointwise", "strided"):
-                values = self.reading.values
-                moved = sum(x.bytes for n in (*node.all_input_nodes, node) for x in values[n])
-                rates.append(moved / seconds if moved > 1 << 20 else 0.0)
-        return max(rates, default=0.0) or _COPY_RATE
+        """Bytes read and written per second of large memory-bound ops: of those that some compiler may have fused, the
+        bytes that it moves all the same count (`_moved`), so that no op seems faster than memory is."""
+        problem, rates = self.reading.problem, list[float]()
+        for node, seconds in zip(self.reading.nodes, problem.seconds, strict=True):
+            if seconds > 0 and _kind(node) in _MEMORY_BOUND:
+                moved = self._moved(node)
+                rates += [moved / seconds] if moved > _LARGE else []
+        return min(sorted(rates)[int(_QUANTILE * len(rates))], _FASTEST) if rates else _COPY_RATE
+
+    def _moved(self, node: fx.Node) -> int:
+        """Bytes that an op moves whatever is fused: operands that no memory-bound op makes, and its results where
+        another kind of op reads them."""
+        values, kinds = self.reading.values, [_kind(n) for n in _readers(node, self.reading)]
+        read = {n for n in node.all_input_nodes if _kind(_source(n, self.reading)) not in _MEMORY_BOUND}
+        written = [x.bytes for x in values[node]] if any(kind not in _MEMORY_BOUND for kind in kinds) else []
+        return sum(x.bytes for n in read for x in values[n]) + sum(written)
+
+
+_MEMORY_BOUND = frozenset({"pointwise", "strided", "reduction", "gather", "scan"})
+
+
+def _source(node: fx.Node, reading: Reading) -> fx.Node:
+    """What made the tensor that a node is a view of."""
+    while node in reading.free and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: fx.Node, reading: Reading) -> Iterator[fx.Node]:
+    """What reads a node, or a view of it."""
+    for user in node.users:
+        if user in reading.free:
+            yield from _readers(user, reading)
+        else:
+            yield user
 
 
 def _arguments(cost: Cost) -> tuple[int, int]:

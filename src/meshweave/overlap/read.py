@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ class _Op:
 class _Reader:
     made: Reading
     is_releasable: Callable[[fx.Node], bool]
+    priced_views: Collection[Any] = ()
     sources: dict[fx.Node, Sources] = field(default_factory=dict)
     begun: dict[fx.Node, int] = field(
         default_factory=dict
@@ -96,7 +97,7 @@ class _Reader:
                 self.wait(node)
             else:
                 row, op = collective_of(node) if node.op == "call_function" else None, self.op_of(node)
-                if row is None and self.is_free(node, op):
+                if row is None and self.is_free(node, op) and not self.is_priced(node):
                     self.pass_through(node)
                 else:
                     self.item(node, row, op)
@@ -137,7 +138,7 @@ class _Reader:
 
     def written(self, node: fx.Node, op: _Op) -> set[int]:
         """The storages that a node writes into."""
-        if node.target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
+        if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":  # which torch may not have loaded
             return {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
         found: set[int] = set()
         for position, name in op.writes:
@@ -158,6 +159,10 @@ class _Reader:
             return not op.is_impure and "val" in node.meta
         held = {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
         return all([x.storage in held for x in made]) and not op.writes and not op.is_impure
+
+    def is_priced(self, node: fx.Node) -> bool:
+        """Whether a view is a kernel that costs something; one of what is in flight stands where it is."""
+        return node.target in self.priced_views and not any(n in self.begun for n in node.all_input_nodes)
 
     def pass_through(self, node: fx.Node) -> None:
         self.made.free[node] = None
@@ -357,11 +362,16 @@ def _join(sources: Sequence[Sources]) -> Sources:
     return frozenset().union(*[s[0] for s in sources]), frozenset().union(*[s[1] for s in sources])
 
 
-def read(graph: fx.Graph, values: Mapping[fx.Node, Values], is_releasable: Callable[[fx.Node], bool]) -> Reading:
-    """The problem of a graph, without costs. Raises VerifyError, naming the node, for an unknown collective, a wait
-    without a start, a result that is used before its wait, and for a buffer that is touched while a communication is
-    in flight."""
-    return _Reader(Reading(graph, values), is_releasable).run()
+def read(
+    graph: fx.Graph,
+    values: Mapping[fx.Node, Values],
+    is_releasable: Callable[[fx.Node], bool],
+    priced_views: Collection[Any] = (),
+) -> Reading:
+    """The problem of a graph, without costs; ops among `priced_views` are kernels though they make views. Raises
+    VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before its
+    wait, and for a buffer that is touched while a communication is in flight."""
+    return _Reader(Reading(graph, values), is_releasable, priced_views).run()
 
 
 def releasable_of(graph: fx.Graph) -> Callable[[fx.Node], bool]:

@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+
+class Deferred(Sequence[Any]):
+    """Rows that are worked out when somebody first looks at them; equal to any sequence of the same rows."""
+
+    __slots__ = ("_make", "_rows")
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make: Callable[[], Iterable[Any]] | None = make
+        self._rows: tuple[Any, ...] = ()
+
+    def rows(self) -> tuple[Any, ...]:
+        if self._make is not None:
+            self._rows, self._make = tuple(self._make()), None
+        return self._rows
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows()[index]
+
+    def __len__(self) -> int:
+        return len(self.rows())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.rows() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self.rows())
+
+    def __repr__(self) -> str:
+        return repr(self.rows())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.rows(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +92,8 @@ class OverlapReport:
     peak_bytes: int
     cap_bytes: int
     regret: float
-    collectives: tuple[CollectiveRow, ...] = ()
-    merges: tuple[Merge, ...] = ()
+    collectives: Sequence[CollectiveRow] = ()
+    merges: Sequence[Merge] = ()
     candidates: tuple[CandidateRow, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -16,20 +16,22 @@ from meshweave.overlap.problem import Order, Problem
 from meshweave.overlap.scenarios import NOMINAL, SCENARIOS, SLOW
 from meshweave.overlap.schedule import Policy, schedule
 
-# Windows in items, and how gaps are filled. A layer of a transformer is 60 to 150 items in backward; wider windows were
-# slower and took more memory (benchmarks/overlap.py). Patience keeps a weight gradient from delaying the chain where a
-# communication of it is about to end: of 2, 5, 10, 20 and 40 times the wait, 10 was best. What feeds links first is for
-# graphs whose regions run in chunks, where a chunk's communication hides under the other's compute.
+# Windows in items, and how gaps are filled: as many of these, from the first on, as the effort allows. A layer of a
+# transformer is 60 to 150 items in backward; which window is best hangs on how long kernels are beside communications
+# (benchmarks/overlap.py: each of the first eight was the best of some graph). Patience keeps a weight gradient from
+# delaying the chain where a communication of it is about to end: of 2, 5, 10, 20 and 40 times the wait, 10 was best.
+# What feeds links first is for graphs whose regions run in chunks, where a chunk's communication hides under the
+# other's compute.
 _POLICIES = (
-    Policy(256, fit=True, patience=10),
-    Policy(256, fit=True),
-    Policy(256, fit=True, feeds=True),
-    *(Policy(64, fit=True), Policy(1024, fit=True, patience=10), Policy(64), Policy(0)),  # in small graphs too
+    *(Policy(256, fit=True, patience=10), Policy(64, fit=True), Policy(0), Policy(256, fit=True, feeds=True)),
+    *(Policy(512, fit=True), Policy(256, fit=True), Policy(512, fit=True, patience=10), Policy(256)),
+    *(Policy(128, fit=True, patience=10), Policy(64), Policy(1024), Policy(512), Policy(1024, fit=True, patience=10)),
 )
-_LARGE = 3  # policies that large graphs are scheduled by
+_EFFORT = 36_000  # items that these schedule in a large graph: bounds their time
+_LEAST = 5  # policies that any graph is scheduled by
 _LEAN = Policy(0, ahead=-inf)
 _SHORT = (Policy(64, fit=True), Policy(16, fit=True), _LEAN)  # where memory is short
-_FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8), Policy(0))  # in small graphs
+_FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8))  # where nothing is folded
 _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # for machines whose links are slower than said
 _SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
 _SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # where links have more to do than compute
@@ -38,7 +40,13 @@ _NEAR = 2e-3  # what robustness may cost of the time at the costs as said
 _RAMP = 3  # then the first gather is an eighth of a bucket
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
+# Of the peak of the input order: less memory than there is, under which orders are sought too. List scheduling is not
+# monotone, so that they are faster at times.
+_RUNGS = (0.7, 0.8, 0.9, 1.0, 1.01, 1.05)
 _ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
+
+
+Way = tuple[Policy, bool]  # how orders are made: a policy, and whether on folded items
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,7 @@ class _Shape:
     merged: Merged
     folded: Folded
     outline: Outline
+    is_folded: bool
 
 
 @dataclass(slots=True)
@@ -78,6 +87,7 @@ class Search:
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
     free: list[Candidate] = field(default_factory=list)  # that do not hang on the cap, where it is in the way
+    made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # under the cap, and how
 
     def __post_init__(self) -> None:
         self.is_busy = self.load() > _BUSY
@@ -86,18 +96,32 @@ class Search:
         """All candidates under the cap, the orders handed in first."""
         plain = self.shape(())
         self.free += [self.judge(name, plain, order) for name, order in orders]
-        policies = _POLICIES if self.is_small else _POLICIES[:_LARGE]
-        made = [self.schedule(str(policy), plain, policy) for policy in policies]
+        made = [self.schedule(name, self.shape((), is_folded=way[1]), way[0]) for name, way in self.ways().items()]
         if all(one.peak > self.cap for one in made):
             self.save_memory(plain)
-        if self.is_small:
-            for policy in (*_POLICIES, *_FREE):
-                self.schedule(f"{policy}, nothing folded", self.shape((), is_folded=False), policy)
         if self.is_bucketing and self.merger.kinds:
             self.bucket()
         for policy in _CAREFUL:
             self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
+        self.tighten(self.free[0].peak)
         return self.found
+
+    def ways(self) -> dict[str, Way]:
+        """How the graph is scheduled without buckets: a policy, and whether on folded items."""
+        found = {str(policy): (policy, True) for policy in _POLICIES}
+        found |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
+        num_items = self.merger.reading.problem.num_items
+        most = len(found) if self.is_small else max(_LEAST, _EFFORT // num_items)
+        return dict(list(found.items())[:most])
+
+    def tighten(self, usual: int) -> None:
+        """The fastest ways so far once more, under less memory than they took; `usual` is the input order's peak."""
+        limit = min(self.cap, self.best().peak)
+        fastest = sorted(self.made, key=lambda one: one[0].seconds[0])[:2]
+        rungs = [int(usual * part) for part in _RUNGS if usual * part < limit]
+        for rung in rungs[-2 if self.is_small else -1 :]:
+            for one, shape, policy in fastest:
+                self.schedule(f"{one.name}, in {rung / 1e9:.3f} GB", shape, policy, rung)
 
     def save_memory(self, plain: _Shape) -> None:
         """The cap is in the way: orders that hold little, some of which do not hang on the cap. So the least peak
@@ -123,11 +147,15 @@ class Search:
             other = self.shapes.get((buckets, not is_folded))
             merged = other.merged if other is not None else self.merger.merged(buckets)
             folded = fold(merged.problem) if is_folded else unfolded(merged.problem)
-            self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem))
+            self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), is_folded)
         return self.shapes[buckets, is_folded]
 
-    def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
-        return self.judge(name, shape, shape.folded.unfold(schedule(shape.outline, policy, self.cap)))
+    def schedule(self, name: str, shape: _Shape, policy: Policy, cap: float | None = None) -> Candidate:
+        order = schedule(shape.outline, policy, self.cap if cap is None else cap)
+        found = self.judge(name, shape, shape.folded.unfold(order))
+        if found.peak <= self.cap:
+            self.made.append((found, shape, policy))
+        return found
 
     def judge(self, name: str, shape: _Shape, order: Order) -> Candidate:
         problem = shape.merged.problem
@@ -161,13 +189,13 @@ class Search:
         found = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
         return tuple(sorted({min(size, self.most_bytes) for size in found}))
 
-    def sized(self, gathers: float, reductions: float) -> float:
-        """Schedule buckets of these sizes; returns the seconds."""
+    def sized(self, gathers: float, reductions: float, ways: Sequence[Way] = ()) -> float:
+        """Schedule buckets of these sizes, by `ways` or those that lead; returns the seconds."""
         gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
         buckets = self.merger.buckets(gathers, reductions, _RAMP if self.is_busy and not self.is_small else 0)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
-            self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets))
+            self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets, ways))
             if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good where links are slower
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
@@ -182,27 +210,34 @@ class Search:
     def resize(self) -> None:
         """Other sizes for gathers than for reductions, as long as that helps."""
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
+        ways = self.fastest_way()
         while True:
             around = ((gathers, 2 * reductions), (gathers / 1.5, reductions), (gathers, reductions / 1.5))
-            seconds, *sizes = min((self.sized(g, r), g, r) for g, r in around)
+            seconds, *sizes = min((self.sized(g, r, ways), g, r) for g, r in around)
             if seconds >= best * (1 - _ENOUGH):
                 return
             best, (gathers, reductions) = seconds, sizes
 
-    def all_ways(self, name: str, buckets: tuple[Bucket, ...]) -> list[Candidate]:
-        """Schedule a set of buckets by the policies that were best without them."""
+    def fastest_way(self) -> tuple[Way, ...]:
+        """The way of the fastest order with buckets so far; none where there is none."""
+        bucketed = [one for one in self.made if one[0].merged.buckets]
+        fastest = min(bucketed, key=lambda one: one[0].seconds[0], default=None)
+        return ((fastest[2], fastest[1].is_folded),) if fastest else ()
+
+    def all_ways(self, name: str, buckets: tuple[Bucket, ...], ways: Sequence[Way] = ()) -> list[Candidate]:
+        """Schedule a set of buckets by `ways`, or by those that were best without buckets."""
         return [
             self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
-            for policy, is_folded in self.leading()
+            for policy, is_folded in ways or self.leading()
         ]
 
-    def leading(self) -> list[tuple[Policy, bool]]:
-        """The policies that were best without buckets, and whether on folded items."""
-        ways = {str(policy): (policy, True) for policy in _POLICIES}
-        ways |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
+    def leading(self) -> list[Way]:
+        """The policies that were best without buckets, and whether on folded items; of equal ones the first."""
+        ways = self.ways()
         ranked = sorted((c for c in self.found if c.name in ways), key=lambda c: c.seconds[0])
-        found = list(dict.fromkeys(ways[c.name] for c in ranked)) or [(_POLICIES[0], True)]
-        return found[: 3 if self.is_small else 1]
+        distinct = {round(c.seconds[0], 9): ways[c.name] for c in reversed(ranked)}
+        found = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
+        return found[: 3 if self.is_small else 2]
 
     def climb(self) -> None:
         """Take the best neighbour of the best candidate: two buckets as one, or one as two, within a fixed effort."""
@@ -263,16 +298,15 @@ class Choice:
     regret: float
 
 
-def choose(
-    candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str, protected: int, most: int = 6
-) -> Choice:
+def choose(candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str, protected: int) -> Choice:
     """Of the candidates that are next to as fast as the fastest at the costs as said, the one with the least worst-case
     regret over the scenarios; with `rule` "nominal" the fastest.
 
     The first `protected` candidates are orders that were handed in: the chosen one is never slower than any of them at
-    the costs as said. The fastest `most` of the others are judged under all scenarios, and the fastest where
-    communication takes twice as long.
+    the costs as said. The fastest of the others are judged under all scenarios (fewer in a large graph), and the
+    fastest where communication takes twice as long.
     """
+    most = 6 if candidates[0].merged.problem.num_items <= _SMALL else 4
     ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
     pool = [*candidates[:protected], *_distinct(ranked, most)]
     if len(ranked) > most:

@@ -191,6 +191,11 @@ def written_of(target: Any) -> tuple[tuple[int, str], ...]:
     return tuple((p, a.name) for p, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def is_view_op(target: Any) -> bool:
+    """Whether an op makes views, by its schema, and writes nothing."""
+    return isinstance(target, torch._ops.OpOverload) and bool(aliases_of(target)) and not written_of(target)
+
+
 def hint(size: Any) -> int:
     """A symbolic size as the number that it had when the graph was traced."""
     node = getattr(size, "node", None)
