@@ -427,11 +427,13 @@ def is_free(node: fx.Node) -> bool:
 
 
 def _is_kernel(view: fx.Node) -> bool:
-    """Whether a view may cost something: not where a communication that nothing has waited for makes its base."""
-    node: Any = view
-    while node.op == "call_function" and node.target is not WAIT and is_free(node):
-        node = node.args[0]
-    return isinstance(view.target, torch._ops.OpOverload) and view.target is not WAIT and node.target not in STARTS
+    """Whether a view may cost something: not where a communication makes its base that it does not wait for."""
+    base: Any = view
+    while base.op == "call_function" and base.target is not WAIT and is_free(base):
+        base = base.args[0]
+    waits = view.graph.find_nodes(op="call_function", target=WAIT)
+    is_coming = base.target in STARTS or (base.op == "placeholder" and base in map(origin_of_wait, waits))
+    return isinstance(view.target, torch._ops.OpOverload) and view.target is not WAIT and not is_coming
 
 
 def handed_in(node: fx.Node) -> int:

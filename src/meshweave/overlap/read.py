@@ -15,7 +15,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.rank import SYMBOLS, WAIT
 from meshweave.overlap.problem import Problem
-from meshweave.overlap.values import written_of
+from meshweave.overlap.values import is_view_op, written_of
 from meshweave.overlap.vocabulary import Collective, collective_of, group_of, place_of
 from meshweave.simulate.shapes import Values
 
@@ -72,6 +72,7 @@ class _Reader:
     since: list[int] = field(default_factory=list)  # items after it
     storages: set[int] = field(default_factory=set)
     waited: set[int] = field(default_factory=set)  # storages whose communication has been waited for
+    coming: set[Any] = field(default_factory=set)  # inputs, among others, that are waited for
     owners: Counter[int] = field(default_factory=Counter)  # storage -> inputs that live in it
 
     def run(self) -> Reading:
@@ -81,6 +82,7 @@ class _Reader:
                 self.owners.update(x.storage for x in self.made.values[node])
             elif node.target is WAIT:
                 self.mutated |= self.arrived(node)
+                self.coming.add(_base(node.args[0]))
             elif node.op == "call_function" and (found := self.written(node, self.op_of(node))):
                 self.mutated |= found
         for node in graph.nodes:
@@ -162,7 +164,8 @@ class _Reader:
 
     def is_priced(self, node: fx.Node) -> bool:
         """Whether a view is a kernel that costs something; one of what is in flight stands where it is."""
-        return node.target in self.priced_views and not any(n in self.begun for n in node.all_input_nodes)
+        is_flying = _base(node) in self.coming or any(n in self.begun for n in node.all_input_nodes)
+        return node.target in self.priced_views and not is_flying
 
     def pass_through(self, node: fx.Node) -> None:
         self.made.free[node] = None
@@ -347,6 +350,13 @@ class _Reader:
             if not self.made.problem.is_waited[start]:  # held for ever
                 for s in self.made.problem.holds(start):
                     self.made.problem.kept[s] = True
+
+
+def _base(node: Any) -> Any:
+    """What a node is a view of."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and is_view_op(node.target) and node.args:
+        node = node.args[0]
+    return node
 
 
 def _is_harmless(target: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
@@ -39,10 +39,11 @@ _BUSY = 0.9  # from that load on
 _NEAR = 2e-3  # what robustness may cost of the time at the costs as said
 _RAMP = 3  # then the first gather is an eighth of a bucket
 _SMALL = 600  # items up to which single merges are tried
+_MEDIUM = 2500  # items up to which the search under less memory is as wide as the first
 _STEPS = 12_000  # items that they may schedule: bounds their time
 # Of the peak of the input order: less memory than there is, under which orders are sought too. List scheduling is not
 # monotone, so that they are faster at times.
-_RUNGS = (0.7, 0.8, 0.9, 1.0, 1.01, 1.05)
+_RUNGS = (0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
 _ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
 
 
@@ -88,6 +89,8 @@ class Search:
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
     free: list[Candidate] = field(default_factory=list)  # that do not hang on the cap, where it is in the way
     made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # under the cap, and how
+    steps: int = _STEPS
+    only: tuple[Way, ...] = ()  # the ways to schedule buckets, in place of those that lead
 
     def __post_init__(self) -> None:
         self.is_busy = self.load() > _BUSY
@@ -115,13 +118,23 @@ class Search:
         return dict(list(found.items())[:most])
 
     def tighten(self, usual: int) -> None:
-        """The fastest ways so far once more, under less memory than they took; `usual` is the input order's peak."""
-        limit = min(self.cap, self.best().peak)
-        fastest = sorted(self.made, key=lambda one: one[0].seconds[0])[:2]
+        """Search once more under less memory than was used, in a large graph by the fastest way so far alone. `usual`
+        is the peak of the input order, so that caps a little apart have the same rung below them."""
+        limit = min(self.cap, max((one.peak for one, *_ in self.made), default=0))
         rungs = [int(usual * part) for part in _RUNGS if usual * part < limit]
         for rung in rungs[-2 if self.is_small else -1 :]:
-            for one, shape, policy in fastest:
-                self.schedule(f"{one.name}, in {rung / 1e9:.3f} GB", shape, policy, rung)
+            under = Search(self.merger, rung, self.slowdown, self.is_bucketing, self.most_bytes, shapes=self.shapes)
+            under.steps = _STEPS // 4
+            ways = self.ways()
+            if self.merger.reading.problem.num_items > _MEDIUM:
+                first, shape, policy = min(self.made, key=lambda one: one[0].seconds[0])
+                ways = {first.name: (policy, shape.is_folded)}
+                under.only = tuple(ways.values())
+            for name, (policy, is_folded) in ways.items():
+                under.schedule(name, self.shape((), is_folded=is_folded), policy)
+            if under.found and self.is_bucketing and self.merger.kinds:
+                under.bucket()
+            self.found += [replace(c, name=f"{c.name}, in {rung / 1e9:.3f} GB") for c in under.found]
 
     def save_memory(self, plain: _Shape) -> None:
         """The cap is in the way: orders that hold little, some of which do not hang on the cap. So the least peak
@@ -196,7 +209,9 @@ class Search:
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets, ways))
-            if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good where links are slower
+            if (
+                self.is_busy and not self.is_small and not self.only
+            ):  # to choose from: hardly slower, and good where links are slower
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
         return self.bucketed[buckets]
@@ -228,7 +243,7 @@ class Search:
         """Schedule a set of buckets by `ways`, or by those that were best without buckets."""
         return [
             self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
-            for policy, is_folded in ways or self.leading()
+            for policy, is_folded in ways or self.only or self.leading()
         ]
 
     def leading(self) -> list[Way]:
@@ -241,7 +256,7 @@ class Search:
 
     def climb(self) -> None:
         """Take the best neighbour of the best candidate: two buckets as one, or one as two, within a fixed effort."""
-        left = _STEPS
+        left = self.steps
         current = self.best()
         while True:
             tried = 0
