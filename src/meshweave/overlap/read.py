@@ -72,7 +72,7 @@ class _Reader:
     since: list[int] = field(default_factory=list)  # items after it
     storages: set[int] = field(default_factory=set)
     waited: set[int] = field(default_factory=set)  # storages whose communication has been waited for
-    coming: set[Any] = field(default_factory=set)  # inputs, among others, that are waited for
+    coming: set[fx.Node] = field(default_factory=set)  # inputs that are waited for
     owners: Counter[int] = field(default_factory=Counter)  # storage -> inputs that live in it
 
     def run(self) -> Reading:
@@ -82,7 +82,8 @@ class _Reader:
                 self.owners.update(x.storage for x in self.made.values[node])
             elif node.target is WAIT:
                 self.mutated |= self.arrived(node)
-                self.coming.add(_base(node.args[0]))
+                base = _base(node.args[0])
+                self.coming.update([base] if base.op in ("placeholder", "get_attr") else [])
             elif node.op == "call_function" and (found := self.written(node, self.op_of(node))):
                 self.mutated |= found
         for node in graph.nodes:
@@ -354,7 +355,7 @@ class _Reader:
 
 def _base(node: Any) -> Any:
     """What a node is a view of."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and is_view_op(node.target) and node.args:
+    while isinstance(node, fx.Node) and node.args and (node.target is operator.getitem or is_view_op(node.target)):
         node = node.args[0]
     return node
 
