@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -143,7 +144,10 @@ def wrong(role: RankGraph, how: str) -> None:
         operands = list(pack.args[0])
         pack.args = ([operands[1], operands[0], *operands[2:]], *pack.args[1:])
     elif how == "results swapped":
-        a, b = results[:2]
+        place = {node: i for i, node in enumerate(role.graph.nodes)}
+        found = (r for s, r in merged_results(role).items() if s.target is GATHER)
+        pairs = (pair for several in found for pair in combinations(several, 2))
+        a, b = next(p for p in pairs if all(place[u] > max(place[n] for n in p) for n in p for u in n.users))
         users = list(a.users), list(b.users)
         for user in users[0]:
             user.replace_input_with(a, b)
