@@ -78,6 +78,7 @@ class Record:
         self.expected = expected
         self.difference: Difference | None = None  # raised as soon as it may be: autograd's own detach takes no errors
         self._values: dict[int, Value] = {}
+        self._num_values = 0
         self._alive: list[Tensor] = []  # so that no id comes twice
         self.protected: set[int] = set()  # storages whose values no op may change: they would have no new value
         self._storages: set[int] = set()  # of constants that this run made
@@ -112,6 +113,7 @@ class Record:
         if not any(self._is_computed(t) for t in (*operands, *results)):
             self._note_constants(func, operands, results)
             return
+        self._note_constants(func, operands, [t for t in results if not isinstance(t, FakeTensor)])  # of new_zeros
         targets = list(_targets(func, args, kwargs))
         entry = (func, self._canonical(args, targets), self._canonical(kwargs, targets) if kwargs else ())
         self._check(entry, where)
@@ -121,7 +123,12 @@ class Record:
         for tensor in targets:
             if not isinstance(tensor, FakeTensor):
                 self._written.add(storage_of(tensor))
-        for tensor in (*results, *targets):
+        for tensor in targets:
+            self._name(tensor)
+        for tensor in results:
+            if targets and id(tensor) not in self._values:  # a constant that was written comes back as another
+                self._values[id(tensor)] = self._values[id(targets[0])]
+                self._alive.append(tensor)
             self._name(tensor)
 
     def finish(self, results: Iterable[Any]) -> None:
@@ -149,7 +156,8 @@ class Record:
 
     def _name(self, tensor: Tensor) -> None:
         if id(tensor) not in self._values:
-            self._values[id(tensor)] = Value(len(self._values), _spec(tensor))
+            self._values[id(tensor)] = Value(self._num_values, _spec(tensor))
+            self._num_values += 1
             self._alive.append(tensor)
 
     def _note_constants(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
