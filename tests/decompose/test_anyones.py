@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshweave as mw
 from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose_graph, split_batch
-from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.errors import MeshweaveError
 from meshweave.overlap import Figures
 from meshweave.overlap.vocabulary import collective_of
 
@@ -469,7 +469,12 @@ def test_bad_input() -> None:
         decompose_graph(gm, groups=groups, rank=0, options=always(all_gather="tree"))
     with pytest.raises(MeshweaveError, match="a cost is no duration"):
         decompose_graph(gm, cost=by_name({}, -1.0), groups=groups, rank=0)
+
+
+def test_a_wait_for_an_input_stays() -> None:
+    """Its communication began in another graph, and is not this one's to take apart."""
     b = Builder(one_group(2))
     x = b.placeholder("x", (4, 8))
-    with pytest.raises(VerifyError, match="a wait has no start"):
-        decompose_graph(b.done(b.call("late", WAIT, x)), groups=groups, rank=0, options=always())
+    graph, report = decompose_graph(b.done(b.call("late", WAIT, x)), groups={"g": (0, 1)}, rank=0, options=always())
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [WAIT]
+    assert report.num_taken == 0

@@ -7,6 +7,7 @@ log-softmax and cross entropy fall apart into reductions, which is vocabulary-pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -211,6 +212,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 }
 
 
+@cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Op overload -> its decomposition, for make_fx."""
     known = [packet for packet in _FROM_TORCH if packet is not None]

@@ -106,8 +106,8 @@ class Record:
 
     def after(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, where: str) -> None:
         """An op has run. Difference where `expected` has another op here."""
-        results = list(_tensors(result))
-        operands = list(_tensors((args, kwargs)))
+        results = list(tensors_in(result))
+        operands = list(tensors_in((args, kwargs)))
         if func.namespace == "prim":  # what a tensor answers when it is asked for its device
             return
         if not any(self._is_computed(t) for t in (*operands, *results)):
@@ -193,14 +193,15 @@ class Record:
         return self._copies[key]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -209,7 +210,7 @@ def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
         return
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+            yield from tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshweave.capture.decompositions import decomposition_table
-from meshweave.capture.record import Difference, Record
+from meshweave.capture.record import Difference, Record, tensors_in
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.tracing import as_eager
 from meshweave.ir import ops
@@ -145,6 +145,10 @@ class GlobalRandom(TorchDispatchMode):
                 expected=", ".join(sorted(str(op) for op in _RANDOM)) + " with PyTorch's default generator",
                 hint="use one of these, or draw the values outside the model and pass them in the batch",
             )
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an op that is not random."""
         return func(*args, **kwargs)
 
 
@@ -209,6 +213,13 @@ class Provenance(GlobalRandom):
             return result
         finally:
             self._mark(origin)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """As the tracer runs it: where a run is compared with the trace, constants come of the same decompositions."""
+        function = func
+        if self.record.expected is not None and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
+            function = decomposition_table().get(func, func)
+        return function(*args, **kwargs)
 
     def _value(self, x: Tensor) -> Any:
         if isinstance(x, FakeTensor):

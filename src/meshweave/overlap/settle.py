@@ -70,8 +70,9 @@ def _put(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], 
     elif not _may_be_late(leg, anchor, position) or not (is_last or _is_alone(leg[-1], role)):
         return
     for node in leg:
-        anchor.prepend(node)
-        position[node] = position[anchor]
+        if node is leg[0] or position[node] <= position[anchor]:  # what stands behind the anchor is late enough
+            anchor.prepend(node)
+            position[node] = position[anchor]
 
 
 def _may_be_late(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int]) -> bool:
