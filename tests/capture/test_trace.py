@@ -300,7 +300,14 @@ def _masked(x: Tensor, w: Tensor) -> Tensor:
     return (x * w).masked_fill_(x > 0, 0.25)
 
 
-@pytest.mark.parametrize("function", [_relu_in_place, _augmented, _written_rows, _masked])
+def _numbers_in_slices(x: Tensor, w: Tensor) -> Tensor:
+    y = x * w
+    y[..., 0] = 0
+    y[:, 2:] = 1.5
+    return y
+
+
+@pytest.mark.parametrize("function", [_relu_in_place, _augmented, _written_rows, _masked, _numbers_in_slices])
 def test_in_place_ops_become_values(function: Callable[..., Any]) -> None:
     step = assert_equals_eager(Calls(function), batches(3, (3, 4), (3, 4)))
     mutable = [n for n in step.program.captured.graph.nodes if n.op == "call_function" and "_." in op_name(n.target)]

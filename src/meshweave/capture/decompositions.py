@@ -209,6 +209,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.select_backward.default: _select_backward,
     aten._safe_softmax.default: _softmax_safe,
     aten.native_group_norm.default: _group_norm,
+    aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape).clone(),
 }
 
 
