@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 
@@ -161,6 +162,7 @@ def test_a_registered_op_trains(mesh: str) -> None:
     meshweave.register_rule(tests_ops.gated.default, "b h, h -> b h", linear=(0,))
     meshweave.register_rule(tests_ops.gated_backward.default, "b h, b h, h -> b h, h", linear=(0,))
     model, step = _compile(mesh)
+    model = copy.deepcopy(model)  # the step has parameters of its own, and refuses others in its model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         batch = _batch()
