@@ -199,7 +199,7 @@ class TrainStep:
     ) -> None:
         self.program, self.optimizer = program, optimizer
         self.session = Session(program.roles, world, settings)
-        held = initial_state(optimizer, model) if optimizer is not None else None
+        held = initial_state(optimizer, model, program.captured.updated) if optimizer is not None else None
         self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
         self.session.state.num_steps = held.num_steps if held else 0
         values = lambda *key: self.session.state.matches(*key)  # noqa: E731 (a load gives the session another state)

@@ -21,6 +21,7 @@ from torch import Tensor
 from meshweave.capture.batch import Batch
 from meshweave.capture.record import Constant, Difference, Record, Value
 from meshweave.capture.snapshot import Snapshot, generator_state, same, set_generator_state, shown
+from meshweave.capture.unread import WasRead
 from meshweave.capture.variables import MISSING
 from meshweave.errors import CaptureError, MeshweaveError
 
@@ -78,6 +79,8 @@ class Contract:
             return difference
         except MeshweaveError as error:
             return Difference(error.where, f"{error.what} ({error.got})", "what was captured")
+        except WasRead as error:  # outside of the run, where the state is compared
+            return Difference("", str(error), "what was captured")
         return None
 
     @contextmanager

@@ -141,6 +141,15 @@ def _group_norm(
     return out.to(x.dtype), mean.reshape(batch, groups).to(x.dtype), rstd.reshape(batch, groups).to(x.dtype)
 
 
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """One number where a mask is True: pointwise. Others stay what they are."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
+        return NotImplemented
+    wide = mask.reshape((*mask.shape, *(1,) * (x.dim() - mask.dim())))
+    return torch.where(wide, values.reshape(()).to(x.dtype), x)
+
+
 _FROM_TORCH = [
     aten._log_softmax,
     aten._log_softmax_backward_data,
@@ -209,6 +218,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.select_backward.default: _select_backward,
     aten._safe_softmax.default: _softmax_safe,
     aten.native_group_norm.default: _group_norm,
+    aten.index_put.default: _index_put,
+    aten.zero.default: lambda x: torch.zeros_like(x),
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape).clone(),
 }
 

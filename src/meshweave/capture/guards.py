@@ -137,6 +137,8 @@ class Guards:
         others: list[Change] = []
         for change in self.snapshot.changes():
             kind = str(self.snapshot.parents[change.container][1])
+            if kind == "_modules" and change.old is not MISSING:
+                raise _changed(change.place, "the modules when the step was compiled", str(change))
             if kind in MODULE_HOOKS:
                 raise _changed(change.place, "the hooks when the step was compiled", "others")
             (replaced if isinstance(change.old, Tensor) and kind in _TENSORS else others).append(change)

@@ -8,7 +8,7 @@ the single-tensor optimizers of torch do, and computes between in float32 at lea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -220,10 +220,13 @@ def current_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def initial_state(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str]) -> OptimizerState | None:
+def initial_state(
+    optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str], updated: Iterable[str] = ()
+) -> OptimizerState | None:
     """The state of an optimizer that has taken steps already, or None for a fresh one. Its tensors are not copied.
 
-    Raises PlanError when parameters have taken different numbers of steps.
+    `updated` are the parameters that a step changes. Raises PlanError when parameters have taken different numbers of
+    steps, or some of those none.
     """
     spec, named = read_optimizer(optimizer, names), _names(names)
     tensors, counts = {}, {}
@@ -236,7 +239,7 @@ def initial_state(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[i
         counts[name] = int(kept.get("step", 1))
     if not tensors:
         return None
-    _check_counts(counts)
+    _check_counts({name: 0 for name in updated if spec.slots(name)} | counts)
     return OptimizerState(next(iter(counts.values())), tensors)
 
 

@@ -6,9 +6,11 @@ each, so that one comparison of two lists, in C, says whether anything has chang
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -192,7 +194,7 @@ class _Walk:
     def object(self, value: Any, parent: int, key: Any) -> None:
         kind = type(value)
         root = kind.__module__.partition(".")[0]
-        if isinstance(value, nn.Module) or kind is types.SimpleNamespace or (root not in _LIBRARIES):
+        if isinstance(value, nn.Module | types.SimpleNamespace | argparse.Namespace) or root not in _LIBRARIES:
             attributes = getattr(value, "__dict__", None)
             slots = Names.of_slots(value)
             if slots.names and not isinstance(value, nn.Module):
@@ -263,6 +265,8 @@ def same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b) or isinstance(a, Tensor) or type(a).__module__.startswith("numpy"):
         return False
+    if isinstance(a, weakref.ReferenceType):  # what an RNN keeps of its weights
+        return True
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and a != a:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshweave.capture.aliases import check_aliases
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
@@ -23,7 +24,7 @@ from meshweave.capture.record import Record, storage_of
 from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.hooks import tensor_hooks
-from meshweave.interop.tracing import gradients
+from meshweave.interop.tracing import check_checkpoints, gradients
 from meshweave.ir.graph import Input, Spec, StepGraph
 from meshweave.ir.ops import square_sum
 
@@ -169,7 +170,9 @@ def capture_source(
     constants = {name: value for name, value in module.named_buffers(recurse=False)}
     constants |= {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and n.startswith("_tensor_constant")}
     constants |= {n: p.detach() for n, p in module.named_parameters(recurse=False)}  # of modules that are no submodules
-    return cast_gradients_early(normalize(module.graph, inputs, tuple(outputs), constants)), contract
+    graph = normalize(module.graph, inputs, tuple(outputs), constants)
+    check_aliases(source.model, graph)
+    return cast_gradients_early(graph), contract
 
 
 def _describe(
@@ -264,11 +267,12 @@ def _step(
             out = source.forward(model, data)
             tracker.phase = "loss"
             value = _scalar_loss(source.loss(out, data))
-        _check_parameters(model, tensors, storages)
+        _check_parameters(model, tensors, storages, set(leaves))
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
         tracker.record.finish([*results.values(), *_buffers(model, buffers).values()])
         if is_second:
             return results, {}
+        check_checkpoints(value)
         tracker.phase = "backward"
         grads = _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
         return results | _buffers(model, buffers), grads
@@ -276,7 +280,7 @@ def _step(
     with torch.enable_grad():
         with _autocast(options.autocast):
             tensors = {**cast_parameters(leaves, options.param_dtype, tracker), **buffers}
-        storages = {n: storage_of(tensors[n]) for n in leaves}
+        storages = {n: storage_of(tensor) for n, tensor in tensors.items()}
         kept = [n for n in leaves if options.accumulate > 1 or not wanted[n]]
         tracker.record.protected = {storages[n] for n in kept} | {storage_of(leaves[n]) for n in kept}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
@@ -296,17 +300,21 @@ def _step(
     return results
 
 
-def _check_parameters(model: nn.Module, tensors: Mapping[str, Tensor], storages: Mapping[str, int]) -> None:
-    """Raises CaptureError for a parameter that forward has replaced, or given other values by `.data`."""
+def _check_parameters(
+    model: nn.Module, tensors: Mapping[str, Tensor], storages: Mapping[str, int], params: Set[str]
+) -> None:
+    """Raises CaptureError for a parameter that forward has replaced, and for a parameter or buffer that it has given
+    other values by `.data`."""
     for name, storage in storages.items():
         path, _, key = name.rpartition(".")
-        current = model.get_submodule(path)._parameters.get(key)
-        if current is not tensors[name] or storage_of(tensors[name]) != storage:
+        is_replaced = name in params and model.get_submodule(path)._parameters.get(key) is not tensors[name]
+        if is_replaced or storage_of(tensors[name]) != storage:
             raise CaptureError(
-                f"the model replaces its parameter '{name}'",
+                f"the model replaces its {'parameter' if name in params else 'buffer'} '{name}'",
                 got="another tensor, or other values by .data, after forward",
-                expected="parameters that the optimizer alone changes",
-                hint="compute a new tensor from the parameter, or keep what lasts from step to step in a buffer",
+                expected="parameters that the optimizer alone changes, buffers that are assigned or changed in place",
+                hint="compute a new tensor from the parameter, or keep what lasts from step to step in a buffer "
+                "(self.k = ..., without .data)",
             )
 
 

@@ -16,6 +16,19 @@ as_eager: Callable[[], AbstractContextManager[Any]] = getattr(
 )
 
 
+def check_checkpoints(value: torch.Tensor) -> None:
+    """RuntimeError where a value comes of a checkpoint of the reentrant kind, whose parameters `gradients` misses."""
+    nodes, seen = [value.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError("torch.utils.checkpoint.checkpoint was called with use_reentrant=True")
+        nodes += [following for following, _ in node.next_functions]
+
+
 def gradients(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     """As `torch.autograd.grad(value, leaves, allow_unused=True)`, in the function modes that are active.
 

@@ -98,6 +98,11 @@ class StepGraph:
     def output_values(self) -> list[fx.Node]:
         return list(next(iter(reversed(self.graph.nodes))).args[0])
 
+    @property
+    def updated(self) -> list[str]:
+        """Names of the parameters that the step changes."""
+        return [name for kind, name in self.outputs if kind == "param"]
+
     def text(self, *, layouts: bool = True) -> str:
         return graph_text(self.graph, layouts=layouts)
 

@@ -141,6 +141,9 @@ def _index_put(node: fx.Node) -> Rule:
     """Only dims beside the indexed ones are free: what several positions write to one place must meet there."""
     x, indices, values = (argument(node, i) for i in range(3))
     build = RuleBuilder()
+    if any(i is not None and spec_of(i).dtype == torch.bool for i in indices):  # a mask covers several dims
+        operands = [build.dims(spec_of(n).shape, whole=range(len(spec_of(n).shape))) for n in tensor_inputs(node)]
+        return build.rule(operands, [operands[0]])
     dims, each, result = _index_dims(build, spec_of(x).shape, indices)
     for index in each:
         build.fixed.update(f for dim in index for f in dim)

@@ -1,0 +1,46 @@
+"""Tensors that share memory with a value that the step changes: a compiled step gives each a value of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from meshweave.errors import CaptureError
+from meshweave.ir.graph import StepGraph
+
+
+def check_aliases(model: nn.Module, step: StepGraph) -> None:
+    """Raises CaptureError where a trained parameter, or a buffer that forward changes, is seen through a second tensor:
+    another parameter or buffer, or a constant of the graph (an attribute such as `self.w = self.a.weight.detach()`)."""
+    named = {("param", n): p for n, p in model.named_parameters()} | {
+        ("buffer", n): b for n, b in model.named_buffers()
+    }
+    constants = {("constant", n): t for n, t in step.constants.items()}
+    owners: dict[int, tuple[str, str]] = {}
+    changed = _changed(step, named)
+    for key, tensor in (*named.items(), *constants.items()):
+        memory = _memory(tensor)
+        other = owners.setdefault(memory, key) if memory else key
+        if other != key and (other in changed or key in changed):
+            seen = f"the {key[0]} '{key[1]}'" if key[0] != "constant" else "a tensor that forward or the loss reads"
+            raise CaptureError(
+                f"{seen} shares memory with the {'parameter' if other[0] == 'param' else 'buffer'} '{other[1]}'",
+                got="two tensors on one storage, of which the step changes one",
+                expected="each value once",
+                hint="use the parameter or buffer itself (tie weights by assigning the same Parameter), or clone it",
+            )
+
+
+def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tuple[str, str]]:
+    """The trained parameters, and the buffers whose value at the end is not the one at the start."""
+    inputs = dict(zip(step.placeholders, step.inputs, strict=True))
+    outputs = zip(step.outputs, step.output_values, strict=True)
+    buffers = {key for key, value in outputs if key[0] == "buffer" and value not in inputs}
+    return buffers | {key for key, tensor in named.items() if key[0] == "param" and tensor.requires_grad}
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of a tensor's storage; 0 where it has none."""
+    storage = tensor.untyped_storage()
+    return 0 if storage.device.type == "meta" or not storage.nbytes() else storage.data_ptr()
