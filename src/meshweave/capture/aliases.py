@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from meshweave.errors import CaptureError
@@ -41,6 +42,8 @@ def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tu
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage; 0 where it has none."""
+    """The address of a tensor's storage; 0 where it has none, as on the meta device, or several, as a sparse tensor."""
+    if tensor.layout != torch.strided:
+        return 0
     storage = tensor.untyped_storage()
     return 0 if storage.device.type == "meta" or not storage.nbytes() else storage.data_ptr()
