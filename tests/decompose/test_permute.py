@@ -20,11 +20,11 @@ from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import WAIT, RankGraph, collectives, destinations, inverse, permute, ring_index
+from meshweave.ir.values import local_values
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, compile_tasks
 from meshweave.runtime.measured import measured
 from meshweave.runtime.tracing import HostClock, Recorder
 from meshweave.runtime.world import LocalWorld
-from meshweave.simulate.shapes import local_values
 from meshweave.simulate.step import simulate_roles
 
 aten = torch.ops.aten

@@ -26,6 +26,7 @@ from meshweave.compile import Program, TrainStep, build_program
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import STARTS, SYMBOLS, RankGraph, collectives, copied
+from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
 from meshweave.overlap.carry import carriable, carried, uncarried
 from meshweave.overlap.step import Scheduling, overlap_roles
@@ -34,7 +35,6 @@ from meshweave.passes import Passes
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
-from meshweave.simulate.shapes import local_values
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 H100 = mw.load_profile("h100")

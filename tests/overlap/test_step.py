@@ -22,13 +22,13 @@ from meshweave.compile import Program, TrainStep, build_program
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import STARTS, RankGraph, collectives, copied
+from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
 from meshweave.overlap.step import Scheduling, overlap_role, overlap_roles, scheduling_of, tasks_of
 from meshweave.overlap.unmerge import merged_results, unmerged
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
-from meshweave.simulate.shapes import local_values
 from meshweave.simulate.step import simulate_roles
 
 H100 = mw.load_profile("h100")

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import meshweave as mw
 from meshweave.hardware import load_profile
 from meshweave.ir.rank import STARTS, WAIT, RankGraph
-from meshweave.simulate.shapes import Local, local_values
+from meshweave.ir.values import Local, local_values
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 Made = tuple[nn.Module, Any, Any]

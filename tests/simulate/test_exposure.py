@@ -10,10 +10,10 @@ from meshweave.engine.machine import Schedule
 from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.ir.values import Local, Value
 from meshweave.simulate.clock import play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Kernel
-from meshweave.simulate.shapes import Local, Value
 from meshweave.simulate.tasks import RoleTasks, Task, Tasks
 
 ALL_REDUCE = collectives.all_reduce.default

@@ -14,10 +14,10 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Matmul, Memory
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import STARTS, WAIT, RankGraph
+from meshweave.ir.values import Local, local_values
 from meshweave.sharding.registry import TABLE
 from meshweave.simulate.classify import base_name, kind_of
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
-from meshweave.simulate.shapes import Local, local_values
 
 
 def program(model: nn.Module, batch: object, loss: object, mesh: str = "") -> RankGraph:

@@ -12,9 +12,9 @@ import meshweave as mw
 from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Matmul, Memory
+from meshweave.ir.values import local_values
 from meshweave.simulate.kernels import is_in_block, kernels_of
 from meshweave.simulate.narrow import Narrow
-from meshweave.simulate.shapes import local_values
 from meshweave.whatif import simulate
 
 FLOAT8 = torch.float8_e4m3fn

@@ -17,9 +17,9 @@ from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
+from meshweave.ir.values import Value
 from meshweave.runtime.executor import FORWARD, Compiled, Recorder, SerialExecutor, compile_tasks, evaluate
 from meshweave.simulate.classify import work_of
-from meshweave.simulate.shapes import Value
 
 MOST_MEDIANS = 3.0
 _ALONE = Mesh("")

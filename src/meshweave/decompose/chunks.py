@@ -29,7 +29,7 @@ from meshweave.decompose.writer import Number, Writer
 from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS
-from meshweave.simulate.shapes import NOTHING, Local, Value, Values
+from meshweave.ir.values import NOTHING, Local, Value, Values
 
 aten = torch.ops.aten
 

@@ -25,8 +25,8 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import Spec, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied
+from meshweave.ir.values import local_values, uneven_dims
 from meshweave.ir.verify import verify_rank
-from meshweave.simulate.shapes import local_values, uneven_dims
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.values import Local
 from meshweave.simulate.kernels import kernels_of
-from meshweave.simulate.shapes import Local
 
 
 class Frame(Protocol):

@@ -19,11 +19,11 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import copied_graph
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import WAIT
+from meshweave.ir.values import Local, Values
 from meshweave.overlap.prices import ProfilePrices, ranks_of
 from meshweave.overlap.read import Reading, read, releasable_of
 from meshweave.overlap.values import values_of, written_of
 from meshweave.overlap.vocabulary import place_of
-from meshweave.simulate.shapes import Local, Values
 
 _GROUP = "group"  # the one axis of the mesh that a group is
 

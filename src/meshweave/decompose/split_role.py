@@ -15,8 +15,8 @@ from meshweave.decompose.split_ways import fits
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import copied_graph
 from meshweave.ir.rank import COLLECTIVES, SYMBOLS, RankGraph, bind_symbols
+from meshweave.ir.values import Values, local_values, varying
 from meshweave.ir.verify import verify_rank
-from meshweave.simulate.shapes import Values, local_values, varying
 
 _META = torch.device("meta")
 _BEFORE = "spec of the role"  # meta of nodes that stay whole: what they said that they make

@@ -14,6 +14,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.interop.modules import lazy_module_like
 from meshweave.ir.graph import copied_graph
+from meshweave.ir.values import Values
 from meshweave.overlap.decide import OverlapOptions, decide
 from meshweave.overlap.figures import Agree, priced
 from meshweave.overlap.merge import Merger
@@ -23,7 +24,6 @@ from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading, read, releasable_of
 from meshweave.overlap.report import OverlapReport
 from meshweave.overlap.values import values_of
-from meshweave.simulate.shapes import Values
 
 
 def overlap(

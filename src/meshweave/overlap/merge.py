@@ -18,13 +18,13 @@ from torch import fx
 
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import WAIT
+from meshweave.ir.values import Value
 from meshweave.overlap.figures import Costs
 from meshweave.overlap.merged import Bucket, Merged, MergedWriter
 from meshweave.overlap.observers import observed_storages
 from meshweave.overlap.prices import Curve
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading
-from meshweave.simulate.shapes import Value
 
 _SPAN = 1.5  # parts of a bucket become ready within that many times what its communication takes
 

@@ -13,9 +13,9 @@ from torch import fx
 
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, transfer
+from meshweave.ir.values import NOTHING, Values
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading
-from meshweave.simulate.shapes import NOTHING, Values
 
 _BETWEEN = "between roles"  # the channel of communications that several roles meet in
 _BEFORE = {"backward": "forward", "update": "backward"}  # phases that begin a part of the step, and those before them

@@ -20,11 +20,11 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.values import Value
 from meshweave.overlap.read import Reading
 from meshweave.overlap.values import is_view_op
 from meshweave.overlap.vocabulary import Collective, argument, place_of
 from meshweave.simulate.classify import base_name, kind_of, memory_work, work_of
-from meshweave.simulate.shapes import Value
 
 Cost = Callable[..., float]
 SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is known: 1 KiB to 8 GiB

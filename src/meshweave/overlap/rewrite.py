@@ -12,11 +12,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshweave.ir.rank import WAIT
+from meshweave.ir.values import Value
 from meshweave.overlap.merged import Merged
 from meshweave.overlap.problem import Order
 from meshweave.overlap.read import Reading
 from meshweave.overlap.values import bare
-from meshweave.simulate.shapes import Value
 
 aten = torch.ops.aten
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}

@@ -13,6 +13,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, copied, transfer
+from meshweave.ir.values import local_values, varying
 from meshweave.overlap.carry import Block, carriable, carried
 from meshweave.overlap.decide import INPUT, NoOrderError, OverlapOptions, decide
 from meshweave.overlap.figures import priced
@@ -23,7 +24,6 @@ from meshweave.overlap.read import Reading, read
 from meshweave.overlap.report import OverlapReport
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.priced import priced_as
-from meshweave.simulate.shapes import local_values, varying
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 from meshweave.simulate.tasks import lower_tasks
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from meshweave.ir.rank import WAIT, RankGraph, collectives, copied
-from meshweave.simulate.shapes import Value, Values, local_values, varying
+from meshweave.ir.values import Value, Values, local_values, varying
 
 aten = torch.ops.aten
 _GATHER = collectives.all_gather_into_tensor.default

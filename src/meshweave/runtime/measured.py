@@ -13,13 +13,13 @@ from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, transfer
+from meshweave.ir.values import Local, local_values
 from meshweave.runtime.meter import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import work_of
 from meshweave.simulate.exposure import covered
 from meshweave.simulate.priced import COST_NAMES, priced_as
 from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
-from meshweave.simulate.shapes import Local, local_values
 
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
 

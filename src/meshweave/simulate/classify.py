@@ -13,7 +13,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 from meshweave.ir import local_ops
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.simulate.shapes import Value
+from meshweave.ir.values import Value
 
 aten = torch.ops.aten
 Operands = Sequence[Value]

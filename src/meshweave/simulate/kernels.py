@@ -21,8 +21,8 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Memory, Work
 from meshweave.ir.graph import Origin, map_nodes, origin_of
 from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
+from meshweave.ir.values import Local, Value
 from meshweave.simulate.classify import base_name, is_closing, is_fusible, kind_of, memory_work, work_of
-from meshweave.simulate.shapes import Local, Value
 
 Fusion = Literal["ops", "eager", "compiled", "blocks"]
 

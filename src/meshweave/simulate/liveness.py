@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from meshweave.ir.rank import STARTS, SYMBOLS, RankGraph
-from meshweave.simulate.shapes import Value, local_values
+from meshweave.ir.values import Value, local_values
 
 _REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of their name takes the place of
 

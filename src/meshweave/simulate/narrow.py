@@ -16,9 +16,9 @@ from torch import fx
 from meshweave.hardware.work import Matmul, Memory, Work
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.ir.values import Local
 from meshweave.simulate.classify import kind_of
 from meshweave.simulate.kernels import Fusion, Kernel, is_in_block
-from meshweave.simulate.shapes import Local
 
 _GATHER = collectives.all_gather_into_tensor.default
 

@@ -20,13 +20,13 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, permute, transfer
+from meshweave.ir.values import Local, local_values
 from meshweave.simulate.buckets import Buckets, Member, check_buckets, grouped
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.simulate.launches import issued
 from meshweave.simulate.narrow import Narrow
 from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, passes_of, told_of
 from meshweave.simulate.priced import COST_NAMES, priced_as
-from meshweave.simulate.shapes import Local, local_values
 
 Starts = dict[int, int]  # role -> its start, as a task
 
