@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import meshweave
 from meshweave.cli import app
+from meshweave.cli.command import Options, add_command
 from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plan_text import data_parallel_size, parse_plan
@@ -150,10 +154,10 @@ def test_check_of_layers_on_different_devices_proves_and_compares(mesh, optimize
 
 def test_check_says_which_communication_a_program_lacks(models, monkeypatch):
     """A compiler that forgets to wait for other devices is caught before anything runs."""
-    import meshweave.cli as cli
+    from meshweave.cli import job
     from meshweave.ir.rank import collectives
 
-    build = cli.build_program
+    build = job.build_program
 
     def forgetful(*arguments, **options):
         program = build(*arguments, **options)
@@ -165,7 +169,7 @@ def test_check_says_which_communication_a_program_lacks(models, monkeypatch):
                 rank.graph.erase_node(node)
         return program
 
-    monkeypatch.setattr(cli, "build_program", forgetful)
+    monkeypatch.setattr(job, "build_program", forgetful)
     result = call("check", f"{models}:good", "--mesh", "dp=2", "--json")
     assert result.exit_code == 1
     assert answer(result)["error"]["kind"] == "VerifyError"
@@ -294,6 +298,46 @@ def test_the_batch_is_per_data_parallel_device():
     assert parse_plan("fsdp:dp+hf_tp:tp+sequence:tp") == Plan.fsdp("dp") + Plan.hf_tp("tp") + Plan.sequence_parallel(
         "tp"
     )
+
+
+# the table of options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting(Options):
+    name: Annotated[str, typer.Argument(metavar="NAME")]
+    times: Annotated[int, typer.Option("--times", min=1, help="how often")] = 1
+    also: Annotated[list[str], typer.Option("--also", help="others")] = field(default_factory=list)
+
+
+def test_a_field_of_the_options_is_all_that_an_option_takes():
+    def greet(screen, asked):
+        """Say hello."""
+        screen.result(True, line=" ".join([asked.name, *asked.also] * asked.times))
+        return 1
+
+    greeter = typer.Typer()
+    add_command(greeter, "greet", Greeting, greet)
+    result = CliRunner().invoke(greeter, ["Ada", "--also", "Bob", "--times", "2", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"command": "greet", "ok": True, "line": "Ada Bob Ada Bob"}
+    assert CliRunner().invoke(greeter, ["Ada", "--times", "0"]).exit_code == 2
+    text = CliRunner().invoke(greeter, ["--help"]).output
+    assert "Say hello." in text
+    assert text.index("--times") < text.index("--also") < text.index("--json") < text.index("--debug")
+
+
+@pytest.mark.parametrize("name", ["run", "check", "plan", "explain", "simulate", "move", "calibrate"])
+def test_help_fits_80_columns_and_explains_every_option(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = call(name, "--help")
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+    (group,) = [c for n, c in typer.main.get_command(app).commands.items() if n == name]
+    for parameter in group.params:
+        assert parameter.help, parameter.name
+        assert parameter.opts[0] in result.output or parameter.metavar in result.output
+    assert {"json", "debug"} <= {parameter.name for parameter in group.params}
 
 
 # as a process

@@ -29,6 +29,7 @@ from meshweave.calibrate.cases import (
 from meshweave.calibrate.figures import Figures, Machine, profile_text
 from meshweave.calibrate.links import OPS, MeasuredLink, local_bytes_of, places
 from meshweave.calibrate.ops import ALONE, Block, Effort, Measured, OpCase, time_ops, typical
+from meshweave.cli.command import add_command
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 from meshweave.hardware.collectives import bytes_received
@@ -279,7 +280,7 @@ def test_a_small_calibration_makes_a_profile_of_this_process() -> None:
 
 def app() -> typer.Typer:
     made = typer.Typer()
-    made.command()(command.calibrate)
+    add_command(made, "calibrate", command.CalibrateOptions, command.calibrate)
     return made
 
 
@@ -310,10 +311,11 @@ _WORKER = """
 import importlib
 import typer
 command = importlib.import_module("meshweave.cli.calibrate")
+from meshweave.cli.command import add_command
 from tests.calibrate.test_calibrate import TINY
 command.QUICK = TINY
 app = typer.Typer()
-app.command()(command.calibrate)
+add_command(app, "calibrate", command.CalibrateOptions, command.calibrate)
 app()
 """
 

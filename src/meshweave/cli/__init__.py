@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import typer
 
-from meshweave.cli.calibrate import calibrate as calibrate_command
-from meshweave.cli.move import move_command
-from meshweave.cli.prove import check, plan_command
-from meshweave.cli.simulate import explain_command, simulate_command
-from meshweave.cli.train import run
-from meshweave.compile import build_program
+from meshweave.cli import prove, simulate, train
+from meshweave.cli.calibrate import CalibrateOptions, calibrate
+from meshweave.cli.command import add_command
+from meshweave.cli.move import MoveOptions, move
 
-__all__ = ["app", "build_program", "main"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     add_completion=False,
@@ -22,13 +20,13 @@ app = typer.Typer(
     help="A communication compiler for distributed PyTorch training. MODEL is file.py:factory or "
     "hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64.",
 )
-app.command()(run)
-app.command()(check)
-app.command("plan")(plan_command)
-app.command("explain")(explain_command)
-app.command("simulate")(simulate_command)
-app.command("move")(move_command)
-app.command("calibrate")(calibrate_command)
+add_command(app, "run", train.RunOptions, train.run)
+add_command(app, "check", prove.CheckOptions, prove.check)
+add_command(app, "plan", prove.PlanOptions, prove.plan)
+add_command(app, "explain", simulate.ExplainOptions, simulate.explain)
+add_command(app, "simulate", simulate.SimulateOptions, simulate.simulate)
+add_command(app, "move", MoveOptions, move)
+add_command(app, "calibrate", CalibrateOptions, calibrate)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,24 +15,23 @@ from rich.table import Table
 
 from meshweave.calibrate import FULL, QUICK, Calibration, ErrorRow
 from meshweave.calibrate import calibrate as measure
-from meshweave.cli.screen import Debug, Json, Screen, guarded, rank
+from meshweave.cli.command import Options
+from meshweave.cli.screen import Screen, rank
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 
 
-def calibrate(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the profile to write, machine.toml")],
-    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and repetitions")] = False,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda; without it CUDA where there is any")] = "",
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions(Options):
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the profile to write, machine.toml")]
+    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and repetitions")] = False
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda; without it CUDA where there is any")] = ""
+
+
+def calibrate(screen: Screen, asked: CalibrateOptions) -> int:
     """Measure this machine into a profile. Under torchrun its links are measured too, and compute with all processes
     computing at once."""
-    guarded(Screen("calibrate", json), debug, lambda screen: _calibrate(screen, output, quick, device))
-
-
-def _calibrate(screen: Screen, output: Path, quick: bool, device: str) -> int:
+    output, quick = asked.output, asked.quick
     if output.suffix != ".toml":
         raise MeshweaveError(
             "a profile is a TOML file", where="--output", got=str(output), expected=f"{output.name or 'machine'}.toml"
@@ -39,7 +39,7 @@ def _calibrate(screen: Screen, output: Path, quick: bool, device: str) -> int:
     if not output.parent.is_dir():
         raise MeshweaveError("there is no such directory", where="--output", got=str(output.parent))
     began = time.perf_counter()
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     found = measure(
         QUICK if quick else FULL, output.stem, _command(output, quick), on, lambda s: screen.say(f"{s} ...")
     )

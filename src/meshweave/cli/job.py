@@ -11,13 +11,13 @@ import torch
 import typer
 from torch import nn
 
-from meshweave import cli
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import CaptureOptions
+from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Stage
-from meshweave.compile import Program
+from meshweave.compile import Program, build_program
 from meshweave.decompose import DecomposeOptions
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
@@ -31,37 +31,6 @@ OptimizerName = Literal["sgd", "adam", "adamw"]
 Policy = Literal["none", "selective", "full"]
 ParamDtype = Literal["bfloat16", "float32"]
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory, or hf:MODEL_TYPE?field=value&...")]
-MeshText = Annotated[str, typer.Option("--mesh", help="named axes, such as dp=2,tp=2; empty for one device")]
-PlanText = Annotated[str, typer.Option("--plan", help="scheme:axis+scheme:axis, or a TOML or JSON file of globs")]
-OptimizerOption = Annotated[OptimizerName, typer.Option("--optimizer", help="sgd, adam or adamw")]
-Lr = Annotated[float | None, typer.Option("--lr", min=0, help="learning rate; without it the optimizer's usual one")]
-LocalBatch = Annotated[int | None, typer.Option("--local-batch", min=1, help="batch size per data-parallel device")]
-GlobalBatch = Annotated[int | None, typer.Option("--batch", min=1, help="global batch size, instead of --local-batch")]
-Seq = Annotated[int, typer.Option("--seq", min=2, help="tokens per sequence")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="bfloat16 is autocast: parameters stay float32")]
-Accumulate = Annotated[int, typer.Option("--accumulate", min=1, help="microbatches per step")]
-Clip = Annotated[float | None, typer.Option("--clip-grad-norm", help="clip gradients by their global norm")]
-Recompute = Annotated[Policy, typer.Option("--recompute", help="what backward makes again of each layer")]
-ParamDtypeOption = Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")]
-Prefetch = Annotated[int, typer.Option("--prefetch", min=0, help="blocks ahead of which parameters are gathered")]
-Overlap = Annotated[bool, typer.Option("--overlap", help="order the step so that communication runs beside compute")]
-Split = Annotated[
-    int, typer.Option("--split", help="run rows in that many chunks, one under the communication of another; 0: no")
-]
-Decompose = Annotated[
-    bool,
-    typer.Option("--decompose", help="take collectives apart into messages under matmuls, where it gains"),
-]
-MemoryCap = Annotated[
-    str, typer.Option("--memory-cap", help="the most that a device may hold at once, such as 40GB; implies --overlap")
-]
-Profile = Annotated[
-    str,
-    typer.Option("--profile", help="costs to choose moves by: a machine such as h100, its file, or alpha=s,axis=B/s"),
-]
-Seed = Annotated[int, typer.Option("--seed", help="of parameters, data and dropout")]
-
 _CAST = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _LR = {"sgd": 1e-2, "adam": 1e-3, "adamw": 1e-3}
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -71,32 +40,49 @@ _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What was asked for: the options that run, check and plan share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions(Options):
+    """What a training step of a MODEL is, but for its mesh and plan."""
 
-    model: str
-    mesh: str
-    plan: str
-    optimizer: str
-    lr: float | None
-    local_batch: int | None
-    batch: int | None
-    seq: int
-    dtype: str
-    accumulate: int
-    clip_grad_norm: float | None
-    recompute: str
-    param_dtype: str | None
-    seed: int
-    json: bool
-    debug: bool
-    prefetch: int = 0
-    profile: str = ""
-    overlap: bool = False
-    memory_cap: str = ""
-    decompose: bool = False
-    split: int = 0
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory, or hf:MODEL_TYPE?field=value&...")]
+    optimizer: Annotated[OptimizerName, typer.Option("--optimizer", help="sgd, adam or adamw")] = "adamw"
+    lr: Annotated[
+        float | None, typer.Option("--lr", min=0, help="learning rate; without it the optimizer's usual one")
+    ] = None
+    local_batch: Annotated[
+        int | None, typer.Option("--local-batch", min=1, help="batch size per data-parallel device")
+    ] = None
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="global batch size, instead of --local-batch")] = (
+        None
+    )
+    seq: Annotated[int, typer.Option("--seq", min=2, help="tokens per sequence")] = 64
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="bfloat16 is autocast: parameters stay float32")] = "float32"
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="microbatches per step")] = 1
+    clip_grad_norm: Annotated[
+        float | None, typer.Option("--clip-grad-norm", help="clip gradients by their global norm")
+    ] = None
+    recompute: Annotated[Policy, typer.Option("--recompute", help="what backward makes again of each layer")] = "none"
+    param_dtype: Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")] = (
+        None
+    )
+    prefetch: Annotated[
+        int, typer.Option("--prefetch", min=0, help="blocks ahead of which parameters are gathered")
+    ] = 0
+    seed: Annotated[int, typer.Option("--seed", help="of parameters, data and dropout")] = 0
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="order the step so that communication runs beside compute")
+    ] = False
+    memory_cap: Annotated[
+        str,
+        typer.Option("--memory-cap", help="the most that a device may hold at once, such as 40GB; implies --overlap"),
+    ] = ""
+    decompose: Annotated[
+        bool, typer.Option("--decompose", help="take collectives apart into messages under matmuls, where it gains")
+    ] = False
+    split: Annotated[
+        int,
+        typer.Option("--split", help="run rows in that many chunks, one under the communication of another; 0: no"),
+    ] = 0
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -112,7 +98,7 @@ class Job:
         return None if self.param_dtype is None else _CAST[self.param_dtype]
 
     @property
-    def options(self) -> CaptureOptions:
+    def capture(self) -> CaptureOptions:
         return CaptureOptions(
             self.clip_grad_norm,
             self.accumulate,
@@ -146,11 +132,25 @@ class Job:
         return _OPTIMIZERS[self.optimizer](model.parameters(), lr=chosen)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(StepOptions):
+    """A step on one mesh: what run, check and plan share, and what every program is compiled from."""
+
+    mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as dp=2,tp=2; empty for one device")] = ""
+    plan: Annotated[str, typer.Option("--plan", help="scheme:axis+scheme:axis, or a TOML or JSON file of globs")] = ""
+    profile: Annotated[
+        str,
+        typer.Option(
+            "--profile", help="costs to choose moves by: a machine such as h100, its file, or alpha=s,axis=B/s"
+        ),
+    ] = ""
+
+
 def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage) -> Program:
     """The program that a job asks for, its moves chosen by the job's costs."""
     spec = read_optimizer(optimizer, source.model)
     costs = parse_costs(job.profile, mesh.axis_names)
-    return cli.build_program(
+    return build_program(
         source.model,
         source.loss,
         source.batch,
@@ -158,7 +158,7 @@ def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer:
         mesh,
         plan,
         costs,
-        job.options,
+        job.capture,
         progress=stage,
         prefetch=job.prefetch,
         passes=job.passes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,8 +11,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
-from meshweave.cli.screen import Debug, Json, Screen, guarded
+from meshweave.cli.screen import Screen
 from meshweave.errors import MeshweaveError
 from meshweave.interop.peer_plans import PeerPlan, peer_plans
 from meshweave.ir.layout import Layout
@@ -28,39 +30,37 @@ _ORDERS: dict[Order, str] = {
 }
 
 
-def move_command(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="layout, such as '[{a}, {}] partial(sum: b)'")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="layout")],
-    mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as a=4,b=8, or 'a=2 on [4, 5]'")],
-    shape: Annotated[str, typer.Option("--shape", help="of the whole tensor, such as 4096,4096")],
-    to_mesh: Annotated[str | None, typer.Option("--to-mesh", help="of DST, where it is another")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="a torch dtype")] = "float32",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveOptions(Options):
+    source: Annotated[str, typer.Argument(metavar="SRC", help="layout, such as '[{a}, {}] partial(sum: b)'")]
+    target: Annotated[str, typer.Argument(metavar="DST", help="layout")]
+    mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as a=4,b=8, or 'a=2 on [4, 5]'")]
+    shape: Annotated[str, typer.Option("--shape", help="of the whole tensor, such as 4096,4096")]
+    to_mesh: Annotated[str | None, typer.Option("--to-mesh", help="of DST, where it is another")] = None
+    dtype: Annotated[str, typer.Option("--dtype", help="a torch dtype")] = "float32"
     profile: Annotated[
         str,
         typer.Option("--profile", help="a machine such as h100, its file, or alpha=seconds,axis=bytes per second"),
-    ] = "",
+    ] = ""
     memory_cap: Annotated[
         int | None,
         typer.Option(
             "--memory-cap", min=0, help="most bytes of input and output of a step; by default a share of the device"
         ),
-    ] = None,
-    order: Annotated[Order, typer.Option("--order", help="of reductions: sound, strict or any")] = "sound",
-    alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="plans not taken to show")] = 0,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+    ] = None
+    order: Annotated[Order, typer.Option("--order", help="of reductions: sound, strict or any")] = "sound"
+    alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="plans not taken to show")] = 0
+
+
+def move(screen: Screen, asked: MoveOptions) -> int:
     """Show the cheapest plan from layout SRC to layout DST with its certificate, and the plans of torch's DTensor."""
-
-    def body(screen: Screen) -> int:
-        start = Mesh.parse(mesh)
-        goal = start if to_mesh is None else Mesh.parse(to_mesh)
-        before, after = Layout.parse(source, start), Layout.parse(target, goal)
-        sizes, kind, costs = _shape(shape), _dtype(dtype), parse_costs(profile, (*start.axis_names, *goal.axis_names))
-        plan = plan_move(before, after, sizes, kind, costs, memory_cap_bytes=memory_cap, order=order)
-        return _show(screen, plan, peer_plans(before, after, sizes, kind, costs), alternatives, sizes, dtype)
-
-    guarded(Screen("move", json), debug, body)
+    start = Mesh.parse(asked.mesh)
+    goal = start if asked.to_mesh is None else Mesh.parse(asked.to_mesh)
+    source, target = Layout.parse(asked.source, start), Layout.parse(asked.target, goal)
+    shape, dtype = _shape(asked.shape), _dtype(asked.dtype)
+    costs = parse_costs(asked.profile, (*start.axis_names, *goal.axis_names))
+    plan = plan_move(source, target, shape, dtype, costs, memory_cap_bytes=asked.memory_cap, order=asked.order)
+    return _show(screen, plan, peer_plans(source, target, shape, dtype, costs), asked.alternatives, shape, asked.dtype)
 
 
 def _show(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -14,31 +14,8 @@ from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.sources import Source
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, check_numerics
 from meshweave.check.runs import Recipe, widened
-from meshweave.cli.job import (
-    Accumulate,
-    Clip,
-    Decompose,
-    DtypeOption,
-    GlobalBatch,
-    Job,
-    LocalBatch,
-    Lr,
-    MemoryCap,
-    MeshText,
-    Model,
-    OptimizerOption,
-    Overlap,
-    ParamDtypeOption,
-    PlanText,
-    Prefetch,
-    Profile,
-    Recompute,
-    Seed,
-    Seq,
-    Split,
-    compiled,
-)
-from meshweave.cli.screen import Debug, Json, Screen, guarded
+from meshweave.cli.job import Job, compiled
+from meshweave.cli.screen import Screen
 from meshweave.compile import TrainStep
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
@@ -51,59 +28,37 @@ from meshweave.sharding.plan_text import parse_plan
 from meshweave.sharding.plans import Plan
 
 
-def check(
-    model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
-    local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
-    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
-    param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
-    json: Json = False, debug: Debug = False,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS,
-) -> None:  # fmt: skip
-    """Prove that MODEL's program on a mesh is complete and free of deadlock, and compare it with one device, and that
-    with eager PyTorch. Exit code 0 when all holds."""
-    job = Job(
-        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
-    )  # fmt: skip
-    guarded(Screen("check", json), debug, lambda screen: _check(screen, job, steps))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions(Job):
+    steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS
 
 
-def plan_command(
-    model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
-    local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
-    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
-    param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
-    json: Json = False, debug: Debug = False,
-    show_all: Annotated[bool, typer.Option("--all", help="show each twin of repeated layers")] = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(Job):
+    show_all: Annotated[bool, typer.Option("--all", help="show each twin of repeated layers")] = False
+
+
+def plan(screen: Screen, job: PlanOptions) -> int:
     """Show every move of data in one step, without running it: no memory is taken for an hf: model."""
-    job = Job(
-        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
-    )  # fmt: skip
-    guarded(Screen("plan", json), debug, lambda screen: _plan(screen, job, show_all))
-
-
-def _plan(screen: Screen, job: Job, show_all: bool) -> int:
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
     rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
-    screen.out.print(tables.moves_table(rows, show_all=show_all))
+    screen.out.print(tables.moves_table(rows, show_all=job.show_all))
     screen.out.print(tables.totals_table(rows))
     if program.accumulation:
         screen.say(program.accumulation)
-    folded = tables.fold(rows, twins=not show_all)
+    folded = tables.fold(rows, twins=not job.show_all)
     shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in folded]
     sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
     screen.result(True, mesh=str(mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
     return 0
 
 
-def _check(screen: Screen, job: Job, steps: int) -> int:
+def check(screen: Screen, job: CheckOptions) -> int:
+    """Prove that MODEL's program on a mesh is complete and free of deadlock, and compare it with one device, and that
+    with eager PyTorch. Exit code 0 when all holds."""
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     source = job.load(mesh, plan)
     lr = None if job.optimizer == "sgd" else CHECK_LR
@@ -132,7 +87,7 @@ def _check(screen: Screen, job: Job, steps: int) -> int:
         complete, deadlock = prove(program.placed, program.optimized)
         report = check_numerics(
             make_model, source.make_batch, recipe, mesh, plan, compiler,
-            steps=steps, bounds=Bounds.under(job.autocast or job.cast), progress=stage,
+            steps=job.steps, bounds=Bounds.under(job.autocast or job.cast), progress=stage,
         )  # fmt: skip
     screen.say(tables.proof_text(complete, deadlock))
     narrow, count = rounded_sums(program.placed)

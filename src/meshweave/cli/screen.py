@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -18,8 +18,6 @@ from rich.markup import escape
 
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 
-Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
-Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 Stage = Callable[[str], None]
 
 

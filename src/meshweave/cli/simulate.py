@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,31 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
+from meshweave import whatif
 from meshweave.cli.costs import parse_machine
-from meshweave.cli.job import (
-    Accumulate,
-    Clip,
-    Decompose,
-    DtypeOption,
-    GlobalBatch,
-    Job,
-    LocalBatch,
-    Lr,
-    MemoryCap,
-    Model,
-    OptimizerOption,
-    Overlap,
-    ParamDtypeOption,
-    Prefetch,
-    Recompute,
-    Seed,
-    Seq,
-    Split,
-    compiled,
-    parse_bytes,
-)
+from meshweave.cli.job import Job, StepOptions, compiled, parse_bytes
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
-from meshweave.cli.screen import Debug, Json, Screen, guarded, write_text
+from meshweave.cli.screen import Screen, write_text
 from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import MachineProfile
@@ -50,94 +30,99 @@ from meshweave.report.simulation import simulation_table
 from meshweave.report.tables import bytes_text
 from meshweave.report.trace import trace_json
 from meshweave.sharding.plan_text import parse_plan
+from meshweave.simulate.kernels import Fusion
+from meshweave.simulate.pipelines import Pipeline
 from meshweave.simulate.result import Simulation, Span
-from meshweave.whatif import best_of, simulate
+from meshweave.whatif import best_of
 
-FusionOption = Literal["ops", "eager", "compiled", "blocks"]
-PipelineOption = Literal["sequential", "gpipe", "1f1b"]
 MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
 
-Machine = Annotated[str, typer.Option("--profile", help="machine: a100, h100, h200, gb200, cpu-gloo, or a file")]
-Scale = Annotated[str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,attention=cudnn")]
-Meshes = Annotated[list[str], typer.Option("--mesh", help="named axes, such as fsdp=8,tp=8; several are compared")]
-Plans = Annotated[list[str], typer.Option("--plan", help="as for plan; one for all meshes, or one for each")]
-Fusing = Annotated[FusionOption | None, typer.Option("--fusion", help="what is one kernel; without it as the machine")]
-Pipelined = Annotated[PipelineOption, typer.Option("--pipeline", help="how stages take the --accumulate microbatches")]
-InBuckets = Annotated[
-    str, typer.Option("--buckets", help="collectives that run as one: 'blocks' (as FSDP's), or a size (DDP: 25MiB)")
-]
-InDtype = Annotated[MatmulDtype | None, typer.Option("--matmul-dtype", help="of the matmuls in repeated blocks")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions(StepOptions):
+    """What a simulated step runs on."""
+
+    profile: Annotated[str, typer.Option("--profile", help="machine: a100, h100, h200, gb200, cpu-gloo, or a file")] = (
+        "h100"
+    )
+    scale: Annotated[
+        str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,attention=cudnn")
+    ] = ""
+    fusion: Annotated[Fusion | None, typer.Option("--fusion", help="what is one kernel; without it as the machine")] = (
+        None
+    )
+
+    def job(self, mesh: str, plan: str) -> Job:
+        """The step on one mesh, its moves chosen by the profile as its file says, whatever --scale makes of it."""
+        shared = {f.name: getattr(self, f.name) for f in fields(StepOptions)}
+        return Job(mesh=mesh, plan=plan, profile=self.profile, **shared)
 
 
-def simulate_command(
-    model: Model, mesh: Meshes, plan: Plans = [], profile: Machine = "h100", scale: Scale = "",  # noqa: B006
-    optimizer: OptimizerOption = "adamw", lr: Lr = None, local_batch: LocalBatch = None, batch: GlobalBatch = None,
-    seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1, clip_grad_norm: Clip = None,
-    recompute: Recompute = "none", param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
-    fusion: Fusing = None, pipeline: Pipelined = "sequential",
-    matmul_dtype: InDtype = None, buckets: InBuckets = "none",
-    report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None,
-    diff: Annotated[bool, typer.Option("--diff", help="of two meshes: what moved, where time went")] = False,
-    json: Json = False, debug: Debug = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions(MachineOptions):
+    mesh: Annotated[list[str], typer.Option("--mesh", help="named axes, such as fsdp=8,tp=8; several are compared")]
+    plan: Annotated[list[str], typer.Option("--plan", help="as for plan; one for all meshes, or one for each")] = field(
+        default_factory=list
+    )
+    pipeline: Annotated[Pipeline, typer.Option("--pipeline", help="how stages take the --accumulate microbatches")] = (
+        "sequential"
+    )
+    matmul_dtype: Annotated[
+        MatmulDtype | None, typer.Option("--matmul-dtype", help="of the matmuls in repeated blocks")
+    ] = None
+    buckets: Annotated[
+        str,
+        typer.Option("--buckets", help="collectives that run as one: 'blocks' (as FSDP's), or a size (DDP: 25MiB)"),
+    ] = "none"
+    report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None
+    trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None
+    diff: Annotated[bool, typer.Option("--diff", help="of two meshes: what moved, where time went")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions(MachineOptions):
+    mesh: Annotated[str, typer.Option("--mesh", help="named axes")] = ""
+    plan: Annotated[str, typer.Option("--plan", help="as for plan")] = ""
+    why: Annotated[str, typer.Option("--why", help="a node, module or source line, or part of one")] = ""
+
+
+def simulate(screen: Screen, asked: SimulateOptions) -> int:
     """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
     and the best is marked. Nothing of the machine is needed."""
-    job = Job(
-        model, "", "", optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
-    )  # fmt: skip
-
-    def body(screen: Screen) -> int:
-        machine = parse_machine(profile, scale)
-        if diff and len(mesh) != 2:
-            raise MeshweaveError("--diff compares two", got=f"{len(mesh)} meshes", expected="--mesh A --mesh B --diff")
-        found, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
-        for text, planned in zip(mesh, _plans(plan, len(mesh)), strict=True):
-            program = _compiled(screen, replace(job, mesh=text, plan=planned), machine)
-            narrow = getattr(torch, matmul_dtype) if matmul_dtype else None
-            title = " ".join(filter(None, (model, f"on {text or 'one device'}", planned)))
-            joined: Any = buckets if buckets in ("none", "blocks") else parse_bytes(buckets, "--buckets")
-            as_asked = partial(
-                simulate, profile=machine, fusion=fusion, pipeline=pipeline, matmul_dtype=narrow, buckets=joined
-            )
-            found.append((program, as_asked(program, title=title)))
-            if program.roles is not program.expanded or program.optimized.variants:
-                before = as_asked(program.as_expanded, title=title)
-                gains.append(gain_row(program, before, found[-1][1]))
-                for line in gain_lines(program, before, found[-1][1]):
-                    screen.say(line)
-        _show(screen, [one for _, one in found], diff, gains)
-        _write(screen, found, report, trace)
-        return 0
-
-    guarded(Screen("simulate", json), debug, body)
+    machine = parse_machine(asked.profile, asked.scale)
+    if asked.diff and len(asked.mesh) != 2:
+        raise MeshweaveError(
+            "--diff compares two", got=f"{len(asked.mesh)} meshes", expected="--mesh A --mesh B --diff"
+        )
+    buckets: Any = asked.buckets if asked.buckets in ("none", "blocks") else parse_bytes(asked.buckets, "--buckets")
+    played = partial(
+        whatif.simulate,
+        profile=machine,
+        fusion=asked.fusion,
+        pipeline=asked.pipeline,
+        matmul_dtype=getattr(torch, asked.matmul_dtype) if asked.matmul_dtype else None,
+        buckets=buckets,
+    )
+    found, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
+    for mesh, plan in zip(asked.mesh, _plans(asked.plan, len(asked.mesh)), strict=True):
+        program = _compiled(screen, asked.job(mesh, plan), machine)
+        title = " ".join(filter(None, (asked.model, f"on {mesh or 'one device'}", plan)))
+        found.append((program, played(program, title=title)))
+        if program.roles is not program.expanded or program.optimized.variants:
+            before = played(program.as_expanded, title=title)
+            gains.append(gain_row(program, before, found[-1][1]))
+            for line in gain_lines(program, before, found[-1][1]):
+                screen.say(line)
+    _show(screen, [simulation for _, simulation in found], asked.diff, gains)
+    _write(screen, found, asked.report, asked.trace)
+    return 0
 
 
-def explain_command(
-    model: Model, mesh: Annotated[str, typer.Option("--mesh", help="named axes")] = "",
-    plan: Annotated[str, typer.Option("--plan", help="as for plan")] = "", profile: Machine = "h100",
-    scale: Scale = "", optimizer: OptimizerOption = "adamw", lr: Lr = None, local_batch: LocalBatch = None,
-    batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32", accumulate: Accumulate = 1,
-    clip_grad_norm: Clip = None, recompute: Recompute = "none", param_dtype: ParamDtypeOption = None,
-    prefetch: Prefetch = 0, seed: Seed = 0, overlap: Overlap = False, memory_cap: MemoryCap = "",
-    decompose: Decompose = False, split: Split = 0, fusion: Fusing = None,
-    why: Annotated[str, typer.Option("--why", help="a node, module or source line, or part of one")] = "",
-    json: Json = False, debug: Debug = False,
-) -> None:  # fmt: skip
+def explain(screen: Screen, asked: ExplainOptions) -> int:
     """Say of every communication why it moves and why it is exposed; with --why of those that a text names."""
-    job = Job(
-        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
-    )  # fmt: skip
-
-    def body(screen: Screen) -> int:
-        machine = parse_machine(profile, scale)
-        program = _compiled(screen, job, machine)
-        return _explain(screen, program, simulate(program, machine, fusion=fusion), why)
-
-    guarded(Screen("explain", json), debug, body)
+    machine = parse_machine(asked.profile, asked.scale)
+    program = _compiled(screen, asked.job(asked.mesh, asked.plan), machine)
+    return _explain(screen, program, whatif.simulate(program, machine, fusion=asked.fusion), asked.why)
 
 
 def _plans(plans: Sequence[str], count: int) -> list[str]:
@@ -151,7 +136,6 @@ def _plans(plans: Sequence[str], count: int) -> list[str]:
 
 
 def _compiled(screen: Screen, job: Job, machine: MachineProfile) -> Program:
-    """Moves are chosen by the profile as its file says, whatever --scale makes of the machine that runs them."""
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     machine.check_mesh(mesh)
     source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,31 +16,8 @@ import torch.distributed as dist
 import typer
 
 from meshweave.capture.sources import Source
-from meshweave.cli.job import (
-    Accumulate,
-    Clip,
-    Decompose,
-    DtypeOption,
-    GlobalBatch,
-    Job,
-    LocalBatch,
-    Lr,
-    MemoryCap,
-    MeshText,
-    Model,
-    OptimizerOption,
-    Overlap,
-    ParamDtypeOption,
-    PlanText,
-    Prefetch,
-    Profile,
-    Recompute,
-    Seed,
-    Seq,
-    Split,
-    compiled,
-)
-from meshweave.cli.screen import Debug, Json, Screen, guarded, rank, write_text
+from meshweave.cli.job import Job, compiled
+from meshweave.cli.screen import Screen, rank, write_text
 from meshweave.compile import TrainStep
 from meshweave.ir.mesh import Mesh
 from meshweave.report.html import html_page
@@ -51,27 +29,16 @@ from meshweave.simulate.result import Simulation
 from meshweave.whatif import simulate
 
 
-def run(
-    model: Model, mesh: MeshText = "", plan: PlanText = "", optimizer: OptimizerOption = "adamw", lr: Lr = None,
-    local_batch: LocalBatch = None, batch: GlobalBatch = None, seq: Seq = 64, dtype: DtypeOption = "float32",
-    accumulate: Accumulate = 1, clip_grad_norm: Clip = None, recompute: Recompute = "none",
-    param_dtype: ParamDtypeOption = None, prefetch: Prefetch = 0, profile: Profile = "", seed: Seed = 0,
-    overlap: Overlap = False, memory_cap: MemoryCap = "", decompose: Decompose = False, split: Split = 0,
-    json: Json = False, debug: Debug = False,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20,
-    checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = "",
-    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: at the end")] = 0,
-    report: Annotated[Path | None, typer.Option("--report", help="measure the last step, and write a page")] = None,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(Job):
+    steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20
+    checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = ""
+    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: at the end")] = 0
+    report: Annotated[Path | None, typer.Option("--report", help="measure the last step, and write a page")] = None
+
+
+def run(screen: Screen, job: RunOptions) -> int:
     """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
-    job = Job(
-        model, mesh, plan, optimizer, lr, local_batch, batch, seq, dtype, accumulate, clip_grad_norm, recompute,
-        param_dtype, seed, json, debug, prefetch, profile, overlap, memory_cap, decompose, split,
-    )  # fmt: skip
-    guarded(Screen("run", json), debug, lambda screen: _run(screen, job, steps, checkpoint, save_every, report))
-
-
-def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int, report: Path | None) -> int:
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     world = make_world(mesh)
     source = job.load(mesh, plan)
@@ -79,19 +46,19 @@ def _run(screen: Screen, job: Job, steps: int, checkpoint: str, save_every: int,
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, optimizer, stage)
         step = TrainStep(program, source.model, optimizer, world, Settings(job.accumulate, job.seed))
-    if checkpoint and Path(checkpoint).exists():
-        step.load(checkpoint)
-        screen.say(f"continuing from {checkpoint} after step {step.num_steps}")
+    if job.checkpoint and Path(job.checkpoint).exists():
+        step.load(job.checkpoint)
+        screen.say(f"continuing from {job.checkpoint} after step {step.num_steps}")
     first = step.num_steps
-    if first >= steps:
-        screen.say(f"nothing to do: the checkpoint is of step {first}, and --steps is {steps}")
+    if first >= job.steps:
+        screen.say(f"nothing to do: the checkpoint is of step {first}, and --steps is {job.steps}")
     measured: list[Simulation] = []
-    traced = partial(_traced, step, measured) if report is not None else None
-    losses, rate = _train(screen, step, source, steps, checkpoint, save_every, traced)
-    if report is not None and measured and rank() == 0:
-        _compare(screen, step, job, measured[0], report)
+    traced = partial(_traced, step, measured) if job.report is not None else None
+    losses, rate = _train(screen, step, source, job, traced)
+    if job.report is not None and measured and rank() == 0:
+        _compare(screen, step, job, measured[0], job.report)
     screen.result(True, mesh=str(mesh), num_devices=mesh.num_devices, first_step=first, num_steps=step.num_steps,
-                  losses=losses, loss=losses[-1] if losses else None, checkpoint=checkpoint or None,
+                  losses=losses, loss=losses[-1] if losses else None, checkpoint=job.checkpoint or None,
                   **{f"{source.unit}_per_s": rate})  # fmt: skip
     return 0
 
@@ -100,13 +67,12 @@ def _train(
     screen: Screen,
     step: TrainStep,
     source: Source,
-    steps: int,
-    checkpoint: str,
-    save_every: int,
+    job: RunOptions,
     last: Callable[[Any], float] | None = None,
 ) -> tuple[list[float], float | None]:
     """Losses of the steps and tokens per second, without the first step, which warms up. `last` runs the last step."""
     losses: list[float] = []
+    steps, checkpoint, save_every = job.steps, job.checkpoint, job.save_every
     saved = step.num_steps
     shown_every = max(1, (steps - step.num_steps) // 20)
     began = time.perf_counter()
