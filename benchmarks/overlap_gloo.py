@@ -139,7 +139,8 @@ def training(
     from torch.distributed.fsdp import fully_shard
 
     from meshweave.overlap import OverlapOptions
-    from meshweave.torch_compile import backend, shard_in_graph
+    from meshweave.torch_compile import backend
+    from meshweave.torch_compile.fsdp import shard_in_graph
 
     model = llama(config)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

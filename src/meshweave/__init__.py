@@ -1,6 +1,10 @@
 """meshweave: a communication compiler and runtime for distributed PyTorch training."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from meshweave.compile import Program, TrainStep, compile
+from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import (
     CaptureError,
     CheckpointError,
@@ -22,8 +26,11 @@ from meshweave.sharding.operators import combine, move, on, reduction, repartiti
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule
 from meshweave.simulate.result import Simulation
-from meshweave.torch_compile import backend, inductor_pass, shard_in_graph
+from meshweave.torch_compile import backend, inductor_pass
 from meshweave.whatif import simulate
+
+if TYPE_CHECKING:
+    from meshweave.torch_compile.fsdp import shard_in_graph
 
 __version__ = "0.1.0"
 
@@ -32,6 +39,7 @@ __all__ = [
     "Box",
     "CaptureError",
     "CheckpointError",
+    "DecomposeOptions",
     "DimSharding",
     "Layout",
     "LayoutError",
@@ -47,6 +55,7 @@ __all__ = [
     "Program",
     "RuleError",
     "Simulation",
+    "SplitOptions",
     "StepError",
     "TrainStep",
     "VerifyError",
@@ -66,3 +75,12 @@ __all__ = [
     "shard_in_graph",
     "simulate",
 ]
+
+# What needs DTensor, which takes a second to import.
+_ON_DEMAND = {"shard_in_graph": "meshweave.torch_compile.fsdp"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'meshweave' has no attribute '{name}'")
+    return getattr(import_module(_ON_DEMAND[name]), name)

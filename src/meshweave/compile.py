@@ -22,7 +22,7 @@ from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import LayoutError, PlanError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta, Costs, load_profile
-from meshweave.interop import dtensor_from_piece, mark_stepped, prepare_device_meshes
+from meshweave.interop.optimizer import mark_stepped
 from meshweave.ir.graph import Spec, StepGraph, tokens_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -295,6 +295,8 @@ class TrainStep:
             raise LayoutError(
                 "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
             )
+        from meshweave.interop.dtensor import dtensor_from_piece, prepare_device_meshes  # dear: only when asked for
+
         kept = [layout.mesh for item, layout, _ in self.session.pieces(kind)]
         prepare_device_meshes(dict.fromkeys(kept), self.session.world.device.type)
         return {

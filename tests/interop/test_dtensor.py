@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshweave.errors import LayoutError, MeshError
-from meshweave.interop import device_mesh_from_mesh
+from meshweave.interop.device_mesh import device_mesh_from_mesh
 from meshweave.ir.layout import REDUCE_OPS, Layout
 from meshweave.ir.mesh import Mesh
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshweave.hardware import AlphaBeta
-from meshweave.interop import device_mesh_from_mesh
+from meshweave.interop.device_mesh import device_mesh_from_mesh
 from meshweave.interop.peer_plans import VARIANTS, PeerPlan, Question, peer_plans
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import CheckpointError, LayoutError, StepError
-from meshweave.interop import dtensor_from_piece
+from meshweave.interop.dtensor import dtensor_from_piece
 from meshweave.ir.graph import Spec
 from meshweave.ir.rank import collectives
 from meshweave.runtime.cluster import ClusterWorld, init_from_env, shutdown

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from meshweave.ir.rank import WAIT, collectives
 from meshweave.overlap import OverlapReport
 from meshweave.runtime.cluster import init_from_env, shutdown
-from meshweave.torch_compile import backend, shard_in_graph
+from meshweave.torch_compile import backend
+from meshweave.torch_compile.fsdp import shard_in_graph
 
 pytestmark = pytest.mark.multiprocess
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -15,11 +15,13 @@ from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Screen
 from meshweave.errors import MeshweaveError
-from meshweave.interop.peer_plans import PeerPlan, peer_plans
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.report.tables import bytes_text
+
+if TYPE_CHECKING:
+    from meshweave.interop.peer_plans import PeerPlan
 
 Order = Literal["sound", "strict", "any"]
 
@@ -54,6 +56,8 @@ class MoveOptions(Options):
 
 def move(screen: Screen, asked: MoveOptions) -> int:
     """Show the cheapest plan from layout SRC to layout DST with its certificate, and the plans of torch's DTensor."""
+    from meshweave.interop.peer_plans import peer_plans  # dear: only when asked for
+
     start = Mesh.parse(asked.mesh)
     goal = start if asked.to_mesh is None else Mesh.parse(asked.to_mesh)
     source, target = Layout.parse(asked.source, start), Layout.parse(asked.target, goal)

@@ -80,7 +80,7 @@ class Mesh:
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
         """The Mesh with the axis names and ranks of a `torch.distributed` DeviceMesh (unnamed dims: d0, d1, ...)."""
-        from meshweave.interop import mesh_from_device_mesh
+        from meshweave.interop.device_mesh import mesh_from_device_mesh
 
         return mesh_from_device_mesh(device_mesh)
 

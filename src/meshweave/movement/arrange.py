@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -263,6 +262,8 @@ class _Arranger:
 
     def _tree(self, start: _Copy, copies: Sequence[_Copy], spec: Spec) -> tuple[dict[int, int], float]:
         """The parent of each copy (-1: the value itself) in the cheapest tree, and its price."""
+        import networkx as nx
+
         size = prod(start.layout.local_shape(spec.shape))
         graph = nx.DiGraph()
         for i, copy in enumerate(copies):
@@ -276,6 +277,8 @@ class _Arranger:
 
     def _rebuild(self, start: _Copy, wanted: Sequence[_Copy], extra: Sequence[_Copy], tree: dict[int, int]) -> None:
         """Give every copy its parent, and put each before the first that is made from it."""
+        import networkx as nx
+
         copies, order = [*wanted, *extra], {node: i for i, node in enumerate(self.graph.nodes)}
         anchors = {i: copy.node for i, copy in enumerate(wanted)}
         for i in tree:

@@ -20,7 +20,6 @@ from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime import checkpoint
 from meshweave.runtime.carries import Carries, Held
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, Task, compile_tasks
 from meshweave.runtime.measured import measured
@@ -329,21 +328,25 @@ class Session:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
+        from meshweave.runtime.checkpoint import save  # dear: only when asked for
+
         self.progress.check_idle("a checkpoint")
         self.state.check_usable()
         info = {"num_steps": self.state.num_steps, "seed": self.settings.seed}
         with self.world.guard():
-            checkpoint.save(path, self.state.views(), info)
+            save(path, self.state.views(), info)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint of the same model, saved on whatever mesh.
 
         The old state lives until the new one is whole, so that a load that fails changes nothing.
         """
+        from meshweave.runtime.checkpoint import load  # dear: only when asked for
+
         self.progress.check_idle("a checkpoint")
         with self.world.guard():
             loaded = self.state.blank()
-            info = checkpoint.load(path, loaded.views())
+            info = load(path, loaded.views())
             if int(info["seed"]) != self.settings.seed:
                 raise CheckpointError(
                     "the checkpoint was trained with another seed",

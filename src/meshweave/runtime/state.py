@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.checkpoint_tables import ShardedTensorView
 from meshweave.runtime.world import boxes_of
+
+if TYPE_CHECKING:
+    from meshweave.runtime.checkpoint_tables import ShardedTensorView
 
 Key = tuple[str, str]
 LASTING = ("param", "buffer", "state")
@@ -104,6 +107,8 @@ class State:
 
     def views(self) -> dict[str, ShardedTensorView]:
         """Checkpoint names (`param/...`, `buffer/...`, `state/...`) to the pieces held here, which a load fills."""
+        from meshweave.runtime.checkpoint_tables import ShardedTensorView  # dear: only when asked for
+
         return {
             f"{item.kind}/{item.name}": ShardedTensorView(
                 item.spec.shape,

@@ -2,6 +2,5 @@
 
 from meshweave.torch_compile.agreement import Agreement
 from meshweave.torch_compile.backend import Backend, backend, inductor_pass
-from meshweave.torch_compile.fsdp import shard_in_graph
 
-__all__ = ["Agreement", "Backend", "backend", "inductor_pass", "shard_in_graph"]
+__all__ = ["Agreement", "Backend", "backend", "inductor_pass"]
