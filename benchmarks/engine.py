@@ -21,9 +21,10 @@ from torch import fx
 
 import meshweave as mw
 from meshweave.engine.machine import Done, Event, Machine, Release, Run
+from meshweave.ir.collectives import WAIT, functional
 from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.ir.rank import RankGraph
 from meshweave.runtime.executor import FORWARD, compile_tasks
 from meshweave.runtime.virtual import LocalExecutor
 
@@ -39,7 +40,7 @@ def chain(mesh: mw.Mesh, num_tasks: int, every: int) -> RankGraph:
         value = graph.call_function(operator.pos, (value,))
         value.meta["origin"] = origin
         if every and i % every == every - 1:
-            started = graph.call_function(collectives.all_reduce.default, (x, "sum", "d"))
+            started = graph.call_function(functional.all_reduce.default, (x, "sum", "d"))
             done = graph.call_function(WAIT, (started,))
             started.meta["origin"] = done.meta["origin"] = origin
     graph.output([value])

@@ -69,9 +69,10 @@ def program(case: Case, num_ranks: int, has_collective: bool) -> tuple[Any, dict
     from torch import fx
 
     import meshweave as mw
+    from meshweave.ir.collectives import WAIT, functional
     from meshweave.ir.graph import Input, Origin, Spec
     from meshweave.ir.layout import Layout
-    from meshweave.ir.rank import WAIT, RankGraph, collectives
+    from meshweave.ir.rank import RankGraph
     from meshweave.ir.verify import verify_rank
 
     mesh, aten = mw.Mesh(d=num_ranks), torch.ops.aten
@@ -91,9 +92,9 @@ def program(case: Case, num_ranks: int, has_collective: bool) -> tuple[Any, dict
         return call(WAIT, call(op, call(aten.contiguous.default, x), *args, "d")) if has_collective else x
 
     op = {
-        "all_gather": collectives.all_gather_into_tensor.default,
-        "reduce_scatter": collectives.reduce_scatter_tensor.default,
-        "all_reduce": collectives.all_reduce.default,
+        "all_gather": functional.all_gather_into_tensor.default,
+        "reduce_scatter": functional.reduce_scatter_tensor.default,
+        "all_reduce": functional.all_reduce.default,
     }[case.op]
     x, w = sources[:2]
     result = call(aten.mm.default, moved(x), w) if is_gather else moved(call(aten.mm.default, x, w))

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from meshweave.ir.collectives import TABLE
 from meshweave.ir.mesh import Mesh
-from meshweave.runtime.local import exchange
 
 
 def groups(mesh: Mesh, axes: Sequence[str]) -> list[list[int]]:
@@ -20,5 +20,5 @@ def collect(mesh: Mesh, op: Any, axes: Sequence[str], operands: Sequence[Tensor]
     """The result of each device, by position; `operands` too."""
     results: dict[int, Tensor] = {}
     for group in groups(mesh, axes):
-        results.update(zip(group, exchange(op, [operands[i] for i in group], args), strict=True))
+        results.update(zip(group, TABLE[op].exchange([operands[i] for i in group], args), strict=True))
     return [results[i] for i in range(mesh.num_devices)]

@@ -155,14 +155,14 @@ def test_check_of_layers_on_different_devices_proves_and_compares(mesh, optimize
 def test_check_says_which_communication_a_program_lacks(models, monkeypatch):
     """A compiler that forgets to wait for other devices is caught before anything runs."""
     from meshweave.cli import job
-    from meshweave.ir.rank import collectives
+    from meshweave.ir.collectives import functional
 
     build = job.build_program
 
     def forgetful(*arguments, **options):
         program = build(*arguments, **options)
         for rank in program.roles:
-            for node in [n for n in rank.graph.nodes if n.target is collectives.all_reduce.default][:1]:
+            for node in [n for n in rank.graph.nodes if n.target is functional.all_reduce.default][:1]:
                 (wait,) = node.users
                 wait.replace_all_uses_with(node.args[0])
                 rank.graph.erase_node(wait)

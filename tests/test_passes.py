@@ -11,7 +11,8 @@ from meshweave.check.same import check_same
 from meshweave.compile import TrainStep
 from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.rank import COLLECTIVES, copied, permute
+from meshweave.ir.collectives import COLLECTIVES, permute
+from meshweave.ir.rank import copied
 
 CONFIG = LlamaConfig(
     vocab_size=64,

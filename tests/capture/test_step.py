@@ -27,8 +27,8 @@ from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.errors import CaptureError, PlanError
+from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import op_name, origin_of, spec_of
-from meshweave.ir.rank import STARTS
 
 
 class MLP(nn.Module):

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from meshweave.ir.collectives import STARTS, WAIT, functional, permute, transfer
 from meshweave.ir.graph import map_nodes
 from meshweave.ir.ops import KERNELS
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols, collectives, permute, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 
 Outputs = dict[tuple[int, tuple[str, str]], Tensor]  # (device, output) -> piece
 
@@ -31,18 +32,18 @@ def _reduce(parts: Sequence[Tensor], op: str) -> Tensor:
 
 def _exchange(target: Any, parts: list[Tensor], args: Sequence[Any], index: int) -> Tensor:
     """What member `index` of a group gets, from what all members hand in."""
-    if target is collectives.all_reduce.default:
+    if target is functional.all_reduce.default:
         return _reduce(parts, args[0])
-    if target is collectives.all_gather_into_tensor.default:
+    if target is functional.all_gather_into_tensor.default:
         return torch.cat(parts)
     if target is permute:
         return parts[(index - args[0]) % len(parts) if isinstance(args[0], int) else list(args[0]).index(index)]
-    if target is collectives.broadcast.default:
+    if target is functional.broadcast.default:
         return parts[args[0]]
     rows = [part.unflatten(0, (len(parts), -1)) if part.numel() else part.new_zeros(0, *part.shape) for part in parts]
     if any(not part.numel() for part in parts):
         rows = [part.reshape(len(parts), part.shape[0] // len(parts), *part.shape[1:]) for part in parts]
-    if target is collectives.reduce_scatter_tensor.default:
+    if target is functional.reduce_scatter_tensor.default:
         return _reduce([row[index] for row in rows], args[0])
     return torch.cat([row[index] for row in rows])
 

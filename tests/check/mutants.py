@@ -16,19 +16,8 @@ import torch
 from torch import fx
 
 from meshweave.ir import local_ops
-from meshweave.ir.rank import (
-    COLLECTIVES,
-    STARTS,
-    SYMBOLS,
-    WAIT,
-    RankGraph,
-    axis_index,
-    collectives,
-    linear,
-    member_pieces,
-    piece_offset,
-    piece_size,
-)
+from meshweave.ir.collectives import COLLECTIVES, STARTS, WAIT, functional
+from meshweave.ir.rank import SYMBOLS, RankGraph, axis_index, linear, member_pieces, piece_offset, piece_size
 
 aten = torch.ops.aten
 Roles = tuple[RankGraph, ...]
@@ -170,9 +159,9 @@ def _wrong_group(rank: RankGraph, start: fx.Node, chance: random.Random) -> bool
     other = chance.choice(sets)
     count = mesh.flat_size(other)
     args = [*start.args[:-1], ",".join(prefix + a for a in other)]
-    if start.target in (collectives.all_gather_into_tensor.default, collectives.reduce_scatter_tensor.default):
+    if start.target in (functional.all_gather_into_tensor.default, functional.reduce_scatter_tensor.default):
         args[-2] = count
-    elif start.target is collectives.all_to_all_single.default:
+    elif start.target is functional.all_to_all_single.default:
         args[1] = args[2] = [args[1][0]] * count
     start.args = tuple(args)
     return True
@@ -263,10 +252,10 @@ ARGUMENTS: dict[Any, tuple[int, ...]] = {
     piece_offset: (0, 1, 2, 3),
     axis_index: (0, 1),
     linear: (0, 1),
-    collectives.all_gather_into_tensor.default: (1, 2),
-    collectives.reduce_scatter_tensor.default: (1, 2, 3),
-    collectives.all_reduce.default: (1, 2),
-    collectives.all_to_all_single.default: (1, 2, 3),
+    functional.all_gather_into_tensor.default: (1, 2),
+    functional.reduce_scatter_tensor.default: (1, 2, 3),
+    functional.all_reduce.default: (1, 2),
+    functional.all_to_all_single.default: (1, 2, 3),
 }
 
 

@@ -25,10 +25,11 @@ from meshweave.errors import VerifyError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta
 from meshweave.ir import local_ops, ops
+from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import SYMBOLS, WAIT, RankGraph, collectives, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.movement.plan import plan_move
 from meshweave.sharding.plans import Plan
 
@@ -83,7 +84,7 @@ def test_what_compiles_is_complete(mesh: str, batch: int) -> None:
 
 
 def collectives_and_transfers() -> set[Any]:
-    return {getattr(collectives, name).default for name in COLLECTIVE_NAMES} | {transfer}
+    return {getattr(functional, name).default for name in COLLECTIVE_NAMES} | {transfer}
 
 
 COLLECTIVE_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -119,7 +120,7 @@ def test_models_are_complete(kind: str, mesh: str) -> None:
 def test_a_sequence_sharded_model_is_complete() -> None:
     plan = Plan.hf_tp("tp") + Plan.sequence_parallel("tp")
     made = compiled(*models.hugging_face("llama", layers=1), "tp=2", plan)
-    assert any(n.target is collectives.reduce_scatter_tensor.default for n in made.rank.graph.nodes)
+    assert any(n.target is functional.reduce_scatter_tensor.default for n in made.rank.graph.nodes)
     assert check_complete(made.placed, made.roles).num_devices == 2
 
 
@@ -213,7 +214,7 @@ def _drop(rank: RankGraph, start: fx.Node) -> None:
 
 
 def test_a_sum_that_is_not_finished_before_an_op_that_is_not_linear() -> None:
-    text = broken(program("tp=2"), lambda r: _drop(r, find(r, collectives.all_reduce.default)))
+    text = broken(program("tp=2"), lambda r: _drop(r, find(r, functional.all_reduce.default)))
     assert text.startswith(
         "add_tensor_1 (aten.add.Tensor): operand 0 is partial over tp, and the op is not linear in it alone\n"
         "  where: (2) [forward], devices 0, 1\n"
@@ -223,13 +224,13 @@ def test_a_sum_that_is_not_finished_before_an_op_that_is_not_linear() -> None:
 
 
 def test_a_gradient_that_is_not_summed() -> None:
-    text = broken(program("dp=2"), lambda r: _drop(r, find(r, collectives.all_reduce.default, 1)))
+    text = broken(program("dp=2"), lambda r: _drop(r, find(r, functional.all_reduce.default, 1)))
     assert "is partial over dp, and the op is not linear in it alone" in text
 
 
 def test_a_sum_taken_twice() -> None:
     def twice(rank: RankGraph) -> None:
-        start = find(rank, collectives.all_reduce.default)
+        start = find(rank, functional.all_reduce.default)
         with rank.graph.inserting_before(start):
             again = rank.graph.node_copy(start)
             waited = rank.graph.call_function(WAIT, (again,))
@@ -242,7 +243,7 @@ def test_a_sum_taken_twice() -> None:
 
 def test_a_reduction_over_another_axis() -> None:
     def other(rank: RankGraph) -> None:
-        start = find(rank, collectives.all_reduce.default)
+        start = find(rank, functional.all_reduce.default)
         assert start.args[2] == "tp"
         start.update_arg(2, "dp")
 
@@ -252,13 +253,13 @@ def test_a_reduction_over_another_axis() -> None:
 
 
 def test_another_reduction() -> None:
-    text = broken(program("tp=2"), lambda r: find(r, collectives.all_reduce.default).update_arg(1, "max"))
+    text = broken(program("tp=2"), lambda r: find(r, functional.all_reduce.default).update_arg(1, "max"))
     assert text.endswith("got: max over tp\n  expected: sum")
     assert "reduces with another op" in text
 
 
 def test_a_gather_that_is_missing() -> None:
-    text = broken(program("fsdp=2"), lambda r: _drop(r, find(r, collectives.all_gather_into_tensor.default)))
+    text = broken(program("fsdp=2"), lambda r: _drop(r, find(r, functional.all_gather_into_tensor.default)))
     assert text == (
         "permute_default (aten.permute): device 0 does not hold its piece\n"
         "  where: (0) [forward], devices 0, 1\n"
@@ -366,7 +367,7 @@ def test_an_op_that_takes_a_value_in_the_middle_of_a_move() -> None:
 
 def test_a_result_that_nobody_uses() -> None:
     def idle(rank: RankGraph) -> None:
-        start = find(rank, collectives.all_reduce.default)
+        start = find(rank, functional.all_reduce.default)
         with rank.graph.inserting_before(start):
             rank.graph.call_function(WAIT, (rank.graph.node_copy(start),))
 

@@ -15,10 +15,11 @@ from torch import fx
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.compile import Program
 from meshweave.errors import VerifyError
+from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import WAIT, RankGraph, Transfer, collectives, transfer
+from meshweave.ir.rank import RankGraph, Transfer
 
 F32 = torch.float32
 ALL = Mesh("r=2,s=2")
@@ -38,7 +39,7 @@ def role(devices: Sequence[int], calls: Sequence[str], mesh: Mesh, pairs: dict[s
     graph = fx.Graph()
     value = graph.placeholder("x")
     for line, name in enumerate(calls, 1):
-        target = transfer if name in pairs else collectives.all_reduce.default
+        target = transfer if name in pairs else functional.all_reduce.default
         given = value if name not in pairs or pairs[name][0] in devices else None
         start = graph.call_function(target, (given, *(() if name in pairs else ("sum",)), name))
         wait = graph.call_function(WAIT, (start,))
@@ -103,7 +104,7 @@ def test_a_transfer_to_which_one_end_never_comes() -> None:
 
 def test_a_role_that_sums_over_a_group_another_reduction() -> None:
     first, second = role([0, 1], ["r"], ALL, {}), role([2, 3], ["r"], ALL, {})
-    find(second, collectives.all_reduce.default).update_arg(1, "max")
+    find(second, functional.all_reduce.default).update_arg(1, "max")
     with pytest.raises(
         VerifyError, match=r"start 1 of group r differs between its devices\n(.|\n)*all_reduce\(max, r\)"
     ):

@@ -13,8 +13,8 @@ from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, TensorErr
 from meshweave.check.runs import Recipe, widened
 from meshweave.compile import TrainStep
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import functional
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import collectives
 
 
 class Net(nn.Module):
@@ -122,7 +122,7 @@ def test_a_dropped_all_reduce_is_found():
         if mesh.num_devices == 1:
             return step
         graph = step.program.rank.graph
-        starts = [n for n in graph.nodes if n.target is collectives.all_reduce.default]
+        starts = [n for n in graph.nodes if n.target is functional.all_reduce.default]
         victim = next(n for n in reversed(starts) if n.meta["origin"].module.startswith("up"))
         (wait,) = victim.users
         wait.replace_all_uses_with(victim.args[0])

@@ -26,8 +26,8 @@ from meshweave.check.runs import Recipe, widened
 from meshweave.compile import TrainStep
 from meshweave.expand import localize
 from meshweave.ir import ops
+from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import COLLECTIVES
 
 Make = Callable[..., torch.optim.Optimizer]
 ADAMW, ADAM = torch.optim.AdamW, torch.optim.Adam

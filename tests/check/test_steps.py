@@ -16,9 +16,10 @@ from meshweave.check.completeness import check_complete
 from meshweave.check.exchanges import check_messages
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
+from meshweave.ir.collectives import functional, transfer
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import RankGraph, Transfer, collectives, member_pieces, transfer
+from meshweave.ir.rank import RankGraph, Transfer, member_pieces
 from meshweave.ir.routes import Message, Routes, routes_within
 from meshweave.movement.steps import Kind, Step
 
@@ -129,7 +130,7 @@ def test_a_number_that_cannot_be_computed() -> None:
 
 def test_a_group_that_is_too_small() -> None:
     one = made("all_gather", "[{b,a}, {}]", "b,a", (12, 6), dim=0)
-    start = collectives.all_gather_into_tensor.default
+    start = functional.all_gather_into_tensor.default
     assert "names another size of its group" in refused(one, start, lambda n: n.update_arg(2, "a"))
 
 

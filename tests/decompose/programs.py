@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from meshweave.ir.collectives import STARTS, WAIT, permute
 from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, permute
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.verify import verify_rank
 from meshweave.runtime.executor import FORWARD, compile_tasks
 from meshweave.runtime.world import LocalWorld, World

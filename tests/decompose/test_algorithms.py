@@ -13,7 +13,7 @@ import meshweave as mw
 from meshweave.check.deadlock import check_deadlock
 from meshweave.decompose.algorithms import ALGORITHMS, Algorithm, Index, Step, algorithm, prove
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.rank import collectives
+from meshweave.ir.collectives import functional
 
 BY_NAME = {str(row): row for row in ALGORITHMS}
 MESHES = ["d=4", "a=2,d=3", "d=3,a=2", "a=2,d=2,b=2", "a=3,d=1"]
@@ -37,7 +37,7 @@ def test_every_algorithm_runs_on_virtual_devices(row: Algorithm, n: int) -> None
         role = conformance.check(case)
         is_broadcast = row.name == "broadcast" and n > 1
         assert num_permutes(role) == (0 if is_broadcast else n - 1)
-        assert count(role, collectives.broadcast.default) == (n if is_broadcast else 0)
+        assert count(role, functional.broadcast.default) == (n if is_broadcast else 0)
         check_deadlock([role])
 
 

@@ -41,8 +41,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import meshweave as mw
 from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose_graph, split_batch
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import collective_of
 from meshweave.overlap import Figures
-from meshweave.overlap.vocabulary import collective_of
 
 EXCHANGE = C10D.all_to_all_single.default
 H100 = mw.load_profile("h100")

@@ -18,7 +18,7 @@ from tests.runtime.test_cluster import Job, start  # noqa: F401
 import meshweave as mw
 from meshweave.decompose import ALGORITHMS, decompose
 from meshweave.errors import MeshweaveError
-from meshweave.ir.rank import collectives, inverse, permute
+from meshweave.ir.collectives import functional, inverse, permute
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import LocalWorld
 
@@ -86,7 +86,7 @@ def job_permutes(pipe: Connection) -> dict[str, Any]:
                     assert torch.equal(comm.wait(returned), values[position])
                     count += 1
                 for source in range(group.size):
-                    op = collectives.broadcast.default
+                    op = functional.broadcast.default
                     got = comm.wait(comm.collect(op, group, values[position], [source]))
                     assert torch.equal(got, collect(world.mesh, op, axes, values, [source])[position])
     with pytest.raises(MeshweaveError, match="must bring every member of its group one block"):

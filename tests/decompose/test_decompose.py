@@ -18,14 +18,15 @@ from meshweave.decompose.play import Message, play_gather, play_reduce
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.hardware.schema import Fit
 from meshweave.ir import local_ops
-from meshweave.ir.rank import WAIT, RankGraph, collectives, permute, ring_index
+from meshweave.ir.collectives import WAIT, functional, permute
+from meshweave.ir.rank import RankGraph, ring_index
 from meshweave.runtime.world import LocalWorld
 from meshweave.simulate.step import simulate_roles
 
 aten = torch.ops.aten
-GATHER = collectives.all_gather_into_tensor.default
-SCATTER = collectives.reduce_scatter_tensor.default
-REDUCE = collectives.all_reduce.default
+GATHER = functional.all_gather_into_tensor.default
+SCATTER = functional.reduce_scatter_tensor.default
+REDUCE = functional.all_reduce.default
 MM = aten.mm.default
 Call = Callable[..., fx.Node]
 GATHERS = ["direct", "cyclic", "bidirectional", "broadcast"]
@@ -90,7 +91,7 @@ def test_a_gather_before_a_matmul_becomes_a_ring(name: str, n: int) -> None:
     made, report = check(role, always(all_gather=name), **values)
     assert count(made, GATHER) == 0
     assert num_permutes(made) == (0 if name == "broadcast" else n - 1)
-    assert count(made, collectives.broadcast.default) == (n if name == "broadcast" else 0)
+    assert count(made, functional.broadcast.default) == (n if name == "broadcast" else 0)
     assert shapes_of(made, MM) == [(24 // n, 5)] * n
     assert shapes_of(made, local_ops.join_chunks) == [(24, 5)]
     (row,) = report.rows
@@ -614,7 +615,7 @@ def test_a_ring_of_sums_that_is_wrong_is_found(name: str) -> None:
 def test_a_ring_that_gathers_wrongly_is_found(name: str) -> None:
     made, _ = decompose(rows_times(4)[0], None, always(all_gather=name, num_chunks=(2,)))
     assert prove_rings(made) == 1
-    for what in (permute, collectives.broadcast.default, local_ops.take_chunk, local_ops.join_chunks):
+    for what in (permute, functional.broadcast.default, local_ops.take_chunk, local_ops.join_chunks):
         _check_broken(made, what)
 
 
@@ -622,7 +623,7 @@ def _check_broken(made: RankGraph, what: Any) -> None:
     """Another destination, another chunk, or two parts in each other's places: each is found."""
     for node in [node for node in made.graph.nodes if node.target is what]:
         before = node.args
-        if what in (permute, collectives.broadcast.default):
+        if what in (permute, functional.broadcast.default):
             node.args = (before[0], (before[1] + 1) % 4, *before[2:])  # type: ignore[operator]
         elif what is local_ops.take_chunk:
             symbols = [n for n in made.graph.nodes if n.target is ring_index] or [1 - before[4]]  # type: ignore[operator]

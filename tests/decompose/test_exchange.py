@@ -16,10 +16,11 @@ from meshweave.decompose.algorithms import algorithm
 from meshweave.decompose.play import Message, play_exchange
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
-from meshweave.ir.rank import WAIT, RankGraph, collectives, permute
+from meshweave.ir.collectives import WAIT, functional, permute
+from meshweave.ir.rank import RankGraph
 
 aten = torch.ops.aten
-EXCHANGE = collectives.all_to_all_single.default
+EXCHANGE = functional.all_to_all_single.default
 BMM = aten.bmm.default
 EXPERTS, TOKENS, WIDTH, INNER = 2, 3, 4, 5  # experts and tokens per device
 

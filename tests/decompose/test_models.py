@@ -18,14 +18,14 @@ import meshweave as mw
 from meshweave.check.deadlock import check_deadlock
 from meshweave.compile import TrainStep
 from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose
-from meshweave.ir.rank import collectives
+from meshweave.ir.collectives import functional
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plans import Plan
 
-GATHER = collectives.all_gather_into_tensor.default
-SCATTER = collectives.reduce_scatter_tensor.default
-REDUCE = collectives.all_reduce.default
+GATHER = functional.all_gather_into_tensor.default
+SCATTER = functional.reduce_scatter_tensor.default
+REDUCE = functional.all_reduce.default
 SEQUENCE = Plan.hf_tp("tp") + Plan.sequence_parallel("tp")
 ALWAYS = DecomposeOptions(when="always")
 WAYS = {
@@ -105,7 +105,7 @@ def test_column_and_row_parallel_linears_forward_and_backward(name: str, n: int,
     if name == "parts":
         assert num_permutes(after) == 0
     elif name == "broadcast":
-        assert count(after, collectives.broadcast.default) == taken["all_gather"] * n
+        assert count(after, functional.broadcast.default) == taken["all_gather"] * n
     else:
         assert num_permutes(after) == sum(taken.values()) * (n - 1)
     check_deadlock([after])

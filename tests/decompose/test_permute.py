@@ -17,9 +17,10 @@ from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
 from meshweave.engine.lower import lower
 from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.ir.collectives import WAIT, destinations, functional, inverse, permute
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import WAIT, RankGraph, collectives, destinations, inverse, permute, ring_index
+from meshweave.ir.rank import RankGraph, ring_index
 from meshweave.ir.values import local_values
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, compile_tasks
 from meshweave.runtime.measured import measured
@@ -28,7 +29,7 @@ from meshweave.runtime.world import LocalWorld
 from meshweave.simulate.step import simulate_roles
 
 aten = torch.ops.aten
-BROADCAST = collectives.broadcast.default
+BROADCAST = functional.broadcast.default
 MESH = mw.Mesh("a=2,b=3", devices=[4, 0, 5, 1, 3, 2])
 
 

@@ -15,16 +15,17 @@ from torch import fx
 from meshweave.engine.lower import Lowered, lower, lower_roles
 from meshweave.engine.machine import ANY_PART, Done, Machine, Release, Run
 from meshweave.errors import VerifyError
+from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Origin, Spec, op_name
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
-from meshweave.ir.rank import SYMBOLS, WAIT, RankGraph, Transfer, axis_index, collectives, piece_size, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph, Transfer, axis_index, piece_size
 from meshweave.ir.routes import Message
 
-REDUCE = collectives.all_reduce.default
-GATHER = collectives.all_gather_into_tensor.default
-EXCHANGE = collectives.all_to_all_single.default
+REDUCE = functional.all_reduce.default
+GATHER = functional.all_gather_into_tensor.default
+EXCHANGE = functional.all_to_all_single.default
 F32 = torch.float32
 Call = tuple[Any, ...]  # ("op", name) for a local op, else a start with its arguments but for the operand
 

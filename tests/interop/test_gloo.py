@@ -13,7 +13,7 @@ from tests.torch_compile.test_gloo import run_job
 from torch import Tensor
 
 from meshweave.interop.gloo import let_gathers_overlap
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.collectives import WAIT, functional
 
 pytestmark = pytest.mark.multiprocess
 ROUNDS = 400
@@ -25,7 +25,7 @@ def in_flight(rank: int) -> Any:
     group, flying, wrong = dist.group.WORLD.group_name, deque[tuple[int, Tensor]](), 0
     for i in range(4 * ROUNDS):
         x = torch.full((256,), float(2 * i + rank))
-        flying.append((i, collectives.all_gather_into_tensor.default(x, 2, group)))
+        flying.append((i, functional.all_gather_into_tensor.default(x, 2, group)))
         if i % 4 == 0:
             time.sleep(0.01)
         while len(flying) > 4:
@@ -59,7 +59,7 @@ def all_kinds(rank: int) -> Any:
     let_gathers_overlap()
     group, wrong = dist.group.WORLD.group_name, []
     mine, both = tensors(rank), [tensors(0), tensors(1)]
-    gather, each = collectives.all_gather_into_tensor.default, collectives.all_gather_into_tensor_coalesced.default
+    gather, each = functional.all_gather_into_tensor.default, functional.all_gather_into_tensor_coalesced.default
     with torch.no_grad():
         coalesced = each(list(mine.values()), 2, group)
         for (name, x), again in zip(mine.items(), coalesced, strict=True):
@@ -77,7 +77,7 @@ def test_tensors_of_every_kind_are_gathered() -> None:
 def refused(rank: int) -> Any:
     let_gathers_overlap()
     try:
-        collectives.all_gather_into_tensor.default(torch.zeros(2, dtype=torch.float8_e4m3fn), 2, "nobody")
+        functional.all_gather_into_tensor.default(torch.zeros(2, dtype=torch.float8_e4m3fn), 2, "nobody")
     except RuntimeError as error:
         return str(error)
     return "gathered"

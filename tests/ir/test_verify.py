@@ -19,10 +19,10 @@ from meshweave.compile import Program, build_program
 from meshweave.errors import VerifyError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir import ops
+from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import Spec, op_name, origin_of, spec_of
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import STARTS, WAIT, collectives
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 
 aten = torch.ops.aten
@@ -249,8 +249,8 @@ def _pin_left(made: Program) -> str:
 
 
 def _in_place_collective(made: Program) -> str:
-    start = first(made.rank.graph, collectives.all_reduce.default)
-    start.target = collectives.all_reduce_.default
+    start = first(made.rank.graph, functional.all_reduce.default)
+    start.target = functional.all_reduce_.default
     return f"rank graph: {start.name} (_c10d_functional.all_reduce_) writes to an operand"
 
 

@@ -24,8 +24,9 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.check.completeness import check_complete
 from meshweave.compile import Program, TrainStep, build_program
 from meshweave.errors import MeshweaveError, StepError, VerifyError
+from meshweave.ir.collectives import STARTS, functional
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, RankGraph, collectives, copied
+from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
 from meshweave.overlap.carry import carriable, carried, uncarried
@@ -38,7 +39,7 @@ from meshweave.runtime.world import LocalWorld
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 H100 = mw.load_profile("h100")
-GATHER = collectives.all_gather_into_tensor.default
+GATHER = functional.all_gather_into_tensor.default
 LLAMA = hugging_face("llama", batch=4, heads=4)
 
 

@@ -18,8 +18,8 @@ from meshweave.check.deadlock import check_deadlock
 from meshweave.compile import Program, TrainStep, build_program
 from meshweave.errors import PlanError
 from meshweave.hardware import AlphaBeta
+from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import COLLECTIVES, WAIT
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.whatif import simulate

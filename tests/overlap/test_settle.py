@@ -15,15 +15,16 @@ from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
 from meshweave.compile import TrainStep
 from meshweave.hardware import load_profile
+from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, collectives
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.overlap.prefetch import block_of
 from meshweave.whatif import simulate
 
 NODES_OF_TWO = load_profile("h100").scaled(
     devices_per_node=2, latency=1e-6
 )  # dp crosses nodes: its gradients move in two steps
-SUMS = (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default)
+SUMS = (functional.reduce_scatter_tensor.default, functional.all_reduce.default)
 
 
 class Blocks(nn.Module):

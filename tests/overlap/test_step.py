@@ -20,8 +20,9 @@ from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
 from meshweave.compile import Program, TrainStep, build_program
 from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.ir.collectives import STARTS, functional
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, RankGraph, collectives, copied
+from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
 from meshweave.overlap.step import Scheduling, overlap_role, overlap_roles, scheduling_of, tasks_of
@@ -32,7 +33,7 @@ from meshweave.runtime.world import LocalWorld
 from meshweave.simulate.step import simulate_roles
 
 H100 = mw.load_profile("h100")
-GATHER = collectives.all_gather_into_tensor.default
+GATHER = functional.all_gather_into_tensor.default
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 
 

@@ -14,8 +14,8 @@ import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
 from meshweave.hardware import load_profile
+from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import STARTS
 from meshweave.runtime.executor import Task
 from meshweave.simulate.liveness import peak_bytes
 from meshweave.whatif import simulate

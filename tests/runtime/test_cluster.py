@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.errors import CheckpointError, LayoutError, StepError
 from meshweave.interop.dtensor import dtensor_from_piece
+from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Spec
-from meshweave.ir.rank import collectives
 from meshweave.runtime.cluster import ClusterWorld, init_from_env, shutdown
 from meshweave.runtime.process_groups import ONE_ROUND_BYTES
 from meshweave.runtime.world import LocalWorld
@@ -134,13 +134,13 @@ def integers(rank: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
 def cases(size: int, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any], int, int]]:
     """Name, op, arguments, rows and width of every collective over groups of `size`."""
     for width in (3, 0):
-        yield "all_gather", collectives.all_gather_into_tensor.default, [size], 2, width
-        yield "all_to_all", collectives.all_to_all_single.default, [[2] * size, [2] * size], 2 * size, width
+        yield "all_gather", functional.all_gather_into_tensor.default, [size], 2, width
+        yield "all_to_all", functional.all_to_all_single.default, [[2] * size, [2] * size], 2 * size, width
         for op in OPS:
-            yield f"all_reduce {op}", collectives.all_reduce.default, [op], 5, width
-            yield f"reduce_scatter {op}", collectives.reduce_scatter_tensor.default, [op, size], 2 * size, width
+            yield f"all_reduce {op}", functional.all_reduce.default, [op], 5, width
+            yield f"reduce_scatter {op}", functional.reduce_scatter_tensor.default, [op, size], 2 * size, width
     assert ONE_ROUND_BYTES < 200_001 * 2 * 4
-    yield "large all_reduce", collectives.all_reduce.default, ["sum"], 200_001, 1
+    yield "large all_reduce", functional.all_reduce.default, ["sum"], 200_001, 1
 
 
 def job_collectives(pipe: Connection) -> dict[str, Any]:
@@ -172,20 +172,20 @@ def job_order(pipe: Connection) -> dict[str, Any]:
     for rows in (8, 100001):
         operands = [torch.randn(rows) * 10.0**r for r in range(4)]
         for axes in AXES:
-            op = collectives.all_reduce.default
+            op = functional.all_reduce.default
             expected = collect(MESH, op, axes, operands, ["sum"])[position]
             assert torch.equal(comm.wait(comm.collect(op, comm.group(axes), operands[position], ["sum"])), expected)
     scalars = [torch.tensor(float(r)) for r in range(4)]
     for axes in AXES:
-        op = collectives.all_reduce.default
+        op = functional.all_reduce.default
         started = comm.collect(op, comm.group(axes), scalars[position], ["max"])
         assert torch.equal(comm.wait(started), collect(MESH, op, axes, scalars, ["max"])[position])
-    op = collectives.all_gather_into_tensor.default
+    op = functional.all_gather_into_tensor.default
     gathers = [comm.collect(op, comm.group(axes), operands[position], []) for axes in AXES]
     for axes, started in reversed(list(zip(AXES, gathers, strict=True))):
         assert torch.equal(comm.wait(started), collect(MESH, op, axes, operands, [])[position])
         assert comm.wait(started) is comm.wait(started)
-    op = collectives.all_reduce.default  # several in flight: of four ranks in two rounds, beside a permute
+    op = functional.all_reduce.default  # several in flight: of four ranks in two rounds, beside a permute
     operands = [torch.arange(ONE_ROUND_BYTES // 4) % 97 * (r + 1.0) for r in range(4)]
     reductions = [comm.collect(op, comm.group(axes), operands[position], ["sum"]) for axes in AXES]
     shift = comm.permute(comm.group(("b", "a")), operands[position], 1)
@@ -199,7 +199,7 @@ def job_order(pipe: Connection) -> dict[str, Any]:
     rows_from = [i + 1 for i in range(4)]  # member i sends i + 1 rows to everybody
     sent = torch.full((4 * (index + 1), 2), float(index)) + torch.arange(4).repeat_interleave(index + 1)[:, None] * 10
     args = [rows_from, [index + 1] * 4]
-    started = comm.collect(collectives.all_to_all_single.default, comm.group(("b", "a")), sent, args)
+    started = comm.collect(functional.all_to_all_single.default, comm.group(("b", "a")), sent, args)
     expected = torch.cat([torch.full((i + 1, 2), i + 10.0 * index) for i in range(4)])
     assert torch.equal(comm.wait(started), expected)
     return {"order": list(order)}
@@ -388,7 +388,7 @@ def test_four_processes_train_as_one_process_does(start: Callable[..., Job], tmp
 
 def step_of(world: ClusterWorld, axes: tuple[str, ...] = ("a",)) -> None:
     comm = world.communicator
-    total = comm.wait(comm.collect(collectives.all_reduce.default, comm.group(axes), torch.ones(4), ["sum"]))
+    total = comm.wait(comm.collect(functional.all_reduce.default, comm.group(axes), torch.ones(4), ["sum"]))
     assert total.tolist() == [float(world.mesh.flat_size(axes))] * 4
 
 

@@ -11,18 +11,17 @@ from tests.collectives import collect, groups
 from torch import Tensor
 
 from meshweave.errors import MeshError
+from meshweave.ir.collectives import functional, reduce_in_order
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import collectives
-from meshweave.runtime.local import reduce_in_order
 from meshweave.runtime.world import LocalWorld
 
 MESH = Mesh("a=2,b=3")  # position of (i, j) is 3 i + j
-GATHER = collectives.all_gather_into_tensor.default
-REDUCE = collectives.all_reduce.default
-SCATTER = collectives.reduce_scatter_tensor.default
-EXCHANGE = collectives.all_to_all_single.default
+GATHER = functional.all_gather_into_tensor.default
+REDUCE = functional.all_reduce.default
+SCATTER = functional.reduce_scatter_tensor.default
+EXCHANGE = functional.all_to_all_single.default
 
 
 def run(op: Any, axes: tuple[str, ...], operands: Sequence[Tensor], *args: Any, mesh: Mesh = MESH) -> list[list[float]]:

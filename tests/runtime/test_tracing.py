@@ -17,10 +17,11 @@ from torch import fx, nn
 import meshweave as mw
 from meshweave.capture.optimizers import current_lrs
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import Input, Origin, Spec, op_name
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, collectives
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.runtime.cluster import init_from_env, shutdown
 from meshweave.runtime.measured import measured
 from meshweave.runtime.tracing import Change, DeviceTrace, Event
@@ -165,8 +166,8 @@ def waiting() -> RankGraph:
     mesh = Mesh("d=2")
     graph = fx.Graph()
     x = graph.placeholder("x")
-    first = graph.call_function(collectives.all_reduce.default, (x, "sum", "d"))
-    second = graph.call_function(collectives.all_reduce.default, (x, "max", "d"))
+    first = graph.call_function(functional.all_reduce.default, (x, "sum", "d"))
+    second = graph.call_function(functional.all_reduce.default, (x, "max", "d"))
     double = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
     wait = graph.call_function(WAIT, (second,))
     last = graph.call_function(torch.ops.aten.add.Tensor, (wait, double))

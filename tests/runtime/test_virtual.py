@@ -17,10 +17,11 @@ from torch import Tensor, fx, nn
 
 import meshweave as mw
 from meshweave.errors import StepError, VerifyError
+from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import WAIT, RankGraph, Transfer, collectives, transfer
+from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.executor import FORWARD, compile_tasks
 from meshweave.runtime.virtual import LocalExecutor, Workers
 
@@ -61,7 +62,7 @@ def run(*roles: RankGraph) -> list[Any]:
 
 
 def all_reduce(call: Any, x: fx.Node) -> fx.Node:
-    return call(WAIT, call(collectives.all_reduce.default, x, "sum", "d"))
+    return call(WAIT, call(functional.all_reduce.default, x, "sum", "d"))
 
 
 def test_devices_meet_in_collectives() -> None:
@@ -84,7 +85,7 @@ def test_a_copy_runs_beside_compute() -> None:
     """Both devices compute between the start and the wait of a large all-reduce; the values are right all the same."""
 
     def build(call: Any, x: fx.Node) -> fx.Node:
-        started = call(collectives.all_reduce.default, call(torch.ops.aten.expand.default, x, [1 << 20]), "sum", "d")
+        started = call(functional.all_reduce.default, call(torch.ops.aten.expand.default, x, [1 << 20]), "sum", "d")
         held = call(operator.pos, x)
         for _ in range(20):
             held = call(torch.ops.aten.mul.Tensor, held, 1.0)

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 import meshweave as mw
 from meshweave.hardware import load_profile
-from meshweave.ir.rank import STARTS, WAIT, RankGraph
+from meshweave.ir.collectives import STARTS, WAIT
+from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 

@@ -12,8 +12,8 @@ import meshweave as mw
 from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
+from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Origin, block_name, origin_of
-from meshweave.ir.rank import collectives
 from meshweave.simulate.buckets import Member, grouped
 from meshweave.simulate.tasks import Tasks, lower_tasks
 from meshweave.whatif import simulate
@@ -91,7 +91,7 @@ def members(kinds: str, waits: dict[int, int] | None = None) -> list[Member]:
     """Collectives of 100 bytes; a letter is the module, in upper case a reduction."""
     graph, found = fx.Graph(), []
     for i, kind in enumerate(kinds):
-        op = collectives.reduce_scatter_tensor if kind.isupper() else collectives.all_gather_into_tensor
+        op = functional.reduce_scatter_tensor if kind.isupper() else functional.all_gather_into_tensor
         node = graph.call_function(op.default, ())
         node.meta["origin"] = Origin("backward", f"blocks.{kind.lower()}.weight".replace("x", "0").replace("y", "1"))
         found.append(Member(node, 0, i, (waits or {}).get(i, -1), 100.0))

@@ -7,16 +7,17 @@ import torch
 from torch import fx
 
 from meshweave.engine.machine import Schedule
+from meshweave.ir.collectives import WAIT, functional
 from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, Value
 from meshweave.simulate.clock import play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Kernel
 from meshweave.simulate.tasks import RoleTasks, Task, Tasks
 
-ALL_REDUCE = collectives.all_reduce.default
+ALL_REDUCE = functional.all_reduce.default
 
 
 class Step:

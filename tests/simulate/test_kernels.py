@@ -12,8 +12,9 @@ from torch import nn
 import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Matmul, Memory
+from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
-from meshweave.ir.rank import STARTS, WAIT, RankGraph
+from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
 from meshweave.sharding.registry import TABLE
 from meshweave.simulate.classify import base_name, kind_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.collectives import WAIT, functional
 from meshweave.overlap.figures import Figures
 from meshweave.torch_compile.agreement import Agreement, communications, world_agreement
 
@@ -129,7 +129,7 @@ def test_a_process_alone_agrees_with_nobody() -> None:
 
 # The proof
 
-OPS = {"gather": collectives.all_gather_into_tensor.default, "sum": collectives.all_reduce.default}
+OPS = {"gather": functional.all_gather_into_tensor.default, "sum": functional.all_reduce.default}
 
 
 def graph(*events: str) -> fx.Graph:
@@ -202,11 +202,11 @@ def test_a_group_that_reaches_ranks_outside_is_found() -> None:
     assert "hint: rank 2 did not agree: add them to ranks=" in text
 
 
-@pytest.mark.skipif(not hasattr(collectives, "isend"), reason="this torch has no messages in graphs")
+@pytest.mark.skipif(not hasattr(functional, "isend"), reason="this torch has no messages in graphs")
 def test_messages_between_two_ranks_are_no_part_of_the_proof() -> None:
     made = fx.Graph()
     x = made.placeholder("x")
-    made.call_function(collectives.isend.default, (x, 1, 0, "tp"))
+    made.call_function(functional.isend.default, (x, 1, 0, "tp"))
     with pytest.raises(MeshweaveError, match="do not meet by their place"):
         Agreement(dist.HashStore(), 0, (0, 1), 1.0).prove(made)
 
@@ -220,7 +220,7 @@ def test_waits_for_inputs_and_views_are_part_of_the_sequence() -> None:
     """An input that an earlier graph began to fill is named by its place, which every rank has alike."""
     graph = fx.Graph()
     x, early = graph.placeholder("x"), graph.placeholder("early")
-    start = graph.call_function(collectives.all_reduce.default, (x, "sum", "a"))
+    start = graph.call_function(functional.all_reduce.default, (x, "sum", "a"))
     shown = graph.call_function(torch.ops.aten.view.default, (start, [-1]))
     done = graph.call_function(WAIT, (shown,))
     graph.output((done, graph.call_function(WAIT, (done,)), graph.call_function(WAIT, (early,))))

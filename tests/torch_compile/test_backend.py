@@ -17,15 +17,14 @@ from torch._inductor.utils import run_and_get_code
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.collectives import WAIT, collective_of, functional
 from meshweave.overlap import OverlapOptions, OverlapReport
-from meshweave.overlap.vocabulary import collective_of
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.torch_compile.inductor import HoldOrder, OverlapPass, patches
 from meshweave.torch_compile.scheduling import Settings
 
-GATHER = collectives.all_gather_into_tensor.default
-SUM = collectives.all_reduce.default
+GATHER = functional.all_gather_into_tensor.default
+SUM = functional.all_reduce.default
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.collectives import WAIT, functional
 from meshweave.overlap import OverlapReport
 from meshweave.runtime.cluster import init_from_env, shutdown
 from meshweave.torch_compile import backend
@@ -145,7 +145,7 @@ def test_steps_are_those_of_fully_shard_to_the_bit_and_ranks_decide_alike() -> N
 
 def gathered(x: Tensor) -> Tensor:
     group = dist.group.WORLD.group_name
-    return WAIT(collectives.all_gather_into_tensor.default(x, 2, group)) * 2
+    return WAIT(functional.all_gather_into_tensor.default(x, 2, group)) * 2
 
 
 def misfits(rank: int) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshweave.decompose import DecomposeOptions, DecomposeReport, SplitReport
 from meshweave.errors import MeshweaveError
-from meshweave.ir.rank import collectives
+from meshweave.ir.collectives import functional
 from meshweave.overlap import OverlapReport
 from meshweave.torch_compile import backend
 from meshweave.torch_compile.agreement import communications, world_agreement
@@ -138,9 +138,9 @@ def blocks_that_do_not_fit(rank: int) -> Any:
     x = graph.placeholder("x")
     sizes = [[2, 0], [2, 0]] if rank else [[0, 3], [0, 3]]
     start = graph.call_function(
-        collectives.all_to_all_single.default, (x, *sizes, dist.group.WORLD.group_name), name="exchange"
+        functional.all_to_all_single.default, (x, *sizes, dist.group.WORLD.group_name), name="exchange"
     )
-    graph.output(graph.call_function(collectives.wait_tensor.default, (start,)))
+    graph.output(graph.call_function(functional.wait_tensor.default, (start,)))
     agreement = world_agreement(None, 20.0)
     assert agreement is not None
     try:
@@ -176,8 +176,8 @@ def test_blocks_are_no_part_of_the_order() -> None:
     for rank in (0, 1):
         graph = torch.fx.Graph()
         rows = [0, 3] if rank == 0 else [3, 0]
-        start = graph.call_function(collectives.all_to_all_single.default, (graph.placeholder("x"), rows, rows, "g"))
-        graph.output(graph.call_function(collectives.wait_tensor.default, (start,)))
+        start = graph.call_function(functional.all_to_all_single.default, (graph.placeholder("x"), rows, rows, "g"))
+        graph.output(graph.call_function(functional.wait_tensor.default, (start,)))
         found, channels, sizes = communications(graph)
         assert [group for group, _ in channels] == ["g"]
         events.append(found)

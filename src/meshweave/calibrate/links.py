@@ -13,19 +13,15 @@ from torch import Tensor
 
 from meshweave.calibrate.ops import Effort, Peers, timed, typical
 from meshweave.hardware.collectives import bytes_received
+from meshweave.ir.collectives import OURS, RECEIVED
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import Transfer, collectives
+from meshweave.ir.rank import Transfer
 from meshweave.runtime.process_groups import ClusterCommunicator
 
-_COLLECTIVES: dict[str, tuple[Any, Callable[[int, int], list[Any]]]] = {  # arguments of the op from rows and group size
-    "all_gather": (collectives.all_gather_into_tensor.default, lambda rows, n: [n]),
-    "reduce_scatter": (collectives.reduce_scatter_tensor.default, lambda rows, n: ["sum", n]),
-    "all_reduce": (collectives.all_reduce.default, lambda rows, n: ["sum"]),
-    "all_to_all": (collectives.all_to_all_single.default, lambda rows, n: [[rows // n] * n] * 2),
-}
-OPS = (*_COLLECTIVES, "permute", "transfer")
+_COLLECTIVES = {row.name: (row.op, row.sample) for row in OURS if row.sample}
+OPS = tuple(RECEIVED)
 MOST_SLOWDOWN = 20.0
 _COVER = 2.5  # compute that should hide a communication lasts so many times as long
 _MOST_SLEEP_S = 0.5
@@ -90,7 +86,7 @@ class Links:
 
     def start(self, place: Place, op: str, local_bytes: int) -> Callable[[], Any]:
         """A function that begins `op` on an operand of about `local_bytes`, and returns what `wait` takes."""
-        if op in ("permute", "transfer"):
+        if op not in _COLLECTIVES:
             return self._message(place, op, local_bytes)
         group = self.communicator.group(place.axes, place.mesh)
         rows = max(1, local_bytes // 4 // _WIDTH // place.size) * place.size

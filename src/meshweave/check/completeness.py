@@ -19,8 +19,9 @@ from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, RoleReplay, Value, first_layout
 from meshweave.errors import VerifyError
 from meshweave.ir import ops
+from meshweave.ir.collectives import STARTS, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
-from meshweave.ir.rank import STARTS, RankGraph, Transfer, transfer
+from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.overlap.carry import uncarried
 from meshweave.overlap.unmerge import unmerged
 

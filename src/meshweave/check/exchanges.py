@@ -13,8 +13,9 @@ import numpy as np
 from meshweave.check.holdings import Holding, Ints, Pending, Rows, boxes, check_is, describe, pending_of, split
 from meshweave.errors import LayoutError, MeshweaveError, VerifyError
 from meshweave.ir import local_ops
+from meshweave.ir.collectives import destinations, functional, permute
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import Transfer, collectives, destinations, permute
+from meshweave.ir.rank import Transfer
 from meshweave.ir.routes import Message
 
 
@@ -189,11 +190,11 @@ def _embed_part(held: Holding, groups: Groups, dim: Any, before: Any, size: Any,
 
 
 EXCHANGES: dict[Any, Callable[..., Holding]] = {
-    collectives.all_gather_into_tensor.default: _all_gather,
-    collectives.all_reduce.default: _all_reduce,
-    collectives.reduce_scatter_tensor.default: _reduce_scatter,
-    collectives.all_to_all_single.default: _all_to_all,
-    collectives.broadcast.default: _broadcast,
+    functional.all_gather_into_tensor.default: _all_gather,
+    functional.all_reduce.default: _all_reduce,
+    functional.reduce_scatter_tensor.default: _reduce_scatter,
+    functional.all_to_all_single.default: _all_to_all,
+    functional.broadcast.default: _broadcast,
     permute: _permute,
     local_ops.embed_part: _embed_part,
 }

@@ -26,9 +26,10 @@ from meshweave.check.local_calls import MAKERS, OPERAND, Call, Context, check_ca
 from meshweave.check.numbers import Numbers
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops
+from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.sharding.registry import result_specs, row_for
 
 aten = torch.ops.aten

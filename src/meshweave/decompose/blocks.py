@@ -19,7 +19,7 @@ from meshweave.decompose.rewrite import erase_unused
 from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.writer import kept_meta
 from meshweave.ir import local_ops
-from meshweave.ir.rank import WAIT
+from meshweave.ir.collectives import WAIT
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from meshweave.decompose.algorithms import algorithm, prove
 from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream
 from meshweave.decompose.cut import operands_of
 from meshweave.decompose.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
-from meshweave.decompose.find import EXCHANGE, KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
+from meshweave.decompose.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
 from meshweave.decompose.frame import Frame, RoleFrame
 from meshweave.decompose.price import Estimate, Prices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.decompose.proof import prove_rings
@@ -23,6 +23,7 @@ from meshweave.decompose.share import Shared, share_gathers
 from meshweave.decompose.writer import Ring, RingKind, Writer
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.collectives import ALL_TO_ALL
 from meshweave.ir.graph import Spec, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.values import local_values, uneven_dims
@@ -187,7 +188,7 @@ class Pass:
             return "its group is of one device: nothing moves"
         if ring.size > self.options.most_devices:
             return f"its group is of {ring.size} devices, and a ring would have as many steps"
-        if start.target is EXCHANGE and not is_even(start):
+        if start.target is ALL_TO_ALL.op and not is_even(start):
             return "its blocks are of several sizes"
         return ""
 

@@ -15,7 +15,7 @@ from torch import fx
 from meshweave.decompose.algorithms import Algorithm, Index, Step
 from meshweave.decompose.writer import Number, Ring, Writer
 from meshweave.ir import local_ops
-from meshweave.ir.rank import collectives, permute
+from meshweave.ir.collectives import BROADCAST, permute
 
 aten = torch.ops.aten
 Produce = Callable[[Number], fx.Node]  # the number of a chunk -> the chunk, made here
@@ -42,7 +42,7 @@ class _Emission:
         step, ring = self.steps[k], self.ring
         x = self.write.contiguous(x)
         if step.root >= 0:
-            self.started[k] = self.write.call(collectives.broadcast.default, x, step.root, ring.group)
+            self.started[k] = self.write.call(BROADCAST.op, x, step.root, ring.group)
         else:
             self.started[k] = self.write.call(permute, x, step.shift % ring.size, ring.group)
 

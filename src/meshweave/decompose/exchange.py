@@ -11,12 +11,12 @@ from torch import fx
 from meshweave.decompose.chunks import Chunker, Downstream, Shapes, Upstream, cuttable
 from meshweave.decompose.cut import Cut, NoCut, kind_of, operands_of
 from meshweave.decompose.emit import blocks_of, write_exchange
-from meshweave.decompose.find import EXCHANGE, earlier, needed
+from meshweave.decompose.find import earlier, needed
 from meshweave.decompose.rewrite import Products, Way, erase_unused, finish, inherit, wait_of
 from meshweave.decompose.writer import Number, Ring, Writer
 from meshweave.ir import local_ops
+from meshweave.ir.collectives import ALL_TO_ALL, permute
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import permute
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ def exchanged(
     for node in sorted(order, key=order.__getitem__)[order[wait] + 1 :]:
         if origin_of(node).phase != origin_of(wait).phase or not any(n in cuts for n in operands_of(node)):
             continue
-        if node.target is EXCHANGE and node.args[3] == start.args[3] and is_even(node):
+        if node.target is ALL_TO_ALL.op and node.args[3] == start.args[3] and is_even(node):
             found += [node] if cuts[operands_of(node)[0]] == block else []
         elif cut := _followed(node, cuts, shapes, why):
             cuts[node] = cut

@@ -11,18 +11,9 @@ from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream,
 from meshweave.decompose.cut import FIXED, LOOSE, Cut, Shape, Sum, kind_of, operands_of
 from meshweave.decompose.rewrite import Way, wait_of
 from meshweave.decompose.writer import Ring
-from meshweave.ir.rank import STARTS, WAIT, collectives
+from meshweave.ir.collectives import ALL_REDUCE, OURS, STARTS, WAIT
 
-GATHER = collectives.all_gather_into_tensor.default
-SCATTER = collectives.reduce_scatter_tensor.default
-REDUCE = collectives.all_reduce.default
-EXCHANGE = collectives.all_to_all_single.default
-KINDS: dict[Any, str] = {
-    GATHER: "all_gather",
-    SCATTER: "reduce_scatter",
-    REDUCE: "all_reduce",
-    EXCHANGE: "all_to_all",
-}
+KINDS: Mapping[Any, str] = {row.op: row.name for row in OURS if row.may_decompose}
 _MOST_HOISTED = 16  # nodes that stand before a matmul's operand: views and casts of a weight are two or three
 
 
@@ -139,7 +130,7 @@ def reduced(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mapping
     assert isinstance(operand, fx.Node)
     count, shape = ring.size if way.row is not None else way.num_chunks, shapes.of(operand)
     along_dims = [Cut(dim, 1, count) for dim in range(len(shape))]
-    cuts = along_dims if start.target is REDUCE else _cuts(way, ring, shape)
+    cuts = along_dims if start.target is ALL_REDUCE.op else _cuts(way, ring, shape)
     last = Upstream()
     for cut in cuts:
         if not shape or not shapes.fits(operand, cut):

@@ -21,13 +21,12 @@ from meshweave.decompose.split_write import memory_order
 from meshweave.decompose.writer import Number, kept_meta
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
-from meshweave.ir.graph import op_name
-from meshweave.ir.rank import SYMBOLS, collectives, destinations, permute, ring_index
-from meshweave.overlap.vocabulary import place_of
+from meshweave.ir.collectives import ALL_TO_ALL, destinations, permute
+from meshweave.ir.graph import op_name, place_of
+from meshweave.ir.rank import SYMBOLS, ring_index
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
-EXCHANGE = collectives.all_to_all_single.default
 
 
 def lower(frame: PlainFrame) -> None:
@@ -193,7 +192,7 @@ class _Lowering:
         sends = destinations(to, size)
         received = [rows * (i == sends.index(rank)) for i in range(size)]
         sent = [rows * (i == sends[rank]) for i in range(size)]
-        return self.call(EXCHANGE, x, received, sent, group)
+        return self.call(ALL_TO_ALL.op, x, received, sent, group)
 
 
 _BLOCKS = frozenset({local_ops.join_blocks, local_ops.deal_blocks})

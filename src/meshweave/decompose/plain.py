@@ -16,14 +16,13 @@ from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.writer import Ring
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
-from meshweave.ir.graph import copied_graph
+from meshweave.ir.collectives import WAIT
+from meshweave.ir.graph import copied_graph, place_of
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import WAIT
 from meshweave.ir.values import Local, Values
 from meshweave.overlap.prices import ProfilePrices, ranks_of
 from meshweave.overlap.read import Reading, read, releasable_of
 from meshweave.overlap.values import values_of, written_of
-from meshweave.overlap.vocabulary import place_of
 
 _GROUP = "group"  # the one axis of the mesh that a group is
 

@@ -11,14 +11,15 @@ from meshweave.decompose.algorithms import Index, Step
 from meshweave.decompose.chunks import Downstream, Shapes, Upstream, kept, part_of, taken
 from meshweave.decompose.cut import Cut, Sum, is_same, kind_of, operands_of
 from meshweave.decompose.exchange import Region
+from meshweave.decompose.find import KINDS
 from meshweave.decompose.frame import Frame
 from meshweave.decompose.play import Message, play_exchange, play_gather, play_reduce
 from meshweave.decompose.rewrite import Way, wait_of
 from meshweave.decompose.writer import Ring
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
+from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
 from meshweave.simulate.classify import work_of
-from meshweave.simulate.priced import COST_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Prices:
         return self.profile.compute_seconds(work)
 
     def collective(self, start: fx.Node) -> Message:
-        return self.named(start, COST_NAMES[start.target], self.bytes(start))
+        return self.named(start, KINDS[start.target], self.bytes(start))
 
     def named(self, start: fx.Node, op: str, num_bytes: float) -> Message:
         """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
@@ -172,9 +173,9 @@ def reduce_estimate(
     wait, steps = wait_of(start), _steps(ring, way)
     compute, chunk = prices.along(found.cuts)
     hidden, num_bytes = prices.between(start, wait), prices.bytes(start)
-    is_split = way.row is not None and COST_NAMES[start.target] == "all_reduce"
+    is_split = way.row is not None and start.target is ALL_REDUCE.op
     losses = prices.copy(wait)
-    if way.row is not None and COST_NAMES[start.target] == "all_to_all":
+    if way.row is not None and start.target is ALL_TO_ALL.op:
         steps = (*steps[1:], steps[0])  # the own chunk last
     elif way.row is not None:
         losses = prices.copy(start.args[0], 0.5 + 0.5 / ring.size, "pointwise")  # type: ignore[arg-type]
@@ -241,7 +242,7 @@ def _message(prices: Prices, start: fx.Node, ring: Ring, way: Way, num_bytes: fl
     """One message of a device. They share its links, and go one after the other."""
     if way.row is None:
         parts = way.num_chunks
-        return prices.in_turn(start, COST_NAMES[start.target], prices.bytes(start) / parts, parts)
-    if way.row.name == "broadcast":  # priced as in simulate.tasks
-        return prices.in_turn(start, "all_gather", num_bytes / max(ring.size - 1, 1), ring.size)
+        return prices.in_turn(start, KINDS[start.target], prices.bytes(start) / parts, parts)
+    if way.row.name == BROADCAST.name:
+        return prices.in_turn(start, BROADCAST.curve, BROADCAST.curve_bytes((), ring.size, num_bytes), ring.size)
     return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in _steps(ring, way)))

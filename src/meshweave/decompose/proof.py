@@ -19,8 +19,9 @@ from meshweave.decompose.cut import operands_of
 from meshweave.decompose.writer import Mark
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
+from meshweave.ir.collectives import BROADCAST, destinations, permute
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import collectives, destinations, permute, ring_index
+from meshweave.ir.rank import ring_index
 
 _Token = tuple[int, int]  # the device whose data it is, and the number of the chunk
 
@@ -129,5 +130,5 @@ class _Proof:
         return VerifyError(f"ring {self.mark.number}: {node.name} {what}", where=str(origin_of(node)))
 
 
-_BROADCAST = collectives.broadcast.default
+_BROADCAST = BROADCAST.op
 _MOVES = frozenset({permute, _BROADCAST})

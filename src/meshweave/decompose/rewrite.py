@@ -13,7 +13,7 @@ from meshweave.decompose.cut import Cut, operands_of
 from meshweave.decompose.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
 from meshweave.decompose.writer import Number, Ring, Writer
 from meshweave.ir import local_ops
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.collectives import ALL_GATHER, WAIT
 
 aten = torch.ops.aten
 
@@ -171,7 +171,7 @@ def rewrite_reduce(
     else:
         dtype = shapes.local.values[operand][0].dtype
         own = write_reduce(write, way.row, ring, products, dtype, wide)
-        gather = collectives.all_gather_into_tensor.default
+        gather = ALL_GATHER.op
         begun = write.call(gather, write.contiguous(own), ring.size, ring.group)
         write.place = wait
         made = write.wait(begun)

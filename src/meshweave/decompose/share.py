@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from meshweave.decompose.cut import kind_of
-from meshweave.decompose.find import GATHER
 from meshweave.decompose.frame import Frame
 from meshweave.decompose.rewrite import erase_unused, wait_of
+from meshweave.ir.collectives import ALL_GATHER
 from meshweave.ir.graph import origin_of
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def share_gathers(frame: Frame) -> tuple[Shared, ...]:
     """
     first: dict[Any, fx.Node] = {}
     lasting, gone = frame.lasting(), list[Shared]()
-    for start in [node for node in frame.graph.nodes if node.target is GATHER]:
+    for start in [node for node in frame.graph.nodes if node.target is ALL_GATHER.op]:
         if start in lasting or frame.refused(start):
             continue
         kept = first.setdefault((_text(start.args[0]), start.args[1:], origin_of(start).phase), start)

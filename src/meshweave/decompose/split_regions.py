@@ -15,8 +15,8 @@ from torch import fx
 from meshweave.decompose.cut import Cut, NoCut
 from meshweave.decompose.split_way import End, Way
 from meshweave.decompose.split_ways import ATTENTION, MATMULS, fits, specs_of, way_of
+from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
-from meshweave.ir.rank import WAIT, collectives
 
 aten = torch.ops.aten
 
@@ -41,11 +41,7 @@ class Regions:
 
     @property
     def num_collectives(self) -> int:
-        return sum(is_start(node) for node in self.ways)
-
-
-def is_start(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == collectives.all_reduce.default.namespace and node.target is not WAIT
+        return sum(node.target in TABLE for node in self.ways)
 
 
 def work_of(node: fx.Node) -> int:

@@ -13,8 +13,9 @@ from meshweave.decompose.cut import FIXED, Cut
 from meshweave.decompose.split import Dim, SplitReport, spec_of_val, split_batch
 from meshweave.decompose.split_ways import fits
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.graph import copied_graph
-from meshweave.ir.rank import COLLECTIVES, SYMBOLS, RankGraph, bind_symbols
+from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.values import Values, local_values, varying
 from meshweave.ir.verify import verify_rank
 

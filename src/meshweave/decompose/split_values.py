@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT
 from meshweave.overlap.values import bare
 
 _META = torch.device("meta")
@@ -28,27 +28,15 @@ def made_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: An
         if "device" in named:
             named = {**named, "device": _META}
         try:
-            made = _collective(target, held) if target in _COLLECTIVES else target(*held, **named)
+            made = _collective(target, held) if target in COLLECTIVES else target(*held, **named)
         except ValueError as error:  # of ops that torch runs by their decomposition: view, where sizes may be symbolic
             raise RuntimeError(str(error)) from error
         return _dressed(made, like)
 
 
 def _collective(target: Any, args: tuple[Any, ...]) -> torch.Tensor:
-    """An all-gather, a reduce-scatter, or one that keeps the shape; results are contiguous."""
-    x = args[0]
-    rows, rest = (x.shape[0] if x.dim() else 1), x.shape[1:]
-    if target is collectives.all_gather_into_tensor.default:
-        return x.new_empty((rows * args[1], *rest))
-    if target is collectives.reduce_scatter_tensor.default:
-        return x.new_empty((rows // args[2], *rest))
-    return x.new_empty(x.shape)
-
-
-_COLLECTIVES = frozenset(
-    getattr(collectives, name).default
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single")
-)
+    """What a collective makes; it is contiguous."""
+    return args[0].new_empty(TABLE[target].shape(tuple(args[0].shape), args[1:]))
 
 
 def _bare(x: Any) -> Any:

@@ -13,8 +13,8 @@ from meshweave.decompose.split_local import LOCAL
 from meshweave.decompose.split_rules import RULES
 from meshweave.decompose.split_way import Combine, End, Way
 from meshweave.errors import RuleError
+from meshweave.ir.collectives import OURS, WAIT, communicates
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
-from meshweave.ir.rank import WAIT, collectives
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dims, Rule
 from meshweave.sharding.registry import row_for
@@ -63,6 +63,9 @@ def _exchange(node: fx.Node, end: End, cut: Cut) -> Way:
 
 def _same(node: fx.Node, end: End, cut: Cut) -> Way:
     return Way((cut,), (cut,))
+
+
+_BY_BLOCKS = {"": _same, "result": _gather, "operand": _scatter, "both": _exchange}
 
 
 # views that keep the order of elements
@@ -199,11 +202,7 @@ def _table() -> Mapping[Any, WayOf]:
     attention = [name + suffix for name in _ATTENTION for suffix in ("", "_backward")]
     named = {**dict.fromkeys(attention, _attention), **dict.fromkeys(_ACCUMULATING, _accumulate)}
     return {
-        collectives.all_gather_into_tensor.default: _gather,
-        collectives.reduce_scatter_tensor.default: _scatter,
-        collectives.all_reduce.default: _same,
-        collectives.broadcast.default: _same,
-        collectives.all_to_all_single.default: _exchange,
+        **{row.op: _BY_BLOCKS[row.blocks] for row in OURS if row.may_cut},
         WAIT: _same,
         **LOCAL,
         **dict.fromkeys(_VIEWS, _view),
@@ -243,7 +242,7 @@ def _check_operator(node: fx.Node) -> None:
         raise NoCut("it is no operator of a known meaning")
     if any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments):
         raise NoCut("it writes into an operand")
-    if node.target.namespace in _COMMUNICATING:
+    if communicates(node.target):
         raise NoCut("it is a collective that has no row here: split before collectives are merged")
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         raise NoCut("its random numbers are drawn in one stream")
@@ -259,9 +258,6 @@ def _is_described(node: fx.Node) -> bool:
         ):
             return False
     return True
-
-
-_COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
 
 def fits(cut: Cut, shape: Shape) -> bool:

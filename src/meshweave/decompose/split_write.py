@@ -17,8 +17,8 @@ from meshweave.decompose.split_way import Way
 from meshweave.decompose.split_ways import PLAIN, PRODUCTS
 from meshweave.decompose.writer import kept_meta
 from meshweave.errors import VerifyError
+from meshweave.ir.collectives import OURS
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
-from meshweave.ir.rank import collectives
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -240,9 +240,8 @@ class Writer:
 
 
 # The operands that an op takes to be contiguous. That of layer norm reads its statistics so, without asking.
-_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single")
 _CONTIGUOUS_OPERANDS: Mapping[Any, tuple[int, ...]] = {
-    **{getattr(collectives, name).default: (0,) for name in _COLLECTIVES},
+    **{row.op: (0,) for row in OURS if row.may_cut},
     aten.native_layer_norm_backward.default: (3, 4),
 }
 

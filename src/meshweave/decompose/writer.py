@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from meshweave.decompose.algorithms import Index
-from meshweave.ir.rank import STARTS, WAIT, ring_index
+from meshweave.ir.collectives import STARTS, WAIT
+from meshweave.ir.rank import ring_index
 
 aten = torch.ops.aten
 RingKind = Literal["gather", "sum", "exchange"]

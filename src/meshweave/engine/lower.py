@@ -15,8 +15,9 @@ from torch import fx
 from meshweave.engine.machine import ANY_PART, Schedule
 from meshweave.engine.match import Channel, Matches, Start, agreed, devices_text, plain_args
 from meshweave.errors import VerifyError
+from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, Transfer, members_of, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph, Transfer, members_of
 from meshweave.ir.routes import Message
 
 

@@ -10,20 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import NOWHERE, Origin
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
-from meshweave.ir.rank import (
-    STARTS,
-    axis_index,
-    in_mesh_order,
-    linear,
-    member_pieces,
-    piece_offset,
-    piece_size,
-    qualified,
-)
+from meshweave.ir.rank import axis_index, in_mesh_order, linear, member_pieces, piece_offset, piece_size, qualified
 
 aten = torch.ops.aten
 Number = Any  # an int, or the fx.Node of a symbolic one

@@ -15,10 +15,11 @@ from torch import fx
 
 from meshweave.expand.emit import Emitter
 from meshweave.ir import local_ops
+from meshweave.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, transfer
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, largest_chunk
-from meshweave.ir.rank import WAIT, collectives, in_mesh_order, transfer
+from meshweave.ir.rank import in_mesh_order
 from meshweave.movement.steps import Step
 
 aten = torch.ops.aten
@@ -94,7 +95,7 @@ def _dealt(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: i
 def _all_gather(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     count, group = _group(emit, step.source, step.axes)
     sent = _filled(emit, x, step, shape)
-    started = emit.call(collectives.all_gather_into_tensor.default, (emit.contiguous(sent), count, group), {})
+    started = emit.call(ALL_GATHER.op, (emit.contiguous(sent), count, group), {})
     return lambda: _joined(emit, emit.call(WAIT, (started,), {}), step, shape)
 
 
@@ -108,13 +109,13 @@ def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int
 def _reduce_scatter(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     count, group = _group(emit, step.source, step.axes)
     dealt = _dealt(emit, x, step, shape, step.dim, step.axes)
-    started = emit.call(collectives.reduce_scatter_tensor.default, (emit.contiguous(dealt), step.op, count, group), {})
+    started = emit.call(REDUCE_SCATTER.op, (emit.contiguous(dealt), step.op, count, group), {})
     return lambda: _own(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim)
 
 
 def _all_reduce(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     _, group = _group(emit, step.source, step.axes)
-    started = emit.call(collectives.all_reduce.default, (emit.contiguous(x), step.op, group), {})
+    started = emit.call(ALL_REDUCE.op, (emit.contiguous(x), step.op, group), {})
     return lambda: emit.call(WAIT, (started,), {})
 
 
@@ -126,9 +127,7 @@ def _all_to_all(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
     dealt = _dealt(emit, _filled(emit, x, step, shape), step, shape, to_dim, step.to_axes)
     blocks = {dim: _block(shape, step.source, dim), to_dim: _block(shape, step.target, to_dim)}
     rows = blocks.get(0, emit.extent(shape, step.source, 0))
-    started = emit.call(
-        collectives.all_to_all_single.default, (emit.contiguous(dealt), [rows] * count, [rows] * count, group), {}
-    )
+    started = emit.call(ALL_TO_ALL.op, (emit.contiguous(dealt), [rows] * count, [rows] * count, group), {})
     return lambda: _own(emit, _joined(emit, emit.call(WAIT, (started,), {}), step, shape), step, shape, to_dim)
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import RECEIVED
 
-# Bytes that one device receives, from the group size n and its local input of b bytes. Ring and pairwise algorithms,
-# which are optimal in bytes (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A local op receives nothing.
-_RECEIVED: dict[str, Callable[[int, float], float]] = {
-    "slice": lambda n, b: 0,
-    "to_partial": lambda n, b: 0,
-    "scale": lambda n, b: 0,
-    "all_gather": lambda n, b: (n - 1) * b,
-    "reduce_scatter": lambda n, b: (n - 1) * b / n,
-    "all_reduce": lambda n, b: 2 * (n - 1) * b / n,
-    "all_to_all": lambda n, b: (n - 1) * b / n,
-    "permute": lambda n, b: b,
-    "transfer": lambda n, b: b,
-}
 LOCAL = ("slice", "to_partial", "scale")
+_RECEIVED: Mapping[str, Callable[[int, float], float]] = {**dict.fromkeys(LOCAL, lambda n, b: 0), **RECEIVED}
 
 
 def bytes_received(op: str, group_size: int, local_bytes: float, where: str) -> float:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from meshweave.ir.collectives import RECEIVED
+
 KINDS = ("pointwise", "reduction", "copy", "strided", "gather", "scatter", "random", "fill")  # of work.Memory
 DTYPES = (
     "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
@@ -216,7 +218,7 @@ class Fit:
     share `host` in starting it and, when the bytes are there, in finishing it: work that compute does not hide.
     """
 
-    op: str = field(metadata=one_of("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "transfer"))
+    op: str = field(metadata=one_of(*RECEIVED))
     level: str = field(metadata=one_of(*LEVELS))
     group_size: int = field(metadata=figure("a whole number, 2 or more", 2))
     points: tuple[Point, ...] = field(metadata=points("local_bytes, seconds", rising=True))

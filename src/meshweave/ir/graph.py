@@ -147,6 +147,32 @@ def op_name(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def argument(node: fx.Node, position: int) -> Any:
+    """An argument by its position in the op's schema, whether it was handed over by position or by name."""
+    if position < len(node.args):
+        return node.args[position]
+    if isinstance(node.target, torch._ops.OpOverload) and position < len(node.target._schema.arguments):
+        return node.kwargs.get(node.target._schema.arguments[position].name)
+    return None
+
+
+def place_of(node: fx.Node) -> str:
+    """A node as messages name it: its name, its op and, where known, the module and line that it comes from."""
+    origin = node.meta.get("origin")
+    source = str(origin) if origin is not None else _stack_line(node)
+    return f"node {node.name} ({op_name(node.target)})" + (f", {source}" if source else "")
+
+
+def _stack_line(node: fx.Node) -> str:
+    """The innermost line of a node's stack trace: `model.py:12`."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    parts = lines[-1].split('"')
+    number = parts[2].split("line", 1)[-1].split(",")[0].strip() if len(parts) > 2 else ""
+    return f"{parts[1]}:{number}" if number else parts[1]
+
+
 def copied_graph(graph: fx.Graph, copies: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
     """The same graph with nodes of its own, whose meta are their own too. `copies`, if given, is filled: old to new."""
     made, held = fx.Graph(), {} if copies is None else copies

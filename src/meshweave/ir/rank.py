@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import Input, Spec, copied_graph, graph_text
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -29,59 +28,6 @@ from meshweave.ir.pieces import nested_chunk
 from meshweave.ir.routes import Routes, routes, routes_within
 
 Coordinates = Mapping[str, int]
-collectives = torch.ops._c10d_functional
-
-
-def transfer(x: torch.Tensor | None, key: str) -> Any:
-    """Start the transfer `RankGraph.transfers[key]`. `x` is this device's piece of the source; None where it has none.
-
-    Its wait gives this device's piece of the target, or None where it has none.
-    """
-    raise AssertionError("a transfer is run by a communicator")
-
-
-def permute(x: torch.Tensor, to: int | Sequence[int], group: str) -> Any:
-    """Start a permute: every member of a group gets what another member, or itself, has in `x`, of one shape for all.
-
-    Member i sends to member (i + to) mod n, or to member to[i]; `to` is then a permutation of 0 .. n-1. Members count
-    along the flattened axes of the group. What a member sends to itself stays where it is, so that a group of one moves
-    nothing. The inverse brings a gradient back: see `inverse`.
-    """
-    raise AssertionError("a permute is run by a communicator")
-
-
-def destinations(to: int | Sequence[int], size: int) -> tuple[int, ...]:
-    """Per member of a group of `size`, the one that it sends to. Raises MeshweaveError for what is no permutation."""
-    if isinstance(to, int):
-        return tuple((i + to) % size for i in range(size))
-    if sorted(to) != list(range(size)):
-        raise MeshweaveError(
-            "a permute must bring every member of its group one block",
-            got=f"destinations {list(to)}",
-            expected=f"each of 0 to {size - 1} once, in a group of {size}",
-        )
-    return tuple(to)
-
-
-def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
-    """The permute that brings everything back: what the gradient of a permute takes."""
-    if isinstance(to, int):
-        return -to
-    return tuple(map(list(to).index, range(len(to))))
-
-
-COLLECTIVES = frozenset(
-    {
-        permute,
-        collectives.broadcast.default,
-        collectives.all_gather_into_tensor.default,
-        collectives.reduce_scatter_tensor.default,
-        collectives.all_reduce.default,
-        collectives.all_to_all_single.default,
-    }
-)
-STARTS = COLLECTIVES | {transfer}
-WAIT = collectives.wait_tensor.default
 
 
 def piece_size(coords: Coordinates, size: int, axes: Sequence[str], parts: Sequence[int], unit: int) -> int:

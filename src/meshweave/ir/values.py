@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
@@ -12,8 +11,9 @@ import torch
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT, transfer
 from meshweave.ir.graph import map_nodes, op_name, origin_of
-from meshweave.ir.rank import SYMBOLS, WAIT, RankGraph, bind_symbols, collectives, permute, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 
 NOTHING: tuple[Value, ...] = ()
 
@@ -104,10 +104,10 @@ class _Inference:
             return self.values[_operand(node)]
         if node.target is transfer:
             return self.transferred(node)
-        if node.target in _COLLECTIVES:
+        if node.target in COLLECTIVES:
             (x,) = self.values[_operand(node)]
             args = fx.map_arg(node.args[1:], lambda n: symbols[n])
-            return (self.fresh(_COLLECTIVES[node.target](x.shape, args), x.dtype),)
+            return (self.fresh(TABLE[node.target].shape(x.shape, args), x.dtype),)
         if _is_getitem(node):
             made = self.values[_operand(node)]
             index: Any = node.args[1]
@@ -234,16 +234,6 @@ class _Operand:
 
 
 _FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
-
-# Shape of the result from that of the operand and the arguments after it.
-_COLLECTIVES: dict[Any, Callable[[tuple[int, ...], Any], tuple[int, ...]]] = {
-    collectives.all_gather_into_tensor.default: lambda shape, args: (shape[0] * args[0], *shape[1:]),
-    collectives.reduce_scatter_tensor.default: lambda shape, args: (shape[0] // args[1], *shape[1:]),
-    collectives.all_reduce.default: lambda shape, args: shape,
-    collectives.all_to_all_single.default: lambda shape, args: (sum(args[0]), *shape[1:]),
-    collectives.broadcast.default: lambda shape, args: shape,
-    permute: lambda shape, args: shape,
-}
 
 
 def _operand(node: fx.Node) -> fx.Node:

@@ -7,21 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.errors import VerifyError
 from meshweave.ir import ops
+from meshweave.ir.collectives import COLLECTIVES, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import Origin, Spec, StepGraph, op_name, origin_of, tensor_inputs
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import (
-    COLLECTIVES,
-    STARTS,
-    WAIT,
-    RankGraph,
-    collectives,
-    destinations,
-    permute,
-    qualified,
-    transfer,
-)
+from meshweave.ir.rank import RankGraph, qualified
 
 Findings = Iterator[tuple[fx.Node, str]]
 
@@ -99,24 +90,12 @@ def _groups_exist(rank: RankGraph) -> Findings:
             missing = [a for a in str(node.args[-1]).split(",") if a not in axes]
             if missing:
                 yield node, f"works over unknown axes {missing}"
-            elif problem := _wrong_member(rank, node):
+                continue
+            mesh, group = rank.group_axes(str(node.args[-1]))
+            if problem := TABLE[node.target].problem(node.args[1:-1], mesh.flat_size(group)):
                 yield node, problem
         if node.target is transfer and node.args[-1] not in rank.transfers:
             yield node, f"takes part in an unknown transfer {node.args[-1]}"
-
-
-def _wrong_member(rank: RankGraph, node: fx.Node) -> str:
-    """What is wrong with the members that a permute or a broadcast names, if anything."""
-    mesh, axes = rank.group_axes(str(node.args[-1]))
-    size = mesh.flat_size(axes)
-    if node.target is permute:
-        try:
-            destinations(node.args[1], size)  # type: ignore[arg-type]
-        except MeshweaveError as error:
-            return f"is no permutation of its group: {error.got} of {size}"
-    if node.target is collectives.broadcast.default and node.args[1] not in range(size):
-        return f"broadcasts from member {node.args[1]} of {size}"
-    return ""
 
 
 _STEP: tuple[Callable[[fx.Graph], Findings], ...] = (_has_meta, _is_functional)

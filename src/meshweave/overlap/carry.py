@@ -15,9 +15,10 @@ from typing import Any
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.ir.collectives import COLLECTIVES, STARTS, WAIT
 from meshweave.ir.graph import Input, StepGraph, copied_graph, map_nodes, op_name, origin_of, spec_of
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import COLLECTIVES, STARTS, SYMBOLS, WAIT, RankGraph, copied
+from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.overlap.prefetch import block_of
 
 CARRY, _PARAM = "carry", "param"

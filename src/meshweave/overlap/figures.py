@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.rank import WAIT
+from meshweave.ir.collectives import WAIT
 from meshweave.overlap.prices import SIZES, Curve, Prices, handed_in
 from meshweave.overlap.read import Reading
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.ir.collectives import WAIT
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import WAIT
 from meshweave.ir.values import Value
 from meshweave.overlap.figures import Costs
 from meshweave.overlap.merged import Bucket, Merged, MergedWriter

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.rank import SYMBOLS, WAIT
+from meshweave.ir.collectives import WAIT, collective_of
+from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.values import Values
 from meshweave.overlap.phases import begin
 from meshweave.overlap.values import written_of
-from meshweave.overlap.vocabulary import collective_of
 
 # Namespaces whose ops see elements alone, and the ops there that do not: they name an offset into the storage, exchange
 # or resize it, or need an offset that is a multiple of a larger element.

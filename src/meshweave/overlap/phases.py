@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import NOTHING, Values
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from meshweave.errors import PlanError
+from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.graph import block_name, origin_of
-from meshweave.ir.rank import COLLECTIVES, WAIT, RankGraph
+from meshweave.ir.rank import RankGraph
 
 
 @dataclass(frozen=True, slots=True)

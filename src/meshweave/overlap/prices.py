@@ -19,11 +19,11 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
+from meshweave.ir.graph import argument, place_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.values import Value
 from meshweave.overlap.read import Reading
 from meshweave.overlap.values import is_view_op
-from meshweave.overlap.vocabulary import Collective, argument, place_of
 from meshweave.simulate.classify import base_name, kind_of, memory_work, work_of
 
 Cost = Callable[..., float]
@@ -256,29 +256,23 @@ class ProfilePrices:
         return self.meshes[channel]
 
     def start(self, item: int, num_bytes: float) -> float:
-        mesh = self.mesh(item)
-        name, scale = _as_priced(self.reading.rows[item], mesh.num_devices)
-        return self.profile.seconds(name, mesh, ("group",), num_bytes * scale)
+        name, priced_bytes = self.priced(item, num_bytes)
+        return self.profile.seconds(name, self.mesh(item), ("group",), priced_bytes)
 
     def curve(self, item: int) -> Curve:
         return Curve(tuple(self.start(item, size) for size in SIZES))
 
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:
-        mesh = self.mesh(item)
-        return self.profile.usage(_as_priced(self.reading.rows[item], mesh.num_devices)[0], mesh, ("group",))
+        return self.profile.usage(self.priced(item, 0.0)[0], self.mesh(item), ("group",))
+
+    def priced(self, item: int, num_bytes: float) -> tuple[str, float]:
+        """The curve that prices a start, and the bytes at which."""
+        return self.reading.rows[item].priced(self.reading.nodes[item], self.mesh(item).num_devices, num_bytes)
 
     def copy_rate(self) -> float:
         moved = 1 << 28
         work = Memory("strided", moved, moved // 4, torch.bfloat16)
         return moved / self.profile.compute_seconds(work)
-
-
-def _as_priced(row: Collective, size: int) -> tuple[str, float]:
-    """The op of a profile that stands for a row, and its bytes per byte handed in: a broadcast sends what a gather of
-    parts does; a message crosses one link."""
-    if row.name == "broadcast":
-        return "all_gather", 1 / size
-    return ("permute", 1.0) if row.name == "transfer" else (row.name, 1.0)
 
 
 def ranks_of(reading: Reading, item: int, groups: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
@@ -296,8 +290,9 @@ def ranks_of(reading: Reading, item: int, groups: Mapping[str, Sequence[int]]) -
             expected=f"one of {', '.join(map(repr, groups))}" if groups else "a group of torch.distributed",
             hint="pass groups={name: ranks}, or a cost callable, which needs no ranks",
         )
-    said = _group_size(node)
-    if said is not None and said != len(found):
+    row = reading.rows[item]
+    said = argument(node, row.size) if row.size >= 0 else None
+    if isinstance(said, int) and said != len(found):
         raise MeshweaveError(
             "a collective's group size is not that of its group",
             where=place_of(node),
@@ -305,14 +300,6 @@ def ranks_of(reading: Reading, item: int, groups: Mapping[str, Sequence[int]]) -
             expected=f"{len(found)}, the size of group {name!r}: ranks {found[:8]}",
         )
     return found
-
-
-def _group_size(node: fx.Node) -> int | None:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    names = [a.name for a in node.target._schema.arguments]
-    size = argument(node, names.index("group_size")) if "group_size" in names else None
-    return size if isinstance(size, int) else None
 
 
 def _registered(group: Any) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshweave.ir.rank import WAIT
+from meshweave.ir.collectives import WAIT
 from meshweave.ir.values import Value
 from meshweave.overlap.merged import Merged
 from meshweave.overlap.problem import Order
@@ -82,8 +82,8 @@ class _Writer:
     def bucket(self, bucket: Sequence[int]) -> _Bucket:
         reading, made = self.reading, _Bucket()
         first = reading.nodes[bucket[0]]
-        kind = reading.rows[bucket[0]].bucket
-        size = 1 if kind == "reduce" else int(first.args[1 if kind == "gather" else 2])  # type: ignore[arg-type]
+        row = reading.rows[bucket[0]]
+        kind, size = row.bucket, int(first.args[row.size]) if row.size >= 0 else 1  # type: ignore[arg-type]
         operands: list[Any] = [reading.nodes[c].args[0] for c in bucket]
         values = [self.operands[c] for c in bucket]
         dtypes = {x.dtype for x in values}

@@ -13,8 +13,9 @@ from itertools import pairwise
 
 from torch import fx
 
+from meshweave.ir.collectives import COLLECTIVES, STARTS
 from meshweave.ir.graph import PARTS, origin_of
-from meshweave.ir.rank import COLLECTIVES, STARTS, SYMBOLS, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.overlap.prefetch import block_of
 
 _BACKWARD, _UPDATE = PARTS["backward"], PARTS["update"]

@@ -11,8 +11,9 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
+from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.graph import StepGraph
-from meshweave.ir.rank import RankGraph, copied, transfer
+from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.values import local_values, varying
 from meshweave.overlap.carry import Block, carriable, carried
 from meshweave.overlap.decide import INPUT, NoOrderError, OverlapOptions, decide
@@ -23,7 +24,6 @@ from meshweave.overlap.prices import SIZES, Curve
 from meshweave.overlap.read import Reading, read
 from meshweave.overlap.report import OverlapReport
 from meshweave.simulate.kernels import Fusion
-from meshweave.simulate.priced import priced_as
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 from meshweave.simulate.tasks import lower_tasks
 
@@ -110,7 +110,7 @@ class StepPrices:
         if node.target is transfer:  # it is never merged
             return Curve((self.tasks.seconds[node],) * len(SIZES))
         mesh, axes = self.role.group_axes(str(node.args[-1]))
-        asked = [priced_as(node, mesh.flat_size(axes), size) for size in SIZES]
+        asked = [TABLE[node.target].priced(node, mesh.flat_size(axes), size) for size in SIZES]
         return Curve(tuple(self.profile.seconds(op, mesh, axes, size) for op, size in asked))
 
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.rank import WAIT, RankGraph, collectives, copied
+from meshweave.ir.collectives import ALL_GATHER, OURS, REDUCE_SCATTER, WAIT
+from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.values import Value, Values, local_values, varying
 
 aten = torch.ops.aten
-_GATHER = collectives.all_gather_into_tensor.default
-_SCATTER = collectives.reduce_scatter_tensor.default
-_MERGED = frozenset({_GATHER, _SCATTER, collectives.all_reduce.default})
+_GATHER, _SCATTER = ALL_GATHER.op, REDUCE_SCATTER.op
+_MERGED = frozenset(row.op for row in OURS if row.bucket)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from meshweave.errors import VerifyError
-from meshweave.ir.rank import WAIT
+from meshweave.ir.collectives import WAIT
+from meshweave.ir.graph import place_of
 from meshweave.ir.values import NOTHING, Value, Values
-from meshweave.overlap.vocabulary import place_of
 
 _MOST_PARTS = 4096  # of an op that returns a list of views
 _SYMBOLIC = 8192  # a size without a hint: what Inductor assumes (config.unbacked_symint_fallback, torch 2.13)

@@ -16,10 +16,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from meshweave.errors import LayoutError, MeshError, StepError
+from meshweave.ir.collectives import ALL_GATHER
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph, collectives
+from meshweave.ir.rank import RankGraph
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost, Group
 from meshweave.runtime.watch import LINGER, Watch
@@ -96,7 +97,7 @@ class ClusterWorld:
         largest = max(box.num_elements for box in boxes)
         block = piece.new_zeros(largest)
         block[: piece.numel()] = piece.detach().reshape(-1)
-        op = collectives.all_gather_into_tensor.default
+        op = ALL_GATHER.op
         gathered = self.communicator.wait(self.communicator.collect(op, group, block, [len(members)]))
         full = piece.new_empty(shape)
         for box, part in zip(boxes, gathered.split(largest) if largest else [block] * len(boxes), strict=True):

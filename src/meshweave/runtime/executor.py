@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from meshweave.errors import MeshweaveError, StepError
+from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, bind_symbols
+from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run one after the other
 

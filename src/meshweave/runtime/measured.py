@@ -11,14 +11,14 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.work import Attention, Matmul
+from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import Local, local_values
 from meshweave.runtime.meter import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import work_of
 from meshweave.simulate.exposure import covered
-from meshweave.simulate.priced import COST_NAMES, priced_as
 from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
 
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
@@ -80,11 +80,11 @@ class _Role:
         operand = node.args[0]
         held = self.local.one(operand) if isinstance(operand, fx.Node) else None
         size = held.num_elements * held.dtype.itemsize if held is not None else 0
-        op, count = COST_NAMES[node.target], mesh.flat_size(axis_list)
-        priced, local_bytes = priced_as(node, count, size)
-        taken = bytes_received(priced, count, local_bytes, "a measured step")
-        kind = "transfer" if op == "permute" else "collective"
-        return self.span(node, event, op, kind, f"comm {key}{suffix}", bytes=float(taken), group=",".join(axis_list))
+        row, count = TABLE[node.target], mesh.flat_size(axis_list)
+        curve, local_bytes = row.priced(node, count, size)
+        taken = bytes_received(curve, count, local_bytes, "a measured step")
+        kind, group = "transfer" if row is PERMUTE else "collective", ",".join(axis_list)
+        return self.span(node, event, row.name, kind, f"comm {key}{suffix}", bytes=float(taken), group=group)
 
     def span(self, node: fx.Node, event: Event, op: str, kind: str, stream: str, **more: object) -> Span:
         origin = origin_of(node)

@@ -14,11 +14,23 @@ from torch import Tensor
 
 from meshweave.errors import StepError
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
+from meshweave.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    destinations,
+    permute,
+    reduce_in_order,
+    transfer,
+)
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import COLLECTIVES, RankGraph, Transfer, collectives, destinations, permute, transfer
+from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.executor import Recorder
-from meshweave.runtime.local import piece_of, receive, reduce_in_order
+from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.watch import await_work
 
 # A peer that is alive and silent for so long is taken for stuck. Dead ones are noticed sooner (see watch.py).
@@ -151,7 +163,7 @@ class ClusterCommunicator:
 
     def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
         """Whether an all-reduce moves fewer bytes in two rounds; small operands, and those of two, are gathered."""
-        is_here = op is collectives.all_reduce.default and not self.is_native
+        is_here = op is ALL_REDUCE.op and not self.is_native
         return is_here and group.size > 2 and x.nbytes * group.size > ONE_ROUND_BYTES
 
     def _two_rounds(self, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
@@ -379,14 +391,14 @@ def _countable(x: Tensor) -> Tensor:
 
 
 _MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
-    collectives.all_gather_into_tensor.default: _all_gather,
-    collectives.all_to_all_single.default: _all_to_all,
-    collectives.all_reduce.default: _all_reduce,
-    collectives.reduce_scatter_tensor.default: _reduce_scatter,
-    collectives.broadcast.default: _broadcast,
+    ALL_GATHER.op: _all_gather,
+    ALL_TO_ALL.op: _all_to_all,
+    ALL_REDUCE.op: _all_reduce,
+    REDUCE_SCATTER.op: _reduce_scatter,
+    BROADCAST.op: _broadcast,
 }
 _NATIVE = {
     **_MOVED,
-    collectives.all_reduce.default: _native_all_reduce,
-    collectives.reduce_scatter_tensor.default: _native_reduce_scatter,
+    ALL_REDUCE.op: _native_all_reduce,
+    REDUCE_SCATTER.op: _native_reduce_scatter,
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshweave.engine.lower import Copy, lower
 from meshweave.engine.machine import Action, Done, Failed, Idle, Machine, Release, Run
 from meshweave.errors import MeshweaveError, StepError
-from meshweave.ir.rank import transfer
+from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.routes import Message
 from meshweave.runtime.executor import (
     After,
@@ -34,7 +34,7 @@ from meshweave.runtime.executor import (
     fill,
     finish,
 )
-from meshweave.runtime.local import exchange, piece_of, receive
+from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.streams import Streams
 
 # A copy of so few bytes is done by the worker that found it ready: waking another costs more than it takes (a wake-up
@@ -321,7 +321,7 @@ class LocalExecutor:
                 results = [self._received(copy, operands, waits[0][0])]
             else:
                 args = [fill(a, now.envs[i]) for a in task.args[1:-1]]
-                results = exchange(copy.op, operands, args)
+                results = TABLE[copy.op].exchange(operands, args)
         except MeshweaveError:
             raise
         except Exception as error:

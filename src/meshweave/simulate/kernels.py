@@ -19,8 +19,9 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Memory, Work
+from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import Origin, map_nodes, origin_of
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import Local, Value
 from meshweave.simulate.classify import base_name, is_closing, is_fusible, kind_of, memory_work, work_of
 

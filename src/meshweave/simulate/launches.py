@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from meshweave.ir.collectives import WAIT
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import WAIT
 from meshweave.simulate.kernels import Fusion, is_in_block
 
 

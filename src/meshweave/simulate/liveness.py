@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from meshweave.ir.rank import STARTS, SYMBOLS, RankGraph
+from meshweave.ir.collectives import STARTS
+from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import Value, local_values
 
 _REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of their name takes the place of

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS
 from meshweave.simulate.allocator import reserved_bytes
 from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion

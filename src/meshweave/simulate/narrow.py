@@ -14,13 +14,12 @@ import torch
 from torch import fx
 
 from meshweave.hardware.work import Matmul, Memory, Work
+from meshweave.ir.collectives import ALL_GATHER, WAIT
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import WAIT, RankGraph, collectives
+from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local
 from meshweave.simulate.classify import kind_of
 from meshweave.simulate.kernels import Fusion, Kernel, is_in_block
-
-_GATHER = collectives.all_gather_into_tensor.default
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Narrow:
 
     def __post_init__(self) -> None:
         for node in self.role.graph.nodes:
-            if node.target is _GATHER and is_in_block(origin_of(node)):
+            if node.target is ALL_GATHER.op and is_in_block(origin_of(node)):
                 operand = node.args[0]
                 assert isinstance(operand, fx.Node)
                 handed = sum(x.num_elements for x in self.local.values[operand])
@@ -46,7 +45,7 @@ class Narrow:
     def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
         """Bytes of the operand of a collective as it is moved."""
         made = self.local.values[start]
-        if start.target is not _GATHER or not made or made[0].storage not in self.sources:
+        if start.target is not ALL_GATHER.op or not made or made[0].storage not in self.sources:
             return num_bytes
         return num_bytes * self.dtype.itemsize / made[0].dtype.itemsize
 

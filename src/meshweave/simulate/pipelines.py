@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.rank import STARTS, SYMBOLS, WAIT, RankGraph, transfer
+from meshweave.ir.collectives import STARTS, WAIT, transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph
 
 Pipeline = Literal["sequential", "gpipe", "1f1b"]
 Passes = tuple[tuple[int, int], ...]  # (part, microbatch), in the order in which a role runs them

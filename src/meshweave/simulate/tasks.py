@@ -18,15 +18,15 @@ from meshweave.engine.match import Channel, agreed
 from meshweave.errors import VerifyError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
+from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import STARTS, WAIT, RankGraph, Transfer, permute, transfer
+from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
 from meshweave.simulate.buckets import Buckets, Member, check_buckets, grouped
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.simulate.launches import issued
 from meshweave.simulate.narrow import Narrow
 from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, passes_of, told_of
-from meshweave.simulate.priced import COST_NAMES, priced_as
 
 Starts = dict[int, int]  # role -> its start, as a task
 
@@ -264,7 +264,7 @@ class _Lowering:
         if self.profile.fusion != "none" or not copy.seconds or copy.op in ("transfer", "permute"):
             return copy, 0.0
         mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
-        op, _ = priced_as(copy.node, mesh.flat_size(axes), 0.0)
+        op, _ = TABLE[copy.node.target].priced(copy.node, mesh.flat_size(axes), 0.0)
         host = self.profile.host_seconds(op, mesh, axes, copy.seconds)
         return replace(copy, seconds=copy.seconds - host), host
 
@@ -283,12 +283,13 @@ class _Lowering:
         """The task of the collectives `starts`, which run as one on all of their bytes."""
         node, number = starts[0].node, roles[0]
         mesh, axes = self.graphs[number].group_axes(key)
-        op, size = priced_as(node, mesh.flat_size(axes), sum(map(self.bytes_of, starts)))
-        seconds = self.profile.seconds(op, mesh, axes, size) if size or node.target is not permute else 0.0
+        row = TABLE[node.target]
+        op, size = row.priced(node, mesh.flat_size(axes), sum(map(self.bytes_of, starts)))
+        seconds = self.profile.seconds(op, mesh, axes, size) if size or row is not PERMUTE else 0.0
         usage = self.profile.usage(op, mesh, axes) if seconds else ()
         received = self.profile.bytes_received(op, mesh.flat_size(axes), size)
-        shown, group = COST_NAMES[node.target], ",".join(axes)
-        return Task("copy", node, tuple(roles), seconds, starts[0].microbatch, None, usage, shown, group, received)
+        group = ",".join(axes)
+        return Task("copy", node, tuple(roles), seconds, starts[0].microbatch, None, usage, row.name, group, received)
 
     def transferred(self, key: str, roles: Sequence[int], start: Task) -> Task:
         """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""

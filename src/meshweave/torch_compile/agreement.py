@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.graph import op_name
-from meshweave.ir.rank import WAIT
+from meshweave.ir.collectives import WAIT, collective_of, group_of
+from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.overlap.figures import Figures
-from meshweave.overlap.vocabulary import argument, collective_of, group_of, place_of
 
 c10d: Any = dist.distributed_c10d  # whose private functions are not typed
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.rank import WAIT, collectives
+from meshweave.ir.collectives import ALL_GATHER, WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Averaged(torch.autograd.Function):
         return gradient / ctx.size, None
 
 
-_AGAIN = frozenset({collectives.all_gather_into_tensor.default, WAIT, torch.ops.aten._to_copy.default})
+_AGAIN = frozenset({ALL_GATHER.op, WAIT, torch.ops.aten._to_copy.default})
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -20,9 +20,9 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.gloo import let_gathers_overlap
+from meshweave.ir.collectives import collective_of
 from meshweave.overlap import Figures, OverlapOptions, OverlapReport, overlap, overlap_graph
 from meshweave.overlap.decide import NoOrderError
-from meshweave.overlap.vocabulary import collective_of
 from meshweave.torch_compile.agreement import TIMEOUT_SECONDS, Agreement, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 

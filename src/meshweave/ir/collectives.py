@@ -1,0 +1,347 @@
+"""The ops that communicate: one table, a row per op.
+
+`_c10d_functional` collectives and two ops of ours start a communication, `WAIT` gives its result. Rank graphs hold the
+rows of `OURS`, other graphs any row. A name that sounds like a collective and has no row is an error, never compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.ir.graph import argument, op_name, place_of
+
+functional = torch.ops._c10d_functional
+WAIT = functional.wait_tensor.default
+Args = Sequence[Any]  # of a node or a call: what stands between the operand and the group
+Shape = tuple[int, ...]
+Blocks = Literal["", "operand", "result", "both"]
+Bucket = Literal["", "gather", "scatter", "reduce"]
+
+
+def transfer(x: Tensor | None, key: str) -> Any:
+    """Start the transfer `RankGraph.transfers[key]`. `x` is this device's piece of the source; None where it has none.
+
+    Its wait gives this device's piece of the target, or None where it has none.
+    """
+    raise AssertionError("a transfer is run by a communicator")
+
+
+def permute(x: Tensor, to: int | Sequence[int], group: str) -> Any:
+    """Start a permute: every member of a group gets what another member, or itself, has in `x`, of one shape for all.
+
+    Member i sends to member (i + to) mod n, or to member to[i]; `to` is then a permutation of 0 .. n-1. Members count
+    along the flattened axes of the group. What a member sends to itself stays where it is, so that a group of one moves
+    nothing. The inverse brings a gradient back: see `inverse`.
+    """
+    raise AssertionError("a permute is run by a communicator")
+
+
+def destinations(to: int | Sequence[int], size: int) -> tuple[int, ...]:
+    """Per member of a group of `size`, the one that it sends to. Raises MeshweaveError for what is no permutation."""
+    if isinstance(to, int):
+        return tuple((i + to) % size for i in range(size))
+    if sorted(to) != list(range(size)):
+        raise MeshweaveError(
+            "a permute must bring every member of its group one block",
+            got=f"destinations {list(to)}",
+            expected=f"each of 0 to {size - 1} once, in a group of {size}",
+        )
+    return tuple(to)
+
+
+def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
+    """The permute that brings everything back: what the gradient of a permute takes."""
+    if isinstance(to, int):
+        return -to
+    return tuple(map(list(to).index, range(len(to))))
+
+
+# What every member of a group gets, from the operands of all members in the order of the group.
+
+
+def reduce_in_order(parts: Sequence[Tensor], op: str) -> Tensor:
+    """Reduce in the order of the group: sums of half-precision values are taken in float32."""
+    if op == "sum":
+        wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(parts[0].dtype)
+    combine = {"max": torch.maximum, "min": torch.minimum}[op]
+    total = parts[0]
+    for part in parts[1:]:
+        total = combine(total, part)
+    return total
+
+
+def _all_gather(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    return [torch.cat(list(parts), 0)] * len(parts)
+
+
+def _all_reduce(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    return [reduce_in_order(parts, args[0])] * len(parts)
+
+
+def _reduce_scatter(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    dealt = [part.chunk(len(parts), 0) for part in parts]
+    return [reduce_in_order([row[i] for row in dealt], args[0]) for i in range(len(parts))]
+
+
+def _all_to_all(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    dealt = [part.chunk(len(parts), 0) for part in parts]  # blocks are equal, though not the same in every group
+    return [torch.cat([row[i] for row in dealt], 0) for i in range(len(parts))]
+
+
+def _permute(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    """What comes from another device is a copy; what stays is what it was."""
+    received: list[Any] = [None] * len(parts)
+    for sender, receiver in enumerate(destinations(args[0], len(parts))):
+        received[receiver] = parts[sender] if sender == receiver else _own(parts[sender])
+    return received
+
+
+def _broadcast(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    source = parts[args[0]]
+    return [part if part is source else _own(source) for part in parts]
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# What a row says where nothing is special.
+
+
+def _not_within_a_group(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    raise AssertionError("no collective of rank graphs")
+
+
+def _whole(args: Args, group_size: int, num_bytes: float) -> float:
+    return num_bytes
+
+
+def _same_shape(shape: Shape, args: Args) -> Shape:
+    return shape
+
+
+def _no_problem(args: Args, group_size: int) -> str:
+    return ""
+
+
+def _permuted(args: Args, group_size: int, num_bytes: float) -> float:
+    """A permute in which every member keeps what it has moves nothing."""
+    return 0.0 if destinations(args[0], group_size) == tuple(range(group_size)) else num_bytes
+
+
+def _not_a_permutation(args: Args, group_size: int) -> str:
+    try:
+        destinations(args[0], group_size)
+    except MeshweaveError as error:
+        return f"is no permutation of its group: {error.got} of {group_size}"
+    return ""
+
+
+def _not_a_member(args: Args, group_size: int) -> str:
+    return "" if args[0] in range(group_size) else f"broadcasts from member {args[0]} of {group_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One op that starts a communication; `name` is that of its kind, the same for every op that moves the same bytes.
+
+    `group`, `operands` and `size` are positions of arguments: the group, the tensors, and the size of the group where
+    the op has it (else -1). `shape(operand's shape, args)` is the shape of the result, `blocks` says where the members'
+    blocks stand one after another on dim 0. `exchange(operands, args)` is what every member gets. `problem(args, n)`
+    says what is wrong with the members that `args` name.
+
+    Cost: `received(n, b)` are the bytes that one device of a group of n receives where each hands in b bytes; it sends
+    as many. A profile prices the op on the curve of the kind `curve` (its own, if not said), as if each handed in
+    `curve_bytes(args, n, b)` bytes. `sample(rows, n)` are arguments to measure it with: equal blocks of so many rows.
+
+    Passes: `bucket` says how several are merged into one ("" : never), `may_cut` whether it may run in chunks of rows,
+    `may_decompose` whether rings may take its place. `is_ordered`: it meets its partner by its place among those of its
+    group (point to point), so that it stays where it is among them.
+    """
+
+    op: Any
+    name: str
+    group: int
+    received: Callable[[int, float], float]
+    operands: tuple[int, ...] = (0,)
+    size: int = -1
+    shape: Callable[[Shape, Args], Shape] = _same_shape
+    blocks: Blocks = ""
+    exchange: Callable[[Sequence[Tensor], Args], list[Any]] = _not_within_a_group
+    problem: Callable[[Args, int], str] = _no_problem
+    curve: str = ""
+    curve_bytes: Callable[[Args, int, float], float] = _whole
+    sample: Callable[[int, int], list[Any]] | None = None
+    bucket: Bucket = ""
+    may_cut: bool = False
+    may_decompose: bool = False
+    is_ordered: bool = False
+
+    def priced(self, node: fx.Node, group_size: int, num_bytes: float) -> tuple[str, float]:
+        """The curve that prices a node of this row, and the bytes at which, where a device hands in `num_bytes`."""
+        return self.curve or self.name, self.curve_bytes(node.args[1:-1], group_size, num_bytes)
+
+
+# Bytes received are those of ring and pairwise algorithms, which are optimal in bytes (Thakur, Rabenseifner and Gropp,
+# IJHPCA 2005).
+ALL_GATHER = Collective(
+    functional.all_gather_into_tensor.default,
+    "all_gather",
+    group=2,
+    received=lambda n, b: (n - 1) * b,
+    size=1,
+    shape=lambda shape, args: ((shape[0] if shape else 1) * args[0], *shape[1:]),
+    blocks="result",
+    exchange=_all_gather,
+    sample=lambda rows, n: [n],
+    bucket="gather",
+    may_cut=True,
+    may_decompose=True,
+)
+REDUCE_SCATTER = Collective(
+    functional.reduce_scatter_tensor.default,
+    "reduce_scatter",
+    group=3,
+    received=lambda n, b: (n - 1) * b / n,
+    size=2,
+    shape=lambda shape, args: (shape[0] // args[1], *shape[1:]),
+    blocks="operand",
+    exchange=_reduce_scatter,
+    sample=lambda rows, n: ["sum", n],
+    bucket="scatter",
+    may_cut=True,
+    may_decompose=True,
+)
+ALL_REDUCE = Collective(
+    functional.all_reduce.default,
+    "all_reduce",
+    group=2,
+    received=lambda n, b: 2 * (n - 1) * b / n,
+    exchange=_all_reduce,
+    sample=lambda rows, n: ["sum"],
+    bucket="reduce",
+    may_cut=True,
+    may_decompose=True,
+)
+ALL_TO_ALL = Collective(
+    functional.all_to_all_single.default,
+    "all_to_all",
+    group=3,
+    received=lambda n, b: (n - 1) * b / n,
+    shape=lambda shape, args: (sum(args[0]), *shape[1:]),
+    blocks="both",
+    exchange=_all_to_all,
+    sample=lambda rows, n: [[rows // n] * n] * 2,
+    may_cut=True,
+    may_decompose=True,
+)
+# Every member but the source receives all bytes, b of them, in a chain of hops (NCCL's broadcast is a ring:
+# src/device/broadcast.h). A ring all-gather of pieces of b/(n-1) sends as many bytes over as many hops. Pieces of b/n
+# would send (n-1)/n of what a member must receive: between two devices half of it, faster than their link.
+BROADCAST = Collective(
+    functional.broadcast.default,
+    "broadcast",
+    group=2,
+    received=lambda n, b: b,
+    exchange=_broadcast,
+    problem=_not_a_member,
+    curve="all_gather",
+    curve_bytes=lambda args, n, b: b / max(n - 1, 1),
+    may_cut=True,
+)
+PERMUTE = Collective(
+    permute,
+    "permute",
+    group=2,
+    received=lambda n, b: b,
+    exchange=_permute,
+    problem=_not_a_permutation,
+    curve_bytes=_permuted,
+)
+TRANSFER = Collective(transfer, "transfer", group=1, received=lambda n, b: b, is_ordered=True)
+OURS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, PERMUTE, TRANSFER)
+COLLECTIVES = frozenset(row.op for row in OURS if row is not TRANSFER)  # of rank graphs: their last argument is a group
+STARTS = COLLECTIVES | {transfer}
+RECEIVED: Mapping[str, Callable[[int, float], float]] = {row.name: row.received for row in OURS if not row.curve}
+_MESSAGE = replace(PERMUTE, group=3, curve_bytes=_whole)  # an all-to-all that is one message
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
+
+
+def _table() -> Mapping[Any, Collective]:
+    """The rows of `OURS`, and the ops of other graphs that move the same bytes; some are not in every torch."""
+    message = replace(TRANSFER, group=3, curve="permute")
+    others = {
+        "all_gather_into_tensor_out": ALL_GATHER,
+        "all_gather_into_tensor_coalesced": ALL_GATHER,
+        "reduce_scatter_tensor_out": REDUCE_SCATTER,
+        "reduce_scatter_tensor_coalesced": REDUCE_SCATTER,
+        "all_reduce_": ALL_REDUCE,
+        "all_reduce_coalesced": ALL_REDUCE,
+        "all_reduce_coalesced_": ALL_REDUCE,
+        "broadcast_": BROADCAST,
+        "isend": message,
+        "irecv": message,
+        "batch_p2p_ops": replace(message, group=4, operands=(3,)),
+    }
+    rows = [*OURS]
+    for name, row in others.items():
+        if hasattr(functional, name):
+            op = getattr(functional, name).default
+            rows.append(replace(row, op=op, bucket="", may_cut=False, may_decompose=False))
+    autograd = torch.ops._c10d_functional_autograd
+    for row in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
+        name = row.op.overloadpacket.__name__
+        if hasattr(autograd, name):
+            rows.append(replace(row, op=getattr(autograd, name).default, may_cut=False, may_decompose=False))
+    return {row.op: row for row in rows}
+
+
+TABLE = _table()
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """The row of a node that starts a communication, None for any other. Raises VerifyError for one without a row."""
+    row = TABLE.get(node.target)
+    if row is not None:
+        return _MESSAGE if row.name == ALL_TO_ALL.name and _is_message(node) else row
+    if node.target is not WAIT and communicates(node.target):
+        raise VerifyError(
+            f"{op_name(node.target)} is a collective that has no row in the table of collectives",
+            where=place_of(node),
+            expected="one of " + ", ".join(sorted({op_name(target) for target in TABLE})),
+            hint="add its row to ir/collectives.py, or take it out of the graph",
+        )
+    return None
+
+
+def communicates(target: Any) -> bool:
+    """Whether an op is one of torch's functional collectives, with a row or without."""
+    return getattr(target, "namespace", "") in _NAMESPACES
+
+
+def _is_message(node: fx.Node) -> bool:
+    """Whether an all-to-all over several ranks brings every one a block of one other: as torch's permute_tensor, and
+    rings of ours, have it. It is priced as one message."""
+    splits = [argument(node, position) for position in (1, 2)]
+    return all(
+        isinstance(sizes, (list, tuple))
+        and len(sizes) > 1
+        and all(type(size) is int for size in sizes)
+        and sum(size > 0 for size in sizes) == 1
+        for sizes in splits
+    )
+
+
+def group_of(node: fx.Node, row: Collective) -> Any:
+    """The group argument of a start: a name, or a process group."""
+    return argument(node, row.group)
