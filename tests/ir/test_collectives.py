@@ -57,7 +57,7 @@ def test_a_collective_moves_on_its_curve_what_a_device_must_receive(row: Collect
 def test_a_collective_without_a_row_is_an_error() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    reduced = graph.call_function(torch.ops.c10d_functional.all_reduce.default, (x, "sum", "", [0], 1))
+    reduced = graph.call_function(torch.ops.c10d.alltoall_base_.default, (x, x))
     with pytest.raises(VerifyError, match="no row in the table of collectives"):
         collective_of(reduced)
     assert collective_of(x) is None
