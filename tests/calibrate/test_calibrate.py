@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from meshweave.calibrate import Plan, calibrate
+from meshweave.calibrate import MeasurementPlan, calibrate
 from meshweave.calibrate.cases import (
     Grid,
     Pool,
@@ -41,7 +41,7 @@ from meshweave.ir.mesh import Mesh
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")
 MIB = 1 << 20
-TINY = Plan(
+TINY = MeasurementPlan(
     Effort(3, 0.01, 1e-4, 4),
     Effort(3, 0.05, 1e-4, 2),
     (16, 64),

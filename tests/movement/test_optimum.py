@@ -20,8 +20,8 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import replay
-from meshweave.movement.search import Order, Problem, cheapest
-from meshweave.movement.within import Request, Search
+from meshweave.movement.search import MoveProblem, Order, cheapest
+from meshweave.movement.within import MoveSearch, Request
 
 NO_BOUND, LITTLE = 1 << 62, 64 << 20
 ORDERS: tuple[Order, ...] = ("sound", "strict", "any")
@@ -216,7 +216,7 @@ def test_nothing_is_reduced_once_a_value_is_partial_with_another_op() -> None:
 # the search
 
 
-def without_looking_ahead(problem: Problem) -> Problem:
+def without_looking_ahead(problem: MoveProblem) -> MoveProblem:
     blind = replace(problem)
     blind.heuristic = lambda state, places: 0  # type: ignore[assignment]
     return blind
@@ -237,9 +237,9 @@ def test_looking_ahead_changes_no_cost(profile: AlphaBeta, order: Order) -> None
         if rng.random() < 0.3:
             source = replace(source, dims=tuple(replace(dim, unit=3) if dim.axes else dim for dim in source.dims))
         request = Request(source.normalized(shape), target.normalized(shape), shape, torch.float32, profile, order)
-        problem = Search.of(request).problem
+        problem = MoveSearch.of(request).problem
         for cap in (request.roomy, 1 << 62):
             paths = [cheapest(one, cap) for one in (problem, without_looking_ahead(problem))]
-            steps = [None if path is None else Search.of(request).steps(path) for path in paths]
+            steps = [None if path is None else MoveSearch.of(request).steps(path) for path in paths]
             seconds = [None if one is None else sum(step.seconds for step in one) for one in steps]
             assert seconds[0] == (None if seconds[1] is None else pytest.approx(seconds[1], rel=1e-9, abs=1e-11))

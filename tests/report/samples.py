@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshweave.report.moves import MoveRow
-from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
+from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
 # op, seconds, flops, submodule, line of modeling_llama.py: the kernels of a layer in forward.
 _LAYER = (
@@ -228,9 +228,9 @@ def _role(spans: list[Span], role: int, seconds: float) -> RoleResult:
     curve = tuple(_curve(own, seconds))
     peak_at, peak = max(curve, key=lambda change: (change[1], -change[0]))
     held = (
-        Held("exp_avg_0", 9 * 2**30, "state", "model.layers.0", ""),
-        Held("primals_1", 5 * 2**30, "param", "model.layers.0.mlp.gate_proj", ""),
-        *(Held(s.name, 200 * 2**20, "activation", s.module, s.line) for s in own if s.op == "fused(silu, mul)"),
+        LiveTensor("exp_avg_0", 9 * 2**30, "state", "model.layers.0", ""),
+        LiveTensor("primals_1", 5 * 2**30, "param", "model.layers.0.mlp.gate_proj", ""),
+        *(LiveTensor(s.name, 200 * 2**20, "activation", s.module, s.line) for s in own if s.op == "fused(silu, mul)"),
     )
     return RoleResult(
         index=role, devices=tuple(range(8 * role, 8 * role + 8)), compute_seconds=compute,

@@ -2,6 +2,6 @@
 makes them, on all processes of a job at the same time."""
 
 from meshweave.calibrate.figures import ErrorRow
-from meshweave.calibrate.measure import FULL, QUICK, Calibration, Plan, calibrate
+from meshweave.calibrate.measure import FULL, QUICK, Calibration, MeasurementPlan, calibrate
 
-__all__ = ["FULL", "QUICK", "Calibration", "ErrorRow", "Plan", "calibrate"]
+__all__ = ["FULL", "QUICK", "Calibration", "ErrorRow", "MeasurementPlan", "calibrate"]

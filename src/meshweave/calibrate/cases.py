@@ -34,16 +34,16 @@ class Pool:
         size = 1
         for n in shape:
             size *= n
-        held = self._made.get(dtype)
-        if held is None:
+        tensor = self._made.get(dtype)
+        if tensor is None:
             random = torch.Generator(self.device).manual_seed(0)
             count = self.num_bytes // dtype.itemsize
             wide = torch.rand(min(count, _MIB), generator=random, device=self.device) + 0.5
-            held = self._made[dtype] = wide.to(dtype).repeat(-(-count // len(wide)))
-        assert size <= len(held), "the pool is too small"
-        start = self._at if self._at + size <= len(held) else 0
+            tensor = self._made[dtype] = wide.to(dtype).repeat(-(-count // len(wide)))
+        assert size <= len(tensor), "the pool is too small"
+        start = self._at if self._at + size <= len(tensor) else 0
         self._at = start + -(-size // 64) * 64
-        return held[start : start + size].view(tuple(shape))
+        return tensor[start : start + size].view(tuple(shape))
 
     def sets(self, num_bytes: int, make: Callable[[], tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
         """Operands of an op that touches `num_bytes`, as many times as keep repetitions apart."""

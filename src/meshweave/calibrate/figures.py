@@ -70,10 +70,10 @@ def profile_text(machine: Machine, figures: Figures, places: Sequence[Place]) ->
 def error_rows(profile: MachineProfile, figures: Figures, places: Sequence[Place]) -> tuple[ErrorRow, ...]:
     """Errors of the profile on what was held out, class by class."""
     errors: dict[str, list[float]] = {}
-    for one in figures.ops:
-        if one.is_held_out:
-            predicted = profile.compute_seconds(one.work)
-            errors.setdefault(one.label, []).append(abs(predicted / one.seconds - 1.0))
+    for op in figures.ops:
+        if op.is_held_out:
+            predicted = profile.compute_seconds(op.work)
+            errors.setdefault(op.label, []).append(abs(predicted / op.seconds - 1.0))
     where = {(place.level, place.size): place for place in places}
     for link in figures.links:
         if link.is_held_out:
@@ -81,15 +81,17 @@ def error_rows(profile: MachineProfile, figures: Figures, places: Sequence[Place
             predicted = profile.seconds(link.op, place.mesh, place.axes, link.local_bytes)
             label = f"{link.op}, {link.group_size} {'in a node' if link.level == 'node' else 'nodes'}"
             errors.setdefault(label, []).append(abs(predicted / link.seconds - 1.0))
-    return tuple(ErrorRow(label, len(found), median(found), max(found)) for label, found in errors.items())
+    return tuple(ErrorRow(label, len(relative), median(relative), max(relative)) for label, relative in errors.items())
 
 
 def _body(machine: Machine, figures: Figures) -> str:
-    fitted = [one for one in figures.ops if not one.is_held_out]
-    matmuls = [(one.work, one.seconds) for one in fitted if isinstance(one.work, Matmul)]
-    memory = [(one.work, one) for one in fitted if isinstance(one.work, Memory) and one.label != "launch"]
-    launch = next(one.seconds for one in fitted if one.label == "launch")
-    copies = [work.bytes / one.seconds for work, one in memory if work.kind == "copy"]
+    fitted = [sample for sample in figures.ops if not sample.is_held_out]
+    matmuls = [(sample.work, sample.seconds) for sample in fitted if isinstance(sample.work, Matmul)]
+    memory = [
+        (sample.work, sample) for sample in fitted if isinstance(sample.work, Memory) and sample.label != "launch"
+    ]
+    launch = next(sample.seconds for sample in fitted if sample.label == "launch")
+    copies = [work.bytes / sample.seconds for work, sample in memory if work.kind == "copy"]
     bandwidth = max(copies)
     parts = [
         f"# Measured by `{machine.command}`.\n# {machine.summary}\n",
@@ -105,41 +107,41 @@ def _body(machine: Machine, figures: Figures) -> str:
         "[matmul]\n",
         *_matmul_tables(matmuls),
         "[attention]\n",
-        *_attention_tables([(one.work, one.seconds) for one in fitted if isinstance(one.work, Attention)]),
+        *_attention_tables([(sample.work, sample.seconds) for sample in fitted if isinstance(sample.work, Attention)]),
         *_link_tables(figures, bandwidth),
     ]
     return "\n".join(parts)
 
 
-def _memory_tables(found: Sequence[tuple[Memory, Measured]]) -> Iterable[str]:
+def _memory_tables(samples: Sequence[tuple[Memory, Measured]]) -> Iterable[str]:
     for kind in KINDS:
-        rows = [(float(work.bytes), one.seconds, one.weight) for work, one in found if work.kind == kind]
+        rows = [(float(work.bytes), sample.seconds, sample.weight) for work, sample in samples if work.kind == kind]
         if rows:
             yield f'[[memory.measured]]  # bytes read and written, seconds\nkind = "{kind}"\n{_points(_rising(rows))}'
 
 
-def _peaks(found: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
-    for name, own in _by_dtype(found):
+def _peaks(samples: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
+    for name, own in _by_dtype(samples):
         yield f"{name} = {_number(max(work.flops / seconds for work, seconds in own))}\n"
 
 
-def _matmul_tables(found: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
-    for name, own in _by_dtype(found):
+def _matmul_tables(samples: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
+    for name, own in _by_dtype(samples):
         rows = [(w.m, w.n, w.k, w.batch, seconds) for w, seconds in own]
         yield f'[[matmul.measured]]  # m, n, k, batch, seconds\ndtype = "{name}"\n{_points(rows)}'
 
 
-def _attention_tables(found: Sequence[tuple[Attention, float]]) -> Iterable[str]:
+def _attention_tables(samples: Sequence[tuple[Attention, float]]) -> Iterable[str]:
     for direction in ("forward", "backward"):
-        for name, own in _by_dtype([f for f in found if f[0].is_backward == (direction == "backward")]):
+        for name, own in _by_dtype([f for f in samples if f[0].is_backward == (direction == "backward")]):
             rows = [(w.heads, w.queries, w.keys, w.head_dim, int(w.is_causal), seconds) for w, seconds in own]
             head = "[[attention.measured]]  # heads (batch times heads), queries, keys, head_dim, causal, seconds"
             yield f'{head}\ndtype = "{name}"\ndirection = "{direction}"\n{_points(rows)}'
 
 
-def _by_dtype(found: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tuple[W, float]]]]:
+def _by_dtype(samples: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tuple[W, float]]]]:
     for name in DTYPES:
-        own = [(work, seconds) for work, seconds in found if work.dtype is getattr(torch, name)]
+        own = [(work, seconds) for work, seconds in samples if work.dtype is getattr(torch, name)]
         if own:
             yield name, own
 
@@ -147,9 +149,9 @@ def _by_dtype(found: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tupl
 def _link_tables(figures: Figures, memory_bandwidth: float) -> Iterable[str]:
     slow = dict(figures.slowdowns)
     for level in ("node", "net"):
-        found = [one for one in figures.links if one.level == level]
-        if found:
-            fastest = max(one.received for one in found)
+        samples = [sample for sample in figures.links if sample.level == level]
+        if samples:
+            fastest = max(sample.received for sample in samples)
             comment = "the most that a device received"
         elif level == "node":
             fastest, comment = memory_bandwidth, "not measured: no link beats the memory; without collectives no price"
@@ -159,10 +161,10 @@ def _link_tables(figures: Figures, memory_bandwidth: float) -> Iterable[str]:
             f"[links.{level}]\nbandwidth = {_number(fastest)}  # {comment}\nefficiency = 1.0\n"
             f"compute_slowdown = {_number(slow.get(level, 1.0))}\n"
         )
-    keys = dict.fromkeys((one.op, one.level, one.group_size) for one in figures.links)
+    keys = dict.fromkeys((sample.op, sample.level, sample.group_size) for sample in figures.links)
     for op, level, size in keys:
-        own = [one for one in figures.links if (one.op, one.level, one.group_size) == (op, level, size)]
-        rows = [(float(one.local_bytes), one.seconds, 1.0) for one in own if not one.is_held_out]
+        own = [sample for sample in figures.links if (sample.op, sample.level, sample.group_size) == (op, level, size)]
+        rows = [(float(sample.local_bytes), sample.seconds, 1.0) for sample in own if not sample.is_held_out]
         head = "[[collectives]]  # bytes of the local input, seconds"
         share, least = _host(own)
         named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n'
@@ -170,12 +172,12 @@ def _link_tables(figures: Figures, memory_bandwidth: float) -> Iterable[str]:
         yield f"{named}{_points(_rising(rows))}"
 
 
-def _host(found: Sequence[MeasuredLink]) -> tuple[float, float]:
+def _host(samples: Sequence[MeasuredLink]) -> tuple[float, float]:
     """The caller's share of the time, and what it spends at the least: that of the size where it spends least, and over
     all sizes what it spends beyond that, of the seconds in all."""
-    spent = [one.host * one.seconds for one in found]
+    spent = [sample.host * sample.seconds for sample in samples]
     least = min(spent)
-    return sum(own - least for own in spent) / sum(one.seconds for one in found), least
+    return sum(own - least for own in spent) / sum(sample.seconds for sample in samples), least
 
 
 def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
@@ -187,14 +189,14 @@ def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
             groups[-1].append(row)
         else:
             groups.append([row])
-    made: list[Row] = []
+    rising: list[Row] = []
     longest = 0.0
     for group in groups:
         total = sum(weight for *_, weight in group)
         size, seconds = (sum(row[i] * row[2] for row in group) / total for i in (0, 1))
         longest = max(longest, seconds)
-        made.append((float(round(size)), longest))
-    return made
+        rising.append((float(round(size)), longest))
+    return rising
 
 
 def _points(rows: Iterable[Row]) -> str:

@@ -63,18 +63,18 @@ def places(num_ranks: int, per_node: int) -> list[Place]:
 
     Ranks r * per_node to (r + 1) * per_node - 1 are on node r, as torchrun numbers them.
     """
-    found = []
+    candidates = []
     size = per_node
     while size > 1:
         mesh = Mesh(outer=num_ranks // size, inner=size)
-        found.append(Place("node", size, mesh, ("inner",)))
+        candidates.append(Place("node", size, mesh, ("inner",)))
         size = size // 2 if size % 2 == 0 else 1
     size = num_ranks // per_node
     while size > 1:
         mesh = Mesh(outer=num_ranks // per_node // size, nodes=size, inner=per_node)
-        found.append(Place("net", size, mesh, ("nodes",)))
+        candidates.append(Place("net", size, mesh, ("nodes",)))
         size = size // 2 if size % 2 == 0 else 1
-    return found
+    return candidates
 
 
 class Links:
@@ -101,16 +101,16 @@ class Links:
         count = max(1, local_bytes // 4)
         if op == "transfer":
             source, target = (Layout.replicated(Mesh("", devices=[m]), 1) for m in members[:2])
-            made = Transfer(source, target, Spec((count,), torch.float32))
+            transfer_entry = Transfer(source, target, Spec((count,), torch.float32))
         else:
             source, target = (
                 Layout.parse("[{d}]", Mesh(f"d={len(ids)}", devices=ids)) for ids in (members, _rotated(members))
             )
-            made = Transfer(source, target, Spec((count * len(members),), torch.float32))
-        if self.rank not in (*made.source.mesh.devices, *made.target.mesh.devices):
+            transfer_entry = Transfer(source, target, Spec((count * len(members),), torch.float32))
+        if self.rank not in (*transfer_entry.source.mesh.devices, *transfer_entry.target.mesh.devices):
             return lambda: None
-        operand = torch.ones(count, device=self.device) if self.rank in made.source.mesh else None
-        return lambda: self.communicator.transfer(made, operand, 0)
+        operand = torch.ones(count, device=self.device) if self.rank in transfer_entry.source.mesh else None
+        return lambda: self.communicator.transfer(transfer_entry, operand, 0)
 
     def wait(self, started: Any) -> Tensor | None:
         return self.communicator.wait(started)
@@ -149,12 +149,12 @@ def local_bytes_of(op: str, size: int, received: int) -> int:
 
 
 def time_links(
-    links: Links, found: Sequence[Place], sizes: Sequence[int], held_out: Sequence[int], effort: Effort
+    links: Links, link_places: Sequence[Place], sizes: Sequence[int], held_out: Sequence[int], effort: Effort
 ) -> list[MeasuredLink]:
     """Typical seconds of every op in every place where a device receives about so many bytes; sizes that would take too
     long are left out. The slowest rank counts."""
     cases: list[tuple[Place, str, int, bool, Callable[[], Any], int, int]] = []
-    for place in found:
+    for place in link_places:
         for op in OPS:
             for received in sorted({*sizes, *held_out}):
                 size = local_bytes_of(op, place.size, received)
@@ -176,13 +176,13 @@ def time_links(
     on_gpu = links.device.type == "cuda"  # there the caller only enqueues
     host = links.peers.mean(
         [
-            0.0 if on_gpu else median(links.host_seconds(case[4], one) for _ in range(_HOST_ROUNDS))
-            for case, one in zip(cases, seconds, strict=True)
+            0.0 if on_gpu else median(links.host_seconds(case[4], total) for _ in range(_HOST_ROUNDS))
+            for case, total in zip(cases, seconds, strict=True)
         ]
     )
     return [
-        MeasuredLink(op, place.level, place.size, size, one, is_held_out, min(1.0, own / one))
-        for (place, op, size, is_held_out, *_), one, own in zip(cases, seconds, host, strict=True)
+        MeasuredLink(op, place.level, place.size, size, total, is_held_out, min(1.0, own / total))
+        for (place, op, size, is_held_out, *_), total, own in zip(cases, seconds, host, strict=True)
     ]
 
 
@@ -209,7 +209,7 @@ def slowdown(links: Links, place: Place, compute: Callable[[], Any], effort: Eff
         communication.append(_timed(links, lambda: links.wait(start()), ()))
         alone.append(_timed(links, all_parts, ()))
         beside.append(_timed(links, all_parts, (start,)))
-    c, t, d = links.peers.mean([typical(found) for found in (alone, beside, communication)])
+    c, t, d = links.peers.mean([typical(samples) for samples in (alone, beside, communication)])
     lost = min(1 - 1 / MOST_SLOWDOWN, max(0.0, (t - c) / d))
     return 1.0 / (1.0 - lost)
 
@@ -220,8 +220,8 @@ def _timed(links: Links, compute: Callable[[], Any], starts: Sequence[Callable[[
     began = time.perf_counter()
     started = [start() for start in starts]
     compute()
-    for one in started:
-        links.wait(one)
+    for handle in started:
+        links.wait(handle)
     if links.device.type == "cuda":
         torch.cuda.synchronize(links.device)
     return time.perf_counter() - began

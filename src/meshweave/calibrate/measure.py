@@ -40,7 +40,7 @@ _SLOWDOWN_BYTES = 4 * _MIB  # received beside compute: of the size of a layer's 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MeasurementPlan:
     """What is measured and how often. Sizes are bytes read and written (memory) or received (links)."""
 
     ops: Effort
@@ -57,7 +57,7 @@ class Plan:
     is_quick: bool = False
 
 
-FULL = Plan(
+FULL = MeasurementPlan(
     Effort(11, 2.0),
     Effort(11, 1.5),
     (16, 64, 256, 768, 2048),
@@ -71,7 +71,7 @@ FULL = Plan(
     tuple(_KIB << i for i in (0, 2, 4, 6, 8, 10, 12, 14, 16)),
     tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000)),
 )  # fmt: skip
-QUICK = Plan(
+QUICK = MeasurementPlan(
     Effort(7, 0.5),
     Effort(9, 0.5),
     (16, 96, 384, 1536),
@@ -97,7 +97,11 @@ class Calibration:
 
 
 def calibrate(
-    plan: Plan, name: str, command: str, device: torch.device, say: Callable[[str], None] = lambda stage: None
+    plan: MeasurementPlan,
+    name: str,
+    command: str,
+    device: torch.device,
+    say: Callable[[str], None] = lambda stage: None,
 ) -> Calibration:
     """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
     and every rank gets the same result. `command` is what the file says it was made by.
@@ -116,7 +120,7 @@ def calibrate(
 
 
 def _measured(
-    plan: Plan,
+    plan: MeasurementPlan,
     name: str,
     command: str,
     device: torch.device,
@@ -132,22 +136,22 @@ def _measured(
     say("ops")
     ops = time_ops(list(_cases(plan, pool)), device, plan.ops, peers)
     figures = Figures(tuple(ops))
-    found: list[Place] = []
+    link_places: list[Place] = []
     if world is not None and num_ranks > 1:
-        found = places(num_ranks, per_node)
+        link_places = places(num_ranks, per_node)
         links = Links(world.mesh, world.rank, device, peers)
         say("links")
-        timed = time_links(links, found, plan.received, plan.held_out_received, plan.links)
+        timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
         say("compute beside communication")
         beside = _beside(pool, device)
-        levels = {place.level: place for place in reversed(found)}  # the largest group of each level
+        levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
         slow = tuple((level, slowdown(links, at, beside, plan.links, _SLOWDOWN_BYTES)) for level, at in levels.items())
         figures = Figures(tuple(ops), tuple(timed), slow)
-    text, errors = profile_text(_machine(name, command, device, num_ranks, per_node, reserved), figures, found)
+    text, errors = profile_text(_machine(name, command, device, num_ranks, per_node, reserved), figures, link_places)
     return Calibration(text, errors)
 
 
-def _cases(plan: Plan, pool: Pool) -> Iterator[OpCase]:
+def _cases(plan: MeasurementPlan, pool: Pool) -> Iterator[OpCase]:
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if pool.device.type == "cpu" else [torch.float16])
     yield from tiny_cases(pool)
     grids = [Grid(torch.float32, plan.matmul_sizes, plan.max_flops, plan.held_out_shapes)]
@@ -176,9 +180,9 @@ def _beside(pool: Pool, device: torch.device) -> Callable[[], Any]:
 def _peers(world: ClusterWorld) -> Peers:
     def reduced(op: Any) -> Callable[[Sequence[float]], list[float]]:
         def over_all(values: Sequence[float]) -> list[float]:
-            held = torch.tensor(list(values), dtype=torch.float64, device=world.device)
-            dist.all_reduce(held, op)
-            return [float(v) for v in held]
+            tensor = torch.tensor(list(values), dtype=torch.float64, device=world.device)
+            dist.all_reduce(tensor, op)
+            return [float(v) for v in tensor]
 
         return over_all
 
@@ -213,8 +217,8 @@ def _devices_here(device: torch.device) -> int:
 def _machine(name: str, command: str, device: torch.device, num_ranks: int, per_node: int, reserved: float) -> Machine:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        kind, memory = found.name, float(found.total_memory)
+        properties = torch.cuda.get_device_properties(device)
+        kind, memory = properties.name, float(properties.total_memory)
         reserved = memory - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
     else:
         threads = torch.get_num_threads()

@@ -68,7 +68,7 @@ def typical(samples: Sequence[float]) -> float:
     leave them out. What is far out (another program, a collection of garbage) is cut down.
     """
     most = MOST_MEDIANS * median(samples)
-    return sum(min(one, most) for one in samples) / len(samples)
+    return sum(min(seconds, most) for seconds in samples) / len(samples)
 
 
 class NoCommunicator:
@@ -101,8 +101,8 @@ class Block:
         """What the simulator takes one op for, from the values that it really reads and makes."""
         task = compiled.tasks[FORWARD][0]
         with torch.no_grad():
-            made = evaluate(task, self._env, 0)
-        results = [_value(x, -1 - i) for i, x in enumerate(made if isinstance(made, tuple) else (made,))]
+            result = evaluate(task, self._env, 0)
+        results = [_value(x, -1 - i) for i, x in enumerate(result if isinstance(result, tuple) else (result,))]
         operands = [_value(x, i) for i, x in enumerate(tensors_of(self.case.operands[0]))]
         (work,) = work_of(task.node, operands, results)
         if self.case.kind:
@@ -123,9 +123,9 @@ class Block:
 
 def tensors_of(args: Any) -> list[Tensor]:
     """The tensors of an op's arguments, those in lists too."""
-    found: list[Tensor] = []
-    map_aggregate(args, lambda x: found.append(x) if isinstance(x, Tensor) else None)
-    return found
+    tensors: list[Tensor] = []
+    map_aggregate(args, lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
+    return tensors
 
 
 def _value(x: Tensor, storage: int) -> Value:
@@ -192,12 +192,12 @@ def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peer
         rounds.append(max(3, min(effort.rounds, round(effort.case_seconds / (first * repeats)))))
     samples: list[list[float]] = [[] for _ in cases]
     for turn in range(max(rounds, default=0)):
-        for block, found, count in zip(blocks, samples, rounds, strict=True):
+        for block, durations, count in zip(blocks, samples, rounds, strict=True):
             if turn < count:
                 peers.meet()
-                found.append(block.sample())
-    seconds = peers.mean([typical(found) for found in samples])
+                durations.append(block.sample())
+    seconds = peers.mean([typical(durations) for durations in samples])
     return [
-        Measured(block.case.label, block.work, one, block.case.is_held_out, block.case.weight)
-        for block, one in zip(blocks, seconds, strict=True)
+        Measured(block.case.label, block.work, seconds_per_run, block.case.is_held_out, block.case.weight)
+        for block, seconds_per_run in zip(blocks, seconds, strict=True)
     ]

@@ -88,8 +88,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     parameters = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, Mapping):
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        taken = {p.name for p in parameters}
-        return model(**{key: value for key, value in batch.items() if takes_all or key in taken})
+        names = {p.name for p in parameters}
+        return model(**{key: value for key, value in batch.items() if takes_all or key in names})
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return model(*batch[:1])
     needed = [

@@ -52,7 +52,7 @@ def find_blocks(step: StepGraph) -> Blocks:
     blocks: dict[str, None] = {}
     for prefix in sorted(lists, key=lambda p: p.count(".") + bool(p)):
         siblings = {n: inner for n, inner in lists[prefix].items() if _is_composite(n, inner, matmuls)}
-        if not any(_is_inside(prefix, held) for held in blocks):
+        if not any(_is_inside(prefix, block) for block in blocks):
             blocks |= dict.fromkeys(n for n in siblings if _has_twin(n, siblings))
     if not blocks:
         raise PlanError(

@@ -187,10 +187,10 @@ def _slice(
 
 def _cat(r: _Rewriter, spec: Spec, values: Sequence[fx.Node], dim: int = 0) -> fx.Node:
     """cat of what is not empty: the caches of Hugging Face models begin with an empty tensor."""
-    held = [v for v in values if spec_of(v).num_elements]
-    if len(held) == 1 and spec_of(held[0]) == spec:
-        return held[0]
-    return r.emit(aten.cat.default, (held or list(values), dim), {}, spec)
+    nonempty = [v for v in values if spec_of(v).num_elements]
+    if len(nonempty) == 1 and spec_of(nonempty[0]) == spec:
+        return nonempty[0]
+    return r.emit(aten.cat.default, (nonempty or list(values), dim), {}, spec)
 
 
 def _full(value: float) -> Callable[..., fx.Node]:
@@ -237,17 +237,17 @@ def _conv_backward(
 ) -> tuple[fx.Node | None, ...]:
     """One op per gradient: the three depend on different operands, so that they shard differently."""
     *options, mask = rest
-    found: list[fx.Node | None] = [None, None, None]
+    results: list[fx.Node | None] = [None, None, None]
     for i in range(2):
         if mask[i]:
             only = [j == i for j in range(3)]
             specs = tuple(spec[j] if j == i else None for j in range(3))
             both = r.emit(aten.convolution_backward.default, (grad, x, w, None, *options, only), {}, specs)
-            found[i] = r.emit(operator.getitem, (both, i), {}, spec[i])
+            results[i] = r.emit(operator.getitem, (both, i), {}, spec[i])
     if mask[2]:
         dims = [d for d in range(len(spec_of(grad).shape)) if d != 1]
-        found[2] = r.emit(aten.sum.dim_IntList, (grad, dims), {}, spec[2])
-    return tuple(found)
+        results[2] = r.emit(aten.sum.dim_IntList, (grad, dims), {}, spec[2])
+    return tuple(results)
 
 
 def _attention(

@@ -69,15 +69,15 @@ def plan_remake(step: StepGraph, policy: str, cuts: Cuts) -> Remake:
             members[blocks.of(node)].append(node)
     kept = frozenset(n for nodes in members.values() for n in _KEEPS[policy](nodes, forms, cuts))
     read: set[fx.Node] = set()
-    made: dict[str, tuple[fx.Node, ...]] = {}
+    remade: dict[str, tuple[fx.Node, ...]] = {}
     for name in reversed(blocks.names):
         own = set(members[name])
         there = {n for n in own if n in kept or n in read or any(is_back(u) and blocks.of(u) != name for u in n.users)}
         wanted = [n for n in own - there if any(is_back(u) for u in n.users)]
-        found = _closure(wanted, own - there)
-        read.update(i for n in found for i in n.all_input_nodes)
-        made[name] = tuple(n for n in members[name] if n in found)
-    return Remake(blocks, made, kept)
+        needed = _closure(wanted, own - there)
+        read.update(i for n in needed for i in n.all_input_nodes)
+        remade[name] = tuple(n for n in members[name] if n in needed)
+    return Remake(blocks, remade, kept)
 
 
 def is_ahead(node: fx.Node) -> bool:
@@ -89,14 +89,14 @@ def is_back(node: fx.Node) -> bool:
 
 
 def _closure(wanted: Iterable[fx.Node], among: Collection[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    closure: set[fx.Node] = set()
     stack = list(wanted)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in closure:
+            closure.add(node)
             stack += [n for n in node.all_input_nodes if n in among]
-    return found
+    return closure
 
 
 def parameter_forms(step: StepGraph) -> dict[fx.Node, tuple[str, tuple[int, ...]]]:
@@ -185,11 +185,11 @@ def _until_reduced(node: fx.Node) -> Iterator[fx.Node]:
 def _rebuilt(step: StepGraph, remake: Remake) -> StepGraph:
     """A copy of the graph in which the nodes stand again where they are first needed, and dead code is gone."""
     graph, copies, twins = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
-    again = {node: name for name, nodes in remake.nodes.items() for node in nodes}
+    block_of_node = {node: name for name, nodes in remake.nodes.items() for node in nodes}
     waiting = dict(remake.nodes)
     for node in step.graph.nodes:
         own = remake.blocks.of(node) if is_back(node) else ""
-        needs = own and any(again.get(n) == own for n in node.all_input_nodes)
+        needs = own and any(block_of_node.get(n) == own for n in node.all_input_nodes)
         for original in waiting.pop(own, ()) if needs else ():
             args, kwargs = map_nodes(original, lambda n: twins.get(n, copies[n]))
             twin = graph.create_node("call_function", original.target, args, kwargs, original.name + AGAIN)
@@ -197,7 +197,7 @@ def _rebuilt(step: StepGraph, remake: Remake) -> StepGraph:
             twins[original] = twin
         copies[node] = graph.node_copy(
             node,
-            lambda n, own=own: twins[n] if own and again.get(n) == own else copies[n],  # type: ignore[misc]
+            lambda n, own=own: twins[n] if own and block_of_node.get(n) == own else copies[n],  # type: ignore[misc]
         )
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return replace(step, graph=graph)

@@ -90,12 +90,12 @@ def _written(node: fx.Node, twins: Mapping[fx.Node, fx.Node] | None) -> str:
 def _check_origin(node: fx.Node, twin: fx.Node) -> None:
     if node.op != "call_function":
         return
-    found, expected = origin_of(node), origin_of(twin)
-    if node.name == twin.name and found != expected:
-        raise _wrong(node, "comes from elsewhere", got=str(found), expected=str(expected))
-    same = (found.module, found.source, found.call) == (expected.module, expected.source, expected.call)
-    if node.name != twin.name and not (same and found.phase == "backward" and is_ahead(twin)):
-        raise _wrong(node, "is no forward op made again", got=str(found), expected=f"{expected}, in backward")
+    origin, expected = origin_of(node), origin_of(twin)
+    if node.name == twin.name and origin != expected:
+        raise _wrong(node, "comes from elsewhere", got=str(origin), expected=str(expected))
+    same = (origin.module, origin.source, origin.call) == (expected.module, expected.source, expected.call)
+    if node.name != twin.name and not (same and origin.phase == "backward" and is_ahead(twin)):
+        raise _wrong(node, "is no forward op made again", got=str(origin), expected=f"{expected}, in backward")
 
 
 def _check_ends(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.Node]) -> None:

@@ -81,12 +81,12 @@ class Snapshot:
 
     def changes(self) -> list[Change]:
         """What differs from the snapshot."""
-        found = []
+        changes = []
         for i, (live, copy) in enumerate(zip(self.live, self.copies, strict=True)):
             now, before = _entries(live), _entries(copy)
             keys = [k for k in {**before, **now} if not same(before.get(k, MISSING), now.get(k, MISSING))]
-            found += [Change(self.place(i, k), before.get(k, MISSING), now.get(k, MISSING), i, k) for k in keys]
-        return found
+            changes += [Change(self.place(i, k), before.get(k, MISSING), now.get(k, MISSING), i, k) for k in keys]
+        return changes
 
     def restore(self) -> None:
         """Put every container back as it was, and empty the function caches that have grown."""
@@ -236,8 +236,8 @@ class _Walk:
 
     def push(self, entries: Any, parent: int, key: Any) -> None:
         """What entries refer to is visited next; with a `key`, as if it stood there itself."""
-        found = [(v, parent, k if key is None else key) for k, v in entries if type(v) not in ATOMS]
-        self.stack += reversed(found)
+        entries_left = [(v, parent, k if key is None else key) for k, v in entries if type(v) not in ATOMS]
+        self.stack += reversed(entries_left)
 
 
 def is_generator(value: Any) -> bool:

@@ -93,8 +93,8 @@ def _count(batch: Any) -> tuple[int, str]:
 def near_miss(got: str, names: Iterable[str]) -> str:
     """The names that resemble `got` the most, best first and joined by commas; the first few where none does."""
     known = list(names)
-    found = difflib.get_close_matches(got, known, 3, 0.5) or known[:5]
-    return ", ".join(found)
+    suggestions = difflib.get_close_matches(got, known, 3, 0.5) or known[:5]
+    return ", ".join(suggestions)
 
 
 # files
@@ -112,9 +112,9 @@ def _from_file(text: str, batch: int | None, seq: int, seed: int, device: str) -
     module = _import(Path(path))
     factory = _function(module, name, path)
     wanted = {"batch": batch, "seq": seq, "seed": seed}
-    taken = inspect.signature(factory).parameters
-    arguments = {key: value for key, value in wanted.items() if key in taken and value is not None}
-    if batch is not None and "batch" not in taken:
+    parameters = inspect.signature(factory).parameters
+    arguments = {key: value for key, value in wanted.items() if key in parameters and value is not None}
+    if batch is not None and "batch" not in parameters:
         raise MeshweaveError(
             "the factory chooses its own batch size",
             where=text,
@@ -122,13 +122,15 @@ def _from_file(text: str, batch: int | None, seq: int, seed: int, device: str) -
             hint=f"give it a parameter: def {name}(batch: int = {batch}), or leave --local-batch and --batch out",
         )
     with torch.device(device):
-        made = _guarded(lambda: factory(**arguments), path, f"{name}() failed")
-    return _read(made, text)
+        source = _guarded(lambda: factory(**arguments), path, f"{name}() failed")
+    return _read(source, text)
 
 
-def _read(made: Any, text: str) -> Source:
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
-        kinds = ", ".join(type(m).__name__ for m in made) if isinstance(made, tuple) else type(made).__name__
+def _read(source: Any, text: str) -> Source:
+    if not (
+        isinstance(source, tuple) and len(source) == 3 and isinstance(source[0], nn.Module) and callable(source[2])
+    ):
+        kinds = ", ".join(type(m).__name__ for m in source) if isinstance(source, tuple) else type(source).__name__
         raise MeshweaveError(
             "the factory returned something else than a model, a batch and a loss",
             where=text,
@@ -136,7 +138,7 @@ def _read(made: Any, text: str) -> Source:
             expected="(nn.Module, batch, loss), with batch a dict or tuple of tensors or a function of the index, and "
             "loss(outputs, batch) -> scalar",
         )
-    model, data, loss = made
+    model, data, loss = source
     make = data if callable(data) else lambda index: data
     count, unit = _count(make(0))
     return Source(text, model, loss, make(0), make, count, unit)
@@ -194,7 +196,7 @@ def _raise_at_line(error: Exception, path: str, what: str) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _ModelFamily:
     """A family of models: the auto class that makes it, and its batches, from (index, batch, seq, config, seed)."""
 
     auto_class: str
@@ -225,9 +227,9 @@ def _image_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> di
 
 # The first whose mapping in transformers knows the type. Bert-like types have a causal head too, hence the order.
 _TASKS = (
-    _Task("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_batch),
-    _Task("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", _masked_batch),
-    _Task("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _causal_batch),
+    _ModelFamily("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_batch),
+    _ModelFamily("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", _masked_batch),
+    _ModelFamily("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _causal_batch),
 )
 _SMALL_IMAGE = 32
 
@@ -271,7 +273,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _task_of(model_type: str) -> _Task:
+def _task_of(model_type: str) -> _ModelFamily:
     _transformers()
     from transformers.models.auto import modeling_auto
 
@@ -306,12 +308,12 @@ def _value(text: str) -> Any:
         return text
 
 
-def _config(model_type: str, given: Mapping[str, Any], seq: int, text: str) -> Any:
+def _config(model_type: str, overrides: Mapping[str, Any], seq: int, text: str) -> Any:
     auto_config = _transformers().AutoConfig
     plain = auto_config.for_model(model_type)
     fields, aliases = set(plain.to_dict()) | {"num_labels"}, dict(type(plain).attribute_map)
     _check_simple(plain, model_type, text)
-    for name in given:
+    for name in overrides:
         if name not in fields and name not in aliases:
             raise MeshweaveError(
                 f"{type(plain).__name__} has no field '{name}'",
@@ -319,15 +321,15 @@ def _config(model_type: str, given: Mapping[str, Any], seq: int, text: str) -> A
                 got=name,
                 expected=near_miss(name, sorted(fields | aliases.keys())),
             )
-    chosen = {aliases.get(name, name): value for name, value in given.items()}
+    chosen = {aliases.get(name, name): value for name, value in overrides.items()}
     for name, value in _small(chosen, aliases, seq).items():
         field = aliases.get(name, name)
         if field in fields:
             chosen.setdefault(field, value)
     vocabulary = chosen.get(aliases.get("vocab_size", "vocab_size"), 0)
     for field in (f for f in fields if f.endswith("_token_id")):
-        held = chosen.get(field, getattr(plain, field, None))
-        if isinstance(held, int) and held >= vocabulary > 0:
+        default = chosen.get(field, getattr(plain, field, None))
+        if isinstance(default, int) and default >= vocabulary > 0:
             chosen[field] = vocabulary - 1
     try:
         return auto_config.for_model(model_type, **chosen)
@@ -340,19 +342,19 @@ def _config(model_type: str, given: Mapping[str, Any], seq: int, text: str) -> A
 def _check_simple(config: Any, model_type: str, text: str) -> None:
     """A configuration made of others (vision and text) has no sizes of its own that could be set here."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
-    held = [getattr(part, "model_type", "") for part in parts]
-    types = [name for name in held if name not in ("", model_type)]
+    model_types = [getattr(part, "model_type", "") for part in parts]
+    types = [name for name in model_types if name not in ("", model_type)]
     if types:
         raise MeshweaveError(
             f"'{model_type}' is made of several models", where=text, expected=f"one of its parts: {', '.join(types)}"
         )
 
 
-def _small(given: Mapping[str, Any], aliases: Mapping[str, str], seq: int) -> dict[str, Any]:
+def _small(overrides: Mapping[str, Any], aliases: Mapping[str, str], seq: int) -> dict[str, Any]:
     """Sizes that train in seconds on a laptop, by the names that Hugging Face configurations share."""
 
     def held(name: str, default: int) -> int:
-        value = given.get(aliases.get(name, name), default)
+        value = overrides.get(aliases.get(name, name), default)
         return value if isinstance(value, int) and value > 0 else default
 
     hidden, heads = held("hidden_size", 64), held("num_attention_heads", 4)
@@ -372,7 +374,7 @@ def _small(given: Mapping[str, Any], aliases: Mapping[str, str], seq: int) -> di
     }
 
 
-def _build(task: _Task, config: Any, text: str) -> nn.Module:
+def _build(task: _ModelFamily, config: Any, text: str) -> nn.Module:
     try:
         return getattr(_transformers(), task.auto_class).from_config(config)  # type: ignore[no-any-return]
     except Exception as error:

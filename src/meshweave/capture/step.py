@@ -196,8 +196,8 @@ def _describe(
             state += [Input("state", state_name(slot, p.name), p.spec) for slot in optimizer.slots(p.name)]
     acc = [Input("acc", p.name, p.spec) for p in trained] if options.accumulate > 1 else []
     buffers = [Input("buffer", n, spec(b)) for n, b in model.named_buffers()]
-    held = [Input("batch", n, spec(t)) for n, t in zip(batch.names, batch.tensors, strict=True)]
-    return (*params.values(), *buffers, *state, *acc, *held, *scalars)
+    inputs = [Input("batch", n, spec(t)) for n, t in zip(batch.names, batch.tensors, strict=True)]
+    return (*params.values(), *buffers, *state, *acc, *inputs, *scalars)
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -222,15 +222,15 @@ def _fake_inputs(inputs: Sequence[Input], model: nn.Module, example: Any, mode: 
     real: dict[tuple[str, str], Tensor] = {("param", n): p for n, p in model.named_parameters()}
     real |= {("buffer", n): b for n, b in model.named_buffers()}
     real |= {("batch", n): t for n, t in zip(Batch.of(example).names, Batch.of(example).tensors, strict=True)}
-    made = []
+    fakes = []
     for item in inputs:
         like = real.get((item.kind, item.name))
-        made.append(
+        fakes.append(
             fake_like(
                 mode, like if like is not None else torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")
             )
         )
-    return made
+    return fakes
 
 
 def _unflatten(inputs: Sequence[Input], flat: Sequence[Tensor]) -> _Values:
@@ -338,8 +338,8 @@ def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The gradient of each leaf that has one, with what a `backward()` inside the backward pass has added to it."""
-    found = gradients(value, list(leaves.values()))
-    parts = {n: [g for g in (grad, leaves[n].grad) if g is not None] for n, grad in zip(leaves, found, strict=True)}
+    grads = gradients(value, list(leaves.values()))
+    parts = {n: [g for g in (grad, leaves[n].grad) if g is not None] for n, grad in zip(leaves, grads, strict=True)}
     return {n: sum(rest, first) for n, (first, *rest) in ((n, p) for n, p in parts.items() if p)}
 
 

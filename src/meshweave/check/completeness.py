@@ -94,8 +94,8 @@ class _Members:
 
     def _of(self, role: RoleReplay, node: fx.Node) -> list[RoleReplay]:
         if node.target is transfer:
-            made = _transfer_of(role, node)
-            return self._reached({*made.source.mesh.devices, *made.target.mesh.devices})
+            crossing = _transfer_of(role, node)
+            return self._reached({*crossing.source.mesh.devices, *crossing.target.mesh.devices})
         key = (role.devices, node.args[-1])
         if key not in self._of_group:
             groups = group_ids(*role.rank.group_axes(str(node.args[-1]))).tolist()
@@ -117,10 +117,10 @@ def _call_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _transfer_of(role: RoleReplay, node: fx.Node) -> Transfer:
-    made = role.rank.transfers.get(str(node.args[1]))
-    if made is None:
+    entry = role.rank.transfers.get(str(node.args[1]))
+    if entry is None:
         raise role.at_node(node, VerifyError("is a transfer that the role does not know", got=str(node.args[1])))
-    return made
+    return entry
 
 
 class _Uses:
@@ -152,11 +152,11 @@ def _meet(known: Known, roles: list[RoleReplay], uses: _Uses) -> bool:
     nodes = [r.at for r in roles if r.at is not None]
     communicates = nodes[0].target in STARTS
     try:
-        made = (_transferred if nodes[0].target is transfer else _exchanged)(known, roles, nodes)
+        results = (_transferred if nodes[0].target is transfer else _exchanged)(known, roles, nodes)
     except VerifyError as error:
         raise roles[0].at_node(nodes[0], error) from error
-    root = next(v.root for v in made if v is not None)
-    for role, node, state in zip(roles, nodes, made, strict=True):
+    root = next(v.root for v in results if v is not None)
+    for role, node, state in zip(roles, nodes, results, strict=True):
         role.settle(node, state)
         if communicates:
             uses.add(role, node, root)
@@ -190,21 +190,21 @@ def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Nod
     ]
 
     def exchange() -> list[Holding]:
-        held = together(holdings)
-        done = EXCHANGES[first.target](held, groups_among(mesh, axes, held.devices), *numbers)
+        merged = together(holdings)
+        done = EXCHANGES[first.target](merged, groups_among(mesh, axes, merged.devices), *numbers)
         return apart(done, [h.devices for h in holdings])
 
     keys = [r.numbers.key(a) for r, n in zip(roles, nodes, strict=True) for a in n.args[1:]]
     made = known.once((first.target, mesh, axes, *keys, *holdings), exchange)
-    return [Value(v.root, held) for v, held in zip(values, made, strict=True)]
+    return [Value(v.root, holding) for v, holding in zip(values, made, strict=True)]
 
 
 def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
     """A transfer between or within the meshes of these roles."""
-    made = {_transfer_of(r, n) for r, n in zip(roles, nodes, strict=True)}
-    if len(made) > 1:
-        raise VerifyError("roles know different transfers by one name", got="; ".join(sorted(map(str, made))))
-    (plan,) = made
+    entries = {_transfer_of(r, n) for r, n in zip(roles, nodes, strict=True)}
+    if len(entries) > 1:
+        raise VerifyError("roles know different transfers by one name", got="; ".join(sorted(map(str, entries))))
+    (plan,) = entries
     values = _given(roles, nodes)
     for role, value in zip(roles, values, strict=True):
         if (value is not None) != plan.source.mesh.covers(role.devices):
@@ -251,11 +251,13 @@ def _check_devices(known: Known, roles: Sequence[RoleReplay]) -> None:
         raise VerifyError(
             "roles number the meshes of the program differently", where=str(other), got=got, expected=expected
         )
-    found = sorted(d for r in roles for d in r.devices)
+    present = sorted(d for r in roles for d in r.devices)
     meshes = {first_layout(n.meta["layout"]).mesh for n in known.placed.graph.nodes if n.op != "output"}
     needed = {d for mesh in meshes for d in mesh.devices}
-    if len(set(found)) < len(found) or not needed <= set(found):
-        raise VerifyError("the roles are not the devices of the program", got=str(found), expected=str(sorted(needed)))
+    if len(set(present)) < len(present) or not needed <= set(present):
+        raise VerifyError(
+            "the roles are not the devices of the program", got=str(present), expected=str(sorted(needed))
+        )
     for mesh in meshes:
         for role in roles:
             if not mesh.covers(role.devices) and any(d in mesh for d in role.devices):
@@ -283,9 +285,9 @@ def _check_carries(known: Known, role: RankGraph) -> None:
     if role.prologue is None:
         return
     end = next(iter(reversed(role.prologue.graph.nodes)))
-    made = dict(zip(role.prologue.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
+    values = dict(zip(role.prologue.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
     for item, layout in zip(role.inputs, role.layouts, strict=True):
-        node = made.get((item.kind, item.name))
+        node = values.get((item.kind, item.name))
         mark = None if node is None else known.meaning(node)  # type: ignore[arg-type]
         if mark is not None and (mark.meta["layout"], spec_of(mark)) != (layout, item.spec):
             raise VerifyError(

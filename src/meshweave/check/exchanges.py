@@ -75,51 +75,51 @@ def together(holdings: Sequence[Holding]) -> Holding:
     return replace(first, devices=tuple(d for h in holdings for d in h.devices), rows=rows, where=where)
 
 
-def apart(held: Holding, parts: Sequence[tuple[int, ...]]) -> list[Holding]:
+def apart(holding: Holding, parts: Sequence[tuple[int, ...]]) -> list[Holding]:
     """`together` undone: what the devices of each part hold."""
     ends = np.cumsum([0, *(len(p) for p in parts)])
     return [
-        replace(held, devices=part, where=held.where[ends[i] : ends[i + 1]]) if len(parts) > 1 else held
+        replace(holding, devices=part, where=holding.where[ends[i] : ends[i + 1]]) if len(parts) > 1 else holding
         for i, part in enumerate(parts)
     ]
 
 
-def _all_gather(held: Holding, groups: Groups, count: Any) -> Holding:
+def _all_gather(holding: Holding, groups: Groups, count: Any) -> Holding:
     _check_count(groups, count)
-    _not_pending(held, groups)
-    inputs = held.where[groups.members]
-    _same_extent(held, inputs)
-    rows = held.rows
+    _not_pending(holding, groups)
+    inputs = holding.where[groups.members]
+    _same_extent(holding, inputs)
+    rows = holding.rows
     start = rows.start[inputs].copy()
     start[..., 0] += (np.arange(groups.count) * rows.extent[inputs[:, :1], 0])[:, :, None]
     extent = rows.extent[inputs[:, 0]].copy()
     extent[:, 0] *= groups.count
-    return _by_group(held, groups, Rows(extent, *map(_merged, (start, rows.size[inputs], rows.origin[inputs]))))
+    return _by_group(holding, groups, Rows(extent, *map(_merged, (start, rows.size[inputs], rows.origin[inputs]))))
 
 
-def _all_reduce(held: Holding, groups: Groups, op: str) -> Holding:
-    return _reduced(held, groups, op)
+def _all_reduce(holding: Holding, groups: Groups, op: str) -> Holding:
+    return _reduced(holding, groups, op)
 
 
-def _reduce_scatter(held: Holding, groups: Groups, op: str, count: Any) -> Holding:
+def _reduce_scatter(holding: Holding, groups: Groups, op: str, count: Any) -> Holding:
     _check_count(groups, count)
-    done = _reduced(held, groups, op)
+    done = _reduced(holding, groups, op)
     blocks, source = split(done, groups.count), done.where[groups.members[:, 0]]
     return _by_member(done, groups, blocks.take(source))
 
 
-def _all_to_all(held: Holding, groups: Groups, received: Sequence[Any], sent: Sequence[Any]) -> Holding:
-    _not_pending(held, groups)
-    inputs = held.where[groups.members]
-    _same_extent(held, inputs)
-    blocks = split(held, groups.count)
-    height = blocks.extent[held.where, 0, 0]
+def _all_to_all(holding: Holding, groups: Groups, received: Sequence[Any], sent: Sequence[Any]) -> Holding:
+    _not_pending(holding, groups)
+    inputs = holding.where[groups.members]
+    _same_extent(holding, inputs)
+    blocks = split(holding, groups.count)
+    height = blocks.extent[holding.where, 0, 0]
     for sizes in (received, sent):
         if len(sizes) != groups.count or any((np.asarray(s) != height).any() for s in sizes):
             raise VerifyError(
                 "exchanges other blocks than it has",
                 got=f"{len(sizes)} blocks",
-                expected=f"{groups.count} blocks of {height[0]} on device {held.devices[0]}",
+                expected=f"{groups.count} blocks of {height[0]} on device {holding.devices[0]}",
             )
     # Of sender i to receiver j: [group, sender, receiver, ...] -> [group, receiver, sender, ...].
     start, size, origin = (t[inputs].swapaxes(1, 2) for t in (blocks.start, blocks.size, blocks.origin))
@@ -128,65 +128,65 @@ def _all_to_all(held: Holding, groups: Groups, received: Sequence[Any], sent: Se
     extent = blocks.extent[inputs[:, 0]].copy()
     extent[..., 0] *= groups.count
     flat = [t.reshape(*t.shape[:2], -1, t.shape[-1]) for t in (start, size, origin)]
-    return _by_member(held, groups, Rows(extent, *flat))
+    return _by_member(holding, groups, Rows(extent, *flat))
 
 
-def _permute(held: Holding, groups: Groups, to: Any) -> Holding:
+def _permute(holding: Holding, groups: Groups, to: Any) -> Holding:
     try:
         receivers = np.array(destinations(to, groups.count))
     except (MeshweaveError, TypeError) as error:
         raise VerifyError("is no permutation of its group", got=str(to), expected=f"of {groups.count}") from error
     if (receivers != np.arange(groups.count)).any():
-        _not_pending(held, groups)
-    inputs = held.where[groups.members]
-    _same_extent(held, inputs)
-    where = held.where.copy()
+        _not_pending(holding, groups)
+    inputs = holding.where[groups.members]
+    _same_extent(holding, inputs)
+    where = holding.where.copy()
     where[groups.members[:, receivers]] = inputs
-    return held.with_rows(held.rows, where)
+    return holding.with_rows(holding.rows, where)
 
 
-def _broadcast(held: Holding, groups: Groups, source: Any) -> Holding:
+def _broadcast(holding: Holding, groups: Groups, source: Any) -> Holding:
     if source not in range(groups.count):
         raise VerifyError("is from no member of its group", got=str(source), expected=f"0 to {groups.count - 1}")
     if groups.count > 1:
-        _not_pending(held, groups)
-    inputs = held.where[groups.members]
-    _same_extent(held, inputs)
-    where = held.where.copy()
+        _not_pending(holding, groups)
+    inputs = holding.where[groups.members]
+    _same_extent(holding, inputs)
+    where = holding.where.copy()
     where[groups.members] = inputs[:, [source]]
-    return held.with_rows(held.rows, where)
+    return holding.with_rows(holding.rows, where)
 
 
-def _embed_part(held: Holding, groups: Groups, dim: Any, before: Any, size: Any, op: Any) -> Holding:
+def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: Any, op: Any) -> Holding:
     """`local_ops.embed_part` on all devices of a group: what they hold together, which a reduction over the group gives
     once no two of them have something in one place. What nobody has stays padding."""
-    if not isinstance(dim, int) or not 0 <= dim < held.rows.extent.shape[1] or op not in ("sum", "max", "min"):
+    if not isinstance(dim, int) or not 0 <= dim < holding.rows.extent.shape[1] or op not in ("sum", "max", "min"):
         raise VerifyError("makes no part of a partial value", got=f"dim {dim}, op {op}")
-    if (held.pending and held.mesh != groups.mesh) or {p.axis for p in held.pending} & set(groups.axes):
-        raise VerifyError("makes a value partial over an axis over which it is", got=str(held.pending))
-    rows, where, (begin, whole) = held.refined(before, size)
+    if (holding.pending and holding.mesh != groups.mesh) or {p.axis for p in holding.pending} & set(groups.axes):
+        raise VerifyError("makes a value partial over an axis over which it is", got=str(holding.pending))
+    rows, where, (begin, whole) = holding.refined(before, size)
     length = rows.extent[:, dim : dim + 1]
     if (bad := (begin < 0) | (begin + length > whole))[:, 0].any():
         raise VerifyError(
-            "puts a part outside of the whole", where=f"device {replace(held, where=where).device_of_row(bad[:, 0])}"
+            "puts a part outside of the whole", where=f"device {replace(holding, where=where).device_of_row(bad[:, 0])}"
         )
     extent, start = rows.extent.copy(), rows.start.copy()
     extent[:, dim] = whole[:, 0]
     start[..., dim] += begin
-    made = replace(held, rows=replace(rows, extent=extent, start=start), where=where)
+    embedded = replace(holding, rows=replace(rows, extent=extent, start=start), where=where)
     inputs = where[groups.members]
-    _same_extent(made, inputs)
+    _same_extent(embedded, inputs)
     low, high = (np.where(length > 0, edge, whole)[inputs, 0] for edge in (begin, begin + length))
     order = np.argsort(low, axis=1)
     low, high = (np.take_along_axis(edge, order, 1) for edge in (low, high))
     if (over := (low[:, 1:] < high[:, :-1]).any(-1)).any():
         member = int(groups.members[int(np.argmax(over)), 0])
         raise VerifyError(
-            "parts of one sum overlap", got=f"in the group of device {held.devices[member]}, along dim {dim}"
+            "parts of one sum overlap", got=f"in the group of device {holding.devices[member]}, along dim {dim}"
         )
-    made = replace(made, pending=(*held.pending, *(Pending(axis, op) for axis in groups.axes)))
+    embedded = replace(embedded, pending=(*holding.pending, *(Pending(axis, op) for axis in groups.axes)))
     together = Rows(extent[inputs[:, 0]], *(_merged(t[inputs]) for t in (start, rows.size, rows.origin)))
-    return _by_group(made, groups, together)
+    return _by_group(embedded, groups, together)
 
 
 EXCHANGES: dict[Any, Callable[..., Holding]] = {
@@ -200,53 +200,53 @@ EXCHANGES: dict[Any, Callable[..., Holding]] = {
 }
 
 
-def _reduced(held: Holding, groups: Groups, op: str) -> Holding:
+def _reduced(holding: Holding, groups: Groups, op: str) -> Holding:
     """Each group's values reduced, where that takes every contribution along the axes once."""
-    pending = {p.axis: p for p in held.pending}
+    pending = {p.axis: p for p in holding.pending}
     for axis in (a for a in groups.axes if groups.mesh.size(a) > 1):
         due = pending.get(axis)
-        if due is None or held.mesh != groups.mesh:
+        if due is None or holding.mesh != groups.mesh:
             raise VerifyError(
                 f"contributions are counted {groups.mesh.size(axis)} times",
                 got=f"a reduction over {axis}, over which the value is not partial",
             )
         if op != due.op:
             raise VerifyError("reduces with another op", got=f"{op} over {axis}", expected=due.op)
-    if len({p.op for p in held.pending}) > 1:
-        raise VerifyError("a value is partial by two ops at once", got=str(held.pending))
-    _same_content(held, groups)
-    return replace(held, pending=tuple(p for p in held.pending if p.axis not in groups.axes))
+    if len({p.op for p in holding.pending}) > 1:
+        raise VerifyError("a value is partial by two ops at once", got=str(holding.pending))
+    _same_content(holding, groups)
+    return replace(holding, pending=tuple(p for p in holding.pending if p.axis not in groups.axes))
 
 
-def _same_content(held: Holding, groups: Groups) -> None:
+def _same_content(holding: Holding, groups: Groups) -> None:
     """The members of each group hold the same boxes of the value, in the same places."""
-    rows, inputs = held.rows, held.where[groups.members]
+    rows, inputs = holding.rows, holding.where[groups.members]
     pairs = np.unique(np.stack([inputs, np.broadcast_to(inputs[:, :1], inputs.shape)], -1).reshape(-1, 2), axis=0)
     a, b = rows.take(pairs[:, 0]), rows.take(pairs[:, 1])
     there = a.is_there
     same = (a.extent == b.extent).all(-1) & (there == b.is_there).all(-1)
-    for one, other in ((a.start, b.start), (a.size, b.size), (a.origin, b.origin)):
-        same &= (~there | (one == other).all(-1)).all(-1)
+    for array, other in ((a.start, b.start), (a.size, b.size), (a.origin, b.origin)):
+        same &= (~there | (array == other).all(-1)).all(-1)
     if not same.all():
-        i, j = (int(np.flatnonzero(held.where == row)[0]) for row in pairs[int(np.argmin(same))])
+        i, j = (int(np.flatnonzero(holding.where == row)[0]) for row in pairs[int(np.argmin(same))])
         raise VerifyError(
             "adds up different elements",
-            got=f"device {held.devices[i]} has {describe(held, i)}; device {held.devices[j]} has {describe(held, j)}",
+            got="; ".join(f"device {holding.devices[k]} has {describe(holding, k)}" for k in (i, j)),
         )
 
 
-def _not_pending(held: Holding, groups: Groups) -> None:
-    for p in held.pending:
-        if p.axis in groups.axes and held.mesh == groups.mesh:
+def _not_pending(holding: Holding, groups: Groups) -> None:
+    for p in holding.pending:
+        if p.axis in groups.axes and holding.mesh == groups.mesh:
             raise VerifyError(f"joins parts of different sums over {p.axis}", expected=f"a {p.op} over {p.axis} before")
-        if held.mesh != groups.mesh:
+        if holding.mesh != groups.mesh:
             raise VerifyError("joins over a mesh a value that is partial on another", got=str(groups.mesh))
 
 
-def _same_extent(held: Holding, inputs: Ints) -> None:
-    same = (held.rows.extent[inputs] == held.rows.extent[inputs[:, :1]]).all((-1, -2))
+def _same_extent(holding: Holding, inputs: Ints) -> None:
+    same = (holding.rows.extent[inputs] == holding.rows.extent[inputs[:, :1]]).all((-1, -2))
     if not same.all():
-        shapes = np.unique(held.rows.extent[inputs[int(np.argmin(same))]], axis=0).tolist()
+        shapes = np.unique(holding.rows.extent[inputs[int(np.argmin(same))]], axis=0).tolist()
         raise VerifyError("blocks of one group differ in shape", got=f"{shapes[0]} and {shapes[1]}")
 
 
@@ -255,18 +255,18 @@ def _check_count(groups: Groups, count: Any) -> None:
         raise VerifyError("names another size of its group", got=str(count), expected=str(groups.count))
 
 
-def _by_group(held: Holding, groups: Groups, rows: Rows) -> Holding:
+def _by_group(holding: Holding, groups: Groups, rows: Rows) -> Holding:
     """One row for each group, held by all its members."""
-    where = np.zeros_like(held.where)
+    where = np.zeros_like(holding.where)
     where[groups.members] = np.arange(len(groups.members))[:, None]
-    return held.with_rows(rows, where)
+    return holding.with_rows(rows, where)
 
 
-def _by_member(held: Holding, groups: Groups, blocks: Rows) -> Holding:
+def _by_member(holding: Holding, groups: Groups, blocks: Rows) -> Holding:
     """One row for each member of each group: blocks [group, member]."""
-    where = np.zeros_like(held.where)
+    where = np.zeros_like(holding.where)
     where[groups.members] = np.arange(groups.members.size).reshape(groups.members.shape)
-    return held.with_rows(Rows(*map(_joined, (blocks.extent, blocks.start, blocks.size, blocks.origin))), where)
+    return holding.with_rows(Rows(*map(_joined, (blocks.extent, blocks.start, blocks.size, blocks.origin))), where)
 
 
 def _merged(table: Ints) -> Ints:
@@ -293,9 +293,15 @@ def check_messages(plan: Transfer) -> int:
     devices, senders = target.mesh.devices, source.mesh.devices
     place = {d: i for i, d in enumerate(devices)}
     lists: list[list[Any]] = [[] for _ in devices]
-    held = dict(zip(senders, zip(*(a.tolist() for a in boxes(source, shape, senders)), strict=True), strict=True))
+    boxes_of_sender = dict(
+        zip(senders, zip(*(a.tolist() for a in boxes(source, shape, senders)), strict=True), strict=True)
+    )
     for m in messages:
-        if m.receiver not in place or m.sender not in held or not _inside(m.box.offset, m.box.size, held[m.sender]):
+        if (
+            m.receiver not in place
+            or m.sender not in boxes_of_sender
+            or not _inside(m.box.offset, m.box.size, boxes_of_sender[m.sender])
+        ):
             raise VerifyError("a message takes what its sender does not hold", got=f"{m} of {source} -> {target}")
         lists[place[m.receiver]].append((m.box.offset, m.box.size))
     offset, size = boxes(target, shape, devices)

@@ -153,49 +153,49 @@ def holding_of(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...])
     return Holding(layout.mesh, devices, rows, where, *pending_of(layout))
 
 
-def check_is(held: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
+def check_is(holding: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
     """Raise VerifyError unless every device holds exactly its piece in `layout`, whole, in order and without padding,
     with exactly the reductions pending that the layout names, and scaled."""
-    _check_pending(held, layout)
-    rows, there = held.rows, held.rows.is_there
+    _check_pending(holding, layout)
+    rows, there = holding.rows, holding.rows.is_there
     first = np.argmax(there, 1)
     shift = rows.origin - rows.start
     base = np.take_along_axis(shift, first[:, None, None], 1)
     straight = (~there | (shift == base).all(-1)).all(-1)
     full = np.where(there, rows.size.prod(-1), 0).sum(-1) == rows.extent.prod(-1)
-    offset, size = boxes(layout, shape, held.devices)
-    placed = (size == 0).any(-1) | (base[held.where, 0] == offset).all(-1)
-    good = (straight & full)[held.where] & (rows.extent[held.where] == size).all(-1) & placed
+    offset, size = boxes(layout, shape, holding.devices)
+    placed = (size == 0).any(-1) | (base[holding.where, 0] == offset).all(-1)
+    good = (straight & full)[holding.where] & (rows.extent[holding.where] == size).all(-1) & placed
     if not good.all():
         i = int(np.argmin(good))
         raise VerifyError(
-            f"device {held.devices[i]} does not hold its piece",
-            got=describe(held, i),
+            f"device {holding.devices[i]} does not hold its piece",
+            got=describe(holding, i),
             expected=f"{_box(offset[i], size[i])}, its piece in {layout}",
         )
 
 
-def _check_pending(held: Holding, layout: Layout) -> None:
+def _check_pending(holding: Holding, layout: Layout) -> None:
     wanted, owed = pending_of(layout)
-    pending, due = ({(p.axis, p.op) for p in those} for those in (held.pending, wanted))
-    if pending != due or (pending and held.mesh != layout.mesh):
+    pending, due = ({(p.axis, p.op) for p in those} for those in (holding.pending, wanted))
+    if pending != due or (pending and holding.mesh != layout.mesh):
         raise VerifyError(
             "contributions are missing" if pending - due else "a value is taken for a part of a sum",
-            got=_pending_text(held.pending),
+            got=_pending_text(holding.pending),
             expected=f"{_pending_text(wanted)}, as in {layout}",
         )
-    if not isclose(held.owed, owed):
+    if not isclose(holding.owed, owed):
         expected = "the value" if owed == 1.0 else f"{owed:g} times the value"
-        raise VerifyError("the average is scaled wrongly", got=f"{held.owed:g} times the value", expected=expected)
+        raise VerifyError("the average is scaled wrongly", got=f"{holding.owed:g} times the value", expected=expected)
 
 
 def _pending_text(pending: Sequence[Pending]) -> str:
     return "still to reduce: " + (", ".join(f"{p.op} over {p.axis}" for p in pending) or "nothing")
 
 
-def describe(held: Holding, i: int) -> str:
+def describe(holding: Holding, i: int) -> str:
     """What the i-th device holds, in words."""
-    row = held.rows.take(held.where[i : i + 1]).compact()
+    row = holding.rows.take(holding.where[i : i + 1]).compact()
     there = row.is_there[0]
     padding = int(row.extent[0].prod() - np.where(there, row.size[0].prod(-1), 0).sum())
     shown = [_box(o, s) for o, s in zip(row.origin[0][there], row.size[0][there], strict=True)]
@@ -211,42 +211,42 @@ def _box(offset: Ints, size: Ints) -> str:
 # steps that a device takes by itself
 
 
-def narrow(held: Holding, dim: int, start: Any, size: Any) -> Holding:
-    _check_dim(held, dim)
-    rows, where, (lo, length) = held.refined(start, size)
+def narrow(holding: Holding, dim: int, start: Any, size: Any) -> Holding:
+    _check_dim(holding, dim)
+    rows, where, (lo, length) = holding.refined(start, size)
     if (bad := (lo < 0) | (length < 0) | (lo + length > rows.extent[:, dim : dim + 1]))[:, 0].any():
-        _refuse(replace(held, rows=rows, where=where), bad[:, 0], "cuts out more than there is")
+        _refuse(replace(holding, rows=rows, where=where), bad[:, 0], "cuts out more than there is")
     rows = _clip(rows, dim, lo, lo + length)
     extent = rows.extent.copy()
     extent[:, dim] = length[:, 0]
-    return held.with_rows(replace(rows, extent=extent), where)
+    return holding.with_rows(replace(rows, extent=extent), where)
 
 
-def pad(held: Holding, amounts: Sequence[Any]) -> Holding:
+def pad(holding: Holding, amounts: Sequence[Any]) -> Holding:
     """`constant_pad_nd`: amounts before and after, for the last dim first."""
     if len(amounts) % 2:
         raise VerifyError("pads a dim on one side only", got=f"{len(amounts)} amounts")
-    _check_dim(held, held.rows.extent.shape[1] - len(amounts) // 2)
-    rows, where, wide = held.refined(*amounts)
+    _check_dim(holding, holding.rows.extent.shape[1] - len(amounts) // 2)
+    rows, where, wide = holding.refined(*amounts)
     bad = np.any(np.concatenate([np.zeros((len(rows.extent), 1), np.int64), *wide], 1) < 0, axis=1)
     if bad.any():
-        _refuse(replace(held, rows=rows, where=where), bad, "pads by less than nothing")
+        _refuse(replace(holding, rows=rows, where=where), bad, "pads by less than nothing")
     extent, start = rows.extent.copy(), rows.start.copy()
     for i in range(0, len(wide), 2):
         dim = extent.shape[1] - 1 - i // 2
         extent[:, dim] += wide[i][:, 0] + wide[i + 1][:, 0]
         start[:, :, dim] += wide[i]
-    return held.with_rows(replace(rows, extent=extent, start=start), where)
+    return holding.with_rows(replace(rows, extent=extent, start=start), where)
 
 
-def join_blocks(held: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any) -> Holding:
+def join_blocks(holding: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any) -> Holding:
     """`local_ops.join_blocks`: blocks stacked along dim 0 in the order of a group, side by side along `dim` in its own
     order, cut to the sizes of the table."""
-    _check_dim(held, dim)
+    _check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
-    rows, where, lengths = held.refined(*([] if table is None else [np.asarray(table)[:, :, 1]]))
-    chunks = split(replace(held, rows=rows, where=where), count)
+    rows, where, lengths = holding.refined(*([] if table is None else [np.asarray(table)[:, :, 1]]))
+    chunks = split(replace(holding, rows=rows, where=where), count)
     chunks = Rows(*(t[:, np.argsort(place)] for t in (chunks.extent, chunks.start, chunks.size, chunks.origin)))
     block = chunks.extent[:, 0]
     length = lengths[0] if lengths else np.repeat(block[:, dim : dim + 1], count, 1)
@@ -257,16 +257,18 @@ def join_blocks(held: Holding, sizes: Sequence[int], order: Sequence[int], dim: 
     start[..., dim] += (np.cumsum(length, 1) - length)[:, :, None]
     extent = block.copy()
     extent[:, dim] = length.sum(1)
-    return held.with_rows(Rows(extent, *(_flat(a) for a in (start, chunks.size, chunks.origin))), where)
+    return holding.with_rows(Rows(extent, *(_flat(a) for a in (start, chunks.size, chunks.origin))), where)
 
 
-def deal_blocks(held: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any, block: Any) -> Holding:
+def deal_blocks(
+    holding: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any, block: Any
+) -> Holding:
     """`local_ops.deal_blocks`: cut along `dim` into the pieces of a group, each padded to `block`, stacked along dim 0
     in the order of the group."""
-    _check_dim(held, dim)
+    _check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
-    rows, where, args = held.refined(block, *([] if table is None else [np.asarray(table)]))
+    rows, where, args = holding.refined(block, *([] if table is None else [np.asarray(table)]))
     room, reach = args[0], rows.extent[:, dim : dim + 1]
     if table is None:
         at, length = np.arange(count) * room, np.repeat(room, count, 1)
@@ -287,14 +289,14 @@ def deal_blocks(held: Holding, sizes: Sequence[int], order: Sequence[int], dim: 
     extent[:, dim] = room[:, 0]
     start[..., 0] += (np.arange(count) * extent[:, :1])[:, :, None]
     extent[:, 0] *= count
-    return held.with_rows(Rows(extent, *(_flat(a) for a in (start, apart.size, apart.origin))), where)
+    return holding.with_rows(Rows(extent, *(_flat(a) for a in (start, apart.size, apart.origin))), where)
 
 
-def keep_first(held: Holding, mesh: Mesh, axes: Sequence[str], op: str) -> Holding:
+def keep_first(holding: Holding, mesh: Mesh, axes: Sequence[str], op: str) -> Holding:
     """The value as one part of a partial: from now on a reduction over `axes` is pending."""
-    if (held.pending and held.mesh != mesh) or {p.axis for p in held.pending} & set(axes):
-        raise VerifyError("makes a value partial over an axis over which it is", got=_pending_text(held.pending))
-    return replace(held, mesh=mesh, pending=(*held.pending, *(Pending(axis, op, True) for axis in axes)))
+    if (holding.pending and holding.mesh != mesh) or {p.axis for p in holding.pending} & set(axes):
+        raise VerifyError("makes a value partial over an axis over which it is", got=_pending_text(holding.pending))
+    return replace(holding, mesh=mesh, pending=(*holding.pending, *(Pending(axis, op, True) for axis in axes)))
 
 
 def _places(sizes: Sequence[int], order: Sequence[int]) -> Ints:
@@ -304,16 +306,16 @@ def _places(sizes: Sequence[int], order: Sequence[int]) -> Ints:
     return np.arange(prod(sizes)).reshape(sizes).transpose(order).reshape(-1)
 
 
-def scaled(held: Holding, factor: float) -> Holding:
-    return replace(held, owed=held.owed * factor)
+def scaled(holding: Holding, factor: float) -> Holding:
+    return replace(holding, owed=holding.owed * factor)
 
 
-def split(held: Holding, count: int) -> Rows:
+def split(holding: Holding, count: int) -> Rows:
     """The arrays cut along dim 0 into `count` equal blocks: rows [n, count], all of the blocks' extent.
 
     Raises VerifyError where dim 0 cannot be cut so.
     """
-    rows = held.rows
+    rows = holding.rows
     if not rows.extent.shape[1] or (rows.extent[:, 0] % count).any():
         raise VerifyError(f"cuts an array of {rows.extent[0].tolist()} into {count} equal blocks")
     height = rows.extent[:, :1] // count
@@ -334,18 +336,18 @@ def _by_block(rows: Rows, height: Ints, count: int, extent: Ints) -> Rows:
     block = np.where(there, rows.start[..., 0] // height, count)
     order = np.argsort(block, axis=1, kind="stable")
     block = np.take_along_axis(block, order, 1)
-    held = np.zeros((len(block), count + 1), np.int64)
-    np.add.at(held, (np.arange(len(block))[:, None], block), 1)
-    place = np.arange(block.shape[1]) - np.take_along_axis(np.cumsum(held, 1) - held, block, 1)
+    counts = np.zeros((len(block), count + 1), np.int64)
+    np.add.at(counts, (np.arange(len(block))[:, None], block), 1)
+    place = np.arange(block.shape[1]) - np.take_along_axis(np.cumsum(counts, 1) - counts, block, 1)
     n, f = np.nonzero(block < count)
-    width = max(int(held[:, :count].max(initial=0)), 1)
-    made = []
+    width = max(int(counts[:, :count].max(initial=0)), 1)
+    rows_by_block = []
     for table in (rows.start, rows.size, rows.origin):
         out = np.zeros((len(block), count, width, table.shape[2]), np.int64)
         out[n, block[n, f], place[n, f]] = table[n, order[n, f]]
-        made.append(out)
-    made[0][..., 0] -= (np.arange(count) * height)[:, :, None] * (made[1] > 0).all(-1)
-    return Rows(extent, *made)
+        rows_by_block.append(out)
+    rows_by_block[0][..., 0] -= (np.arange(count) * height)[:, :, None] * (rows_by_block[1] > 0).all(-1)
+    return Rows(extent, *rows_by_block)
 
 
 def _clip(rows: Rows, dim: int, low: Ints, high: Ints, shifted: bool = True) -> Rows:
@@ -364,11 +366,11 @@ def _flat(table: Ints) -> Ints:
     return table.reshape(table.shape[0], prod(table.shape[1:-1]), table.shape[-1])
 
 
-def _check_dim(held: Holding, dim: int) -> None:
-    if not 0 <= dim < held.rows.extent.shape[1]:
-        raise VerifyError(f"works along dim {dim}", got=f"an array of {held.rows.extent[0].tolist()}")
+def _check_dim(holding: Holding, dim: int) -> None:
+    if not 0 <= dim < holding.rows.extent.shape[1]:
+        raise VerifyError(f"works along dim {dim}", got=f"an array of {holding.rows.extent[0].tolist()}")
 
 
-def _refuse(held: Holding, bad: NDArray[np.bool_], problem: str) -> None:
-    device = held.device_of_row(bad)
-    raise VerifyError(problem, where=f"device {device}", got=describe(held, held.devices.index(device)))
+def _refuse(holding: Holding, bad: NDArray[np.bool_], problem: str) -> None:
+    device = holding.device_of_row(bad)
+    raise VerifyError(problem, where=f"device {device}", got=describe(holding, holding.devices.index(device)))

@@ -19,7 +19,11 @@ Cuts = dict[int, DimSharding]  # factor -> how its loop is cut
 
 
 def infer(
-    rule: Rule, mesh: Mesh, operands: Sequence[Placed], results: Sequence[Spec], made: Sequence[Layout | None] = ()
+    rule: Rule,
+    mesh: Mesh,
+    operands: Sequence[Placed],
+    results: Sequence[Spec],
+    placed_results: Sequence[Layout | None] = (),
 ) -> tuple[Layout, ...]:
     """Layouts of the results. Raises VerifyError (without its place) where the operands do not fit together.
 
@@ -32,7 +36,7 @@ def infer(
         )
     cuts, passed = _cuts(rule, operands), _passed(rule, operands)
     known = {f for dims in rule.operands for dim in dims for f in dim}
-    for dims, layout in zip(rule.results, made, strict=False):
+    for dims, layout in zip(rule.results, placed_results, strict=False):
         free = {} if layout is None else _dim_cuts(rule, dims, layout)
         cuts |= {f: cut for f, cut in free.items() if f not in known}
     _check_axes(cuts, passed, operands)
@@ -52,13 +56,13 @@ def _result(rule: Rule, i: int, cuts: Cuts, passed: dict[str, str], mesh: Mesh, 
 
 def _layout(rule: Rule, dims: Dims, cuts: Cuts, mesh: Mesh, spec: Spec) -> Layout:
     """The layout of a tensor made of `dims` when factors are cut."""
-    made = []
+    layouts = []
     for d in range(len(dims)):
         factor = rule.outer(dims, d)
         cut = cuts.get(factor, DimSharding()) if factor is not None else DimSharding()
         inner = rule.inner_size(dims, d, factor) if factor is not None else 1
-        made.append(DimSharding(cut.axes, cut.unit * inner))
-    return Layout(mesh, tuple(made)).normalized(spec.shape)
+        layouts.append(DimSharding(cut.axes, cut.unit * inner))
+    return Layout(mesh, tuple(layouts)).normalized(spec.shape)
 
 
 def _cuts(rule: Rule, operands: Sequence[Placed]) -> Cuts:
@@ -96,10 +100,10 @@ def _passed(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
     """Axis -> reduce op of the partial values that pass, each in one of the rule's linear ways."""
     passed: dict[str, str] = {}
     for axis in dict.fromkeys(a for _, layout in operands for a in layout.partial_axes):
-        found = {i: dict(layout.partial).get(axis) for i, (_, layout) in enumerate(operands)}
-        holders = frozenset(i for i, op in found.items() if op is not None)
-        ops = {op for op in found.values() if op is not None}
-        ways = [way for way in rule.linear if way.operands == holders and ops <= way.ops]
+        partial_ops = {i: dict(layout.partial).get(axis) for i, (_, layout) in enumerate(operands)}
+        holders = frozenset(i for i, op in partial_ops.items() if op is not None)
+        ops = {op for op in partial_ops.values() if op is not None}
+        ways = [mode for mode in rule.linear if mode.operands == holders and ops <= mode.ops]
         if len(ops) > 1 or not ways:
             listed = ", ".join(map(str, sorted(holders)))
             raise VerifyError(

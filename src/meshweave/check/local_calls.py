@@ -238,10 +238,10 @@ def _unguarded(c: Context, call: Call) -> Call:
         return call
     target, shapes, dtypes, *args = call.args
     several = guards[call.target]
-    found = list(zip(shapes, dtypes, strict=True)) if several else [(shapes, dtypes)]
+    calls = list(zip(shapes, dtypes, strict=True)) if several else [(shapes, dtypes)]
     specs = c.node.meta["spec"] if several else (c.node.meta["spec"],)
     layouts = iter(c.results)
-    for (shape, dtype), spec in zip(found, specs, strict=True):
+    for (shape, dtype), spec in zip(calls, specs, strict=True):
         placed = next(layouts) if isinstance(spec, Spec) else None
         if not (shape is None and dtype is None if placed is None else _is_like(c, shape, dtype, placed)):
             raise VerifyError("an empty piece is made in another shape", got=f"{shape} {dtype}", expected=str(placed))

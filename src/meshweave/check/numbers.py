@@ -53,22 +53,22 @@ class Numbers:
             raise VerifyError("a number depends on axes that the role is not of", got=", ".join(unknown))
         at = np.stack([np.zeros(len(self.devices), np.int64), *(self._at[a] for a in axes)], 1)
         each, where = np.unique(at, axis=0, return_inverse=True)
-        made = [function(dict(zip(axes, row[1:], strict=True)), *args) for row in each.tolist()]
-        return np.array(made, np.int64)[where.reshape(-1)]
+        values = [function(dict(zip(axes, row[1:], strict=True)), *args) for row in each.tolist()]
+        return np.array(values, np.int64)[where.reshape(-1)]
 
     def get(self, value: Any) -> Any:
         """A number, or one per device."""
-        found = self.values[value] if isinstance(value, fx.Node) else value
-        if not isinstance(found, (int, np.ndarray)) or np.ndim(found) > 1:
+        number = self.values[value] if isinstance(value, fx.Node) else value
+        if not isinstance(number, (int, np.ndarray)) or np.ndim(number) > 1:
             raise VerifyError("takes what is no number", got=str(value))
-        return found
+        return number
 
     def table(self, value: Any) -> Any:
         """A table of pieces per device, or None."""
-        found = self.values[value] if isinstance(value, fx.Node) else value
-        if found is not None and np.ndim(found) != 3:
+        entry = self.values[value] if isinstance(value, fx.Node) else value
+        if entry is not None and np.ndim(entry) != 3:
             raise VerifyError("takes what is no table of pieces", got=str(value))
-        return found
+        return entry
 
     def key(self, value: Any) -> Any:
         """Something hashable that is equal for equal arguments of one role, and differs between roles."""

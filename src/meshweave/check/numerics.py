@@ -246,7 +246,7 @@ def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | No
             f"float64 cannot run the model, so that smaller faults than float32 shows are not seen: {exact.problem}",
         )
     try:
-        found, updates = checked.wide().trained()
+        record, updates = checked.wide().trained()
     except Exception as error:  # of a program that is compiled only for this
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return None, f"the mesh does not run float64, so that smaller faults than float32 shows are not seen: {reason}"
@@ -258,7 +258,7 @@ def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | No
         )
     return [
         *errors,
-        *_compare("mesh in float64", "eager", found, exact.record, EXACT),
+        *_compare("mesh in float64", "eager", record, exact.record, EXACT),
     ], "compared in float64, too"
 
 
@@ -270,9 +270,9 @@ def _update_errors(run: str, updates: tuple[Record, Record], bound: float) -> It
         yield replace(e, bound=bound * max(1.0, eps / torch.finfo(torch.float32).eps))
 
 
-def _same_start(one: Record, other: Record) -> None:
-    names = one.start.keys() | other.start.keys()
-    same = {n for n in one.start.keys() & other.start.keys() if torch.equal(one.start[n], other.start[n])}
+def _same_start(first: Record, other: Record) -> None:
+    names = first.start.keys() | other.start.keys()
+    same = {n for n in first.start.keys() & other.start.keys() if torch.equal(first.start[n], other.start[n])}
     if names != same:
         raise MeshweaveError(
             "the model differs from one call to the next, so that runs cannot be compared",
@@ -285,16 +285,16 @@ def _same_start(one: Record, other: Record) -> None:
 
 
 def _compare(
-    run: str, reference: str, found: Record, expected: Record, bounds: Bounds, rounding: _Rounding | None = None
+    run: str, reference: str, record: Record, expected: Record, bounds: Bounds, rounding: _Rounding | None = None
 ) -> Iterator[TensorError]:
     """Errors of a run. Without a `_Rounding` a tensor far smaller than others of its kind is on the scale of these."""
-    for i, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
+    for i, (a, b) in enumerate(zip(record.losses, expected.losses, strict=True)):
         error = abs(a - b) / abs(b or 1.0)
         yield TensorError(run, reference, "loss", f"step {i + 1}", error, bounds.loss, (), a, b)
     floors = {} if rounding else _floors(expected)
-    for kind, name in expected.tensors | found.tensors:
+    for kind, name in expected.tensors | record.tensors:
         base = TensorError(run, reference, kind, name, 0.0, bounds.tensor)
-        got, want = found.tensors.get((kind, name)), expected.tensors.get((kind, name))
+        got, want = record.tensors.get((kind, name)), expected.tensors.get((kind, name))
         if got is None or want is None:
             # PyTorch holds no state for a parameter that never had a gradient; a captured step holds zeros.
             if got is None or got.any():

@@ -99,12 +99,12 @@ class Known:
         if op not in self._texts:
             self._texts[op] = str(map_nodes(op, lambda n: None))
         specs, placed = tuple(spec_of(n) for n in tensor_inputs(op)), op.meta["layout"]
-        made = (placed,) if op.target in MAKERS else ()
-        key = (op.target, self._texts[op], specs, str(op.meta["spec"]), tuple(layouts), made)
+        placed_results = (placed,) if op.target in MAKERS else ()
+        key = (op.target, self._texts[op], specs, str(op.meta["spec"]), tuple(layouts), placed_results)
         if key not in self._inferred:
             mesh = layouts[0].mesh if layouts else first_layout(placed).mesh
             operands: list[Placed] = list(zip(specs, layouts, strict=True))
-            self._inferred[key] = infer(row_for(op).rule(op), mesh, operands, result_specs(op), made)
+            self._inferred[key] = infer(row_for(op).rule(op), mesh, operands, result_specs(op), placed_results)
         return self._inferred[key]
 
 
@@ -233,8 +233,8 @@ class RoleReplay:
         if len(found) != len(wanted):
             raise VerifyError("takes another number of operands", got=str(len(found)), expected=str(len(wanted)))
         operands: list[Placed] = []
-        for local, one in zip(found, wanted, strict=True):
-            value = self.operand(local, one)
+        for local, needed in zip(found, wanted, strict=True):
+            value = self.operand(local, needed)
             assert value.layout is not None, "operand() gives values in layouts"
             operands.append((spec_of(value.root), value.layout))
         layouts = self.known.inferred(op, [layout for _, layout in operands])
@@ -261,39 +261,39 @@ class RoleReplay:
 # Steps of moves that a device takes by itself: numbers of the role, what is held, node -> what is held then.
 
 
-def _narrow(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+def _narrow(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
     _, dim, start, size = node.args
-    return narrow(held, dim, numbers.get(start), numbers.get(size))  # type: ignore[arg-type]
+    return narrow(holding, dim, numbers.get(start), numbers.get(size))  # type: ignore[arg-type]
 
 
-def _pad(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
-    return pad(held, [numbers.get(a) for a in node.args[1]])  # type: ignore[union-attr]
+def _pad(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
+    return pad(holding, [numbers.get(a) for a in node.args[1]])  # type: ignore[union-attr]
 
 
-def _join(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+def _join(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
     _, sizes, order, dim, table = node.args
-    return join_blocks(held, sizes, order, dim, numbers.table(table))  # type: ignore[arg-type]
+    return join_blocks(holding, sizes, order, dim, numbers.table(table))  # type: ignore[arg-type]
 
 
-def _deal(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+def _deal(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
     _, sizes, order, dim, table, block = node.args
-    return deal_blocks(held, sizes, order, dim, numbers.table(table), numbers.get(block))  # type: ignore[arg-type]
+    return deal_blocks(holding, sizes, order, dim, numbers.table(table), numbers.get(block))  # type: ignore[arg-type]
 
 
-def _keep(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+def _keep(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
     _, index, op = node.args
-    return keep_first(held, *numbers.axes_of(index), str(op))
+    return keep_first(holding, *numbers.axes_of(index), str(op))
 
 
-def _scale(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
+def _scale(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
     factor = node.args[1]
     if not isinstance(factor, (int, float)):
         raise VerifyError("scales by what is no number", got=str(factor))
-    return scaled(held, factor)
+    return scaled(holding, factor)
 
 
-def _same(numbers: Numbers, held: Holding, node: fx.Node) -> Holding:
-    return held
+def _same(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
+    return holding
 
 
 def _is_form(mark: fx.Node, root: fx.Node, operands: Sequence[Any]) -> bool:
@@ -318,14 +318,14 @@ MOVES_ONLY = frozenset({WAIT, local_ops.join_blocks, local_ops.deal_blocks, loca
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments, one that stands twice listed twice."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
+    return operands
 
 
 def first_layout(layout: Any) -> Layout:
     """The layout of a value, or of the first of several: an op runs on one mesh."""
-    return layout if isinstance(layout, Layout) else next(one for one in layout if one is not None)
+    return layout if isinstance(layout, Layout) else next(candidate for candidate in layout if candidate is not None)
 
 
 def _name(state: Any) -> str:

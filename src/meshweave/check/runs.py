@@ -106,8 +106,8 @@ class Updates:
         loss = self.trainee(batch)
         gradients = self.trainee.gradients()
         for name, param in self.model.named_parameters():
-            found = gradients.get(name)
-            param.grad = None if found is None else found.detach().to(param, copy=True)
+            gradient = gradients.get(name)
+            param.grad = None if gradient is None else gradient.detach().to(param, copy=True)
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         self.own.step()
@@ -132,8 +132,8 @@ class Updates:
             group["lr"] = max(float(group["lr"]), VISIBLE_LR)
         self(batch)
         params = dict(self.model.named_parameters())
-        found = self.trainee.parameters(), self.trainee.optimizer_state()
-        return _updated(*found), _updated(params, _state_of(self.model, self.own))
+        updated = self.trainee.parameters(), self.trainee.optimizer_state()
+        return _updated(*updated), _updated(params, _state_of(self.model, self.own))
 
 
 def _updated(params: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Record:

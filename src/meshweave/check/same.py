@@ -22,10 +22,10 @@ def check_same(before: RankGraph, after: RankGraph) -> int:
     ones. What was merged, or carried over from the step before, is taken apart and put back first.
     """
     forms: Forms = {}
-    one, other = _outputs(before, forms), _outputs(uncarried(unmerged(after)), forms)
-    for key in dict.fromkeys((*one, *other)):
-        if key not in one or key not in other or one[key][0] != other[key][0]:
-            node = (other.get(key) or one[key])[1]
+    first, other = _outputs(before, forms), _outputs(uncarried(unmerged(after)), forms)
+    for key in dict.fromkeys((*first, *other)):
+        if key not in first or key not in other or first[key][0] != other[key][0]:
+            node = (other.get(key) or first[key])[1]
             raise VerifyError(
                 f"output {key[0]} {key[1]} is not made as it was before the step was scheduled",
                 where=f"node {node.name} ({op_name(node.target)})",

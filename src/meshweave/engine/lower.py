@@ -110,14 +110,14 @@ def lower(
             matches.check(channel, {device: (device,) for device in channel[2:]})
             planned[channel] = [_collective(channel, starts) for starts in numbered]
             continue
-        made = agreed(roles, channel[1])
-        meshes = made.source.mesh, made.target.mesh
+        agreed_transfer = agreed(roles, channel[1])
+        meshes = agreed_transfer.source.mesh, agreed_transfer.target.mesh
         takers = channel[2:] or tuple(dict.fromkeys(device for mesh in meshes for device in mesh.devices))
         matches.check(channel, {device: (device,) for device in takers})
         for starts in numbered:
-            for receiver in (device for device in takers if device in made.target.mesh):
-                line = planned.setdefault((*meshes, made.axes, receiver), [])
-                line.append(_received(channel[1], made, receiver, starts))
+            for receiver in (device for device in takers if device in agreed_transfer.target.mesh):
+                line = planned.setdefault((*meshes, agreed_transfer.axes, receiver), [])
+                line.append(_received(channel[1], agreed_transfer, receiver, starts))
     owners = tuple((device,) for device in ids)
     return _assemble(owners, tuple(rows[role_of[d]] for d in ids), streams, numbers, list(planned.values()))
 
@@ -157,10 +157,10 @@ def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
     """The devices that a device's communication stays among; of a transfer between meshes all, which is ()."""
     if node.target is not transfer:
         return role.group_members(str(node.args[-1]), device)
-    made = role.transfers.get(str(node.args[-1]))
-    if made is None or not made.axes or device not in made.target.mesh:
+    entry = role.transfers.get(str(node.args[-1]))
+    if entry is None or not entry.axes or device not in entry.target.mesh:
         return ()
-    return members_of(made.target.mesh, made.axes, device)
+    return members_of(entry.target.mesh, entry.axes, device)
 
 
 def _role_channel(number: int, channel: Channel, roles: Sequence[RankGraph]) -> Channel:
@@ -186,15 +186,15 @@ def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[i
     if kind == "group":
         places: list[Any] = [devices or roles[0].group_axes(key)[0]]
     else:
-        made = agreed(roles, key)
-        places = [made.source.mesh, made.target.mesh]
+        entry = agreed(roles, key)
+        places = [entry.source.mesh, entry.target.mesh]
     return {i: role.devices for i, role in enumerate(roles) if any(role.devices[0] in place for place in places)}
 
 
 def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
     """Per communication the index of its start, that of its wait, its node and its arguments."""
     index = {node: i for i, node in enumerate(row)}
-    found = []
+    calls = []
     for at, node in enumerate(row):
         if node.target not in STARTS:
             continue
@@ -203,8 +203,8 @@ def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, .
             raise VerifyError(
                 f"{node.name} has {len(waits)} waits", where=str(origin_of(node)), expected="one wait for every start"
             )
-        found.append((at, index[waits[0]], node, plain_args(node)))
-    return found
+        calls.append((at, index[waits[0]], node, plain_args(node)))
+    return calls
 
 
 def _run(role: RankGraph) -> list[fx.Node]:
@@ -218,9 +218,9 @@ def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:
     return _Planned(Copy(members[0].node.target, channel[1], members[0].args, tasks, waits), tasks, waits)
 
 
-def _received(key: str, made: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
+def _received(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
     """The copy to one device of a transfer's target, which reads from those that send to it."""
-    messages = made.routes.received_by(receiver)
+    messages = entry.routes.received_by(receiver)
     own = starts[receiver]
     senders = [starts[device] for device in dict.fromkeys(m.sender for m in messages)]
     sources = tuple(starts[m.sender].task for m in messages)

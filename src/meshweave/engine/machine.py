@@ -264,7 +264,7 @@ class Machine:
 
     def _cut(self, stream: int, index: int) -> list[int]:
         """Take the tasks of a stream from `index` on out of the pass, and all that comes after them; list them."""
-        schedule, pending, found = self.schedule, [(stream, index)], list[int]()
+        schedule, pending, cut = self.schedule, [(stream, index)], list[int]()
         while pending:
             stream, index = pending.pop()
             end = self._ends[stream]
@@ -276,10 +276,10 @@ class Machine:
                 self._left -= max(0, self._limits[stream] - index)
             self._ends[stream] = index
             self._limits[stream] = min(self._limits[stream], index)
-            found += tasks
+            cut += tasks
             for task in tasks:
                 pending += [(schedule.stream_of[user], schedule.index_of[user]) for user in schedule.users[task]]
-        return found
+        return cut
 
     def _release(self, part: int) -> list[Action]:
         """Let the tasks of all parts up to `part` start, as far as they have not been cancelled."""
@@ -349,7 +349,7 @@ class Machine:
     def _round(self, streams: Sequence[int], needs: Sequence[int]) -> list[int]:
         """The tasks of a circle in which the head of `streams[i]` needs `needs[i]`, of the next stream."""
         heads = [self.schedule.streams[stream][self._done[stream]] for stream in streams]
-        found: list[int] = []
+        circle: list[int] = []
         for head, need, following in zip(heads, needs, [*heads[1:], heads[0]], strict=True):
-            found += [head] if need == following else [head, need]
-        return found
+            circle += [head] if need == following else [head, need]
+        return circle

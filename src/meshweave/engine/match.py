@@ -86,18 +86,18 @@ class Matches:
 
 def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
     """What all roles say that a transfer is. Raises VerifyError where two of them differ."""
-    said = [(role, role.transfers[key]) for role in roles if key in role.transfers]
-    if not said:
+    entries = [(role, role.transfers[key]) for role in roles if key in role.transfers]
+    if not entries:
         raise VerifyError(f"no role says what transfer {key} is")
-    first, made = said[0]
-    for role, other in said:
-        if other != made:
+    first, entry = entries[0]
+    for role, other in entries:
+        if other != entry:
             raise VerifyError(
                 f"two roles differ in what transfer {key} is",
                 got=f"{_moved(other)} (so {devices_text(role.devices)})",
-                expected=f"{_moved(made)} (so {devices_text(first.devices)})",
+                expected=f"{_moved(entry)} (so {devices_text(first.devices)})",
             )
-    return made
+    return entry
 
 
 def plain_args(node: fx.Node) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ def _name(channel: Channel) -> str:
     return f"{kind} {key}" + (f" {members}" if members else "")
 
 
-def _moved(made: Transfer) -> str:
-    ends = (f"{layout} on {devices_text(layout.mesh.devices)}" for layout in (made.source, made.target))
-    within = f" within groups of {', '.join(made.axes)}" if made.axes else ""
-    return f"{made.spec} from {' to '.join(ends)}{within}"
+def _moved(entry: Transfer) -> str:
+    ends = (f"{layout} on {devices_text(layout.mesh.devices)}" for layout in (entry.source, entry.target))
+    within = f" within groups of {', '.join(entry.axes)}" if entry.axes else ""
+    return f"{entry.spec} from {' to '.join(ends)}{within}"

@@ -53,23 +53,23 @@ class _Expander:
         self.emit.origin = Origin("update")
         self._finish_sends()
         outputs = list(zip(step.outputs, step.output_values, strict=True))
-        held = [(name, value) for name, value in outputs if self._has(value.meta["layout"])]
-        self.emit.graph.output([self._value(value) for _, value in held])
+        present = [(name, value) for name, value in outputs if self._has(value.meta["layout"])]
+        self.emit.graph.output([self._value(value) for _, value in present])
         inputs = self._inputs()
         return RankGraph(
             self.emit.graph,
             self.program.meshes[0],
             tuple(item for item, _ in inputs),
             tuple(layout for _, layout in inputs),
-            tuple(name for name, _ in held),
-            tuple(value.meta["layout"] for _, value in held),
+            tuple(name for name, _ in present),
+            tuple(value.meta["layout"] for _, value in present),
             dict(step.constants),
             self.devices,
             self.program.meshes,
             {
-                key: made
-                for key, made in self.program.transfers.items()
-                if self._has(made.source) or self._has(made.target)
+                key: entry
+                for key, entry in self.program.transfers.items()
+                if self._has(entry.source) or self._has(entry.target)
             },
         )
 
@@ -90,7 +90,7 @@ class _Expander:
 
     def _inputs(self) -> list[tuple[Input, Layout]]:
         """The inputs of this role. What others alone use of a batch is none of its own."""
-        found = []
+        nodes = []
         for node, item in zip(self.program.step.placeholders, self.program.step.inputs, strict=True):
             local = self.values.get(node)
             if local is None:
@@ -98,8 +98,8 @@ class _Expander:
             if self.program.num_roles > 1 and item.kind in ("batch", "constant", "scalar") and not local.users:
                 self.emit.graph.erase_node(local)
                 continue
-            found.append((item, node.meta["layout"]))
-        return found
+            nodes.append((item, node.meta["layout"]))
+        return nodes
 
     def _finish_sends(self) -> None:
         """Wait for what this role has sent to others, so that no buffer outlives its phase."""
@@ -113,9 +113,9 @@ class _Expander:
         done, and what the next microbatch needs. Gradients are waited for where the update uses them.
         """
         pairs = zip(self.program.step.outputs, self.program.step.output_values, strict=True)
-        held = [(kind, value) for (kind, _), value in pairs if self._has(value.meta["layout"])]
+        present = [(kind, value) for (kind, _), value in pairs if self._has(value.meta["layout"])]
         late = ("buffer", "acc")
-        losses, lasting = [v for k, v in held if k == "loss"], [v for k, v in held if k in late]
+        losses, lasting = [v for k, v in present if k == "loss"], [v for k, v in present if k in late]
         return {PARTS["backward"]: losses, PARTS["update"]: lasting}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
@@ -211,23 +211,23 @@ class _Program:
 
 def _roles(meshes: tuple[Mesh, ...]) -> list[tuple[int, ...]]:
     """Devices that are of the same meshes, in the order of the program's mesh."""
-    found: dict[tuple[bool, ...], list[int]] = {}
+    by_membership: dict[tuple[bool, ...], list[int]] = {}
     for device in meshes[0].devices:
-        found.setdefault(tuple(device in mesh for mesh in meshes), []).append(device)
-    return [tuple(devices) for devices in found.values()]
+        by_membership.setdefault(tuple(device in mesh for mesh in meshes), []).append(device)
+    return [tuple(devices) for devices in by_membership.values()]
 
 
 def _transfer(step: Step, spec: Spec) -> Transfer:
     return Transfer(step.source, step.target, spec, in_mesh_order(step.source.mesh, step.axes))
 
 
-def _stays(made: Transfer) -> bool:
+def _stays(crossing: Transfer) -> bool:
     """Whether every device of a transfer's target cuts its piece, be it empty, out of what it has of the source."""
-    found, devices, shape = made.routes, made.target.mesh.devices, made.spec.shape
-    if not found.is_local or not made.source.mesh.covers(devices):
+    routes, devices, shape = crossing.routes, crossing.target.mesh.devices, crossing.spec.shape
+    if not routes.is_local or not crossing.source.mesh.covers(devices):
         return False
-    empty = (d for d in devices if not found.received_by(d))
-    return all(made.source.box_of(shape, d).contains(made.target.box_of(shape, d)) for d in empty)
+    empty = (d for d in devices if not routes.received_by(d))
+    return all(crossing.source.box_of(shape, d).contains(crossing.target.box_of(shape, d)) for d in empty)
 
 
 def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:

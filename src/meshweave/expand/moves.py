@@ -46,11 +46,11 @@ def _even(shape: tuple[int, ...], layout: Layout, dim: int) -> bool:
 
 def _filled(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> fx.Node:
     """x padded with zeros to the largest piece along the dim that its step gathers."""
-    held, block = emit.extent(shape, step.source, step.dim), _block(shape, step.source, step.dim)
-    if isinstance(held, int) and held == block:
+    extent, block = emit.extent(shape, step.source, step.dim), _block(shape, step.source, step.dim)
+    if isinstance(extent, int) and extent == block:
         return x
     pad: list[Any] = [0] * (2 * (len(shape) - step.dim))
-    pad[-1] = emit.linear(block, (held, -1))
+    pad[-1] = emit.linear(block, (extent, -1))
     return emit.call(aten.constant_pad_nd.default, (x, pad, 0), {})
 
 
@@ -137,8 +137,8 @@ def _to_partial(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
         index = emit.axis_index(mesh, in_mesh_order(mesh, step.axes))
         return lambda: emit.call(local_ops.keep_first, (x, index, step.op), {})
     before, size = _inside(emit, shape, step.source, step.target, dim), emit.extent(shape, step.target, dim)
-    made = emit.call(local_ops.embed_part, (x, dim, before, size, step.op, emit.group(mesh, step.axes)), {})
-    return lambda: made
+    part = emit.call(local_ops.embed_part, (x, dim, before, size, step.op, emit.group(mesh, step.axes)), {})
+    return lambda: part
 
 
 def _scale(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:

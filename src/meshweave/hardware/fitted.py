@@ -49,8 +49,8 @@ def curve_of(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> tuple
 
 def nearest(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> Fit | None:
     """What was measured of an op in groups of the size nearest in ratio."""
-    found = [fit for fit in fits if fit.op == op and fit.level == level]
-    return min(found, key=lambda fit: (abs(log(fit.group_size / group_size)), fit.group_size), default=None)
+    matching = [fit for fit in fits if fit.op == op and fit.level == level]
+    return min(matching, key=lambda fit: (abs(log(fit.group_size / group_size)), fit.group_size), default=None)
 
 
 def fastest(op: str, curve: Sequence[Point], group_size: int) -> float:

@@ -89,13 +89,13 @@ class _Reader:
                 hint = f"did you mean '{near[0]}'?" if near else "remove it"
                 raise self.wrong("is unknown", (*path, key), key, f"one of {', '.join(known)}", hint)
         hints = get_type_hints(kind)
-        found = {
+        entries = {
             name: self.value(hints[name], f, value[name], (*path, name)) for name, f in known.items() if name in value
         }
         for name, f in known.items():
             if name not in value and f.default is MISSING:
                 raise self.wrong("is missing", (*path, name), "nothing", _expected(f))
-        return kind(**found)
+        return kind(**entries)
 
     def value(self, hint: Any, f: Field[Any], value: object, path: Path_) -> Any:
         kind = _inner(hint)
@@ -150,14 +150,14 @@ class _Reader:
             return self.point(meta, rows, path)
         if not rows:
             raise self.wrong("has no rows", path, "[]", meta["expected"])
-        made = [self.point(meta, self.rows(r, (*path, i), "a row"), (*path, i)) for i, r in enumerate(rows)]
-        for i, (one, other) in enumerate(pairwise(made), 1):
-            if meta["rising"] and not (one[0] < other[0] and one[-1] <= other[-1]):
+        points = [self.point(meta, self.rows(r, (*path, i), "a row"), (*path, i)) for i, r in enumerate(rows)]
+        for i, (point, other) in enumerate(pairwise(points), 1):
+            if meta["rising"] and not (point[0] < other[0] and point[-1] <= other[-1]):
                 expected = "a larger {} than in the row before, and no smaller {}".format(
                     meta["columns"][0], meta["columns"][-1]
                 )
                 raise self.wrong("does not rise", (*path, i), str(list(other)), expected)
-        return tuple(made)
+        return tuple(points)
 
     def point(self, meta: Any, row: list[Any], path: Path_) -> tuple[float, ...]:
         *names, last = meta["columns"]
@@ -224,7 +224,7 @@ def _lines(text: str) -> dict[Path_, int]:
     Strings are blanked first, so that brackets and signs in them do not count; a row is what opens a second bracket.
     """
     blanked = _STRINGS.sub(lambda m: _blank(m.group()), text)
-    found: dict[Path_, int] = {(): 1}
+    lines: dict[Path_, int] = {(): 1}
     counts: dict[Path_, int] = {}
     base: Path_ = ()
     key: Path_ = ()
@@ -235,23 +235,23 @@ def _lines(text: str) -> dict[Path_, int]:
             base = _resolve(_parts(header[2]), counts)
             if header[1] == "[[":
                 counts[base] = counts.get(base, -1) + 1
-                found.setdefault(base, number)
+                lines.setdefault(base, number)
                 base = (*base, counts[base])
-            found[base] = number
+            lines[base] = number
             continue
         if depth == 0 and (match := _KEY.match(line)):
             key, row = (*base, *_parts(match[1])), 0
             for n in range(len(base) + 1, len(key) + 1):
-                found.setdefault(key[:n], number)
+                lines.setdefault(key[:n], number)
             line = line[match.end() :]
         for character in line:
             if character in "[{":
                 depth += 1
                 if character == "[" and depth == 2:
-                    found.setdefault((*key, row), number)
+                    lines.setdefault((*key, row), number)
                     row += 1
             depth -= character in "]}"
-    return found
+    return lines
 
 
 def _blank(string: str) -> str:

@@ -49,10 +49,10 @@ def lines(op: str, shape: Shape, nccl: Nccl, links: Links) -> tuple[Line, ...]:
     return envelope([*group.ring(), *group.pat(), *group.tree(), *group.nvls()])
 
 
-def envelope(found: list[Line]) -> tuple[Line, ...]:
+def envelope(lines: list[Line]) -> tuple[Line, ...]:
     """Those of the lines that are the lowest somewhere from 0 bytes up, by falling slope."""
     kept: list[Line] = []
-    for line in sorted(found, key=lambda line: (line.start, line.slope)):
+    for line in sorted(lines, key=lambda line: (line.start, line.slope)):
         if kept and line.slope >= kept[-1].slope:
             continue
         while len(kept) > 1 and _meet(kept[-2], line) <= _meet(kept[-2], kept[-1]):
@@ -61,8 +61,8 @@ def envelope(found: list[Line]) -> tuple[Line, ...]:
     return tuple(kept)
 
 
-def _meet(one: Line, other: Line) -> float:
-    return (other.start - one.start) / (one.slope - other.slope)
+def _meet(line: Line, other: Line) -> float:
+    return (other.start - line.start) / (line.slope - other.slope)
 
 
 @dataclass(frozen=True, slots=True)

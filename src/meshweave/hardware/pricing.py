@@ -72,8 +72,8 @@ def shortest(profile: MachineProfile) -> float:
 
 def link(profile: MachineProfile, level: str) -> Link:
     """The links of a level. Raises MeshweaveError for a level that the machine lacks."""
-    found = {"node": profile.links.node, "net": profile.links.net}.get(level)
-    if found is None:
+    level_link = {"node": profile.links.node, "net": profile.links.net}.get(level)
+    if level_link is None:
         raise MeshweaveError(
             f"the machine has no links of the level '{level}'",
             where=f"profile {profile.name}",
@@ -81,15 +81,15 @@ def link(profile: MachineProfile, level: str) -> Link:
             expected="node" if profile.links.net is None else "node or net",
             hint=f"a node has {profile.devices_per_node} devices: add [links.net], or scaled(devices_per_node=...)",
         )
-    return found
+    return level_link
 
 
 def bandwidth_of(profile: MachineProfile, mesh: Mesh, axis: str) -> float:
     """See MachineProfile.bandwidth_of."""
-    found = shapes(mesh.groups((axis,)), profile.devices_per_node, _ports(profile))
+    group_shapes = shapes(mesh.groups((axis,)), profile.devices_per_node, _ports(profile))
     (whole,) = shapes([mesh.devices], profile.devices_per_node, _ports(profile))
     levels = set()
-    for shape in found:
+    for shape in group_shapes:
         levels |= {"node"} if shape.num_nodes == 1 else {"net"} if shape.most == 1 else {"node", "net"}
     total = sum(_level_bandwidth(profile, level, whole.most) for level in sorted(levels))
     return total * (_CONCURRENT if whole.num_nodes > 1 and whole.most > 1 else 1)
@@ -98,10 +98,10 @@ def bandwidth_of(profile: MachineProfile, mesh: Mesh, axis: str) -> float:
 def _level_bandwidth(profile: MachineProfile, level: str, num_inside: int) -> float:
     """The most bytes per second and device on one level: the line rate, what NVLink SHARP seems to move, and the best
     that was measured in groups of two, which start fastest."""
-    found = link(profile, level)
-    best = found.bandwidth
+    level_link = link(profile, level)
+    best = level_link.bandwidth
     if level == "node":
-        best = max(best, nccl.sharp_limit(profile.nccl, found, num_inside))
+        best = max(best, nccl.sharp_limit(profile.nccl, level_link, num_inside))
     for fit in profile.collectives:
         curve = curve_of(fit.op, level, 2, [fit])
         best = max(best, fastest(fit.op, curve, 2) if curve else 0.0)
@@ -121,11 +121,11 @@ def _far(profile: MachineProfile) -> Shape:
     return Shape(2, 1, 2, 2, 1.0, 1.0)
 
 
-def _of_shapes(profile: MachineProfile, op: str, found: tuple[Shape, ...]) -> Price:
+def _of_shapes(profile: MachineProfile, op: str, group_shapes: tuple[Shape, ...]) -> Price:
     lines, curves = [], []
     usage: dict[str, float] = {}
     host = host_s = 0.0
-    for shape in found:
+    for shape in group_shapes:
         if shape.size == 1:
             continue
         level = "node" if shape.num_nodes == 1 else "net"

@@ -106,8 +106,8 @@ class MachineProfile:
 
     def host_seconds(self, op: str, mesh: Mesh, axes: Sequence[str], seconds: float) -> float:
         """What of an op's `seconds` the caller spends in starting and finishing it; 0 where links work alone."""
-        found = _price(self, op, mesh, tuple(axes))
-        return min(seconds, found.host_s + found.host * seconds)
+        price = _price(self, op, mesh, tuple(axes))
+        return min(seconds, price.host_s + price.host * seconds)
 
     def bandwidth_of(self, mesh: Mesh, axis: str) -> float:
         """Bytes per second and device that nothing beats along `axis`, in one direction: from the links' line rates.

@@ -41,8 +41,8 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        one = 2.0 * self.heads * self.queries * self.keys * self.head_dim
-        return one * (5 if self.is_backward else 2) * (0.5 if self.is_causal else 1.0)
+        forward = 2.0 * self.heads * self.queries * self.keys * self.head_dim
+        return forward * (5 if self.is_backward else 2) * (0.5 if self.is_causal else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

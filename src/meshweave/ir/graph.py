@@ -123,9 +123,9 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 
     An operand that stands twice is listed twice.
     """
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if isinstance(n.meta.get("spec"), Spec) else None)
-    return found
+    tensors: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: tensors.append(n) if isinstance(n.meta.get("spec"), Spec) else None)
+    return tensors
 
 
 def replace_inputs(node: fx.Node, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -175,18 +175,18 @@ def _stack_line(node: fx.Node) -> str:
 
 def copied_graph(graph: fx.Graph, copies: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
     """The same graph with nodes of its own, whose meta are their own too. `copies`, if given, is filled: old to new."""
-    made, held = fx.Graph(), {} if copies is None else copies
+    copy, node_map = fx.Graph(), {} if copies is None else copies
     for node in graph.nodes:
-        held[node] = made.node_copy(node, held.__getitem__)
-    return made
+        node_map[node] = copy.node_copy(node, node_map.__getitem__)
+    return copy
 
 
 def module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A module that runs another graph as `gm` runs its own: the same signature, constants and meta."""
     graph.set_codegen(gm.graph._codegen)
-    made = fx.GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    return made
+    module = fx.GraphModule(gm, graph)
+    module.meta.update(gm.meta)
+    return module
 
 
 def copied_module(gm: fx.GraphModule) -> fx.GraphModule:

@@ -202,17 +202,17 @@ class Layout:
     def pieces(self, shape: Sequence[int]) -> dict[int, Box]:
         """Device id -> the box it holds. Along replicated and partial axes devices hold the same box."""
         self.check_rank(shape)
-        mesh, made = self.mesh, dict[tuple[int, ...], Box]()
+        mesh, boxes = self.mesh, dict[tuple[int, ...], Box]()
         spans = [self.spans(d, size) for d, size in enumerate(shape)]
         numbers = [0] * mesh.num_devices, *(self._numbers(d) for d in range(len(shape)))
-        found = {}
+        pieces = {}
         for device, (_, *key) in zip(mesh.devices, zip(*numbers, strict=True), strict=True):
             at = tuple(key)
-            if at not in made:
+            if at not in boxes:
                 cut = [spans[d][i] for d, i in enumerate(at)]
-                made[at] = Box(tuple(o for o, _ in cut), tuple(s for _, s in cut))
-            found[device] = made[at]
-        return found
+                boxes[at] = Box(tuple(o for o, _ in cut), tuple(s for _, s in cut))
+            pieces[device] = boxes[at]
+        return pieces
 
     def spans(self, d: int, size: int) -> list[tuple[int, int]]:
         """Offset and size of the pieces of dim d, the outermost axis slowest."""

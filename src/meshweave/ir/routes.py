@@ -131,10 +131,10 @@ def routes_within(source: Layout, target: Layout, shape: tuple[int, ...], axes: 
 
 
 def _by_group(devices: Iterable[int], group_of: dict[int, int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for device in devices:
-        found.setdefault(group_of[device], []).append(device)
-    return found
+        groups.setdefault(group_of[device], []).append(device)
+    return groups
 
 
 def _not_within(source: Layout, target: Layout, axes: tuple[str, ...]) -> LayoutError:
@@ -171,14 +171,14 @@ def _cut(tiles: Iterable[_Tile], before: list[_Span], after: list[_Span]) -> Ite
 
 def _overlaps(before: list[_Span], after: list[_Span]) -> list[tuple[int, int, int, int]]:
     """(index before, index after, offset, size) of all that two ways to cut the same dim have in common, in order."""
-    found, i, j = [], 0, 0
+    overlaps, i, j = [], 0, 0
     while i < len(before) and j < len(after):
         start = max(before[i][0], after[j][0])
         end_before, end_after = sum(before[i]), sum(after[j])
         if start < min(end_before, end_after):
-            found.append((i, j, start, min(end_before, end_after) - start))
+            overlaps.append((i, j, start, min(end_before, end_after) - start))
         i, j = i + (end_before <= end_after), j + (end_after <= end_before)
-    return found
+    return overlaps
 
 
 def _deal(holders: list[int], receivers: list[int], box: Box, sent: dict[int, int]) -> list[Message]:

@@ -21,7 +21,7 @@ _MANY = 3  # of more free axes than this, only whole sets are tried, in mesh ord
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Crossing:
     """Where a value may leave the source's mesh and arrive on the target's: neither layout is partial."""
 
     departure: Layout
@@ -29,7 +29,7 @@ class _Way:
 
 
 def steps_across(request: Request) -> tuple[Step, ...]:
-    """The cheapest steps from one normal form to another on another mesh, among the ways that `_ways` lists.
+    """The cheapest steps from one normal form to another on another mesh, among the ways that `_crossings` lists.
 
     A partial value is reduced on its own mesh: whole, or scattered. It arrives in the target's pieces, or cut further
     over axes that the target replicates, to be gathered there: then each byte crosses less often. A target that is
@@ -37,65 +37,65 @@ def steps_across(request: Request) -> tuple[Step, ...]:
 
     Raises LayoutError as `steps_within` does, and for a target that is partial(avg).
     """
-    found = _plans(request)
-    if found:
-        return found[0]
+    plans = _plans(request)
+    if plans:
+        return plans[0]
     least = min(request.peak(steps) for steps in _plans(replace(request, cap=None), best_only=False))
     raise no_plan(request, least)
 
 
 def alternatives_across(request: Request) -> tuple[Alternative, ...]:
     """The cheapest plan for every other way, the cheapest first."""
-    taken = steps_across(request)
-    best = sum(step.seconds for step in taken)
-    others = [steps for steps in _plans(request, best_only=False) if steps != taken]
+    chosen = steps_across(request)
+    best = sum(step.seconds for step in chosen)
+    others = [steps for steps in _plans(request, best_only=False) if steps != chosen]
     return tuple(alternative(request, steps, "", best) for steps in others)
 
 
 def _plans(request: Request, best_only: bool = True) -> list[tuple[Step, ...]]:
     """The plans for all ways that keep to the cap, or only the best of them, the cheapest first."""
     _check_average(request)
-    found: list[tuple[int, int, tuple[Step, ...]]] = []
-    for way in _ways(request.source, request.target, request.shape):
-        least = _at_least(request, way)
-        if best_only and found and least >= found[0][0]:
+    rows: list[tuple[int, int, tuple[Step, ...]]] = []
+    for via in _crossings(request.source, request.target, request.shape):
+        least = _at_least(request, via)
+        if best_only and rows and least >= rows[0][0]:
             continue
-        steps = _steps(request, way)
+        steps = _steps(request, via)
         if steps is None:
             continue
         row = (sum(to_ticks(step.seconds) for step in steps), len(steps), steps)
         if best_only:
-            found = [row] if not found or row[:2] < found[0][:2] else found
-        elif all(steps != other for _, _, other in found):
-            found.append(row)
-    return [steps for _, _, steps in sorted(found, key=lambda row: row[:2])]
+            rows = [row] if not rows or row[:2] < rows[0][:2] else rows
+        elif all(steps != other for _, _, other in rows):
+            rows.append(row)
+    return [steps for _, _, steps in sorted(rows, key=lambda row: row[:2])]
 
 
-def _steps(request: Request, way: _Way) -> tuple[Step, ...] | None:
+def _steps(request: Request, via: _Crossing) -> tuple[Step, ...] | None:
     """The plan for one way; None where it does not keep to the cap."""
-    crossing = transfer_step(way.departure, way.arrival, request.shape, request.dtype.itemsize, request.profile)
+    crossing = transfer_step(via.departure, via.arrival, request.shape, request.dtype.itemsize, request.profile)
     cap = request.cap
     if cap is not None and request.held(crossing) > cap:
         return None
     try:
-        before = steps_within(replace(request, target=way.departure))
-        after = steps_within(replace(request, source=way.arrival))
+        before = steps_within(replace(request, target=via.departure))
+        after = steps_within(replace(request, source=via.arrival))
     except LayoutError:
         if cap is None:
             raise
-        steps_within(replace(request, target=way.departure, cap=None))  # what is wrong without a cap is told
-        steps_within(replace(request, source=way.arrival, cap=None))
+        steps_within(replace(request, target=via.departure, cap=None))  # what is wrong without a cap is told
+        steps_within(replace(request, source=via.arrival, cap=None))
         return None
     return (*before, crossing, *after)
 
 
-def _ways(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[_Way]:
+def _crossings(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[_Crossing]:
     leave, arrive = Layout(source.mesh, source.dims), Layout(target.mesh, target.dims)
     free = [axis for axis in arrive.replicated_axes if arrive.mesh.size(axis) > 1]
     arrivals = [arrive, *_cut_further(arrive, free, shape)]
     departures = [leave, *_cut_further(leave, list(source.partial_axes), shape)]
     for departure, arrival in product(departures, arrivals):
-        yield _Way(departure, arrival)
+        yield _Crossing(departure, arrival)
 
 
 def _cut_further(layout: Layout, axes: Sequence[str], shape: tuple[int, ...]) -> list[Layout]:
@@ -104,7 +104,7 @@ def _cut_further(layout: Layout, axes: Sequence[str], shape: tuple[int, ...]) ->
     Axes in either order, for meshes name the slow axes first: the innermost axis is scattered last and gathered first,
     while the pieces are smallest.
     """
-    found: dict[Layout, None] = {}
+    candidates: dict[Layout, None] = {}
     count = len(axes)
     for number in range(1, count + 1):
         if count > _MANY and number not in (1, count):
@@ -118,8 +118,8 @@ def _cut_further(layout: Layout, axes: Sequence[str], shape: tuple[int, ...]) ->
                     if cut.local_shape(shape)[d] >= before:
                         break
                 else:
-                    found.setdefault(cut.normalized(shape))
-    return list(found)
+                    candidates.setdefault(cut.normalized(shape))
+    return list(candidates)
 
 
 def _few(axes: Sequence[str], number: int) -> list[tuple[str, ...]]:
@@ -156,7 +156,7 @@ def _busiest(source: Layout, target: Layout, shape: tuple[int, ...]) -> tuple[in
     return max(sent.values(), default=0), max(received.values(), default=0)
 
 
-def _at_least(request: Request, way: _Way) -> int:
+def _at_least(request: Request, via: _Crossing) -> int:
     """A lower bound of the ticks of a way, from what is known without its steps: start-ups of its reduction and its
     gathers, and its transfer.
 
@@ -164,12 +164,12 @@ def _at_least(request: Request, way: _Way) -> int:
     target but those of the devices in both meshes, of which none is larger than the first.
     """
     profile, shape = request.profile, request.shape
-    gathered = {*way.arrival.sharded_axes} - {*request.target.sharded_axes, *request.target.partial_axes}
+    gathered = {*via.arrival.sharded_axes} - {*request.target.sharded_axes, *request.target.partial_axes}
     startups = bool(request.source.partial) + bool(gathered)
     ticks = startups * to_ticks(profile.alpha_s)
-    source, target = way.departure.mesh, way.arrival.mesh
-    num_inside, largest = _num_shared(source, target), prod(way.arrival.local_shape(shape))
-    crossing = prod(shape) * target.flat_size(way.arrival.replicated_axes) - num_inside * largest
+    source, target = via.departure.mesh, via.arrival.mesh
+    num_inside, largest = _num_shared(source, target), prod(via.arrival.local_shape(shape))
+    crossing = prod(shape) * target.flat_size(via.arrival.replicated_axes) - num_inside * largest
     if crossing <= 0:
         return ticks
     busiest = crossing / min(source.num_devices, target.num_devices - num_inside)
@@ -178,8 +178,8 @@ def _at_least(request: Request, way: _Way) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _num_shared(one: Mesh, other: Mesh) -> int:
-    return sum(device in other for device in one.devices)
+def _num_shared(first: Mesh, other: Mesh) -> int:
+    return sum(device in other for device in first.devices)
 
 
 def _check_average(request: Request) -> None:

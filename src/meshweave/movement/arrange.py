@@ -116,9 +116,9 @@ class _Arranger:
             layout = option.results[0]
         return _Pulled(operand, tuple(chain), tuple(options), layout)
 
-    def _pulled(self, one: _Pulled) -> fx.Node:
-        value = _source(one.move)
-        for light, option in zip(reversed(one.chain), one.options, strict=True):
+    def _pulled(self, operand: _Pulled) -> fx.Node:
+        value = _source(operand.move)
+        for light, option in zip(reversed(operand.chain), operand.options, strict=True):
             value = self._again(light, value, option)
         return value
 
@@ -134,22 +134,22 @@ class _Arranger:
 
     def _rise(self, move: fx.Node) -> list[fx.Node]:
         """Move the operand of the op that made the value, and do the op again where it is wanted."""
-        made = _source(move)
-        if not _is_light(made) or _phase(made) != _phase(move) or not self._may_pass(made, move):
+        mover = _source(move)
+        if not _is_light(mover) or _phase(mover) != _phase(move) or not self._may_pass(mover, move):
             return []
-        (x,) = tensor_inputs(made)
-        option = _giving(made, move.meta["layout"])
+        (x,) = tensor_inputs(mover)
+        option = _giving(mover, move.meta["layout"])
         if option is None:
             return []
         if self.price(x.meta["layout"], option.operands[0], spec_of(x)) > self.price_of(move) - _GAIN:
             return []
         with self.graph.inserting_before(move):
             first = self._new_move(x, option.operands[0], move)
-            again = self._again(made, first, option)
-        move.replace_all_uses_with(again)
+            copy = self._again(mover, first, option)
+        move.replace_all_uses_with(copy)
         self.graph.erase_node(move)
-        if not made.users:
-            self.graph.erase_node(made)
+        if not mover.users:
+            self.graph.erase_node(mover)
         return [first] if first is not x else []
 
     def _sink(self, move: fx.Node) -> list[fx.Node]:
@@ -197,7 +197,7 @@ class _Arranger:
         """Whether the value has the same bits whichever of the two comes first (or may have others, as was asked)."""
         if op.target not in CASTS:
             return True
-        if not all(spec_of(one).dtype.is_floating_point for one in (op, *tensor_inputs(op))):
+        if not all(spec_of(value).dtype.is_floating_point for value in (op, *tensor_inputs(op))):
             return False
         reduced = _reduced(move)  # rounding keeps the order of numbers
         return reduced <= {"max", "min"} or (reduced <= {"sum"} and self.reduce_after_cast)
@@ -386,7 +386,7 @@ def _taking(op: fx.Node, layout: Layout) -> Assignment | None:
 def _on(op: fx.Node, layouts: Sequence[Layout]) -> Assignment | None:
     """What the op does with its operands in exactly these layouts, if it takes them so."""
     specs = [spec_of(operand) for operand in tensor_inputs(op)]
-    options = candidates(row_for(op).rule(op), layouts[0].mesh, [[one] for one in layouts], specs, [spec_of(op)])
+    options = candidates(row_for(op).rule(op), layouts[0].mesh, [[layout] for layout in layouts], specs, [spec_of(op)])
     return next((option for option in options if option.operands == tuple(layouts)), None)
 
 

@@ -50,10 +50,10 @@ def _entering(request: Request, slow: Sequence[str]) -> float:
     for index in product(*(range(mesh.size(axis)) for axis in slow)):
         at = dict(zip(slow, index, strict=True))
         wanted = [_stretches(target, d, size, at) for d, size in enumerate(shape)]
-        held = [_stretches(source, d, size, at) for d, size in enumerate(shape)]
+        stretches = [_stretches(source, d, size, at) for d, size in enumerate(shape)]
         need = prod(_length(spans) for spans in wanted)
         if num_parts == 1:
-            need -= prod(_length(_common(a, b)) for a, b in zip(wanted, held, strict=True))
+            need -= prod(_length(_common(a, b)) for a, b in zip(wanted, stretches, strict=True))
         total, most = total + need, max(most, need)
     whole = prod(shape)
     summing = (num_parts - 1) * whole
@@ -95,13 +95,13 @@ def _length(spans: _Spans) -> int:
 
 def _common(a: _Spans, b: _Spans) -> _Spans:
     i = j = 0
-    found: _Spans = []
+    spans: _Spans = []
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < end:
-            found.append((start, end))
+            spans.append((start, end))
         i, j = i + (a[i][1] <= b[j][1]), j + (b[j][1] <= a[i][1])
-    return found
+    return spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,12 @@ def must_cross(source: Layout, target: Layout, shape: Sequence[int]) -> Crossing
     """What must cross at least, whatever the plan. A value that is partial on its own mesh is held by nobody."""
     shape, boxes, wanted = tuple(shape), source.pieces(shape), target.pieces(shape)
     whole = not source.partial
-    held = [boxes[device] for device in wanted if device in boxes] if whole else []
+    present = [boxes[device] for device in wanted if device in boxes] if whole else []
     needs = [
         box.num_elements - (box.intersect(boxes[device]).num_elements if whole and device in boxes else 0)
         for device, box in wanted.items()
     ]
-    inside = {box for box in held if box.num_elements}
+    inside = {box for box in present if box.num_elements}
     entering = prod(shape) - sum(
         box.num_elements for box in inside
     )  # the pieces of one layout are the same or disjoint

@@ -24,10 +24,10 @@ from meshweave.ir.routes import Routes, routes, routes_within
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.search import Order
 from meshweave.movement.steps import REDUCTIONS, Kind, Step, apply
-from meshweave.movement.tables import Held, Parts, is_complete, join, unite
+from meshweave.movement.tables import DeviceTable, Parts, is_complete, join, unite
 
-_Group = list[Held]  # what the devices of one group hold, in its order
-_HeldBy = dict[int, Held]  # by device; a device that is not of the mesh holds nothing
+_Group = list[DeviceTable]  # what the devices of one group hold, in its order
+_Tables = dict[int, DeviceTable]  # by device; a device that is not of the mesh holds nothing
 FindRoutes = Callable[[Step, tuple[int, ...]], Routes]
 
 
@@ -70,23 +70,23 @@ def replay(plan: MovePlan, shape: Sequence[int], find_routes: FindRoutes = route
 def _replay(
     source: Layout, target: Layout, steps: Sequence[Step], shape: tuple[int, ...], find_routes: FindRoutes
 ) -> None:
-    held, mesh = _start(source, shape), source.mesh
+    tables, mesh = _start(source, shape), source.mesh
     for number, step in enumerate(steps, 1):
         where = f"step {number}: {step}"
         try:
             if step.kind in ("transfer", "permute"):
-                held, mesh = _deliver(step, held, find_routes(step, shape), shape, _every(source)), step.target.mesh
+                tables, mesh = _deliver(step, tables, find_routes(step, shape), shape, _every(source)), step.target.mesh
                 continue
             sizes, done = [mesh.size(axis) for axis in step.axes], dict[tuple[int, ...], _Group]()
             for group in mesh.groups(step.axes):
-                members = [held[d] for d in group]
+                members = [tables[d] for d in group]
                 key = tuple(map(id, members))  # replicas hold the same tables
                 if key not in done:
                     done[key] = _RUN[step.kind](step, members, sizes)
-                held.update(zip(group, done[key], strict=True))
+                tables.update(zip(group, done[key], strict=True))
         except (ValueError, IndexError, MeshweaveError) as error:
             raise VerifyError("the step cannot run on what the devices hold", where=where, got=str(error)) from error
-    _check_end(held, source, target, shape)
+    _check_end(tables, source, target, shape)
 
 
 def _every(source: Layout) -> int:
@@ -137,7 +137,7 @@ def _same_place(axis: str, source: Layout, target: Layout, outer: set[str]) -> b
     if axis in outer:
         return True
     before, after = dict(source.partial), dict(target.partial)
-    return all(one.dim_of(axis) is None for one in (source, target)) and (axis in before) == (axis in after)
+    return all(layout.dim_of(axis) is None for layout in (source, target)) and (axis in before) == (axis in after)
 
 
 def _strip(layout: Layout, inner: Mesh, kept: Sequence[tuple[str, ...]], apart: Sequence[str]) -> Layout:
@@ -162,21 +162,21 @@ def _extents(size: int, d: int, axes: tuple[str, ...], layouts: Sequence[Layout]
     return sorted({extent for spans in cuts.values() for _, extent in spans}, reverse=True) or [size]
 
 
-def _deliver(step: Step, held: _HeldBy, made: Routes, shape: tuple[int, ...], every: int) -> _HeldBy:
+def _deliver(step: Step, tables: _Tables, routing: Routes, shape: tuple[int, ...], every: int) -> _Tables:
     """What the devices of the target's mesh hold when all messages of a transfer or a permute have arrived."""
     before, after = step.source.pieces(shape), step.target.pieces(shape)
     groups = _group_of(step)
     arrived: dict[int, list[tuple[Box, Parts]]] = {device: [] for device in after}
-    for message in made.messages:
+    for message in routing.messages:
         sender, receiver, name = message.sender, message.receiver, f"{message.sender} -> {message.receiver}"
-        if sender not in held or sender not in before:
+        if sender not in tables or sender not in before:
             raise ValueError(f"message {name}: device {sender} holds nothing")
-        if not before[sender].contains(message.box) or not held[sender].is_piece(before[sender]):
+        if not before[sender].contains(message.box) or not tables[sender].is_piece(before[sender]):
             raise ValueError(f"message {name}: device {sender} does not hold {_text(message.box)}")
         if groups and groups[sender] != groups.get(receiver):
             raise ValueError(f"message {name}: device {receiver} is of another group")
-        part = held[sender].part(message.box)
-        if step.kind == "transfer" and not is_complete(held[sender], message.box, every):
+        part = tables[sender].part(message.box)
+        if step.kind == "transfer" and not is_complete(tables[sender], message.box, every):
             raise ValueError(f"message {name}: a contribution is missing on device {sender}")
         if receiver not in after or not after[receiver].contains(message.box):
             raise ValueError(f"message {name}: {_text(message.box)} are not of the piece of device {receiver}")
@@ -192,8 +192,8 @@ def _deliver(step: Step, held: _HeldBy, made: Routes, shape: tuple[int, ...], ev
         for device, received in arrived.items()
     }
     if step.kind == "transfer":
-        return {device: Held.of(after[device], every) for device in arrived}
-    return {device: Held(Held.of(after[device], every).runs, parts) for device, parts in whole.items()}
+        return {device: DeviceTable.of(after[device], every) for device in arrived}
+    return {device: DeviceTable(DeviceTable.of(after[device], every).runs, parts) for device, parts in whole.items()}
 
 
 def _group_of(step: Step) -> Mapping[int, int]:
@@ -207,27 +207,27 @@ def _text(box: Box) -> str:
     return f"elements [{', '.join(f'{o}:{o + s}' for o, s in zip(box.offset, box.size, strict=True))}]"
 
 
-def _start(source: Layout, shape: Sequence[int]) -> _HeldBy:
-    boxes, tables, held = source.pieces(shape), dict[tuple[Box, int], Held](), {}
+def _start(source: Layout, shape: Sequence[int]) -> _Tables:
+    boxes, tables, by_device = source.pieces(shape), dict[tuple[Box, int], DeviceTable](), {}
     for group in source.mesh.groups(source.partial_axes):
         for bit, device in enumerate(group):
             key = (boxes[device], 1 << bit)
             if key not in tables:
-                tables[key] = Held.of(*key)
-            held[device] = tables[key]
-    return held
+                tables[key] = DeviceTable.of(*key)
+            by_device[device] = tables[key]
+    return by_device
 
 
-def _spans(held: Held, dim: int, unit: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _spans(table: DeviceTable, dim: int, unit: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Where each member of a group cuts one device's array."""
-    extent = held.shape[dim]
+    extent = table.shape[dim]
     return [nested_chunk(extent, list(zip(sizes, index, strict=True)), unit) for index in product(*map(range, sizes))]
 
 
 def _slice(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
     return [
-        held.cut(step.dim, *span)
-        for held, span in zip(group, _spans(group[0], step.dim, step.unit, sizes), strict=True)
+        table.cut(step.dim, *span)
+        for table, span in zip(group, _spans(group[0], step.dim, step.unit, sizes), strict=True)
     ]
 
 
@@ -261,9 +261,9 @@ def _reduce_scatter(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
 
 def _to_partial(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
     if step.dim < 0:
-        return [group[0], *(Held(held.runs, {}) for held in group[1:])]
+        return [group[0], *(DeviceTable(table.runs, {}) for table in group[1:])]
     whole = join(group, step.dim)
-    return [Held(whole.runs, held.parts) for held in group]
+    return [DeviceTable(whole.runs, table.parts) for table in group]
 
 
 def _scale(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
@@ -281,34 +281,34 @@ _RUN: dict[Kind, Callable[[Step, _Group, Sequence[int]], _Group]] = {
 }
 
 
-def _check_end(held: _HeldBy, source: Layout, target: Layout, shape: Sequence[int]) -> None:
+def _check_end(tables: _Tables, source: Layout, target: Layout, shape: Sequence[int]) -> None:
     boxes, every = target.pieces(shape), _every(source)
-    if set(held) != set(boxes):
+    if set(tables) != set(boxes):
         raise VerifyError(
             "the steps do not lead to the devices of the target",
             where=f"{source} -> {target}",
-            got=f"devices {sorted(held)}",
+            got=f"devices {sorted(tables)}",
             expected=f"devices {sorted(boxes)}",
         )
     seen: set[tuple[int, ...]] = set()  # replicas hold the same tables
     for device, box in boxes.items():
-        if (id(held[device]), id(box)) in seen:
+        if (id(tables[device]), id(box)) in seen:
             continue
-        seen.add((id(held[device]), id(box)))
-        if not held[device].is_piece(box):
+        seen.add((id(tables[device]), id(box)))
+        if not tables[device].is_piece(box):
             raise VerifyError(
                 "the steps do not lead to the pieces of the target",
                 where=f"device {device}, {source} -> {target}",
-                got=f"elements {list(held[device].runs)}",
+                got=f"elements {list(tables[device].runs)}",
                 expected=_text(box),
             )
     for group in target.mesh.groups(target.partial_axes):
-        key = (*(id(held[device]) for device in group), id(boxes[group[0]]), 0)
+        key = (*(id(tables[device]) for device in group), id(boxes[group[0]]), 0)
         if key in seen:
             continue
         seen.add(key)
         try:
-            union = unite([held[device] for device in group])
+            union = unite([tables[device] for device in group])
         except ValueError as error:
             raise _wrong_value(group, source, target, str(error)) from error
         if not is_complete(union, boxes[group[0]], every):

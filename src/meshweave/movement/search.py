@@ -26,7 +26,7 @@ def to_ticks(seconds: float) -> int:
     return round(seconds * _TICKS_PER_SECOND)
 
 
-class Prices:
+class StepCosts:
     """Ticks of steps over sets of axes (bit sets of `axes`) of a mesh under a profile, each asked for once."""
 
     def __init__(self, profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -42,12 +42,12 @@ class Prices:
 
 
 @lru_cache(maxsize=256)
-def prices_of(profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> Prices:
-    return Prices(profile, mesh, axes)
+def step_costs_of(profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> StepCosts:
+    return StepCosts(profile, mesh, axes)
 
 
 @dataclass(slots=True)
-class Problem:
+class MoveProblem:
     """A move as the search sees it.
 
     Over the axes in `summed` the value may be partial on the way, with the reduce op of the source: it is reduced over
@@ -61,7 +61,7 @@ class Problem:
     """
 
     space: Space
-    prices: Prices
+    prices: StepCosts
     start: State
     goal: tuple[tuple[int, ...], ...]
     summed: int
@@ -121,7 +121,7 @@ def _within(fans: list[Fan], mask: int, largest: int) -> list[Fan]:
     return fans if mask == largest else [fan for fan in fans if not fan.mask & ~mask]
 
 
-def cheapest(problem: Problem, cap: float, banned: Container[Link] = ()) -> tuple[Link, ...] | None:
+def cheapest(problem: MoveProblem, cap: float, banned: Container[Link] = ()) -> tuple[Link, ...] | None:
     """The cheapest path in which no step's input and output are more than `cap` bytes; None if there is
     none. Of equally cheap paths the one with fewer steps, then the first in the order of the space.
 
@@ -172,7 +172,7 @@ def cheapest(problem: Problem, cap: float, banned: Container[Link] = ()) -> tupl
     return tuple(reversed(path))
 
 
-def least_peak(problem: Problem) -> int:
+def least_peak(problem: MoveProblem) -> int:
     """The least cap under which there is a path."""
     space = problem.space
     first = space.number(problem.start)
@@ -185,9 +185,9 @@ def least_peak(problem: Problem) -> int:
             return peak
         local_bytes = problem.bytes_of(space.size(space.states[here]))
         for _, _, _, size, ends in problem.fans(here):
-            held = max(peak, local_bytes + problem.bytes_of(size))
+            level = max(peak, local_bytes + problem.bytes_of(size))
             for there, _ in ends:
-                if held < best.get(there, held + 1):
-                    best[there] = held
-                    heapq.heappush(heap, (held, there))
+                if level < best.get(there, level + 1):
+                    best[there] = level
+                    heapq.heappush(heap, (level, there))
     raise AssertionError("gathering everything is always a path")

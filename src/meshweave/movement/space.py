@@ -124,8 +124,8 @@ class Space:
         """Slices, gathers, all-to-alls and permutes."""
         if number not in self._moves:
             state = self.states[number]
-            found = (*self._slices(state), *self._gathers(state), *self._deals(state), *self._permutes(state))
-            self._moves[number] = self._fans(state, found)
+            edges = (*self._slices(state), *self._gathers(state), *self._deals(state), *self._permutes(state))
+            self._moves[number] = self._fans(state, edges)
         return self._moves[number]
 
     def reductions(self, number: int) -> list[Fan]:
@@ -151,14 +151,14 @@ class Space:
             self._spreads[number] = self._fans(state, edges)
         return self._spreads[number]
 
-    def _fans(self, state: State, found: Iterable[tuple[Edge, int, State]]) -> list[Fan]:
-        made: dict[tuple[Kind, int, int, int], Fan] = {}
-        for edge, mask, after in found:
+    def _fans(self, state: State, edges: Iterable[tuple[Edge, int, State]]) -> list[Fan]:
+        fans: dict[tuple[Kind, int, int, int], Fan] = {}
+        for edge, mask, after in edges:
             key = (edge.kind, mask, self._work(state, edge, after), self.size(after))
-            if key not in made:
-                made[key] = Fan(*key, [])
-            made[key].ends.append((self.number(after), edge))
-        return list(made.values())
+            if key not in fans:
+                fans[key] = Fan(*key, [])
+            fans[key].ends.append((self.number(after), edge))
+        return list(fans.values())
 
     def _work(self, state: State, edge: Edge, after: State) -> int:
         """The size of what a device hands in: blocks for each of the group, all as large as the largest."""

@@ -120,7 +120,7 @@ def _permute(layout: Layout, step: Step) -> Layout:
         (target.mesh, target.partial) == (layout.mesh, layout.partial), layout, step, "the same mesh and partial axes"
     )
     _need(len(layout.dims) == len(target.dims), layout, step, f"{len(target.dims)} dims")
-    places = [{axis: one.dim_of(axis) for axis in one.mesh.axis_names} for one in (layout, target)]
+    places = [{axis: side.dim_of(axis) for axis in side.mesh.axis_names} for side in (layout, target)]
     still = (axis for axis in layout.mesh.axis_names if axis not in step.axes)
     _need(all(places[0][axis] == places[1][axis] for axis in still), layout, step, "that the other axes stay")
     return target

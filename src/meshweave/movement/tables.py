@@ -19,7 +19,7 @@ Parts = Mapping[Box, int]  # boxes of the global index space, with the bit set o
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class DeviceTable:
     """One device's array. Position by position along dim d it stands for the elements of `runs[d]`; `parts` are the
     elements that are really there, without empty boxes. The rest is the identity of the reduce op."""
 
@@ -27,9 +27,9 @@ class Held:
     parts: Parts
 
     @staticmethod
-    def of(box: Box, contributions: int) -> Held:
+    def of(box: Box, contributions: int) -> DeviceTable:
         runs = tuple(((o, s),) if s else () for o, s in zip(box.offset, box.size, strict=True))
-        return Held(runs, {box: contributions} if box.num_elements and contributions else {})
+        return DeviceTable(runs, {box: contributions} if box.num_elements and contributions else {})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,82 +41,82 @@ class Held:
             return self.shape == box.size
         return self.runs == tuple(((o, s),) for o, s in zip(box.offset, box.size, strict=True))
 
-    def cut(self, dim: int, start: int, size: int) -> Held:
+    def cut(self, dim: int, start: int, size: int) -> DeviceTable:
         """The array from position `start` on, `size` positions along `dim`. Raises ValueError beyond its end."""
         if start < 0 or size < 0 or start + size > self.shape[dim]:
             raise ValueError(f"positions {start} to {start + size} of {self.shape[dim]} along dim {dim}")
-        found, at = [], 0
+        runs, at = [], 0
         for first, length in self.runs[dim]:
             low, high = max(start, at), min(start + size, at + length)
             if low < high:
-                found.append((first + low - at, high - low))
+                runs.append((first + low - at, high - low))
             at += length
-        return Held((*self.runs[:dim], tuple(found), *self.runs[dim + 1 :]), _within(self.parts, dim, found))
+        return DeviceTable((*self.runs[:dim], tuple(runs), *self.runs[dim + 1 :]), _within(self.parts, dim, runs))
 
     def part(self, box: Box) -> Parts:
         """What is there of a box."""
-        cut = {box.intersect(one): bits for one, bits in self.parts.items()}
-        return {one: bits for one, bits in cut.items() if one.num_elements}
+        cut = {box.intersect(part): bits for part, bits in self.parts.items()}
+        return {part: bits for part, bits in cut.items() if part.num_elements}
 
 
-def join(members: Sequence[Held], dim: int) -> Held:
+def join(members: Sequence[DeviceTable], dim: int) -> DeviceTable:
     """The arrays side by side along `dim`. Raises ValueError where they differ along other dims, or hold an element
     twice."""
-    first, shapes = members[0], [held.shape for held in members]
+    first, shapes = members[0], [table.shape for table in members]
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise ValueError(f"arrays of other shapes are joined along dim {dim}")
-    filled = [held for held, shape in zip(members, shapes, strict=True) if all(shape)]
-    if len({(*held.runs[:dim], *held.runs[dim + 1 :]) for held in filled}) > 1:
+    filled = [table for table, shape in zip(members, shapes, strict=True) if all(shape)]
+    if len({(*table.runs[:dim], *table.runs[dim + 1 :]) for table in filled}) > 1:
         raise ValueError(f"different elements of other dims are joined along dim {dim}")
-    runs = [run for held in members for run in held.runs[dim]]
+    runs = [run for table in members for run in table.runs[dim]]
     in_order = sorted(runs)
     if any(a + size > b for (a, size), (b, _) in pairwise(in_order)):
         raise ValueError(f"an element is joined twice along dim {dim}")
-    parts = [item for held in members for item in held.parts.items()]
+    parts = [item for table in members for item in table.parts.items()]
     like = filled[0] if filled else first
-    return Held((*like.runs[:dim], _merged(runs), *like.runs[dim + 1 :]), _merged_parts(parts, dim))
+    return DeviceTable((*like.runs[:dim], _merged(runs), *like.runs[dim + 1 :]), _merged_parts(parts, dim))
 
 
-def unite(members: Sequence[Held]) -> Held:
+def unite(members: Sequence[DeviceTable]) -> DeviceTable:
     """The arrays reduced into one. Raises ValueError where they hold different elements or a contribution twice."""
-    first, found = members[0], dict[Box, int]()
+    first, parts = members[0], dict[Box, int]()
     if len(members) == 1:
         return first
-    for held in members:
-        if held.runs != first.runs:
+    for table in members:
+        if table.runs != first.runs:
             raise ValueError("the devices that reduce hold different elements")
-        for box, bits in held.parts.items():
-            if found.get(box, 0) & bits:
+        for box, bits in table.parts.items():
+            if parts.get(box, 0) & bits:
                 raise ValueError("a contribution is counted twice")
-            found[box] = found.get(box, 0) | bits
-    boxes = list(found)
+            parts[box] = parts.get(box, 0) | bits
+    boxes = list(parts)
     for i, box in enumerate(boxes if len(boxes) > 1 else ()):
         for other in boxes[:i]:
-            if found[box] & found[other] and box.intersect(other).num_elements:
+            if parts[box] & parts[other] and box.intersect(other).num_elements:
                 raise ValueError("a contribution is counted twice")
-    return Held(first.runs, found)
+    return DeviceTable(first.runs, parts)
 
 
-def is_complete(held: Held, box: Box, every: int) -> bool:
+def is_complete(table: DeviceTable, box: Box, every: int) -> bool:
     """Whether all of the contributions are there for each element of the box; none of them is there twice."""
-    if len(held.parts) == 1 and held.parts.get(box) == every:
+    if len(table.parts) == 1 and table.parts.get(box) == every:
         return True
-    inside = held.part(box)
-    total = sum(one.num_elements * bits.bit_count() for one, bits in inside.items())
+    inside = table.part(box)
+    total = sum(part.num_elements * bits.bit_count() for part, bits in inside.items())
     return total == box.num_elements * every.bit_count() and not any(bits & ~every for bits in inside.values())
 
 
 def _within(parts: Parts, dim: int, runs: Sequence[tuple[int, int]]) -> Parts:
     """The parts that lie in the runs along `dim`."""
-    found: dict[Box, int] = {}
+    inside: dict[Box, int] = {}
     for box, bits in parts.items():
         for start, size in runs:
             low = max(start, box.offset[dim])
             high = min(start + size, box.offset[dim] + box.size[dim])
             if low < high:
                 cut = _with_span(box, dim, low, high - low)
-                found[cut] = found.get(cut, 0) | bits
-    return found
+                inside[cut] = inside.get(cut, 0) | bits
+    return inside
 
 
 def _with_span(box: Box, dim: int, start: int, size: int) -> Box:

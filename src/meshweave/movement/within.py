@@ -13,7 +13,7 @@ from meshweave.errors import LayoutError
 from meshweave.hardware.costs import Costs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.pieces import unit_matters
-from meshweave.movement.search import Link, Order, Problem, cheapest, least_peak, prices_of, to_ticks
+from meshweave.movement.search import Link, MoveProblem, Order, cheapest, least_peak, step_costs_of, to_ticks
 from meshweave.movement.space import LOCAL, Axes, Edge, Extent, State, bits, space_of
 from meshweave.movement.steps import REDUCTIONS, Step, apply
 
@@ -81,7 +81,7 @@ def steps_within(request: Request) -> tuple[Step, ...]:
     Raises LayoutError for reduce ops that do not commute (sum and max in one value that must be reduced), for an
     average of integers, for a target that is partial(avg) where the source is not, and where no plan keeps to the cap.
     """
-    search = Search.of(request)
+    search = MoveSearch.of(request)
     path = cheapest(search.problem, request.roomy if request.cap is None else request.cap)
     if path is None and request.cap is None:
         path = cheapest(search.problem, least_peak(search.problem))
@@ -104,23 +104,23 @@ class Alternative:
 def alternatives_within(request: Request) -> tuple[Alternative, ...]:
     """The cheapest plan without each step of the best one; and the cheapest in any order of reductions and the cheapest
     without a cap, where these cost less. The cheapest first."""
-    taken = steps_within(request)
-    best = sum(step.seconds for step in taken)
+    chosen = steps_within(request)
+    best = sum(step.seconds for step in chosen)
     cap = request.cap if request.cap is not None else request.roomy
-    search = Search.of(request)
+    search = MoveSearch.of(request)
     path = cheapest(search.problem, cap) or ()
-    found = {taken: ""}
+    reasons = {chosen: ""}
     for problem, limit in ((search.problem, inf), (replace(search.problem, order="any"), cap)):
         other = cheapest(problem, limit)
-        steps = search.steps(other) if other is not None else taken
+        steps = search.steps(other) if other is not None else chosen
         if to_ticks(sum(step.seconds for step in steps)) < to_ticks(best):
             why = f"needs {request.peak(steps)} bytes on a device" if limit == inf else "replicas would differ in bits"
-            found.setdefault(steps, why)
+            reasons.setdefault(steps, why)
     for link in path:
         other = cheapest(search.problem, cap, {link})
         if other is not None:
-            found.setdefault(search.steps(other), "")
-    rows = [alternative(request, steps, why, best) for steps, why in found.items() if steps != taken]
+            reasons.setdefault(search.steps(other), "")
+    rows = [alternative(request, steps, why, best) for steps, why in reasons.items() if steps != chosen]
     return tuple(sorted(rows, key=lambda row: (to_ticks(row.seconds), len(row.steps))))
 
 
@@ -199,7 +199,7 @@ _NO_OPS = _Ops((), (), "", (), ())
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class MoveSearch:
     """A request with the axes in play: all but those that cut a dim alike in source and target, outermost first (steps
     over these could only move data that is where it belongs), and those over which an average, or a value with several
     reduce ops, stays partial."""
@@ -209,10 +209,10 @@ class Search:
     axes: tuple[str, ...]
     kept: tuple[int, ...]  # per dim how many axes stay
     extents: tuple[Extent, ...]
-    problem: Problem
+    problem: MoveProblem
 
     @staticmethod
-    def of(request: Request) -> Search:
+    def of(request: Request) -> MoveSearch:
         ops, source, target, shape = _Ops.of(request), request.source, request.target, request.shape
         mesh = source.mesh
         sizes = {axis: size for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1}
@@ -228,8 +228,8 @@ class Search:
             even = even and a.unit == b.unit == 1 and size % (prod(before) * in_play) == 0
         number = {axis: i for i, axis in enumerate(axes)}
         cuts = [
-            tuple(tuple(number[axis] for axis in dim.axes[n:]) for dim, n in zip(one.dims, kept, strict=True))
-            for one in (source, target)
+            tuple(tuple(number[axis] for axis in dim.axes[n:]) for dim, n in zip(layout.dims, kept, strict=True))
+            for layout in (source, target)
         ]
         old = bits(d for d, (dim, b) in enumerate(zip(source.dims, target.dims, strict=True)) if dim.unit != b.unit)
         old &= bits(d for d, cut in enumerate(cuts[0]) if cut)
@@ -254,9 +254,9 @@ class Search:
         if even:
             total = total * prod(shape) // prod(prod(extent.before) for extent in extents)
         finest = request.dtype.itemsize * prod(shape) / prod(prod(extent.before) for extent in extents) / in_play
-        problem = Problem(
+        problem = MoveProblem(
             space,
-            prices_of(request.profile, mesh, axes),
+            step_costs_of(request.profile, mesh, axes),
             start,
             cuts[1],
             summed,
@@ -267,7 +267,7 @@ class Search:
             finest,
             request.order,
         )
-        return Search(request, ops, axes, kept, tuple(extents), problem)
+        return MoveSearch(request, ops, axes, kept, tuple(extents), problem)
 
     def least(self) -> int:
         """The least cap under which there is a plan."""

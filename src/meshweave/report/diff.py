@@ -56,8 +56,8 @@ class DiffRow:
 
     def as_dict(self) -> dict[str, Any]:
         sums = {
-            f"{which}_{name}": getattr(held, name)
-            for which, held in (("a", self.a), ("b", self.b))
+            f"{which}_{name}": getattr(total, name)
+            for which, total in (("a", self.a), ("b", self.b))
             for name in Sum.__slots__
         }
         names = ("phase", "op", "group", "layout", "module", "kind", "change")
@@ -94,23 +94,23 @@ def diff_rows(a: Simulation, b: Simulation) -> tuple[DiffRow, ...]:
     same value: it moved.
     """
     sums_a, sums_b = _sums(a), _sums(b)
-    gone = {key: held for key, held in sums_a.items() if key not in sums_b}
+    gone = {key: total for key, total in sums_a.items() if key not in sums_b}
     rows = []
-    for key, held in sums_b.items():
+    for key, total in sums_b.items():
         if key in sums_a:
-            kind, change = _changed(sums_a[key], held)
-            rows.append(DiffRow(*key, sums_a[key], held, kind, change))
+            kind, change = _changed(sums_a[key], total)
+            rows.append(DiffRow(*key, sums_a[key], total, kind, change))
             continue
-        before = _moved_from(key, held, gone)
+        before = _moved_from(key, total, gone)
         if before is None:
-            text = f"{_times(held.count)} appear: {bytes_text(held.bytes)}, {_shown(held)}"
-            rows.append(DiffRow(*key, Sum(), held, "appears", text))
+            text = f"{_times(total.count)} appear: {bytes_text(total.bytes)}, {_shown(total)}"
+            rows.append(DiffRow(*key, Sum(), total, "appears", text))
         else:
-            rows.append(DiffRow(*key, sums_a[before], held, "moved", _moved(before, key, sums_a[before], held)))
+            rows.append(DiffRow(*key, sums_a[before], total, "moved", _moved(before, key, sums_a[before], total)))
             del gone[before]
-    for key, held in gone.items():
-        text = f"{_times(held.count)} vanish: {bytes_text(held.bytes)}, {_shown(held)}"
-        rows.append(DiffRow(*key, held, Sum(), "vanishes", text))
+    for key, total in gone.items():
+        text = f"{_times(total.count)} vanish: {bytes_text(total.bytes)}, {_shown(total)}"
+        rows.append(DiffRow(*key, total, Sum(), "vanishes", text))
     return tuple(sorted(rows, key=_weight))
 
 
@@ -121,28 +121,28 @@ def _weight(row: DiffRow) -> tuple[Any, ...]:
 
 
 def _sums(simulation: Simulation) -> dict[_Key, Sum]:
-    found: dict[_Key, Sum] = {}
+    sums: dict[_Key, Sum] = {}
     for span in simulation.spans:
         if span.kind != "compute":
             key = _key(span)
-            found[key] = found.get(key, Sum()).plus(span)
-    return found
+            sums[key] = sums.get(key, Sum()).plus(span)
+    return sums
 
 
-def _moved_from(key: _Key, held: Sum, gone: Mapping[_Key, Sum]) -> _Key | None:
+def _moved_from(key: _Key, total: Sum, gone: Mapping[_Key, Sum]) -> _Key | None:
     """What of `gone` this was: same phase, module and value, best the same op and number."""
     phase, op, _, layout, module = key
     value = layout.partition(": ")[0]
     near = [k for k in gone if (k[0], k[4], k[3].partition(": ")[0]) == (phase, module, value)]
-    return min(near, key=lambda k: (k[1] != op, abs(gone[k].count - held.count), k), default=None)
+    return min(near, key=lambda k: (k[1] != op, abs(gone[k].count - total.count), k), default=None)
 
 
 def _times(count: int) -> str:
     return f"{count:,}"
 
 
-def _shown(held: Sum) -> str:
-    return f"{milliseconds_text(held.seconds)}, {milliseconds_text(held.exposed_seconds)} of them exposed"
+def _shown(total: Sum) -> str:
+    return f"{milliseconds_text(total.seconds)}, {milliseconds_text(total.exposed_seconds)} of them exposed"
 
 
 def _moved(before: _Key, after: _Key, a: Sum, b: Sum) -> str:
@@ -192,14 +192,14 @@ def _parts(simulation: Simulation) -> dict[tuple[str, str], float]:
     num_roles = len(simulation.roles)
     if not num_roles:
         raise MeshweaveError("a step without roles cannot be compared", where=simulation.title)
-    found: dict[tuple[str, str], float] = {}
+    parts: dict[tuple[str, str], float] = {}
     for span in simulation.spans:
         is_kernel = span.kind == "compute"
         part = class_of(span) if is_kernel else f"exposed {span.op}"
         seconds = span.seconds if is_kernel else span.exposed_seconds
-        found[span.phase, part] = found.get((span.phase, part), 0.0) + seconds / num_roles
-    found["", "idle"] = simulation.seconds - sum(found.values())
-    return found
+        parts[span.phase, part] = parts.get((span.phase, part), 0.0) + seconds / num_roles
+    parts["", "idle"] = simulation.seconds - sum(parts.values())
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +227,15 @@ class _Class:
 def class_errors(modelled: Simulation, measured: Simulation) -> tuple[ClassError, ...]:
     """Per class of tasks the error of the model: kernels first, then communications by name; last the exposed time of
     the role that has the most, and the step. The host's part of a measured step has no model."""
-    found: dict[str, _Class] = {}
+    classes: dict[str, _Class] = {}
     for which, simulation in enumerate((modelled, measured)):
         for span in simulation.spans:
-            held = found.setdefault(class_of(span), _Class())
-            held.counts[which] += 1
-            held.seconds[which] += span.seconds
-    names = [name for name in COMPUTE_CLASSES if name in found]
-    names += sorted(name for name in found if name not in COMPUTE_CLASSES)
-    rows = [ClassError(name, *found[name].counts, *found[name].seconds) for name in names]
+            entry = classes.setdefault(class_of(span), _Class())
+            entry.counts[which] += 1
+            entry.seconds[which] += span.seconds
+    names = [name for name in COMPUTE_CLASSES if name in classes]
+    names += sorted(name for name in classes if name not in COMPUTE_CLASSES)
+    rows = [ClassError(name, *classes[name].counts, *classes[name].seconds) for name in names]
     exposed = ClassError("exposed", 0, 0, modelled.exposed_seconds, measured.exposed_seconds)
     return (*rows, exposed, ClassError("step", 1, 1, modelled.seconds, measured.seconds))
 

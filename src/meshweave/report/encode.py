@@ -46,9 +46,9 @@ class _Page:
         for span in simulation.spans:
             needs = sorted({*span.needs, *fed.get(span.index, ())})
             self.span(span, lane_of[span.index], needs, first, moves.find(span))
-        for index, held in exposed_stretches(simulation).items():
+        for index, stretches in exposed_stretches(simulation).items():
             begin = nanoseconds(simulation.spans[index].start)
-            for low, high in held:
+            for low, high in stretches:
                 self.stretches += (first + index, low - begin, high - low)
         self.runs.append(self.run(simulation, first))
 
@@ -73,8 +73,8 @@ class _Page:
             "cls": class_of(span), "names": " ".join(cut),
         }  # fmt: skip
         values |= {key: self.string(text) for key, text in texts.items()}
-        for key, held in self.columns.items():
-            held.append(values[key])
+        for key, column in self.columns.items():
+            column.append(values[key])
         self.last = start
         for r in span.reasons:
             blocker = first + r.blocker if r.blocker >= 0 else -1
@@ -90,7 +90,7 @@ class _Page:
         }
 
     def role(self, role: RoleResult) -> dict[str, Any]:
-        held = [
+        tensors = [
             (self.string(h.name), h.bytes, self.string(h.kind), self.string(h.module), self.string(h.line))
             for h in role.at_peak
         ]
@@ -106,7 +106,7 @@ class _Page:
             "peak": role.peak_bytes,
             "peak_at": nanoseconds(role.peak_at),
             "persistent": role.persistent_bytes,
-            "held": held,
+            "held": tensors,
             "memory": [_steps(times), _steps([num_bytes for _, num_bytes in role.memory])],
         }
 
@@ -129,8 +129,8 @@ class _Moves:
         """The move that a communication is a step of, -1 where none is known; of several that with its layouts."""
         value, _, change = span.layout.partition(": ")
         source, _, target = change.partition(" -> ")
-        found = self.places.get((span.phase, span.module, span.line, value), []) if span.layout else []
-        return max(found, key=lambda i: (self.ends(i, source, target), -i), default=-1)
+        candidates = self.places.get((span.phase, span.module, span.line, value), []) if span.layout else []
+        return max(candidates, key=lambda i: (self.ends(i, source, target), -i), default=-1)
 
     def ends(self, index: int, source: str, target: str) -> int:
         return (self.rows[index].source == source) + (self.rows[index].target == target)
@@ -172,7 +172,7 @@ def page_data(
     page.add(simulation, known)
     if measured is not None:
         page.add(measured, known)
-    made = {
+    data = {
         "runs": page.runs,
         "lanes": page.lanes,
         "spans": page.columns,
@@ -183,7 +183,7 @@ def page_data(
         "diff": _diff(other, simulation) if other is not None else None,
         "strings": list(page.strings),
     }
-    text = json.dumps(made, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
@@ -199,8 +199,8 @@ def _diff(before: Simulation, after: Simulation) -> dict[str, Any]:
     rows = []
     for row in diff_rows(before, after):
         sums = [
-            [held.count, nanoseconds(held.seconds), nanoseconds(held.exposed_seconds), round(held.bytes)]
-            for held in (row.a, row.b)
+            [total.count, nanoseconds(total.seconds), nanoseconds(total.exposed_seconds), round(total.bytes)]
+            for total in (row.a, row.b)
         ]
         rows.append([row.kind, row.phase, row.op, row.group, row.layout, row.module, row.change, *sums])
     split = [[row.phase, row.part, nanoseconds(row.a), nanoseconds(row.b)] for row in step_split(before, after)]

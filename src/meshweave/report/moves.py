@@ -50,8 +50,8 @@ def rounded_sums(placed: StepGraph) -> tuple[str, int]:
         (str(spec_of(node).dtype).removeprefix("torch."), node.args[0].meta["layout"])
         for node in placed.graph.find_nodes(op="call_function", target=ops.move)
     ]
-    found = [name for name, layout in moved if name in ("bfloat16", "float16") and "partial(sum" in str(layout)]
-    return (found[0], len(found)) if found else ("", 0)
+    rounded = [name for name, layout in moved if name in ("bfloat16", "float16") and "partial(sum" in str(layout)]
+    return (rounded[0], len(rounded)) if rounded else ("", 0)
 
 
 def _row(node: fx.Node, program: Mesh) -> MoveRow:
@@ -92,8 +92,8 @@ def _few(devices: tuple[int, ...]) -> str:
 def _why(node: fx.Node, source: fx.Node) -> str:
     """What needs the value in its new layout."""
     users = [u for u in node.users if u.op == "call_function"]
-    made = op_name(source.target) if source.op == "call_function" else "input"
+    producer = op_name(source.target) if source.op == "call_function" else "input"
     if not users:
-        return f"{made} is returned so"
+        return f"{producer} is returned so"
     needs = ", ".join(dict.fromkeys(op_name(u.target) for u in users[:3]))
-    return f"{made} -> {needs}"
+    return f"{producer} -> {needs}"

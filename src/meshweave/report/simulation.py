@@ -29,19 +29,19 @@ class ClassTotal:
 
 def class_totals(simulation: Simulation) -> tuple[ClassTotal, ...]:
     """Kernels first, then communications by name; sums over all roles."""
-    found: dict[str, ClassTotal] = {}
+    totals: dict[str, ClassTotal] = {}
     for span in simulation.spans:
         name = class_of(span)
-        held = found.get(name, ClassTotal(name, 0, 0.0, 0.0, 0.0))
-        found[name] = ClassTotal(
+        total = totals.get(name, ClassTotal(name, 0, 0.0, 0.0, 0.0))
+        totals[name] = ClassTotal(
             name,
-            held.count + 1,
-            held.seconds + span.seconds,
-            held.exposed_seconds + span.exposed_seconds,
-            held.bytes + span.bytes,
+            total.count + 1,
+            total.seconds + span.seconds,
+            total.exposed_seconds + span.exposed_seconds,
+            total.bytes + span.bytes,
         )
-    known = [found[name] for name in COMPUTE_CLASSES if name in found]
-    return (*known, *(found[name] for name in sorted(found) if name not in COMPUTE_CLASSES))
+    known = [totals[name] for name in COMPUTE_CLASSES if name in totals]
+    return (*known, *(totals[name] for name in sorted(totals) if name not in COMPUTE_CLASSES))
 
 
 def simulation_table(simulation: Simulation) -> Group:
@@ -116,10 +116,10 @@ def _exposed(simulation: Simulation) -> Table:
 
 def _memory(simulation: Simulation) -> Table:
     """Of the role that needs the most: what is held at its peak, by kind. A simulation lists the largest tensors."""
-    role = max(simulation.roles, key=lambda held: held.peak_bytes)
+    role = max(simulation.roles, key=lambda tensor: tensor.peak_bytes)
     kinds: dict[str, int] = {}
-    for held in role.at_peak:
-        kinds[held.kind] = kinds.get(held.kind, 0) + held.bytes
+    for tensor in role.at_peak:
+        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + tensor.bytes
     table = plain_table(f"at the peak of role {role.index}", ">bytes")
     for kind, num_bytes in sorted(kinds.items(), key=lambda item: (-item[1], item[0])):
         table.add_row(kind, bytes_text(num_bytes))

@@ -60,11 +60,11 @@ def lanes_of(simulation: Simulation) -> tuple[Lane, ...]:
     for span in simulation.spans:
         place = (span.role, order.get(span.stream, len(order)), span.stream)
         groups.setdefault(place, []).append(span)
-    found: list[Lane] = []
+    lanes: list[Lane] = []
     for (role, _, stream), spans in sorted(groups.items()):
         rows = _rows(spans)
-        found += [Lane(role, stream, i, tuple(row)) for i, row in enumerate(rows)]
-    return tuple(found)
+        lanes += [Lane(role, stream, i, tuple(row)) for i, row in enumerate(rows)]
+    return tuple(lanes)
 
 
 def _rows(spans: Sequence[Span]) -> list[list[int]]:
@@ -90,14 +90,14 @@ def exposed_stretches(simulation: Simulation) -> Mapping[int, tuple[tuple[int, i
     transfer that another role waits for) stands at the span's end.
     """
     gaps = _compute_gaps(simulation)
-    found = {}
+    stretches = {}
     for span in simulation.spans:
         left = nanoseconds(span.exposed_seconds)
         if span.kind == "compute" or left <= 0:
             continue
         begin, end = nanoseconds(span.start), nanoseconds(span.end)
-        found[span.index] = _last(gaps.get(span.role, ()), begin, end, left)
-    return found
+        stretches[span.index] = _last(gaps.get(span.role, ()), begin, end, left)
+    return stretches
 
 
 def _compute_gaps(simulation: Simulation) -> dict[int, list[tuple[int, int]]]:
@@ -109,14 +109,14 @@ def _compute_gaps(simulation: Simulation) -> dict[int, list[tuple[int, int]]]:
         if begin > free:
             gaps.setdefault(span.role, []).append((free, begin))
         ends[span.role] = max(free, nanoseconds(span.end))
-    for role, held in gaps.items():
-        held.append((ends.get(role, 0), max(nanoseconds(simulation.seconds), ends.get(role, 0))))
+    for role, role_gaps in gaps.items():
+        role_gaps.append((ends.get(role, 0), max(nanoseconds(simulation.seconds), ends.get(role, 0))))
     return gaps
 
 
 def _last(gaps: Sequence[tuple[int, int]], begin: int, end: int, length: int) -> tuple[tuple[int, int], ...]:
     """The last `length` nanoseconds of the gaps within begin..end; (end - length, end) where they are shorter."""
-    taken: list[tuple[int, int]] = []
+    busy: list[tuple[int, int]] = []
     left = length
     for at in range(bisect_right(gaps, (end, end)) - 1, -1, -1):
         low, high = max(gaps[at][0], begin), min(gaps[at][1], end)
@@ -124,9 +124,9 @@ def _last(gaps: Sequence[tuple[int, int]], begin: int, end: int, length: int) ->
             break
         if low < high:
             low = max(low, high - left)
-            taken.append((low, high))
+            busy.append((low, high))
             left -= high - low
     # Both ends of a gap are rounded: two nanoseconds are no sign that the gap was another.
     if left > 2:
         return ((max(begin, end - length), end),)
-    return tuple(reversed(taken))
+    return tuple(reversed(busy))

@@ -86,12 +86,12 @@ class Total:
 
 def totals(rows: Iterable[MoveRow]) -> list[Total]:
     """One total per phase and kind, in the order of their first appearance."""
-    found: dict[tuple[str, str], Total] = {}
+    by_kind: dict[tuple[str, str], Total] = {}
     for row in rows:
-        held = found.get((row.phase, row.kind), Total(row.phase, row.kind, 0, 0))
+        held = by_kind.get((row.phase, row.kind), Total(row.phase, row.kind, 0, 0))
         total = Total(held.phase, held.kind, held.count + 1, held.bytes_received + row.bytes_received)
-        found[row.phase, row.kind] = total
-    return list(found.values())
+        by_kind[row.phase, row.kind] = total
+    return list(by_kind.values())
 
 
 def totals_table(rows: Sequence[MoveRow]) -> Table:

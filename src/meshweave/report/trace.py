@@ -31,7 +31,7 @@ def trace_json(simulations: Sequence[Simulation]) -> str:
     events: list[Event] = []
     num_flows = 0
     for simulation in simulations:
-        writer = _Writer(simulation, len({e["pid"] for e in names}) + 1)
+        writer = _TraceWriter(simulation, len({e["pid"] for e in names}) + 1)
         names += writer.names()
         events += [*writer.slices(), *writer.memory()]
         flows = list(writer.flows(num_flows))
@@ -53,7 +53,7 @@ def _microseconds(nanos: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
+class _TraceWriter:
     """The events of one step. Its roles are processes from `first` on."""
 
     simulation: Simulation
@@ -64,23 +64,23 @@ class _Writer:
 
     def threads(self) -> dict[int, tuple[int, int]]:
         """Per span, process and thread."""
-        found: dict[int, tuple[int, int]] = {}
+        threads: dict[int, tuple[int, int]] = {}
         for tid, lane in enumerate(lanes_of(self.simulation), 1):
             place = (self.pid(lane.role), tid)
-            found |= dict.fromkeys(lane.spans, place)
-        return found
+            threads |= dict.fromkeys(lane.spans, place)
+        return threads
 
     def names(self) -> list[Event]:
-        found = []
+        events = []
         for order, role in enumerate(self.simulation.roles):
             pid = self.pid(role.index)
             name = f"{_source(self.simulation)}, role {role.index} ({_devices(role)})"
-            found.append(_meta("process_name", pid, 0, name=name))
-            found.append(_meta("process_sort_index", pid, 0, sort_index=self.first + order))
+            events.append(_meta("process_name", pid, 0, name=name))
+            events.append(_meta("process_sort_index", pid, 0, sort_index=self.first + order))
         for tid, lane in enumerate(lanes_of(self.simulation), 1):
-            found.append(_meta("thread_name", self.pid(lane.role), tid, name=lane.name))
-            found.append(_meta("thread_sort_index", self.pid(lane.role), tid, sort_index=tid))
-        return found
+            events.append(_meta("thread_name", self.pid(lane.role), tid, name=lane.name))
+            events.append(_meta("thread_sort_index", self.pid(lane.role), tid, sort_index=tid))
+        return events
 
     def slices(self) -> Iterator[Event]:
         threads, stretches = self.threads(), exposed_stretches(self.simulation)
@@ -128,7 +128,7 @@ def _slice(
 
 def _args(span: Span) -> dict[str, Any]:
     """What is known of a span; what is empty is left out."""
-    found = {
+    fields = {
         "op": span.op,
         "phase": span.phase,
         "module": span.module,
@@ -141,7 +141,7 @@ def _args(span: Span) -> dict[str, Any]:
         "exposed_us": _microseconds(nanoseconds(span.exposed_seconds)),
         "reason": "; ".join(f"{r.seconds * 1e6:.1f} us: {r.text}" for r in span.reasons),
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in fields.items() if value}
 
 
 def _devices(role: RoleResult) -> str:

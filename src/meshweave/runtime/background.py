@@ -35,9 +35,9 @@ class Background:
 
     def run(self, job: Callable[[], None]) -> Job:
         """Run a job, which may wait for messages, on a thread of its own."""
-        made = Job(job)
-        self._pool.put(made)
-        return made
+        task = Job(job)
+        self._pool.put(task)
+        return task
 
 
 class _Pool:

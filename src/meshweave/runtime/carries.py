@@ -12,7 +12,7 @@ from meshweave.runtime.executor import FORWARD, Compiled, Env, compile_tasks
 from meshweave.runtime.state import State
 from meshweave.runtime.world import World
 
-Held = Mapping[str, Tensor]  # by parameter
+GatheredParams = Mapping[str, Tensor]  # by parameter
 
 
 class Carries:
@@ -36,7 +36,7 @@ class Carries:
         self._ranks: tuple[Compiled, ...] = tuple(by_device[d] for d in world.devices)
         self._executor = world.executor(prologues, self._ranks, None)
 
-    def ready(self, state: State) -> Sequence[Held]:
+    def ready(self, state: State) -> Sequence[GatheredParams]:
         """The values of every held device; they are gathered first where they are not there. All processes call it."""
         if not self._names:
             return [{} for _ in self._world.devices]
@@ -55,8 +55,8 @@ class Carries:
         """Let go of the values. They live on where a step holds them."""
         self._made, self._sources = None, []
 
-    def _hold(self, state: State, made: list[dict[str, Tensor]]) -> None:
-        self._made = made
+    def _hold(self, state: State, gathered: list[dict[str, Tensor]]) -> None:
+        self._made = gathered
         self._sources = [(piece, _version(piece)) for piece in self._parameters(state)]
 
     def _parameters(self, state: State) -> list[Tensor]:

@@ -173,7 +173,7 @@ class _SavePlanner(DefaultSavePlanner):
         return plans, metadata
 
 
-class _Writer(FileSystemWriter):
+class _PieceWriter(FileSystemWriter):
     files: frozenset[str] = frozenset()  # that hold the pieces; the metadata that DCP returns does not always say
 
     def storage_meta(self) -> StorageMeta | None:
@@ -182,15 +182,15 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on the first process, with what all have written."""
-        self.files = frozenset(one.storage_data.relative_path for written in results for one in written)
+        self.files = frozenset(entry.storage_data.relative_path for written in results for entry in written)
         super().finish(metadata, results)
 
 
 def _leftovers(target: Path, kind: str) -> list[Path]:
     """What unfinished saves left beside `target`, newest first; `kind` is tmp or old."""
     pattern = re.compile(re.escape(target.name) + rf"\.{kind}-[0-9a-f]{{8}}")
-    found = [p for p in target.parent.glob("*") if pattern.fullmatch(p.name)] if target.parent.is_dir() else []
-    return sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)
+    leftovers = [p for p in target.parent.glob("*") if pattern.fullmatch(p.name)] if target.parent.is_dir() else []
+    return sorted(leftovers, key=lambda p: p.stat().st_mtime, reverse=True)
 
 
 def _beside(target: Path, kind: str) -> Path:
@@ -215,7 +215,7 @@ def _prepare(target: Path) -> Path:
 
 def _write(staged: Path, tensors: Mapping[str, ShardedTensorView], group: dist.ProcessGroup | None) -> frozenset[str]:
     """Write the pieces; returns the names of all files, on the first process."""
-    writer = _Writer(staged)
+    writer = _PieceWriter(staged)
     with _errors(_NOT_WRITTEN, staged):
         dcp_save(
             dict(tensors),
@@ -357,8 +357,8 @@ def _load(target: Path, wanted: Mapping[str, ShardedTensorView]) -> dict[str, in
 
 
 def _find(target: Path) -> Path:
-    found = target if target.exists() else next(iter(_leftovers(target, "old")), None)
-    if found is None:
+    path = target if target.exists() else next(iter(_leftovers(target, "old")), None)
+    if path is None:
         near = difflib.get_close_matches(target.name, [p.name for p in target.parent.glob("*")])
         raise CheckpointError("there is no checkpoint at this path", where=str(target), expected=" or ".join(near))
-    return found
+    return path

@@ -98,11 +98,11 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def check_cover(name: str, shape: Iterable[int], sizes: Iterable[Iterable[int]]) -> None:
-    held, total = sum(map(prod, sizes)), prod(shape)
-    if held != total:
+    covered, total = sum(map(prod, sizes)), prod(shape)
+    if covered != total:
         raise CheckpointError(
             f"the pieces of '{name}' do not make up the whole tensor",
-            got=f"{held} elements",
+            got=f"{covered} elements",
             expected=f"{total} elements",
             hint="each box of the tensor's layout must be held by some process",
         )

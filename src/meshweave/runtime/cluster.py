@@ -83,8 +83,8 @@ class ClusterWorld:
             full = self._gathered(spec.shape, layout, group, axes, pieces[0]) if pieces else None
             if full is not None and mesh.covers(self.mesh.devices):
                 return full
-            held = full if full is not None else torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            return self.communicator.broadcast(held, mesh.devices[0])
+            whole = full if full is not None else torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            return self.communicator.broadcast(whole, mesh.devices[0])
 
     def _gathered(
         self, shape: tuple[int, ...], layout: Layout, group: Group, axes: tuple[str, ...], piece: Tensor

@@ -130,8 +130,8 @@ def compile_tasks(
             last[used] = node
     replaced = {key for key in graph.outputs if key[0] in ("param", "state", "acc", "carry")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    held = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
-    lasting = held | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
+    pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
+    lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
     frees: dict[fx.Node, list[int]] = {}
     for used, node in last.items():
         if used not in lasting:

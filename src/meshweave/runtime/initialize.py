@@ -41,22 +41,22 @@ def materialize(model: nn.Module, seed: int, wanted: Iterable[str] | None = None
     """
     owners = list(_owners(_skeleton(model)))
     names = {name for owner in owners for name, _ in owner.tensors}
-    asked = names if wanted is None else set(wanted)
-    _check_names(asked, names)
+    requested = names if wanted is None else set(wanted)
+    _check_names(requested, names)
     real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return _walk(owners, asked, {name: t for name, t in real.items() if not t.is_meta}, seed)
+    return _walk(owners, requested, {name: t for name, t in real.items() if not t.is_meta}, seed)
 
 
 def _walk(
-    owners: Sequence[_Owner], asked: set[str], real: dict[str, Tensor], seed: int
+    owners: Sequence[_Owner], requested: set[str], real: dict[str, Tensor], seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     for owner in owners:
-        names = [name for name, _ in owner.tensors if name in asked]
+        names = [name for name, _ in owner.tensors if name in requested]
         yield from ((name, real[name].detach().cpu()) for name in names if name in real)
         if any(name not in real for name in names):
-            made = _make(owner, [name for name, _ in owner.tensors if name not in real], seed)
-            yield from ((name, made.pop(name)) for name in names if name not in real)
-            del made  # or what was not asked for would live on while the next module is made
+            tensors = _make(owner, [name for name, _ in owner.tensors if name not in real], seed)
+            yield from ((name, tensors.pop(name)) for name in names if name not in real)
+            del tensors  # or what was not asked for would live on while the next module is made
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -251,8 +251,8 @@ def _where(owner: _Owner) -> str:
     return f"module '{owner.path}' ({type(owner.chain[-1]).__name__})"
 
 
-def _check_names(asked: set[str], names: set[str]) -> None:
-    unknown = sorted(asked - names)
+def _check_names(requested: set[str], names: set[str]) -> None:
+    unknown = sorted(requested - names)
     if unknown:
         raise CaptureError(
             f"the model has no parameter or buffer '{unknown[0]}'",

@@ -19,7 +19,7 @@ def piece_of(box: Box, inside: Box) -> tuple[slice, ...]:
 
 
 def receive(
-    made: Transfer,
+    entry: Transfer,
     device: int,
     messages: Sequence[Message],
     own: Tensor | None,
@@ -27,15 +27,15 @@ def receive(
     on: torch.device,
 ) -> Tensor:
     """A device's piece of a transfer's target, put together from what it has (`own`) and the parts that others sent."""
-    shape = made.spec.shape
-    mine = made.target.box_of(shape, device)
+    shape = entry.spec.shape
+    mine = entry.target.box_of(shape, device)
     if own is not None and len(messages) == 1 and messages[0].sender == device and own.shape == torch.Size(mine.size):
         return own
-    piece = torch.empty(mine.size, dtype=made.spec.dtype, device=on)
+    piece = torch.empty(mine.size, dtype=entry.spec.dtype, device=on)
     for message in messages:
         if message.sender == device:
             assert own is not None
-            piece[piece_of(message.box, mine)] = own[piece_of(message.box, made.source.box_of(shape, device))]
+            piece[piece_of(message.box, mine)] = own[piece_of(message.box, entry.source.box_of(shape, device))]
         else:
             piece[piece_of(message.box, mine)] = part(message)
     return piece

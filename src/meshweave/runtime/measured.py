@@ -19,7 +19,7 @@ from meshweave.runtime.meter import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import work_of
 from meshweave.simulate.exposure import covered
-from meshweave.simulate.result import Held, Reason, RoleResult, Simulation, Span
+from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
 
@@ -70,16 +70,16 @@ class _Role:
         key = str(node.args[-1])
         suffix = "" if self.is_only else f" ({self.index})"
         if node.target is transfer:
-            made = self.role.transfers[key]
-            received = made.routes.bytes_received(self.trace.device, made.spec.dtype.itemsize)
-            axes = ",".join(made.axes)
-            op = "permute" if made.axes else "transfer"
+            entry = self.role.transfers[key]
+            received = entry.routes.bytes_received(self.trace.device, entry.spec.dtype.itemsize)
+            axes = ",".join(entry.axes)
+            op = "permute" if entry.axes else "transfer"
             stream = f"transfer {key}{suffix}"
             return self.span(node, event, op, "transfer", stream, bytes=float(received), group=axes)
         mesh, axis_list = self.role.group_axes(key)
         operand = node.args[0]
-        held = self.local.one(operand) if isinstance(operand, fx.Node) else None
-        size = held.num_elements * held.dtype.itemsize if held is not None else 0
+        value = self.local.one(operand) if isinstance(operand, fx.Node) else None
+        size = value.num_elements * value.dtype.itemsize if value is not None else 0
         row, count = TABLE[node.target], mesh.flat_size(axis_list)
         curve, local_bytes = row.priced(node, count, size)
         taken = bytes_received(curve, count, local_bytes, "a measured step")
@@ -116,8 +116,8 @@ class _Role:
                 free = max(free, span.end)
         for at, seconds in self.exposed.items():
             reason = Reason("dependency", seconds, "the next op waited for it")
-            found = (reason,) if seconds > 0 else ()
-            self.spans[at] = replace(self.spans[at], exposed_seconds=seconds, reasons=found)
+            reasons = (reason,) if seconds > 0 else ()
+            self.spans[at] = replace(self.spans[at], exposed_seconds=seconds, reasons=reasons)
 
     def started_by(self, wait: Span) -> tuple[str, int]:
         """Name and microbatch of the communication that a wait is for. In the update, which runs once, that is the last
@@ -138,23 +138,23 @@ class _Role:
 
     def connect(self) -> None:
         """Spans that each span had to wait for: those of its operands, past waits for communications."""
-        made: dict[str, int] = {}
+        producers: dict[str, int] = {}
         for i, span in enumerate(self.spans):
             if span.op == "wait":
                 copy = self.copies.get(self.started_by(span))
                 needs = set() if copy is None else {self.first + copy}
             else:
-                needs = {made[n.name] for n in self.nodes[span.name].all_input_nodes if n.name in made}
+                needs = {producers[n.name] for n in self.nodes[span.name].all_input_nodes if n.name in producers}
             self.spans[i] = replace(span, needs=tuple(sorted(needs)))
             if span.kind == "compute":
-                made[span.name] = self.first + i
+                producers[span.name] = self.first + i
 
     def result(self) -> RoleResult:
         compute = covered([(s.start, s.end) for s in self.spans if s.kind == "compute"])
         communication = covered([(s.start, s.end) for s in self.spans if s.kind != "compute"])
         exposed = sum(self.exposed.values())
         whole = self.trace.ended - self.trace.began
-        curve, peak, peak_at, held = self.memory()
+        curve, peak, peak_at, at_peak = self.memory()
         return RoleResult(
             index=self.index,
             devices=self.role.devices,
@@ -166,11 +166,11 @@ class _Role:
             peak_at=peak_at,
             reserved_bytes=max(peak, self.trace.reserved_bytes),
             persistent_bytes=self.trace.persistent_bytes,
-            at_peak=held,
+            at_peak=at_peak,
             memory=curve,
         )
 
-    def memory(self) -> tuple[tuple[tuple[float, int], ...], int, float, tuple[Held, ...]]:
+    def memory(self) -> tuple[tuple[tuple[float, int], ...], int, float, tuple[LiveTensor, ...]]:
         """Curve, peak, when that was, and what was held then."""
         level, peak, peak_at, count = 0, 0, 0.0, 0
         curve: dict[float, int] = {}
@@ -188,15 +188,15 @@ class _Role:
         kinds_of = (("gathered" if i.kind == "carry" else i.kind) for i in self.role.inputs)
         inputs = dict(zip(sources, kinds_of, strict=True))
         largest = sorted((-size, name) for name, size in alive.items() if size > 0)[:_NUM_AT_PEAK]
-        found = [_held(self.nodes[name], -size, inputs, kinds) for size, name in largest]
-        return tuple(sorted(curve.items())), peak, peak_at, tuple(found)
+        tensors = [_held(self.nodes[name], -size, inputs, kinds) for size, name in largest]
+        return tuple(sorted(curve.items())), peak, peak_at, tuple(tensors)
 
 
 def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event]:
     """Events in the order of time. A channel takes its communications one by one: one begins when it has been posted
     and those posted before it are done (where a backend works at several at once, they end at nearly one time)."""
     free: dict[tuple[bool, str], float] = {}
-    found = []
+    queued = []
     for event in events:
         if event.is_copy:
             node = nodes[event.name]
@@ -204,15 +204,15 @@ def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event
             begin = max(event.begin, free.get(channel, 0.0))
             event = replace(event, begin=begin, end=max(begin, event.end))
             free[channel] = event.end
-        found.append(event)
-    return sorted(found, key=lambda event: (event.begin, event.end, event.name))
+        queued.append(event)
+    return sorted(queued, key=lambda event: (event.begin, event.end, event.name))
 
 
-def _held(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mapping[fx.Node, str]) -> Held:
+def _held(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mapping[fx.Node, str]) -> LiveTensor:
     origin = origin_of(node)
     crosses = origin.phase in ("forward", "loss") and any(origin_of(u).phase == "backward" for u in node.users)
     kind = inputs.get(node) or kinds.get(node) or ("activation" if crosses else "temporary")
-    return Held(node.name, size, kind, origin.module, origin.source)
+    return LiveTensor(node.name, size, kind, origin.module, origin.source)
 
 
 def _works(node: fx.Node, local: Local) -> tuple[Matmul | Attention, ...]:
@@ -242,9 +242,9 @@ def measured(
     for i, role in enumerate(roles):
         device = next((d for d in devices if d in role.devices), role.devices[0])
         shown.append(device)
-        one = _Role(i, role, by_device[device], zero, len(spans), len(roles) == 1)
-        results.append(one.run())
-        spans += one.spans
+        role_trace = _Role(i, role, by_device[device], zero, len(spans), len(roles) == 1)
+        results.append(role_trace.run())
+        spans += role_trace.spans
     spans, edges = _in_order(spans)
     computing = [span.stream for span in spans if span.kind == "compute"]
     moving = [span.stream for span in spans if span.kind != "compute"]
@@ -270,8 +270,8 @@ def _in_order(spans: Sequence[Span]) -> tuple[list[Span], tuple[tuple[int, int],
     """Spans in the order of time, numbered anew."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end, i))
     number = {old: new for new, old in enumerate(order)}
-    found = [
+    events = [
         replace(spans[old], index=new, needs=tuple(sorted(number[n] for n in spans[old].needs)))
         for new, old in enumerate(order)
     ]
-    return found, tuple((need, span.index) for span in found for need in span.needs)
+    return events, tuple((need, span.index) for span in events for need in span.needs)

@@ -68,8 +68,8 @@ class StateMeter:
 
     def begin(self, state: State) -> None:
         """Count the state that a step begins with."""
-        for i, held in enumerate(self._storages):
-            for node in list(held):
+        for i, storages in enumerate(self._storages):
+            for node in list(storages):
                 self.freed(i, node)
         for item, layout in state.items:
             if item.kind in KINDS:

@@ -187,46 +187,46 @@ class ClusterCommunicator:
 
         return Pending((self._background.run(second),), (x, whole), lambda: whole.view(-1)[: x.numel()].view(x.shape))
 
-    def transfer(self, made: Transfer, operand: Tensor | None, tag: int) -> Any:
+    def transfer(self, entry: Transfer, operand: Tensor | None, tag: int) -> Any:
         """Begin this rank's part of a transfer: it sends of its piece of the source what others need, and receives what
         it lacks of its piece of the target. Every receive is posted before anything is waited for."""
         self.num_started += 1
         self.check()
-        return self._begun(lambda: self._send(made, operand, tag))
+        return self._begun(lambda: self._send(entry, operand, tag))
 
-    def _send(self, made: Transfer, operand: Tensor | None, tag: int) -> Pending:
-        found, shape = made.routes, made.spec.shape
-        sent = [m for m in found.sent_by(self.rank) if m.receiver != self.rank]
-        received = found.received_by(self.rank)
+    def _send(self, entry: Transfer, operand: Tensor | None, tag: int) -> Pending:
+        routes, shape = entry.routes, entry.spec.shape
+        sent = [m for m in routes.sent_by(self.rank) if m.receiver != self.rank]
+        received = routes.received_by(self.rank)
         calls: list[tuple[Callable[..., Any], Tensor, int]] = []
-        held: list[Tensor] = []
+        buffers: list[Tensor] = []
         device = torch.device("cuda", torch.cuda.current_device()) if self.is_native else torch.device("cpu")
         parts: dict[int, list[Tensor]] = {self.rank: []}
         for message in received:
             if message.sender != self.rank:
-                part = torch.empty(message.box.size, dtype=made.spec.dtype, device=device)
+                part = torch.empty(message.box.size, dtype=entry.spec.dtype, device=device)
                 calls.append((dist.irecv, _bytes(part), message.sender))
                 parts.setdefault(message.sender, []).append(part)
         for message in sent:
             assert operand is not None
-            part = operand[piece_of(message.box, made.source.box_of(shape, self.rank))].contiguous()
+            part = operand[piece_of(message.box, entry.source.box_of(shape, self.rank))].contiguous()
             calls.append((dist.isend, _bytes(part), message.receiver))
-            held.append(part)
+            buffers.append(part)
         works: tuple[Any, ...]
         if self.is_native and calls:
             works = tuple(dist.batch_isend_irecv([dist.P2POp(call, part, peer) for call, part, peer in calls]))
         else:
-            sent_bytes = sum(part.nbytes for part in held)
+            sent_bytes = sum(part.nbytes for part in buffers)
             post = lambda: [call(part, peer, tag=tag) for call, part, peer in calls]  # noqa: E731
             works = (self._background.add(post, sent_bytes),) if calls else ()
 
         def finish() -> Tensor | None:
-            if self.rank not in made.target.mesh:
+            if self.rank not in entry.target.mesh:
                 return None
-            taken = {sender: iter(those) for sender, those in parts.items()}
-            return receive(made, self.rank, received, operand, lambda m: next(taken[m.sender]), device)
+            remaining = {sender: iter(those) for sender, those in parts.items()}
+            return receive(entry, self.rank, received, operand, lambda m: next(remaining[m.sender]), device)
 
-        return Pending(works, (*held, *(part for those in parts.values() for part in those)), finish)
+        return Pending(works, (*buffers, *(part for those in parts.values() for part in those)), finish)
 
     def permute(self, group: Group, operand: Tensor, to: int | Sequence[int]) -> Any:
         """Begin a permute in this rank's group, of operands of one shape. The receive is posted before the send; what a

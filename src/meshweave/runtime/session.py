@@ -20,7 +20,7 @@ from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.carries import Carries, Held
+from meshweave.runtime.carries import Carries, GatheredParams
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, Task, compile_tasks
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
@@ -213,7 +213,7 @@ class Session:
                     found.setdefault(name, []).append(env[slot])
         return found
 
-    def _inputs(self, batch: Mapping[str, Tensor], draw: int, carries: Sequence[Held]) -> list[Env]:
+    def _inputs(self, batch: Mapping[str, Tensor], draw: int, carries: Sequence[GatheredParams]) -> list[Env]:
         envs = self.executor.environment()
         where = {device: i for i, device in enumerate(self.world.devices)}
         kept: dict[Key, dict[int, Tensor]] = {}

@@ -186,9 +186,9 @@ class Recorder:
         self.posted.append(done)
 
     def made(self, index: int, node: fx.Node, value: Any) -> None:
-        held = value if isinstance(value, (tuple, list)) else (value,)
-        found = tuple(_storage(x) for x in held if isinstance(x, Tensor))
-        self._values[index].append((node, self.clock.mark(), found))
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        storages = tuple(_storage(x) for x in values if isinstance(x, Tensor))
+        self._values[index].append((node, self.clock.mark(), storages))
 
     def freed(self, index: int, node: fx.Node) -> None:
         self._values[index].append((node, self.clock.mark(), None))
@@ -204,15 +204,15 @@ class Recorder:
                 index = state.devices.index(device)
                 if (item.kind, item.name) in nodes[index]:
                     self.made(index, nodes[index][item.kind, item.name], piece)
-        for index, held in enumerate(carries):
-            for name, value in held.items():
+        for index, gathered in enumerate(carries):
+            for name, value in gathered.items():
                 self.made(index, nodes[index]["carry", name], value)
 
     def traces(self, devices: Sequence[int], began: Mark, ended: Mark) -> list[DeviceTrace]:
         """What was recorded, per held device. Called once, when all is done."""
         self.clock.settle()
         at = self.clock.seconds
-        found = []
+        traces = []
         for i, device in enumerate(devices):
             events = [Event(n.name, at(b), at(e), False) for n, b, e in self._tasks[i]]
             for node, mark, rounds in self._copies[i]:
@@ -221,8 +221,8 @@ class Recorder:
             events.sort(key=lambda event: (event.begin, event.end))
             changes, before = _changes(self._values[i], at, at(began))
             reserved = self.clock.reserved_bytes()
-            found.append(DeviceTrace(device, at(began), at(ended), tuple(events), changes, before, reserved))
-        return found
+            traces.append(DeviceTrace(device, at(began), at(ended), tuple(events), changes, before, reserved))
+        return traces
 
 
 def _storage(x: Tensor) -> tuple[int, int]:
@@ -270,15 +270,15 @@ def gathered(own: Sequence[DeviceTrace]) -> list[DeviceTrace]:
     for _ in range(_NUM_ROUNDS):
         dist.barrier()
         moments.append(time.perf_counter())
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (boot, moments, list(own)))
-    first_boot, first_moments, _ = told[0]
-    found = []
-    for its_boot, its_moments, traces in told:
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, (boot, moments, list(own)))
+    first_boot, first_moments, _ = received[0]
+    shifted = []
+    for its_boot, its_moments, traces in received:
         same = bool(first_boot) and its_boot == first_boot
         ahead = 0.0 if same else median(a - b for a, b in zip(its_moments, first_moments, strict=True))
-        found += [_shifted(trace, -ahead) for trace in traces]
-    return found
+        shifted += [_shifted(trace, -ahead) for trace in traces]
+    return shifted
 
 
 def _shifted(trace: DeviceTrace, by: float) -> DeviceTrace:

@@ -340,14 +340,14 @@ class LocalExecutor:
                 self._tell(i, start, None)
 
     def _received(self, copy: Copy, operands: Sequence[Tensor], i: int) -> Tensor:
-        made, device = self.ranks[i].graph.transfers[copy.key], self.devices[i]
+        entry, device = self.ranks[i].graph.transfers[copy.key], self.devices[i]
         sent = {message.sender: x for message, x in zip(copy.messages, operands, strict=True)}
 
         def part(message: Message) -> Tensor:
-            inside = made.source.box_of(made.spec.shape, message.sender)
+            inside = entry.source.box_of(entry.spec.shape, message.sender)
             return sent[message.sender][piece_of(message.box, inside)]
 
-        return receive(made, device, copy.messages, sent.get(device), part, self.on)
+        return receive(entry, device, copy.messages, sent.get(device), part, self.on)
 
     def _tell(self, i: int, task: Task, value: Tensor | None) -> None:
         """Tell the meter of a result that a copy has made, or of an operand that it has let go."""

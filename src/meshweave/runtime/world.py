@@ -72,8 +72,8 @@ class LocalWorld:
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         full = pieces[0].new_empty(spec.shape)
-        held = [device for device in self.devices if device in layout.mesh]
-        for box, piece in zip(boxes_of(layout, spec.shape, held), pieces, strict=True):
+        holders = [device for device in self.devices if device in layout.mesh]
+        for box, piece in zip(boxes_of(layout, spec.shape, holders), pieces, strict=True):
             full[box.slices()] = piece
         return full
 

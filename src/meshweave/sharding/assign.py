@@ -103,17 +103,17 @@ def follow_result(rule: Rule, wanted: Layout, operands: Sequence[Spec], results:
 
 def proposals(rule: Rule, axis: str, held: Sequence[Sequence[Layout]]) -> list[Role]:
     """What `axis` could do, by the layouts that operands are held in: follow a sharding, pass a partial, or nothing."""
-    found: list[Role] = []
+    roles: list[Role] = []
     for i, layouts in enumerate(held):
         for layout in layouts:
             d = layout.dim_of(axis)
             if d is not None:
                 role = _follow(rule, rule.operands[i], d, layout)
-                found += [role] if role is not None and role not in found else []
+                roles += [role] if role is not None and role not in roles else []
             op = dict(layout.partial).get(axis)
-            modes = [m for m, way in enumerate(rule.linear) if i in way.operands and op in way.ops]
-            found += [p for p in (Pass(m, op) for m in modes if op is not None) if p not in found]
-    return [*found, None]
+            modes = [m for m, mode in enumerate(rule.linear) if i in mode.operands and op in mode.ops]
+            roles += [p for p in (Pass(m, op) for m in modes if op is not None) if p not in roles]
+    return [*roles, None]
 
 
 def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
@@ -127,7 +127,7 @@ def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
 def candidates(
     rule: Rule,
     mesh: Mesh,
-    held: Sequence[Sequence[Layout]],
+    layouts: Sequence[Sequence[Layout]],
     operands: Sequence[Spec],
     results: Sequence[Spec],
     wanted: Sequence[Layout] = (),
@@ -137,20 +137,20 @@ def candidates(
     `wanted` are layouts that the first result is due in: they propose shardings too.
     """
     axes = [a for a, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
-    choices = [_with_wanted(rule, axis, proposals(rule, axis, held), wanted) for axis in axes]
-    order = _held_order(axes, held)
+    choices = [_with_wanted(rule, axis, proposals(rule, axis, layouts), wanted) for axis in axes]
+    order = _held_order(axes, layouts)
     for combination in product(*choices):
         roles = dict(zip(axes, combination, strict=True))
         if _agree(roles.values()):
             yield realize(rule, mesh, [(a, roles[a]) for a in order], operands, results)
 
 
-def _with_wanted(rule: Rule, axis: str, found: list[Role], wanted: Sequence[Layout]) -> list[Role]:
+def _with_wanted(rule: Rule, axis: str, roles: list[Role], wanted: Sequence[Layout]) -> list[Role]:
     for layout in wanted:
         d = layout.dim_of(axis)
         role = None if d is None else _follow(rule, rule.results[0], d, layout)
-        found = found if role in found else [role, *found]
-    return found
+        roles = roles if role in roles else [role, *roles]
+    return roles
 
 
 def _agree(roles: Iterable[Role]) -> bool:
@@ -170,7 +170,7 @@ def _held_order(axes: Sequence[str], held: Sequence[Sequence[Layout]]) -> list[s
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Operand:
     """One operand as it is held: its spec, the layouts there are of it, how much dearer than others it is to move, and
     how many ops use it (they share what resolving a partial value costs)."""
 
@@ -181,7 +181,12 @@ class Held:
 
 
 def cheapest(
-    rule: Rule, mesh: Mesh, held: Sequence[Held], results: Sequence[Spec], price: Price, wanted: Sequence[Layout] = ()
+    rule: Rule,
+    mesh: Mesh,
+    operands: Sequence[Operand],
+    results: Sequence[Spec],
+    price: Price,
+    wanted: Sequence[Layout] = (),
 ) -> Assignment:
     """The assignment that costs least: moves of operands, resolving partial results, and work that is repeated.
 
@@ -193,32 +198,34 @@ def cheapest(
     """
     best: tuple[int, int, int] | None = None
     chosen: Assignment | None = None
-    specs = [h.spec for h in held]
-    for option in candidates(rule, mesh, [h.layouts for h in held], specs, results, wanted):
-        cost = sum(_fetch(h, layout, price) for h, layout in zip(held, option.operands, strict=True))
+    specs = [h.spec for h in operands]
+    for option in candidates(rule, mesh, [h.layouts for h in operands], specs, results, wanted):
+        cost = sum(_fetch(h, layout, price) for h, layout in zip(operands, option.operands, strict=True))
         if wanted:
             cost += sum(price(option.results[0], layout, results[0]) for layout in wanted)
         else:
             cost += sum(price(r, _resolved(r), s) for r, s in zip(option.results, results, strict=True) if r.partial)
         cost += _repeated_seconds(rule, option, mesh, results)
-        moved = sum(layout not in h.layouts for h, layout in zip(held, option.operands, strict=True))
+        moved = sum(layout not in h.layouts for h, layout in zip(operands, option.operands, strict=True))
         rank = (round(cost * _TICKS), moved, sum(len(r.partial) for r in option.results))
         if best is None or rank < best:
             best, chosen = rank, option
     if chosen is None:
-        raise RuleError("no axis assignment fits", got=str([str(h.layouts[0]) for h in held]))
+        raise RuleError("no axis assignment fits", got=str([str(h.layouts[0]) for h in operands]))
     return chosen
 
 
-def _fetch(held: Held, wanted: Layout, price: Price) -> float:
-    if wanted in held.layouts:
+def _fetch(operand: Operand, wanted: Layout, price: Price) -> float:
+    if wanted in operand.layouts:
         return 0.0
-    return held.weight * min(_share(held, layout, wanted) * price(layout, wanted, held.spec) for layout in held.layouts)
+    return operand.weight * min(
+        _share(operand, layout, wanted) * price(layout, wanted, operand.spec) for layout in operand.layouts
+    )
 
 
-def _share(held: Held, layout: Layout, wanted: Layout) -> float:
+def _share(operand: Operand, layout: Layout, wanted: Layout) -> float:
     """One consumer's part of a move: a partial value that several use is resolved once for all of them."""
-    return 1.0 / max(held.num_users, 1) if layout.partial and not wanted.partial else 1.0
+    return 1.0 / max(operand.num_users, 1) if layout.partial and not wanted.partial else 1.0
 
 
 def _resolved(layout: Layout) -> Layout:

@@ -100,13 +100,13 @@ def _results(node: fx.Node) -> list[fx.Node | None]:
     """The values that a node makes, None where nobody takes one."""
     if isinstance(node.meta["spec"], Spec):
         return [node]
-    taken = {user.args[1]: user for user in node.users}
-    return [taken.get(i) for i, spec in enumerate(node.meta["spec"]) if spec is not None]
+    users = {user.args[1]: user for user in node.users}
+    return [users.get(i) for i, spec in enumerate(node.meta["spec"]) if spec is not None]
 
 
 def _carry(rule: Rule, values: Sequence[fx.Node | None], units: dict[fx.Node, list[int]]) -> bool:
     """Make every dim that a factor is outermost in agree on the factor's unit: the largest that is asked for."""
-    asked: dict[int, int] = {}
+    count: dict[int, int] = {}
     places = []
     for node, dims in zip(values, (*rule.operands, *rule.results), strict=True):
         for d in range(len(dims)):
@@ -116,10 +116,10 @@ def _carry(rule: Rule, values: Sequence[fx.Node | None], units: dict[fx.Node, li
             inner = rule.inner_size(dims, d, factor)
             places.append((node, d, factor, inner))
             if units[node][d] % inner == 0:
-                asked[factor] = max(asked.get(factor, 1), units[node][d] // inner)
+                count[factor] = max(count.get(factor, 1), units[node][d] // inner)
     changed = False
     for node, d, factor, inner in places:
-        unit = asked.get(factor, 1) * inner
+        unit = count.get(factor, 1) * inner
         if unit > units[node][d] and unit < spec_of(node).shape[d]:
             units[node][d] = unit
             changed = True

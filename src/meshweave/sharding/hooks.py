@@ -14,13 +14,13 @@ from meshweave.ir import ops
 from meshweave.sharding.plans import Resolved
 
 
-def pinning(found: Resolved) -> Callable[[nn.Module], Any]:
+def pinning(resolved: Resolved) -> Callable[[nn.Module], Any]:
     """The context in which capture traces the model: hooks that pin the values that the plan names."""
 
     @contextmanager
     def hooks(model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, side, constraint in found.pins:
+            for name, side, constraint in resolved.pins:
                 module = model.get_submodule(name)
                 hook = _Hook(constraint)
                 handle = (

@@ -130,24 +130,24 @@ class Pin:
         """Whether a model asked for it, rather than a plan."""
         return self.kind != "constraint"
 
-    def layout(self, held: Layout, is_grad: bool = False) -> Layout:
+    def layout(self, layout: Layout, is_grad: bool = False) -> Layout:
         """The layout of a value held as `held` after the pin (of its gradient, for a plan's constraint).
 
         On a mesh of one device that is `held`. Raises LayoutError or MeshError, without saying where.
         """
         if self.kind == "constraint":
-            return apply_constraint(self.text, held, is_grad)
+            return apply_constraint(self.text, layout, is_grad)
         if self.mesh is not None:
-            return translate(held, self.mesh) if self.kind == "on" else Layout.parse(self.text, self.mesh)
+            return translate(layout, self.mesh) if self.kind == "on" else Layout.parse(self.text, self.mesh)
         for axis in self.axes:
-            if held.mesh.size(axis) > 1:
-                held = _OPERATORS[self.kind](held, axis, self.dim)
-        return held
+            if layout.mesh.size(axis) > 1:
+                layout = _OPERATORS[self.kind](layout, axis, self.dim)
+        return layout
 
-    def layout_for(self, held: Layout, shape: Sequence[int], where: str) -> Layout:
+    def layout_for(self, layout: Layout, shape: Sequence[int], where: str) -> Layout:
         """The layout of a value of `shape` after an operator. Its errors say where in the model it stands."""
         try:
-            target = self.layout(held)
+            target = self.layout(layout)
             target.check_rank(shape)
         except (LayoutError, MeshError) as error:
             parts = {"got": error.got, "expected": error.expected, "hint": error.hint}
@@ -160,12 +160,12 @@ class Pin:
         return frozenset(used & {*(used if self.kind == "move" else self.axes), *before})
 
 
-def partial_operand(op: str, axis: str, held: Layout, at: Origin, made: Origin) -> LayoutError:
+def partial_operand(op: str, axis: str, layout: Layout, at: Origin, producer: Origin) -> LayoutError:
     """The error for an op that is not linear on a value that an operator has made partial."""
     return LayoutError(
         f"{op} is not linear and takes a value that is partial over '{axis}'",
         where=str(at),
-        got=f"{held} from {made.source}",
+        got=f"{layout} from {producer.source}",
         expected=f"a value that is not partial over {axis}",
         hint=f'add it up first: mw.reduction(x, "{axis}")',
     )
@@ -200,8 +200,8 @@ def layout_back(pin: Pin, grad: Layout, operand: Layout) -> Layout:
     for d, dim in enumerate(operand.dims):
         named = tuple(a for a in dim.axes if a in pin.axes)
         if named:
-            held = back.dims[d]
-            whole = dim if {*held.axes, *named} == {*dim.axes} else DimSharding((*held.axes, *named), dim.unit)
+            entry = back.dims[d]
+            whole = dim if {*entry.axes, *named} == {*dim.axes} else DimSharding((*entry.axes, *named), dim.unit)
             back = back.with_dim(d, whole)
     return back
 

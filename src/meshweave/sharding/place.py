@@ -27,7 +27,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
-from meshweave.sharding.assign import Assignment, Held, Price, cheapest, follow_result
+from meshweave.sharding.assign import Assignment, Operand, Price, cheapest, follow_result
 from meshweave.sharding.forms import CASTS, VIEWS, Forms
 from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
 from meshweave.sharding.placement import Placement
@@ -148,7 +148,7 @@ class _Placer:
         else:
             source = self._used_form(tensor_inputs(node)[0], phase)
             spec = spec_of(source.node)
-            option = self._choose(node, [Held(spec, (source.layout,))], source.layout.mesh)
+            option = self._choose(node, [Operand(spec, (source.layout,))], source.layout.mesh)
             made = (
                 source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
             )
@@ -255,7 +255,7 @@ class _Placer:
             new.meta["origin"] = replace(origin_of(new), phase=phase)
         return new
 
-    def _choose(self, node: fx.Node, held: list[Held], mesh: Mesh) -> Assignment:
+    def _choose(self, node: fx.Node, held: list[Operand], mesh: Mesh) -> Assignment:
         """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
         fixed = map_nodes(node, lambda n: None)
         if node in self.sums.operands:  # it is made as its operands are, and moved in the last microbatch
@@ -306,16 +306,16 @@ class _Placer:
             stored.layout = stored.node.meta["layout"] = layout.normalized(spec_of(so_far).shape)
             self.fetch(gradient, stored.layout, "backward")
 
-    def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Held:
+    def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Operand:
         """A value as an op on `mesh` finds it: in the layouts that it has there, else as it would come from afar."""
         spec = spec_of(node)
         if self.forms.is_made_on_demand(node):
-            return Held(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
+            return Operand(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
         copies = self.held(node, phase)
         here = [c.layout for c in copies if c.layout.mesh == mesh]
         layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
         is_said = bool(self.said.get(node)) or (self.forms.is_of_parameter(node) and phase != "update")
-        return Held(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
+        return Operand(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
 
     def _said(self, node: fx.Node, operands: list[fx.Node], option: Assignment) -> None:
         """What operators pinned goes on to hold downstream, as far as the axes go on to act.

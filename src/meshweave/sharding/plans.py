@@ -38,15 +38,15 @@ class Plan:
 
     def __init__(self, layouts: Mapping[str, str | Mesh] | Iterable[Entry] = ()) -> None:
         if isinstance(layouts, Mapping):
-            made = tuple(
-                Entry("on", glob=glob, text=said.text)
-                if isinstance(said, Mesh)
-                else Entry("layout", "", glob, str(said))
-                for glob, said in layouts.items()
+            entries = tuple(
+                Entry("on", glob=glob, text=layout.text)
+                if isinstance(layout, Mesh)
+                else Entry("layout", "", glob, str(layout))
+                for glob, layout in layouts.items()
             )
         else:
-            made = tuple(layouts)
-        object.__setattr__(self, "entries", made)
+            entries = tuple(layouts)
+        object.__setattr__(self, "entries", entries)
 
     def __add__(self, other: Plan) -> Plan:
         return Plan((*self.entries, *other.entries))
@@ -146,13 +146,13 @@ class Resolved:
 
     def shard(self, param: str, axis: str, dim: int | None, where: str) -> None:
         """Note that `axis` shards `dim` of a parameter (None: leaves it whole). PlanError if it was said otherwise."""
-        held = self.shards.setdefault(param, {})
+        dims = self.shards.setdefault(param, {})
         value = -1 if dim is None else dim
-        if held.get(axis, value) != value:
+        if dims.get(axis, value) != value:
             raise PlanError(
                 f"the plan says two things about {param} over {axis}",
                 where=where,
-                got=f"dim {held[axis]} and {'replicate' if dim is None else f'dim {dim}'}",
+                got=f"dim {dims[axis]} and {'replicate' if dim is None else f'dim {dim}'}",
                 hint="let one glob name it",
             )
-        held[axis] = value
+        dims[axis] = value

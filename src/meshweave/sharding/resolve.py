@@ -40,33 +40,33 @@ def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
 
     Without a plan the stages are left to `usual_stages`: the model itself may say where its layers run.
     """
-    found = Resolved(is_default=plan is None)
+    resolved = Resolved(is_default=plan is None)
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
-        if not (found.is_default and entry.kind == "stages"):
-            _read(found, entry, model, mesh)
-    return found
+        if not (resolved.is_default and entry.kind == "stages"):
+            _read(resolved, entry, model, mesh)
+    return resolved
 
 
-def usual_stages(found: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str]) -> None:
+def usual_stages(resolved: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str]) -> None:
     """Without a plan, put the layers on the stages of axis pp, unless operators in the model use that axis."""
-    usual = default_plan(model, mesh).entries if found.is_default else ()
+    usual = default_plan(model, mesh).entries if resolved.is_default else ()
     for entry in usual:
         if entry.kind == "stages" and entry.axis not in by_operators:
-            _read(found, entry, model, mesh)
+            _read(resolved, entry, model, mesh)
 
 
-def _read(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _read(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     if entry.axis:
         mesh.axis_index(entry.axis)
-        found.named.add(entry.axis)
-    _READ[entry.kind](found, entry, model, mesh)
+        resolved.named.add(entry.axis)
+    _READ[entry.kind](resolved, entry, model, mesh)
 
 
-def check_axes(found: Resolved, mesh: Mesh, by_operators: Collection[str] = ()) -> None:
+def check_axes(resolved: Resolved, mesh: Mesh, by_operators: Collection[str] = ()) -> None:
     """Raise PlanError unless every axis of the mesh has something to do, by the plan or by operators in the model."""
-    used = {*found.named, *by_operators}
+    used = {*resolved.named, *by_operators}
     unused = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and a not in used]
-    if unused and found.is_default:
+    if unused and resolved.is_default:
         raise PlanError(
             f"axis '{unused[0]}' has no usual meaning",
             where=f"mesh {mesh}",
@@ -82,25 +82,25 @@ def check_axes(found: Resolved, mesh: Mesh, by_operators: Collection[str] = ()) 
         )
 
 
-def _batch(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    if entry.axis not in found.batch_axes:
-        found.batch_axes.append(entry.axis)
+def _batch(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    if entry.axis not in resolved.batch_axes:
+        resolved.batch_axes.append(entry.axis)
 
 
-def _state(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    if entry.axis not in found.state_axes:
-        found.state_axes.append(entry.axis)
+def _state(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    if entry.axis not in resolved.state_axes:
+        resolved.state_axes.append(entry.axis)
 
 
-def _style(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _style(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     modules = _matching(entry.glob, dict(model.named_modules()))
     if not modules:
         raise _nothing(entry.glob, (n for n, _ in model.named_modules() if n), "module")
     for name in modules:
-        apply_style(found, model, name, entry.text, entry.axis, entry.glob)
+        apply_style(resolved, model, name, entry.text, entry.axis, entry.glob)
 
 
-def _hf_tp(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _hf_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     styles = hf_tp_plan(model)
     if not styles:
         raise PlanError(
@@ -115,25 +115,25 @@ def _hf_tp(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
             hits += 1
             if style not in HF_STYLES:
                 raise PlanError(f"tp style '{style}' is not supported", where=name, expected=", ".join(HF_STYLES))
-            apply_style(found, model, name, HF_STYLES[style], entry.axis, glob)
+            apply_style(resolved, model, name, HF_STYLES[style], entry.axis, glob)
     if not hits:
         raise PlanError("the model's tp plan names none of its modules", got=", ".join(styles))
 
 
-def _auto_tp(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    found.auto_axes.append(entry.axis)
+def _auto_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    resolved.auto_axes.append(entry.axis)
 
 
-def _sequence(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _sequence(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     """Pins what enters the first and leaves every layer of the model's longest list of layers, and the layers' norms:
     the gradient of a norm's output is then scattered to where the norm runs, as its output was gathered from there."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise PlanError("sequence parallel needs a list of layers", where=type(model).__name__, got="no nn.ModuleList")
     name, layers = max(lists, key=lambda item: len(item[1]))
-    found.pins += [(f"{name}.0", "in", f"{entry.axis}=1")]
+    resolved.pins += [(f"{name}.0", "in", f"{entry.axis}=1")]
     outputs = [*(f"{name}.{i}" for i in range(len(layers))), *_norms(model, name)]
-    found.pins += [(output, "out", f"{entry.axis}=1") for output in outputs]
+    resolved.pins += [(output, "out", f"{entry.axis}=1") for output in outputs]
 
 
 def _norms(model: nn.Module, layers: str) -> list[str]:
@@ -145,36 +145,36 @@ def _norms(model: nn.Module, layers: str) -> list[str]:
     return [n for n, size in sizes.items() if size == max(sizes.values())]
 
 
-def _idle(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _idle(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     pass
 
 
-def _layout(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _layout(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     layout = Layout.parse(entry.text, mesh)
     if layout.partial:
         raise PlanError("a plan cannot ask for partial values", where=entry.glob, got=entry.text)
-    found.named.update(layout.sharded_axes)
+    resolved.named.update(layout.sharded_axes)
     params = _matching(entry.glob, dict(model.named_parameters()))
     for name in params:
         layout.check_rank(model.get_parameter(name).shape)
         for axis in mesh.axis_names:
-            found.shard(name, axis, layout.dim_of(axis), entry.glob)
+            resolved.shard(name, axis, layout.dim_of(axis), entry.glob)
     glob, colon, side = entry.glob.partition(":")
     modules = [] if params else _matching(glob, dict(model.named_modules()))
     constraint = ";".join(_constraint(layout, mesh))
-    found.pins += [(name, side if colon else "out", constraint) for name in modules]
+    resolved.pins += [(name, side if colon else "out", constraint) for name in modules]
     if not params and not modules:
         names = [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_modules() if n]
         raise _nothing(entry.glob, names, "parameter or module")
 
 
-def _keep(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _keep(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     params = dict(model.named_parameters(remove_duplicate=False))
     modules = _matching(entry.glob, dict(model.named_modules()))
     names = {*_matching(entry.glob, params), *(n for n in params for m in modules if n.startswith(f"{m}."))}
     if not names:
         raise _nothing(entry.glob, [*params, *(n for n, _ in model.named_modules() if n)], "parameter or module")
-    found.kept |= names
+    resolved.kept |= names
 
 
 def _constraint(layout: Layout, mesh: Mesh) -> Iterator[str]:
@@ -185,23 +185,23 @@ def _constraint(layout: Layout, mesh: Mesh) -> Iterator[str]:
         yield from (f"{axis}={d}" for axis in dim.axes)
 
 
-def _on(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _on(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     modules = _matching(entry.glob, dict(model.named_modules()))
     if not modules:
         raise _nothing(entry.glob, (n for n, _ in model.named_modules() if n), "module")
-    _place(found, modules, _devices(entry.text, mesh, entry.glob), mesh, entry.glob)
+    _place(resolved, modules, _devices(entry.text, mesh, entry.glob), mesh, entry.glob)
 
 
-def _place(found: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, glob: str) -> None:
+def _place(resolved: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, glob: str) -> None:
     """Note where modules run. PlanError if it was said otherwise."""
-    found.named.update(a for a in mesh.axis_names if a not in where.axis_names or where.size(a) != mesh.size(a))
+    resolved.named.update(a for a in mesh.axis_names if a not in where.axis_names or where.size(a) != mesh.size(a))
     for name in modules:
-        held = found.homes.setdefault(name, where)
-        if held != where:
+        home = resolved.homes.setdefault(name, where)
+        if home != where:
             raise PlanError(
                 f"the plan puts {name} on two sets of devices",
                 where=glob,
-                got=f"{list(held.devices)} and {list(where.devices)}",
+                got=f"{list(home.devices)} and {list(where.devices)}",
                 hint="let one glob name it",
             )
 
@@ -217,10 +217,10 @@ def _devices(text: str, mesh: Mesh, glob: str) -> Mesh:
         return mesh.at(**{axis: int(i) for axis, _, i in (part.partition("=") for part in plain.split(","))})
     if _IDS.fullmatch(plain):
         ids = [int(i) for i in plain.split(",")]
-        made = Mesh(f"d={len(ids)}" if len(ids) > 1 else "", devices=ids)
+        submesh = Mesh(f"d={len(ids)}" if len(ids) > 1 else "", devices=ids)
     else:
-        made = Mesh.parse(text)
-    missing = [d for d in made.devices if d not in mesh]
+        submesh = Mesh.parse(text)
+    missing = [d for d in submesh.devices if d not in mesh]
     if missing:
         raise MeshError(
             "the plan names devices that the mesh lacks",
@@ -228,34 +228,34 @@ def _devices(text: str, mesh: Mesh, glob: str) -> Mesh:
             got=", ".join(map(str, missing)),
             expected=f"devices of mesh {mesh}: {_few(mesh.devices)}",
         )
-    return made
+    return submesh
 
 
 def _few(ids: tuple[int, ...]) -> str:
     return ", ".join(map(str, ids)) if len(ids) <= 8 else f"{ids[0]} to {ids[-1]}"
 
 
-def _stages(found: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     """Consecutive layers by the middle of their share of the parameters, at least one to each stage."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name, layers = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
     weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    held, count = [i for i, w in enumerate(weights) if w], mesh.size(entry.axis)
-    if len(held) < count:
+    stages, count = [i for i, w in enumerate(weights) if w], mesh.size(entry.axis)
+    if len(stages) < count:
         raise PlanError(
             "the model has fewer layers than there are stages",
             where=f"{type(model).__name__}, axis {entry.axis} of mesh {mesh}",
-            got=f"{len(held)} layers with parameters" + (f" in {name}" if name else ""),
+            got=f"{len(stages)} layers with parameters" + (f" in {name}" if name else ""),
             expected=f"at least {count}",
             hint="say which modules run where: mw.Plan.on({...}), or mw.on in the model",
         )
     stage, before, total = -1, 0, sum(weights)
-    for rank, i in enumerate(held):
+    for rank, i in enumerate(stages):
         middle = count * (before + weights[i] / 2) / total
-        stage = min(max(stage, int(middle), count - (len(held) - rank)), stage + 1)
+        stage = min(max(stage, int(middle), count - (len(stages) - rank)), stage + 1)
         before += weights[i]
         path = f"{name}.{i}" if name else str(i)
-        _place(found, [path], mesh.at(**{entry.axis: stage}), mesh, f"stages over {entry.axis}")
+        _place(resolved, [path], mesh.at(**{entry.axis: stage}), mesh, f"stages over {entry.axis}")
 
 
 _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {

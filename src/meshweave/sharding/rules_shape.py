@@ -44,13 +44,13 @@ def split_and_merge(before: Sequence[int], after: Sequence[int]) -> tuple[RuleBu
 
     def dims(shape: Sequence[int]) -> list[Dim]:
         edges = _boundaries(shape)
-        made: list[Dim] = []
+        dims_of: list[Dim] = []
         for d, size in enumerate(shape):
             low, high = edges[d + 1], edges[d]
             own = tuple(f for a, b, f in reversed(factors) if size > 1 and low <= a and b <= high)
             covered = prod(build.sizes[f] for f in own) == size
-            made.append(own if covered else (build.factor(size, whole=True),))
-        return made
+            dims_of.append(own if covered else (build.factor(size, whole=True),))
+        return dims_of
 
     return build, dims(before), dims(after)
 

@@ -197,8 +197,8 @@ def _grid_sampler_backward(node: fx.Node) -> Rule:
     _, x, places = (spec_of(n) for n in tensor_inputs(node))
     build = RuleBuilder()
     image, grid, sampled = _samples(build, x, places)
-    made = [dims for spec, dims in zip(node.meta["spec"], (image, grid), strict=True) if spec is not None]
-    return build.rule([sampled, image, grid], made, _OF_ONE)
+    results = [dims for spec, dims in zip(node.meta["spec"], (image, grid), strict=True) if spec is not None]
+    return build.rule([sampled, image, grid], results, _OF_ONE)
 
 
 add([aten.grid_sampler_2d.default, aten.grid_sampler_3d.default], _grid_sampler)

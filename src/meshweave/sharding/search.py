@@ -25,13 +25,13 @@ class Twins:
     modules: tuple[str, ...]
 
 
-def twins(model: nn.Module, found: Resolved, axis: str) -> list[Twins]:
+def twins(model: nn.Module, resolved: Resolved, axis: str) -> list[Twins]:
     """Groups of modules with a column and a row way whose parameters the plan leaves open, in the model's order."""
     canonical = {id(p): n for n, p in model.named_parameters()}
     groups: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         params = list(module.named_parameters(recurse=False))
-        decided = any(axis in found.shards.get(canonical[id(p)], {}) for _, p in params)
+        decided = any(axis in resolved.shards.get(canonical[id(p)], {}) for _, p in params)
         if style_dims(module) is not None and not decided and all(canonical[id(p)].startswith(name) for _, p in params):
             key = re.sub(r"\b\d+\.", "*.", name) + f"/{tuple(p.shape for _, p in params)}"
             groups.setdefault(key, []).append(name)
@@ -41,7 +41,7 @@ def twins(model: nn.Module, found: Resolved, axis: str) -> list[Twins]:
 def choose_tp(
     model: nn.Module,
     step: StepGraph,
-    found: Resolved,
+    resolved: Resolved,
     axis: str,
     place_with: Callable[[Resolved, dict[Any, Any]], StepGraph],
     price: Price,
@@ -53,13 +53,13 @@ def choose_tp(
     placed step (forward and backward), until a round changes nothing (two rounds at most). `place_with(found, decided)`
     places the step under a candidate; what was `decided` for one serves the next.
     """
-    groups = twins(model, found, axis)
+    groups = twins(model, resolved, axis)
     styles = {t: "colwise" for t in groups}
     decided: dict[Any, Any] = {}
 
     def cost(styles: dict[Twins, str]) -> float:
         try:
-            placed = place_with(_styled(model, found, styles, axis), decided)
+            placed = place_with(_styled(model, resolved, styles, axis), decided)
         except LayoutError:  # operators in the model ask for what this candidate does not give
             return inf
         moves = [n for n in placed.graph.nodes if n.target is ops.move]
@@ -75,11 +75,11 @@ def choose_tp(
                 best, styles = value, other
         if best == before:
             break
-    return _styled(model, found, styles, axis)
+    return _styled(model, resolved, styles, axis)
 
 
-def _styled(model: nn.Module, found: Resolved, styles: dict[Twins, str], axis: str) -> Resolved:
-    copy = replace(found, shards={n: dict(v) for n, v in found.shards.items()}, pins=list(found.pins))
+def _styled(model: nn.Module, resolved: Resolved, styles: dict[Twins, str], axis: str) -> Resolved:
+    copy = replace(resolved, shards={n: dict(v) for n, v in resolved.shards.items()}, pins=list(resolved.pins))
     for group, style in styles.items():
         for name in group.modules:
             apply_style(copy, model, name, style, axis, "the automatic choice")

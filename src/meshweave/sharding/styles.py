@@ -42,15 +42,15 @@ def style_dims(module: nn.Module) -> Mapping[str, Mapping[str, int]] | None:
     return next((_TABLES[c.__name__] for c in type(module).__mro__ if c.__name__ in _TABLES), None)
 
 
-def apply_style(found: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
+def apply_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
     """Note what a style asks of one module's parameters and values."""
     module = model.get_submodule(name)
     if style == "sequence":
-        found.pins.append((name, "out", f"{axis}=1"))
+        resolved.pins.append((name, "out", f"{axis}=1"))
         return
     if style == "replicate":
         for param, _ in module.named_parameters(prefix=name):
-            found.shard(param, axis, None, where)
+            resolved.shard(param, axis, None, where)
         return
     table = style_dims(module)
     if table is None:
@@ -62,4 +62,4 @@ def apply_style(found: Resolved, model: nn.Module, name: str, style: str, axis: 
         )
     canonical = {id(p): n for n, p in model.named_parameters()}
     for param, value in module.named_parameters(recurse=False):
-        found.shard(canonical[id(value)], axis, table[style].get(param), where)
+        resolved.shard(canonical[id(value)], axis, table[style].get(param), where)

@@ -59,31 +59,31 @@ class Sums:
         late = {n for chain in early.values() for n in chain}
         return [one for node in self.step.graph.nodes if node not in late for one in (node, *early.get(node, ()))]
 
-    def layout(self, made: Layout, stored: Layout) -> Layout:
+    def layout(self, produced: Layout, stored: Layout) -> Layout:
         """The layout of a sum, where backward gives the gradient in `made` and the parameter is stored in `stored`.
 
         "whole": that of the gradient, so that nothing moves before the last microbatch. "shards": as it is stored, but
         partial over axes that do not shard it: every microbatch moves what a device would hold whole, and no more.
         """
-        sums = tuple((axis, op) for axis, op in made.partial if op == "sum")
-        if self.where == "shards" and made.mesh == stored.mesh:
-            return Layout(made.mesh, stored.dims, tuple((a, op) for a, op in sums if a not in stored.sharded_axes))
-        return Layout(made.mesh, made.dims, sums)
+        sums = tuple((axis, op) for axis, op in produced.partial if op == "sum")
+        if self.where == "shards" and produced.mesh == stored.mesh:
+            return Layout(produced.mesh, stored.dims, tuple((a, op) for a, op in sums if a not in stored.sharded_axes))
+        return Layout(produced.mesh, produced.dims, sums)
 
 
 def sum_bytes(placed: StepGraph) -> tuple[int, int]:
     """Bytes of all sums of gradients on the device that has the most: as they are added up, and as they are stored."""
-    held: dict[str, Counter[Mesh]] = {"acc": Counter(), "grad": Counter()}
+    num_bytes: dict[str, Counter[Mesh]] = {"acc": Counter(), "grad": Counter()}
     for (kind, _), value in zip(placed.outputs, placed.output_values, strict=True):
-        if kind in held:
+        if kind in num_bytes:
             spec, layout = spec_of(value), value.meta["layout"]
-            held[kind][layout.mesh] += prod(layout.local_shape(spec.shape)) * spec.dtype.itemsize
-    return _most(held["acc"]), _most(held["grad"])
+            num_bytes[kind][layout.mesh] += prod(layout.local_shape(spec.shape)) * spec.dtype.itemsize
+    return _most(num_bytes["acc"]), _most(num_bytes["grad"])
 
 
 def _most(bytes_on: Mapping[Mesh, int]) -> int:
     """The most that one device holds of what each mesh holds per device."""
-    found = Counter[int]()
+    total = Counter[int]()
     for mesh, num_bytes in bytes_on.items():
-        found.update(dict.fromkeys(mesh.devices, num_bytes))
-    return max(found.values(), default=0)
+        total.update(dict.fromkeys(mesh.devices, num_bytes))
+    return max(total.values(), default=0)

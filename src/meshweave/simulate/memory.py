@@ -13,7 +13,7 @@ from meshweave.ir.graph import origin_of
 from meshweave.simulate.allocator import reserved_bytes
 from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion
-from meshweave.simulate.result import Held
+from meshweave.simulate.result import LiveTensor
 from meshweave.simulate.tasks import RoleTasks, Task, Tasks
 
 Key = tuple[int, int]  # storage, microbatch that made it (-1: before the step)
@@ -32,7 +32,7 @@ class Memory:
     peak_at: float
     reserved_bytes: int
     persistent_bytes: int
-    at_peak: tuple[Held, ...]
+    at_peak: tuple[LiveTensor, ...]
 
 
 @dataclass(slots=True)
@@ -190,9 +190,9 @@ def _allocations(lives: Sequence[_Life], makespan: float) -> Iterator[tuple[int,
         yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes if i in ended)
 
 
-def _held(life: _Life, gradients: frozenset[fx.Node]) -> Held:
+def _held(life: _Life, gradients: frozenset[fx.Node]) -> LiveTensor:
     origin = origin_of(life.node)
-    return Held(life.node.name, life.bytes, life.kind or _kind(life, gradients), origin.module, origin.source)
+    return LiveTensor(life.node.name, life.bytes, life.kind or _kind(life, gradients), origin.module, origin.source)
 
 
 def _kind(life: _Life, gradients: frozenset[fx.Node]) -> str:
@@ -212,7 +212,7 @@ def _gradients(held: RoleTasks) -> frozenset[fx.Node]:
     return frozenset(n for n, made in values.items() if any(x.storage in storages for x in made))
 
 
-def bytes_by_kind(at_peak: Iterable[Held]) -> Mapping[str, int]:
+def bytes_by_kind(at_peak: Iterable[LiveTensor]) -> Mapping[str, int]:
     """Bytes per kind of tensor, the largest first."""
     found: dict[str, int] = {}
     for one in at_peak:

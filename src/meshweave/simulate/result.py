@@ -63,7 +63,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LiveTensor:
     """A tensor in memory at the peak."""
 
     name: str
@@ -87,7 +87,7 @@ class RoleResult:
     peak_at: float
     reserved_bytes: int  # what PyTorch's caching allocator has then taken, fragments included
     persistent_bytes: int  # parameters, optimizer state, buffers
-    at_peak: tuple[Held, ...] = ()  # the largest first
+    at_peak: tuple[LiveTensor, ...] = ()  # the largest first
     memory: tuple[tuple[float, int], ...] = ()
 
 
