@@ -27,9 +27,9 @@ import torch
 from optimum import Optimum, State, check_by_hand
 
 import meshweave as mw
-from meshweave.interop.peer_plans import VARIANTS, Question, peer_plans
 from meshweave.ir.routes import routes
 from meshweave.movement import across, plan, search, space, within
+from meshweave.movement.peer_plans import VARIANTS, Question, peer_plans
 
 TABLE = Path(__file__).parent / "results" / "redistribution.md"
 NAMES = "abcd"

@@ -295,7 +295,7 @@ class TrainStep:
             raise LayoutError(
                 "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
             )
-        from meshweave.interop.dtensor import dtensor_from_piece, prepare_device_meshes  # dear: only when asked for
+        from meshweave.runtime.dtensor import dtensor_from_piece, prepare_device_meshes  # dear: only when asked for
 
         kept = [layout.mesh for item, layout, _ in self.session.pieces(kind)]
         prepare_device_meshes(dict.fromkeys(kept), self.session.world.device.type)

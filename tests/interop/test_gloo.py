@@ -1,4 +1,4 @@
-"""All-gathers over Gloo in two processes: many in flight, and of every kind of tensor."""
+"""All-gathers over Gloo in two processes: many in flight, of every kind of tensor, and only once something runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from tests.torch_compile.test_gloo import run_job
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import meshweave as mw
 from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.ir.collectives import WAIT, functional
 
@@ -86,3 +88,57 @@ def refused(rank: int) -> Any:
 def test_an_unknown_group_is_an_error_still() -> None:
     for told in run_job(refused):
         assert "nobody" in told
+
+
+def is_overridden() -> bool:
+    """Whether this process runs all-gathers of CPU tensors by a kernel that torch does not register itself."""
+    name = "_c10d_functional::all_gather_into_tensor"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+
+
+def gathered_sum(x: Tensor) -> Tensor:
+    group = dist.group.WORLD.group_name
+    return (
+        WAIT(functional.all_gather_into_tensor.default(x, 2, group)) + WAIT(functional.all_reduce(x, "sum", group))[0]
+    )
+
+
+def seconds(node: Any, num_bytes: int = 0) -> float:
+    return 1e-3
+
+
+def planned_and_run(rank: int) -> Any:
+    states = [is_overridden()]
+    x = torch.arange(4.0) + 4 * rank
+    traced = make_fx(gathered_sum, tracing_mode="fake")(x)
+    ordered, _ = mw.overlap(traced, cost=seconds)
+    mw.backend(cost=seconds, inner="aot_eager")
+    states.append(is_overridden())
+    found = ordered(x)
+    return [*states, is_overridden(), torch.equal(found, torch.arange(8.0) + 4)]
+
+
+def test_a_planned_graph_changes_the_process_when_it_runs() -> None:
+    assert run_job(planned_and_run) == [[False, False, True, True]] * 2
+
+
+def compiled_and_run(rank: int) -> Any:
+    drop_in = mw.backend(cost=seconds, inner="aot_eager")
+    before = is_overridden()
+    found = torch.compile(gathered_sum, backend=drop_in, fullgraph=True)(torch.arange(4.0) + 4 * rank)
+    return [before, is_overridden(), torch.equal(found, torch.arange(8.0) + 4)]
+
+
+def test_the_drop_in_changes_the_process_when_it_compiles_what_will_run() -> None:
+    assert run_job(compiled_and_run) == [[False, True, True]] * 2
+
+
+def compiled_in_the_context(rank: int) -> Any:
+    states = [is_overridden()]
+    with mw.inductor_pass(cost=seconds):
+        states.append(is_overridden())
+    return states
+
+
+def test_the_context_changes_the_process_when_it_is_entered() -> None:
+    assert run_job(compiled_in_the_context) == [[False, True]] * 2

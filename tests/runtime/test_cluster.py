@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import CheckpointError, LayoutError, StepError
-from meshweave.interop.dtensor import dtensor_from_piece
 from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Spec
 from meshweave.runtime.cluster import ClusterWorld, init_from_env, shutdown
+from meshweave.runtime.dtensor import dtensor_from_piece
 from meshweave.runtime.process_groups import ONE_ROUND_BYTES
 from meshweave.runtime.world import LocalWorld
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from meshweave.errors import CaptureError, PlanError
+from meshweave.interop import pytree
 
 
 @dataclass(frozen=True, slots=True)

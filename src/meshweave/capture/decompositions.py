@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
+
+from meshweave.interop.tracing import get_decompositions
 
 aten = torch.ops.aten
 

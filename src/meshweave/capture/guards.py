@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshweave.capture.batch import Batch
 from meshweave.capture.contract import Contract
@@ -22,6 +21,7 @@ from meshweave.capture.snapshot import Change, Snapshot, same, shown
 from meshweave.capture.unread import Unread
 from meshweave.capture.variables import MISSING
 from meshweave.errors import LayoutError, StepError
+from meshweave.interop.fake import FakeTensor
 from meshweave.interop.hooks import MODULE_HOOKS, TENSOR_HOOKS, hooks_of_all_modules
 
 Matches = Callable[[str, str, Tensor], bool]

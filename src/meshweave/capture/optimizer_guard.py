@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshweave.capture.optimizers import check_hooks, check_options, hyper_names, plain_option
 from meshweave.errors import StepError
+from meshweave.interop.storages import version_of
 
 _AGAIN = "step.save(path), compile again with it, step.load(path)"
 
@@ -48,7 +49,7 @@ class OptimizerGuard:
 
     def _versions(self) -> list[int]:
         kept = self.optimizer.state.values()
-        return [v._version for slots in kept for v in slots.values() if isinstance(v, Tensor) and not v.is_inference()]
+        return [version_of(v) for slots in kept for v in slots.values() if isinstance(v, Tensor)]
 
     def _changed(self, what: str, got: str, expected: str, hint: str) -> StepError:
         where = f"{type(self.optimizer).__name__}, {what}"

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from meshweave.errors import CaptureError
+from meshweave.interop.fake import FakeTensor
+from meshweave.interop.ops import arguments_of, is_mutable
+from meshweave.interop.storages import storage_key, version_of
 
 aten = torch.ops.aten
 
@@ -186,7 +188,7 @@ class Record:
         return self._constant(tensor)
 
     def _constant(self, tensor: Tensor) -> Constant:
-        key = id(tensor), -1 if tensor.is_inference() else tensor._version
+        key = id(tensor), version_of(tensor)
         if key not in self._copies:
             self._alive.append(tensor)
             self._copies[key] = Constant(_copy(tensor) if tensor.numel() <= _MAX_COPIED else tensor)
@@ -206,15 +208,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an op writes."""
-    if not func._schema.is_mutable:
+    if not is_mutable(func):
         return
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(arguments_of(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
 
 
 def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    return storage_key(tensor) if tensor.layout == torch.strided else id(tensor)
 
 
 def _copy(tensor: Tensor) -> Tensor:

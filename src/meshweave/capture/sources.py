@@ -21,9 +21,9 @@ from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from meshweave.errors import MeshweaveError
+from meshweave.interop import pytree
 
 Loss = Callable[[Any, Any], Tensor]
 

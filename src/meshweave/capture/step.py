@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshweave.capture.aliases import check_aliases
 from meshweave.capture.batch import Batch, call_model
@@ -23,7 +22,9 @@ from meshweave.capture.recompute import check_policy
 from meshweave.capture.record import Record, storage_of
 from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
+from meshweave.interop.fake import FakeTensorMode
 from meshweave.interop.hooks import tensor_hooks
+from meshweave.interop.modules import own_parameters
 from meshweave.interop.tracing import check_checkpoints, gradients
 from meshweave.ir.graph import Input, Spec, StepGraph
 from meshweave.ir.ops import square_sum
@@ -307,7 +308,7 @@ def _check_parameters(
     other values by `.data`."""
     for name, storage in storages.items():
         path, _, key = name.rpartition(".")
-        is_replaced = name in params and model.get_submodule(path)._parameters.get(key) is not tensors[name]
+        is_replaced = name in params and own_parameters(model.get_submodule(path)).get(key) is not tensors[name]
         if is_replaced or storage_of(tensors[name]) != storage:
             raise CaptureError(
                 f"the model replaces its {'parameter' if name in params else 'buffer'} '{name}'",

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_innermost_proxy_mode, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.record import Difference, Record, tensors_in
 from meshweave.errors import CaptureError, MeshweaveError
-from meshweave.interop.tracing import as_eager
+from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
+from meshweave.interop.ops import is_mutable, is_operator
+from meshweave.interop.tracing import as_eager, last_traced, next_sequence_number, running_sequence_number
 from meshweave.ir import ops
 from meshweave.ir.graph import Origin
 
@@ -197,7 +197,7 @@ class Provenance(GlobalRandom):
         self.modules: list[str] = []
         self._forward: dict[int, Origin] = {}
         self._at: dict[int, tuple[Any, Origin]] = {}  # number of ops before an op of the model -> the op
-        self._first = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        self._first = next_sequence_number() - 1
         self._seen: fx.Node | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,9 +235,9 @@ class Provenance(GlobalRandom):
 
     def _origin(self, func: Any) -> Origin:
         # A gradient that the model itself takes belongs to forward.
-        running = torch._C._current_autograd_node() if self.phase == "backward" else None
+        running = running_sequence_number() if self.phase == "backward" else None
         if running is not None and not _runs_again():
-            made = self._forward.get(running._sequence_nr() - self._first)
+            made = self._forward.get(running - self._first)
             return replace(made, phase="backward") if made else Origin("backward")
         module, source = self.modules[-1] if self.modules else "", user_line()
         if running is not None:
@@ -245,7 +245,7 @@ class Provenance(GlobalRandom):
         if self.phase not in ("forward", "loss"):
             return Origin(self.phase, module, source)
         # An op that autograd does not record goes by the number of the last one that it did.
-        call = torch.autograd._get_sequence_nr() - 1 - self._first  # type: ignore[attr-defined]
+        call = next_sequence_number() - 1 - self._first
         origin = Origin(self.phase, module, source, max(call, 0))
         self._forward.setdefault(call, origin)
         if (at := _next_op(func)) is not None:
@@ -263,14 +263,12 @@ class Provenance(GlobalRandom):
         return new
 
     def _mark(self, origin: Origin) -> None:
-        mode = get_innermost_proxy_mode()
-        if mode is None:
+        node = last = last_traced()
+        if node is None:
             return
-        last = mode.tracer.graph._root._prev
-        node = last
         while node is not self._seen and node.op != "root" and "origin" not in node.meta:
             node.meta["origin"] = origin
-            node = node._prev
+            node = node.prev
         self._seen = last
 
     def _leave(self, *_: Any) -> None:
@@ -358,7 +356,7 @@ def capture_errors() -> Iterator[None]:
 
 def _functional(module: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
     """The same graph without in-place ops; the graph itself where it has none."""
-    if not any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in module.graph.nodes):
+    if not any(is_operator(n.target) and is_mutable(n.target) for n in module.graph.nodes):
         return module
     replay = _Replay(module)
     return make_fx(torch.func.functionalize(replay.run), decomposition_table=decomposition_table())(*inputs)
@@ -369,9 +367,8 @@ class _Replay(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        mode = get_innermost_proxy_mode()
-        node = None if mode is None else mode.tracer.graph._root._prev
+        node = last_traced()
         while node is not None and node.op not in ("root", "placeholder") and "origin" not in node.meta:
             node.meta["origin"] = n.meta.get("origin", Origin("forward"))
-            node = node._prev
+            node = node.prev
         return result

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshweave.capture.batch import call_model
 from meshweave.capture.step import Substituted, cast_for_eager, state_name
 from meshweave.capture.trace import GlobalRandom
+from meshweave.interop import pytree
+from meshweave.interop.fake import TorchDispatchMode
 from meshweave.ir.mesh import Mesh
 
 # What an optimizer adds to a parameter grows with its learning rate, and with it what a wrong term of its formula

@@ -21,7 +21,7 @@ from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.report.tables import bytes_text
 
 if TYPE_CHECKING:
-    from meshweave.interop.peer_plans import PeerPlan
+    from meshweave.movement.peer_plans import PeerPlan
 
 Order = Literal["sound", "strict", "any"]
 
@@ -56,7 +56,8 @@ class MoveOptions(Options):
 
 def move(screen: Screen, asked: MoveOptions) -> int:
     """Show the cheapest plan from layout SRC to layout DST with its certificate, and the plans of torch's DTensor."""
-    from meshweave.interop.peer_plans import peer_plans  # dear: only when asked for
+
+    from meshweave.movement.peer_plans import peer_plans  # dear: only when asked for
 
     start = Mesh.parse(asked.mesh)
     goal = start if asked.to_mesh is None else Mesh.parse(asked.to_mesh)

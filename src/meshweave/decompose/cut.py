@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from meshweave.interop.ops import is_operator
 from meshweave.ir import local_ops
 from meshweave.ir.rank import SYMBOLS
 
@@ -252,7 +253,7 @@ def kind_of(node: fx.Node) -> Kind | None:
     """The kind of an op that can be done chunk by chunk; None for others."""
     if node.op != "call_function" or FIXED in node.meta:
         return None
-    is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    is_pointwise = is_operator(node.target) and torch.Tag.pointwise in node.target.tags
     is_random = is_pointwise and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     return _KINDS.get(node.target) or (_POINTWISE if is_pointwise and not is_random else None)
 

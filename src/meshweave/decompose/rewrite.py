@@ -12,6 +12,7 @@ from meshweave.decompose.chunks import Chunker, Downstream, Shapes, Upstream, ke
 from meshweave.decompose.cut import Cut, operands_of
 from meshweave.decompose.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
 from meshweave.decompose.writer import Number, Ring, Writer
+from meshweave.interop.graphs import is_erased
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_GATHER, WAIT
 
@@ -48,7 +49,7 @@ def erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node.users or node.op != "call_function" or node.graph is not graph or node._erased:
+        if node.users or node.op != "call_function" or node.graph is not graph or is_erased(node):
             continue
         waiting += node.all_input_nodes
         graph.erase_node(node)

@@ -15,6 +15,8 @@ from torch import fx
 from meshweave.decompose.cut import Cut, NoCut
 from meshweave.decompose.split_way import End, Way
 from meshweave.decompose.split_ways import ATTENTION, MATMULS, fits, specs_of, way_of
+from meshweave.interop.ops import arguments_of, is_operator, returns_of
+from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
 
@@ -65,9 +67,9 @@ def _changed(graph: fx.Graph) -> set[int]:
     """Storages that some op writes into."""
     found = set()
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not is_operator(node.target):
             continue
-        for position, argument in enumerate(node.target._schema.arguments):
+        for position, argument in enumerate(arguments_of(node.target)):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 held = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
                 found |= {s for n in _nodes(held) for s in _storages(n)}
@@ -84,7 +86,7 @@ def _storages(node: fx.Node) -> Iterator[int]:
     made = node.meta.get("val")
     for one in made if isinstance(made, (list, tuple)) else (made,):
         if isinstance(one, torch.Tensor) and one.layout is torch.strided:
-            yield one.untyped_storage()._cdata
+            yield storage_key(one)
 
 
 def _follow(seed: fx.Node, cut: Cut, changed: set[int]) -> dict[fx.Node, Cut]:
@@ -213,9 +215,9 @@ def is_view(node: fx.Node) -> bool:
     """The result lives in an operand's memory, by the op's schema, and is not written there."""
     if node.target is aten._unsafe_view.default:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target is WAIT:
+    if not is_operator(node.target) or node.target is WAIT:
         return False
-    results = node.target._schema.returns
+    results = returns_of(node.target)
     return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from meshweave.interop.fake import fake_like, meta_like, without_modes
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT
-from meshweave.overlap.values import bare
 
 _META = torch.device("meta")
 
@@ -23,7 +21,7 @@ def made_by(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: An
     """
     if target is WAIT:
         return args[0].meta["val"]
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         held, named = fx.map_arg((args, kwargs), lambda n: _bare(n.meta["val"]))
         if "device" in named:
             named = {**named, "device": _META}
@@ -43,7 +41,7 @@ def _bare(x: Any) -> Any:
     """Every tensor of an argument as one of the meta device."""
     if isinstance(x, (list, tuple)):
         return type(x)(_bare(one) for one in x)
-    return bare(x) if isinstance(x, torch.Tensor) else x
+    return meta_like(x) if isinstance(x, torch.Tensor) else x
 
 
 def _dressed(made: Any, like: Any) -> Any:
@@ -52,9 +50,7 @@ def _dressed(made: Any, like: Any) -> Any:
         return type(made)(_dressed(one, other) for one, other in zip(made, likes, strict=True))
     if isinstance(like, (list, tuple)):
         like = next(one for one in like if isinstance(one, torch.Tensor))
-    if isinstance(made, torch.Tensor) and isinstance(like, FakeTensor):
-        return FakeTensor(like.fake_mode, made, like.device)
-    return made
+    return fake_like(made, like) if isinstance(made, torch.Tensor) else made
 
 
 def symbolic(x: torch.Tensor) -> bool:

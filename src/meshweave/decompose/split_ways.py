@@ -13,6 +13,7 @@ from meshweave.decompose.split_local import LOCAL
 from meshweave.decompose.split_rules import RULES
 from meshweave.decompose.split_way import Combine, End, Way
 from meshweave.errors import RuleError
+from meshweave.interop.ops import arguments_of, is_mutable, is_operator
 from meshweave.ir.collectives import OURS, WAIT, communicates
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
@@ -101,10 +102,9 @@ _VARLEN = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments by the names of the op's schema, defaults included."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    defaults = {a.name: a.default_value for a in node.target._schema.arguments}  # type: ignore[union-attr]
-    return defaults | given
+    arguments = arguments_of(node.target)  # type: ignore[arg-type]
+    given = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
+    return {a.name: a.default_value for a in arguments} | given
 
 
 # a sum over rows that is written into what is there: the chunks write one after the other
@@ -238,9 +238,9 @@ def way_of(node: fx.Node, end: End, cut: Cut) -> Way:
 
 def _check_operator(node: fx.Node) -> None:
     """Raise NoCut for what sharding rules cannot speak of."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not is_operator(node.target):
         raise NoCut("it is no operator of a known meaning")
-    if any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments):
+    if is_mutable(node.target):
         raise NoCut("it writes into an operand")
     if communicates(node.target):
         raise NoCut("it is a collective that has no row here: split before collectives are merged")

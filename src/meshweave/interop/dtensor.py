@@ -1,230 +1,90 @@
-"""Layout to and from DTensor placements.
+"""DTensor beyond its public surface: strided shards, meshes without process groups, and its planners.
 
-DTensor has one placement per mesh axis and applies them in mesh order. Where our order of the axes on one dim
-differs, the placement becomes `_StridedShard(dim, split_factor=f)`: the dim is already cut into f chunks by axes
-that stand later in the mesh but further out in the layout, and each of the chunks is cut again. So f is the
-product of the sizes of those axes, and the order can be read back from the factors.
-Source: torch/distributed/tensor/_dtensor_spec.py, `_convert_shard_order_to_StridedShard` (torch 2.13).
+Held by torch 2.11 to 2.13. Source: torch/distributed/tensor/_redistribute.py, _collective_utils.py, _dtensor_spec.py.
+Nothing public says what DTensor would do between two placements, nor has a DeviceMesh without process groups.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from itertools import product
-from math import prod
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _collective_utils, _redistribute
 
-# In torch 2.11 and later _StridedShard need not be a Shard; where it is one, it must be asked for first.
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+# What the planners plan between.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from meshweave.errors import LayoutError
-from meshweave.interop.device_mesh import device_mesh_from_mesh
-from meshweave.ir.layout import REDUCE_OPS, DimSharding, Layout
-from meshweave.ir.mesh import Mesh
-from meshweave.ir.pieces import chunk, is_even, nested_chunk
-
-
-def placements_from_layout(layout: Layout, shape: Sequence[int]) -> tuple[Placement, ...]:
-    """The DTensor placements, one per mesh axis, under which a tensor of `shape` has the pieces of `layout`.
-
-    Raises LayoutError where DTensor would hold other pieces: a unit that changes them for this shape, or axes out
-    of mesh order on a dim that they do not divide, where a strided shard leaves other remainders than we do.
-    """
-    layout.check_rank(shape)
-    for d, (size, dim) in enumerate(zip(shape, layout.normalized(shape).dims, strict=True)):
-        if dim.unit != 1:
-            raise LayoutError(
-                f"DTensor cannot cut dim {d} in blocks of {dim.unit}",
-                where=f"layout {layout} on mesh {layout.mesh}, shape {tuple(shape)}",
-                got=f"dim {d} of {size} elements cut as {dim}: the unit changes the pieces",
-                expected="a unit of 1, or a size that the blocks of all devices divide",
-                hint="choose another shape, or move the value to a layout without a unit first",
-            )
-    for d, size in enumerate(shape):
-        _check_order(layout, shape, d, size)
-    placements: list[Placement] = []
-    partial = dict(layout.partial)
-    for axis in layout.mesh.axis_names:
-        sharded = layout.dim_of(axis)
-        if sharded is None:
-            placements.append(Partial(partial[axis]) if axis in partial else Replicate())
-            continue
-        factor = _split_factor(layout.mesh, layout.dims[sharded].axes, axis)
-        placements.append(Shard(sharded) if factor == 1 else _StridedShard(sharded, split_factor=factor))
-    return tuple(placements)
+# Need not be a Shard in torch 2.11 and later; where it is, ask for it first.
+StridedShard = _StridedShard
 
 
-def layout_from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims: int) -> Layout:
-    """The layout that DTensor `placements` (one per axis of `mesh`) stand for, on a tensor of `num_dims` dims.
-
-    Exact for every size where the axes of a dim are in mesh order, and where they divide the dim. Raises
-    LayoutError for a wrong number of placements, a dim that the tensor lacks, a split factor that no order of the
-    axes gives, and for a placement that is neither Shard, Replicate nor a plain Partial.
-    """
-    if len(placements) != len(mesh.axis_names):
-        raise LayoutError(
-            "there must be one placement per mesh axis",
-            where=f"mesh {mesh}",
-            got=f"{len(placements)} placements",
-            expected=f"{len(mesh.axis_names)}",
-        )
-    order: list[list[str]] = [[] for _ in range(num_dims)]
-    partial = []
-    # Last axis first: a split factor speaks of the axes after its own.
-    for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
-        where = f"axis '{axis}' of mesh {mesh}"
-        if isinstance(placement, (_StridedShard, Shard)):
-            _insert(order, axis, placement, mesh, where)
-        elif type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
-            partial.append((axis, placement.reduce_op))
-        elif not isinstance(placement, Replicate):
-            raise LayoutError(
-                "no layout stands for this placement",
-                where=where,
-                got=repr(placement),
-                expected=f"Shard, Replicate or Partial with one of {', '.join(REDUCE_OPS)}",
-                hint="redistribute the DTensor to another placement first",
-            )
-    return Layout(mesh, tuple(DimSharding(tuple(axes)) for axes in order), tuple(partial))
+def joined_device_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dims of `meshes`, which are slices of one root (torch 2.11 to 2.13: `DeviceMesh._concatenate`,
+    as `fully_shard` has it)."""
+    return DeviceMesh._concatenate([*meshes])
 
 
-def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """This rank's `piece` of a tensor of `shape` as a DTensor, which shares its memory. Nothing is sent.
-
-    The first call for a mesh makes the process groups of its DeviceMesh, so all ranks make it together. Raises
-    LayoutError where DTensor cannot express the layout or the piece has another shape than the layout says, and
-    MeshError when torch.distributed is not initialised or this rank is not of the mesh.
-    """
-    layout = replace(layout, mesh=_with_axis(layout.mesh))
-    placements = placements_from_layout(layout, shape)
-    device_mesh = _device_mesh(layout.mesh, piece.device.type, _current_job())
-    box = layout.pieces(shape).get(dist.get_rank())
-    if box is None or tuple(piece.shape) != box.size:
-        raise LayoutError(
-            "this is not the piece of this rank",
-            where=f"rank {dist.get_rank()}, layout {layout} of shape {tuple(shape)}",
-            got=f"shape {tuple(piece.shape)}",
-            expected="no piece: the mesh lacks this rank" if box is None else f"shape {box.size}",
-        )
-    stride = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+def bare_device_mesh(ranks: torch.Tensor, names: Sequence[str]) -> DeviceMesh | None:
+    """A DeviceMesh as its first rank sees it, without process groups; None where this torch makes none."""
+    options: dict[str, Any] = {"_init_backend": False, "_rank": int(ranks.flatten()[0])}
+    try:
+        return DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names), **options)
+    except TypeError:
+        return None
 
 
-def prepare_device_meshes(meshes: Iterable[Mesh], device_type: str) -> None:
-    """Make the DeviceMeshes on which `dtensor_from_piece` will put pieces. All ranks call it together, with the same
-    meshes in the same order, whether or not they are of them."""
-    for mesh in meshes:
-        _device_mesh(_with_axis(mesh), device_type, _current_job())
-
-
-def _with_axis(mesh: Mesh) -> Mesh:
-    """The mesh itself; of a single device without axes one with an axis, which a DeviceMesh needs."""
-    return mesh if mesh.axis_names else Mesh("rank=1", devices=mesh.devices)
-
-
-def _current_job() -> weakref.ref[dist.ProcessGroup] | None:
-    return weakref.ref(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
-
-
-@lru_cache(maxsize=256)
-def _device_mesh(mesh: Mesh, device_type: str, job: weakref.ref[dist.ProcessGroup] | None) -> DeviceMesh:
-    """One DeviceMesh per mesh and job, for each makes process groups."""
-    return device_mesh_from_mesh(mesh, device_type)
-
-
-def _split_factor(mesh: Mesh, axes: Sequence[str], axis: str) -> int:
-    """Chunks that axes later in the mesh but further out in `axes` have cut before `axis` does."""
-    outer = axes[: axes.index(axis)]
-    return prod(mesh.size(a) for a in outer if mesh.axis_index(a) > mesh.axis_index(axis))
-
-
-def _insert(order: list[list[str]], axis: str, placement: Shard | _StridedShard, mesh: Mesh, where: str) -> None:
-    """Put `axis` among the later axes of its dim, where the sizes of those further out give the split factor."""
-    dim = placement.dim + len(order) if placement.dim < 0 else placement.dim
-    if not 0 <= dim < len(order):
-        raise LayoutError(
-            f"there is no dim {placement.dim} to shard",
-            where=where,
-            got=repr(placement),
-            expected=f"a dim of a tensor with {len(order)} dims",
-        )
-    factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-    later = order[dim]
-    factors = [mesh.flat_size(later[:at]) for at in range(len(later) + 1)]
-    if factor not in factors:
-        raise LayoutError(
-            "no order of the mesh axes gives this strided shard",
-            where=where,
-            got=repr(placement),
-            expected=f"a split factor of {', '.join(map(str, sorted(set(factors))))}",
-            hint="it comes from a view that merged dims; redistribute the DTensor to Shard first",
-        )
-    later.insert(factors.index(factor), axis)
-
-
-def _check_order(layout: Layout, shape: Sequence[int], d: int, size: int) -> None:
-    """Raises LayoutError unless DTensor, which cuts in mesh order, gets the pieces of `layout` on dim `d`."""
-    mesh = layout.mesh
-    axes = tuple(a for a in layout.dims[d].axes if mesh.size(a) > 1)
-    in_mesh_order = sorted(axes, key=mesh.axis_index)
-    if list(axes) == in_mesh_order or is_even(size, layout.parts(d)):
+def flatten_without_groups(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Let `merged_transforms` find these dims flattened: it looks for the layout of the flattened mesh and for nothing
+    else (`_get_flattened_mesh_by_layout_impl`). Nothing where this torch looks elsewhere: then nothing is merged."""
+    try:
+        layout: Any = mesh._get_slice_mesh_layout(names)
+        flattened: Any = SimpleNamespace(_layout=type(layout)([layout.collapse()]))
+        mesh._flatten_mapping["_".join(names)] = flattened
+    except (AttributeError, TypeError):
         return
-    for index in product(*(range(mesh.size(a)) for a in axes)):
-        coords = dict(zip(axes, index, strict=True))
-        start, length = nested_chunk(size, [(mesh.size(a), coords[a]) for a in axes])
-        runs = [(0, size)]
-        for a in in_mesh_order:
-            runs = _strided_cut(runs, _split_factor(mesh, axes, a), mesh.size(a), coords[a])
-        if runs != ([(start, length)] if length else []):
-            raise LayoutError(
-                f"DTensor would hold other pieces of dim {d}",
-                where=f"layout {layout} on mesh {mesh}, shape {tuple(shape)}",
-                got=f"{size} elements over {{{','.join(axes)}}}: at {coords} we hold {length} from {start}, "
-                f"DTensor {runs or 'none'} as (offset, size)",
-                expected=f"a size that {prod(layout.parts(d))} pieces divide, or the axes in mesh order",
-                hint=f"write the dim as {{{','.join(in_mesh_order)}}}, or choose another size",
-            )
 
 
-def _strided_cut(runs: list[tuple[int, int]], factor: int, parts: int, index: int) -> list[tuple[int, int]]:
-    """Part `index` of the elements in `runs` (offset and size of each stretch), as `_StridedShard` cuts them.
-
-    The elements are chunked into `factor`, every chunk into `parts`, and the parts `index` are joined again.
-    """
-    total = sum(length for _, length in runs)
-    kept = []
-    for outer in range(factor):
-        start, length = chunk(total, factor, outer)
-        offset, length = chunk(length, parts, index)
-        kept += _slice_runs(runs, start + offset, length)
-    return _join(kept)
+def planner(mesh: DeviceMesh, meta: TensorMeta | None) -> Any:
+    """DTensor's planner of redistributions; None where this torch has none."""
+    planner_type = getattr(_redistribute, "DTensorRedistributePlanner", None)
+    return None if planner_type is None else planner_type(mesh, meta)
 
 
-def _slice_runs(runs: list[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
-    """The stretches that hold the elements start .. start+length of those in `runs`."""
-    kept, seen = [], 0
-    for offset, size in runs:
-        lo, hi = max(start - seen, 0), min(start + length - seen, size)
-        if lo < hi:
-            kept.append((offset + lo, hi - lo))
-        seen += size
-    return kept
+def merged_transforms(
+    transforms: Sequence[Any], mesh: DeviceMesh, before: Sequence[Placement], after: Sequence[Placement]
+) -> list[Any] | None:
+    """The steps of a planner with those of one kind that follow each other as one over a flattened mesh dim; None where
+    this torch does not merge. Torch's warning that steps could not be merged is not logged."""
+    merge = getattr(_redistribute, "_optimize_transform_infos", None)
+    if merge is None:
+        return None
+    with _quiet(_redistribute.logger):
+        return list(merge(transforms, mesh, before, after))
 
 
-def _join(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`runs` with stretches that touch made one."""
-    joined: list[tuple[int, int]] = []
-    for offset, size in runs:
-        if joined and sum(joined[-1]) == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((offset, size))
-    return joined
+def link_priced_cost(
+    mesh: DeviceMesh, bandwidths: Sequence[float], latencies: Sequence[float]
+) -> Callable[[Placement, Placement, int, float], float] | None:
+    """DTensor's own cost of going from one placement to another over a mesh dim, of a piece of so many GiB, where the
+    links of the dims have these GB/s and us; None where this torch prices in another way."""
+    price = getattr(_collective_utils, "_compute_placement_transition_cost", None)
+    if price is None:
+        return None
+    topology = _collective_utils.MeshTopoInfo(mesh, [*mesh.shape], [*bandwidths], [*latencies])
+    return lambda old, new, dim, gib: float(price(old, new, topology, dim, gib)[0])
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -11,20 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ops = torch.ops._c10d_functional
 
 
 @cache
 def let_gathers_overlap() -> torch.library.Library:
-    """From now on all-gathers of CPU tensors in this process are of the plain kind, on any group. Once is enough."""
+    """From now on all-gathers of CPU tensors in this process are of the plain kind, on any group. Once is enough.
+
+    For what is about to run a graph in this process, never for what only plans one.
+    """
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", _all_gather, "CPU")
     library.impl("all_gather_into_tensor_coalesced", _all_gather_each, "CPU")
     return library  # what it registers goes when it goes
+
+
+def let_gathers_overlap_in(module: nn.Module) -> None:
+    """Call `let_gathers_overlap` whenever `module` is about to run, by a hook on its forward."""
+    module.register_forward_pre_hook(_before_forward)
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():  # what traces the module runs it in its own way
+        let_gathers_overlap()
 
 
 def _all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:

@@ -1,15 +1,48 @@
-"""Graph modules whose Python code is written when it is first needed."""
+"""Where modules keep their tensors and submodules.
+
+Holds for torch 2.11 to 2.13 (torch/nn/modules/module.py). The public names look into the dicts one entry at a time, and
+`register_parameter` runs hooks and refuses what a property shadows.
+"""
 
 from __future__ import annotations
 
-from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+Dicts = tuple[dict[str, Any], dict[str, Any]]
 
 
-def lazy_module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A module that runs another graph as `gm` runs its own: the same signature, constants and meta. Code is generated
-    and compiled at the first call, or where it is read: a compiler that takes the graph never needs it."""
-    graph.set_codegen(gm.graph._codegen)
-    made = _LazyGraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    return made
+def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
+    """Parameters and buffers that the module itself registers, in order, None where a name stands for no tensor."""
+    return {**module._parameters, **module._buffers}
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict of parameters itself: what is written into it is not checked, nor seen by hooks."""
+    return module._parameters
+
+
+def copied_dicts(module: nn.Module) -> Dicts:
+    """The parameters and the buffers of a module, as `restore_dicts` puts them back."""
+    return dict(module._parameters), dict(module._buffers)
+
+
+def restore_dicts(module: nn.Module, dicts: Dicts) -> None:
+    module._parameters, module._buffers = dicts
+
+
+def twin_of(module: nn.Module, tensor: Callable[[Tensor | None], Any]) -> tuple[Any, Mapping[str, Any]]:
+    """A module of the same type and attributes with `tensor` of each of its own tensors, without submodules, and the
+    submodules of `module`, which `set_submodules` takes."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    twin._parameters = {key: tensor(p) for key, p in module._parameters.items()}
+    twin._buffers = {key: tensor(b) for key, b in module._buffers.items()}
+    return twin, module._modules
+
+
+def set_submodules(module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
+    module._modules = dict(children)

@@ -1,4 +1,7 @@
-"""What torch's utilities ask about the tracer that they run under."""
+"""The tracer, autograd's numbers of ops, and what torch's utilities ask about the tracer that they run under.
+
+Holds for torch 2.11 to 2.13 (torch/autograd, torch/_decomp, torch/utils/checkpoint.py).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import fx
+from torch._decomp import get_decompositions as get_decompositions
+from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode
 
 # In this context selective checkpointing does under make_fx what it does in eager PyTorch. Without it, it takes the
 # tracer for torch.compile's, keeps the result of every op and leaves the choice to a later pass. Since torch 2.13
@@ -37,3 +43,21 @@ def gradients(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[torc
     """
     run: Any = torch.autograd.graph._engine_run_backward
     return tuple(run((value,), (torch.ones_like(value),), False, False, tuple(leaves), True, accumulate_grad=False))
+
+
+def next_sequence_number() -> int:
+    """What autograd will number the next op by that it records in this thread."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def running_sequence_number() -> int | None:
+    """The number of the op whose gradient autograd computes right now in this thread; None where it computes none."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def last_traced() -> fx.Node | None:
+    """The node that the innermost `make_fx` wrote last, its graph's root where it has written none; None where nothing
+    is traced."""
+    mode = get_innermost_proxy_mode()
+    return None if mode is None else mode.tracer.graph._root.prev

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.interop.graphs import copy_signature
+from meshweave.interop.ops import arguments_of, is_operator
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -142,7 +145,7 @@ def map_nodes(node: fx.Node, function: Callable[[fx.Node], Any]) -> tuple[tuple[
 
 def op_name(target: Any) -> str:
     """`aten.mm` for an op overload, with the overload's name unless it is `default`."""
-    if isinstance(target, torch._ops.OpOverload):
+    if is_operator(target):
         return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target))
 
@@ -151,9 +154,8 @@ def argument(node: fx.Node, position: int) -> Any:
     """An argument by its position in the op's schema, whether it was handed over by position or by name."""
     if position < len(node.args):
         return node.args[position]
-    if isinstance(node.target, torch._ops.OpOverload) and position < len(node.target._schema.arguments):
-        return node.kwargs.get(node.target._schema.arguments[position].name)
-    return None
+    arguments = arguments_of(node.target) if is_operator(node.target) else []
+    return node.kwargs.get(arguments[position].name) if position < len(arguments) else None
 
 
 def place_of(node: fx.Node) -> str:
@@ -183,7 +185,7 @@ def copied_graph(graph: fx.Graph, copies: dict[fx.Node, fx.Node] | None = None) 
 
 def module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A module that runs another graph as `gm` runs its own: the same signature, constants and meta."""
-    graph.set_codegen(gm.graph._codegen)
+    copy_signature(gm.graph, graph)
     module = fx.GraphModule(gm, graph)
     module.meta.update(gm.meta)
     return module

@@ -240,14 +240,14 @@ class Layout:
 
     def to_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
         """The DTensor placements, one per mesh axis. Raises LayoutError where DTensor cannot express the layout."""
-        from meshweave.interop.dtensor import placements_from_layout
+        from meshweave.ir.placements import placements_from_layout
 
         return placements_from_layout(self, shape)
 
     @staticmethod
     def from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims: int) -> Layout:
         """The layout that DTensor `placements` (one per axis of `mesh`) stand for."""
-        from meshweave.interop.dtensor import layout_from_placements
+        from meshweave.ir.placements import layout_from_placements
 
         return layout_from_placements(placements, mesh, num_dims)
 

@@ -79,10 +79,13 @@ class Mesh:
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
-        """The Mesh with the axis names and ranks of a `torch.distributed` DeviceMesh (unnamed dims: d0, d1, ...)."""
-        from meshweave.interop.device_mesh import mesh_from_device_mesh
+        """The Mesh with the axis names and ranks of a `torch.distributed` DeviceMesh (unnamed dims: d0, d1, ...).
 
-        return mesh_from_device_mesh(device_mesh)
+        Raises MeshError for dim names that cannot name an axis.
+        """
+        ranks = device_mesh.mesh
+        names = device_mesh.mesh_dim_names or tuple(f"d{i}" for i in range(ranks.ndim))
+        return Mesh(dict(zip(names, ranks.shape, strict=True)), devices=ranks.flatten().tolist())
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("Mesh is immutable")

@@ -81,7 +81,7 @@ _SQUARED_AT_ONCE = 1 << 16
 def square_sum(x: Tensor) -> Tensor:
     """The sum of the squares of all elements, 0-dim, squared and added in float64 without a copy of x in float64."""
     if x.is_cuda and x.numel():
-        return torch._foreach_norm([x], 2, dtype=torch.float64)[0].square()
+        return torch.ops.aten._foreach_norm.Scalar([x], 2, torch.float64)[0].square()
     total = x.new_zeros((), dtype=torch.float64)
     for part in x.reshape(-1).split(_SQUARED_AT_ONCE):
         wide = part.double()

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT, transfer
 from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
@@ -162,7 +163,7 @@ class _Inference:
                 got=f"{type(error).__name__}: {error}",
             ) from error
         results = made if isinstance(made, (list, tuple)) else (made,)
-        bases = {x.untyped_storage()._cdata: i for i, x in enumerate(tensors)}
+        bases = {storage_key(x): i for i, x in enumerate(tensors)}
         absent = ((0,), (1,), torch.float32, -1, 0)  # a gradient that was not asked for
         return tuple(
             absent
@@ -171,7 +172,7 @@ class _Inference:
                 tuple(x.shape),
                 tuple(x.stride()),
                 x.dtype,
-                bases.get(x.untyped_storage()._cdata, -1),
+                bases.get(storage_key(x), -1),
                 x.untyped_storage().nbytes(),
             )
             for x in results

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.interop.ops import is_mutable, is_operator
 from meshweave.ir import ops
 from meshweave.ir.collectives import COLLECTIVES, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import Origin, Spec, StepGraph, op_name, origin_of, tensor_inputs
@@ -30,7 +31,7 @@ def _is_functional(graph: fx.Graph) -> Findings:
     for node in graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
             yield node, f"is a {node.op}"
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if is_operator(node.target) and is_mutable(node.target):
             yield node, "writes to an operand"
 
 

@@ -6,13 +6,12 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
-from meshweave.interop.gloo import let_gathers_overlap
-from meshweave.interop.modules import lazy_module_like
+from meshweave.interop.gloo import let_gathers_overlap_in
+from meshweave.interop.graphs import lazy_module_like
 from meshweave.ir.graph import copied_graph
 from meshweave.ir.values import Values
 from meshweave.overlap.decide import OverlapOptions, decide
@@ -49,8 +48,8 @@ def overlap(
 
     Gathers and values of kernels are equal to the bit; an element of a merged reduction is the sum of the same parts
     over the same group. The result hangs on the graph and the costs alone: equal graphs give equal orders, whatever the
-    rank and the names of groups. In a process of a torch.distributed job, all-gathers of CPU tensors run from then on
-    as an op of which several may be in flight over Gloo (`interop/gloo.py`).
+    rank and the names of groups. Once the module runs, all-gathers of CPU tensors in its process run as an op of which
+    several may be in flight over Gloo (`interop/gloo.py`).
     Raises VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used
     before its wait, and a buffer that is touched in flight; MeshweaveError for a cost that is no duration, an unknown
     group, and when no order is under the cap: it says the least peak that was found and the tensors that make it.
@@ -61,7 +60,9 @@ def overlap(
     report = overlap_graph(
         graph, cost=cost, memory_cap_bytes=memory_cap_bytes, groups=groups, options=options, agree=agree
     )
-    return lazy_module_like(gm, graph), report
+    ordered = lazy_module_like(gm, graph)
+    let_gathers_overlap_in(ordered)
+    return ordered, report
 
 
 def overlap_graph(
@@ -80,8 +81,6 @@ def overlap_graph(
     """
     options = options or OverlapOptions()
     options.check()
-    if dist.is_available() and dist.is_initialized():  # a process that may run what it is handed back
-        let_gathers_overlap()
     with _without_collector():
         return _overlap(graph, cost, memory_cap_bytes, groups, options, agree, values)
 

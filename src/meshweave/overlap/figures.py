@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from meshweave.errors import MeshweaveError
+from meshweave.interop.ops import is_operator
 from meshweave.ir.collectives import WAIT
 from meshweave.overlap.prices import SIZES, Curve, Prices, handed_in
 from meshweave.overlap.read import Reading
@@ -111,4 +110,4 @@ def fingerprint(reading: Reading) -> str:
 
 
 def _name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
+    return str(target) if is_operator(target) else getattr(target, "__name__", "")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir.collectives import WAIT, collective_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.values import Values
@@ -44,9 +45,9 @@ def _sees_elements(node: fx.Node) -> bool:
 @cache
 def _is_plain(target: Any) -> bool:
     """Whether an op reads the elements of its operands, or makes a view of them relative to where they are."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not is_operator(target):
         return target in _INDIFFERENT
     if target is WAIT:
         return True
     is_known = target.namespace in _PLAIN and target is not torch.ops.aten.view.dtype
-    return is_known and not written_of(target) and not _SEEING.search(target._schema.name.partition("::")[2])
+    return is_known and not written_of(target) and not _SEEING.search(operator_name(target))

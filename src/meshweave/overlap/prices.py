@@ -19,6 +19,8 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
+from meshweave.interop.ops import arguments_of, is_operator
+from meshweave.interop.process_groups import ranks_of_group
 from meshweave.ir.graph import argument, place_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.values import Value
@@ -306,12 +308,12 @@ def _registered(group: Any) -> tuple[int, ...]:
     """The ranks of a group that torch.distributed knows; none where it does not."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
-    if isinstance(group, str):
-        try:
-            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
-        except (RuntimeError, ValueError, KeyError):
-            return ()
-    return tuple(dist.get_process_group_ranks(group))
+    if not isinstance(group, str):
+        return ranks_of_group(group)
+    try:
+        return ranks_of_group(group)
+    except (RuntimeError, ValueError, KeyError):
+        return ()
 
 
 _ATTENTION = frozenset(
@@ -356,7 +358,7 @@ def _attention(node: fx.Node, operands: tuple[Value, ...], results: tuple[Value,
 
 
 def _is_causal(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not is_operator(node.target):
         return False
-    names = [a.name for a in node.target._schema.arguments]
+    names = [a.name for a in arguments_of(node.target)]
     return "is_causal" in names and bool(argument(node, names.index("is_causal")))

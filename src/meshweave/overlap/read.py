@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir.collectives import WAIT, Collective, collective_of, group_of
 from meshweave.ir.graph import place_of
 from meshweave.ir.rank import SYMBOLS
@@ -127,7 +128,7 @@ class _Reader:
         target = node.target
         found = self.ops.get(target)
         if found is None:
-            if isinstance(target, torch._ops.OpOverload):
+            if is_operator(target):
                 is_random = torch.Tag.nondeterministic_seeded in target.tags
             else:
                 is_random = "rng" in str(target)
@@ -364,7 +365,7 @@ def _base(node: Any) -> Any:
 def _is_harmless(target: Any) -> bool:
     """Ops that torch keeps for what they check or order, not for what they change: their operands say where they
     stand."""
-    name = target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else str(target)
+    name = operator_name(target) if is_operator(target) else str(target)
     return name.startswith(("_assert", "sym_constrain", "control_deps"))
 
 

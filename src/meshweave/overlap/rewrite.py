@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from meshweave.interop.fake import fake_like, meta_like, without_modes
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.values import Value
 from meshweave.overlap.merged import Merged
 from meshweave.overlap.problem import Order
 from meshweave.overlap.read import Reading
-from meshweave.overlap.values import bare
 
 aten = torch.ops.aten
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
@@ -49,11 +48,11 @@ class _Writer:
         for c in (c for bucket in self.merged.buckets for c in bucket):
             operand: Any = self.reading.nodes[c].args[0]
             self.operands[c] = self.reading.values[operand][0]
-        modes = torch.utils._python_dispatch._disable_current_modes()
+        modes = without_modes()
         with graph.inserting_before(output), torch.no_grad(), modes:
             self.made = [self.bucket(bucket) for bucket in self.merged.buckets]
         placed: set[fx.Node] = set()
-        cursor = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), graph._root)
+        cursor = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), next(iter(graph.nodes)).prev)
         idle = _idle(graph, {n for x in order for n in self.nodes(x)})
         rest = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
         for node in (
@@ -184,11 +183,11 @@ class _Writer:
         else:
             made = torch.empty(shape, dtype=dtype, device="meta")
         self.bare[node] = made
-        return FakeTensor(like.fake_mode, made, like.device) if isinstance(like, FakeTensor) else made
+        return fake_like(made, like)
 
     def meta(self, node: fx.Node) -> torch.Tensor:
         if node not in self.bare:
-            self.bare[node] = bare(node.meta["val"])
+            self.bare[node] = meta_like(node.meta["val"])
         return self.bare[node]
 
 

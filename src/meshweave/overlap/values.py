@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 
 from meshweave.errors import VerifyError
+from meshweave.interop.ops import OpOverload, arguments_of, is_operator, returns_of
+from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.graph import place_of
 from meshweave.ir.values import NOTHING, Value, Values
@@ -45,7 +45,7 @@ def _shared_inputs(node: fx.Node, found: Values, inputs: dict[int, Value]) -> Va
         storage = x.untyped_storage()
         size = storage.nbytes()
         held = Value(value.shape, value.stride, value.dtype, value.storage, size if type(size) is int else hint(size))
-        base = inputs.setdefault(storage._cdata, held)
+        base = inputs.setdefault(storage_key(x), held)
         made.append(Value(value.shape, value.stride, value.dtype, base.storage, base.storage_bytes))
     return tuple(made)
 
@@ -85,7 +85,7 @@ def _item(node: fx.Node, values: Mapping[fx.Node, Values]) -> Values:
 def _undescribed(node: fx.Node) -> Values:
     if node.op in ("placeholder", "get_attr") or "val" in node.meta or not node.users:
         return NOTHING
-    if "val" not in node.meta and not isinstance(node.target, torch._ops.OpOverload):
+    if "val" not in node.meta and not is_operator(node.target):
         return NOTHING
     raise VerifyError(
         "a node does not say what it makes",
@@ -126,7 +126,7 @@ def _describe(node: fx.Node, index: int, x: Any, values: Mapping[fx.Node, Values
 def _base(node: fx.Node, index: int, x: torch.Tensor, values: Mapping[fx.Node, Values]) -> Value | None:
     """The operand whose storage result `index` lives in, None where it has its own."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if is_operator(target):
         for position, name in aliases_of(target).get(index, ()):
             operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
             if isinstance(operand, (list, tuple)):  # Tensor(a!)[]: the k-th result is the k-th operand
@@ -134,24 +134,20 @@ def _base(node: fx.Node, index: int, x: torch.Tensor, values: Mapping[fx.Node, V
             if isinstance(operand, fx.Node) and values[operand] and _shares(x, operand, target):
                 return values[operand][0]
         return None
-    storage = x.untyped_storage()._cdata if x.layout is torch.strided else None
+    storage = storage_key(x) if x.layout is torch.strided else None
     for operand in node.all_input_nodes:
         for one, held in zip(_leaves(operand.meta.get("val")), values[operand], strict=False):
-            if (
-                isinstance(one, torch.Tensor)
-                and one.layout is torch.strided
-                and one.untyped_storage()._cdata == storage
-            ):
+            if isinstance(one, torch.Tensor) and one.layout is torch.strided and storage_key(one) == storage:
                 return held
     return None
 
 
-def _shares(x: torch.Tensor, operand: fx.Node, target: torch._ops.OpOverload) -> bool:
+def _shares(x: torch.Tensor, operand: fx.Node, target: OpOverload) -> bool:
     """Whether an op whose result may be a view made one: reshape and contiguous copy where they must."""
-    if target._schema.name not in _MAY_COPY:
+    if target.name().partition(".")[0] not in _MAY_COPY:
         return True
     base = operand.meta.get("val")
-    return not isinstance(base, torch.Tensor) or base.untyped_storage()._cdata == x.untyped_storage()._cdata
+    return not isinstance(base, torch.Tensor) or storage_key(base) == storage_key(x)
 
 
 _MAY_COPY = frozenset(
@@ -160,24 +156,23 @@ _MAY_COPY = frozenset(
 
 
 @cache
-def aliases_of(target: torch._ops.OpOverload) -> Mapping[int, tuple[tuple[int, str], ...]]:
+def aliases_of(target: OpOverload) -> Mapping[int, tuple[tuple[int, str], ...]]:
     """Per result the arguments (position, name) that it may be a view of, or is written into, by the op's schema."""
-    schema = target._schema
-    if schema.name in _ALIASES:
-        return {0: ((0, schema.arguments[0].name),)}
+    arguments, returns = arguments_of(target), returns_of(target)
+    if target.name().partition(".")[0] in _ALIASES:
+        return {0: ((0, arguments[0].name),)}
     found = {}
-    returns = schema.returns
     for i, result in enumerate(returns):
         if result.alias_info is None:
             continue
         sets = result.alias_info.before_set
         found[i] = tuple(
             (p, a.name)
-            for p, a in enumerate(schema.arguments)
+            for p, a in enumerate(arguments)
             if a.alias_info is not None and (a.alias_info.before_set & sets or "*" in sets)
         )
     if len(returns) == 1 and str(returns[0].type).startswith("List"):  # split, unbind: every part is of the one operand
-        annotated = tuple((p, a.name) for p, a in enumerate(schema.arguments) if a.alias_info is not None)
+        annotated = tuple((p, a.name) for p, a in enumerate(arguments) if a.alias_info is not None)
         return dict.fromkeys(range(_MOST_PARTS), annotated) if annotated else {}
     return found
 
@@ -185,15 +180,15 @@ def aliases_of(target: torch._ops.OpOverload) -> Mapping[int, tuple[tuple[int, s
 @cache
 def written_of(target: Any) -> tuple[tuple[int, str], ...]:
     """The arguments (position, name) that an op writes into, by its schema."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not is_operator(target):
         return ()
-    arguments = enumerate(target._schema.arguments)
+    arguments = enumerate(arguments_of(target))
     return tuple((p, a.name) for p, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def is_view_op(target: Any) -> bool:
     """Whether an op makes views, by its schema, and writes nothing."""
-    return isinstance(target, torch._ops.OpOverload) and bool(aliases_of(target)) and not written_of(target)
+    return is_operator(target) and bool(aliases_of(target)) and not written_of(target)
 
 
 def hint(size: Any) -> int:
@@ -201,12 +196,3 @@ def hint(size: Any) -> int:
     node = getattr(size, "node", None)
     found = getattr(node, "hint", None) if node is not None else None
     return int(found) if found is not None else _SYMBOLIC
-
-
-def bare(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the meta device over the same storage, where the storage holds no data."""
-    with no_dispatch():
-        if isinstance(x, FakeTensor):
-            made = torch.empty(0, dtype=x.dtype, device="meta")
-            return made.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-        return x if x.device.type == "meta" else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

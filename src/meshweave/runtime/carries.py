@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
+from meshweave.interop.storages import version_of
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.executor import FORWARD, Compiled, Env, compile_tasks
 from meshweave.runtime.state import State
@@ -57,7 +58,7 @@ class Carries:
 
     def _hold(self, state: State, gathered: list[dict[str, Tensor]]) -> None:
         self._made = gathered
-        self._sources = [(piece, _version(piece)) for piece in self._parameters(state)]
+        self._sources = [(piece, version_of(piece)) for piece in self._parameters(state)]
 
     def _parameters(self, state: State) -> list[Tensor]:
         return [piece for name in self._names for piece in state.pieces["param", name]]
@@ -65,7 +66,7 @@ class Carries:
     def _is_fresh(self, state: State) -> bool:
         now = self._parameters(state)
         return len(now) == len(self._sources) and all(
-            piece is source and _version(piece) == version
+            piece is source and version_of(piece) == version
             for piece, (source, version) in zip(now, self._sources, strict=True)
         )
 
@@ -85,11 +86,6 @@ class Carries:
 def _carried(rank: Compiled, env: Env) -> dict[str, Tensor]:
     keys = zip(rank.graph.outputs, rank.outputs, strict=True)
     return {name: env[slot] for (kind, name), slot in keys if kind == "carry"}
-
-
-def _version(x: Tensor) -> int:
-    """What every write in place counts up; tensors of inference mode do not count."""
-    return -1 if x.is_inference() else x._version
 
 
 def _nothing(role: RankGraph) -> RankGraph:

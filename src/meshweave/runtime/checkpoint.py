@@ -20,14 +20,14 @@ from contextlib import contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshweave.errors import CheckpointError, MeshweaveError
+from meshweave.interop.checkpoints import PieceReader, StorageInfo
 from meshweave.runtime.checkpoint_tables import (
     FORMAT_VERSION,
     METADATA,
@@ -279,31 +280,31 @@ def _sync(directory: Path) -> None:
 # Reading.
 
 
-class _Reader(FileSystemReader):
+class _Reader(PieceReader):
     """Reads with metadata that has been checked already. Checks each piece's checksums, and keeps the last piece, which
     several wanted boxes may be cut from one after the other."""
 
     def __init__(self, path: Path, metadata: Metadata, checksums: bool) -> None:
         super().__init__(path)
         self._metadata, self._checksums = metadata, checksums
-        self._last: tuple[_StorageInfo | None, bytes] = (None, b"")
+        self._last: tuple[StorageInfo | None, bytes] = (None, b"")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        if self._last[0] is not sinfo:
-            content = super()._slice_file(file, sinfo).read()
+    def content(self, piece: StorageInfo, read: Callable[[], bytes]) -> bytes:
+        if self._last[0] is not piece:
+            content = read()
             if self._checksums:
-                self._check(content, sinfo)
-            self._last = (sinfo, content)
-        return BytesIO(self._last[1])
+                self._check(content, piece)
+            self._last = (piece, content)
+        return self._last[1]
 
-    def _check(self, content: bytes, sinfo: _StorageInfo) -> None:
+    def _check(self, content: bytes, piece: StorageInfo) -> None:
         # A piece is a zip archive as torch.save makes it. torch.load does not compare its checksums; zipfile does.
         with zipfile.ZipFile(BytesIO(content)) as archive:
             if archive.testzip() is not None:
-                raise damaged(Path(self.path), f"wrong checksum in {sinfo.relative_path}")
+                raise damaged(Path(self.path), f"wrong checksum in {piece.relative_path}")
 
 
 class _LoadPlanner(LoadPlanner):

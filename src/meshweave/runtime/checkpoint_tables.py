@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from meshweave.errors import CheckpointError, MeshweaveError
+from meshweave.interop.checkpoints import PICKLED
 from meshweave.ir.pieces import Box
 
 FORMAT_VERSION = 1
@@ -118,9 +117,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
             ChunkStorageMetadata,
             TensorStorageMetadata,
             TensorProperties,
-            dcp_metadata._MEM_FORMAT_ENCODING,
-            _StorageInfo,
-            torch.serialization._get_layout,
+            *PICKLED,
         )
     },
     ("torch", "Size"): torch.Size,

@@ -12,10 +12,10 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from meshweave.errors import LayoutError, MeshError, StepError
+from meshweave.interop.process_groups import default_group, default_store
 from meshweave.ir.collectives import ALL_GATHER
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
@@ -42,7 +42,7 @@ class ClusterWorld:
         self.devices = (self.rank,)
         self.device = _device(device)
         self.communicator = ClusterCommunicator(mesh, self.rank, self.device.type == "cuda")
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         count = store.add(f"meshweave/worlds/{self.rank}", 1)
         communicator = self.communicator
         self._watch = Watch(
@@ -156,7 +156,7 @@ def _abort(communicator: ClusterCommunicator) -> None:
     """Release a rank that waits for a GPU. On Gloo abort() releases nobody (torch 2.13), and `check` does it."""
     if not communicator.is_native:
         return
-    for group in (*communicator.process_groups, distributed_c10d._get_default_group()):
+    for group in (*communicator.process_groups, default_group()):
         group.abort()
 
 
@@ -263,7 +263,7 @@ def shutdown(world: ClusterWorld | None = None) -> None:
 
 
 def _await_others() -> None:
-    store, end = distributed_c10d._get_default_store(), time.monotonic() + LINGER
+    store, end = default_store(), time.monotonic() + LINGER
     with suppress(RuntimeError):  # the store ended before us
         num_here = store.add("meshweave/leaving", 1)
         while dist.get_rank() == 0 and num_here < dist.get_world_size() and time.monotonic() < end:

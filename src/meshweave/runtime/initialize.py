@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.errors import CaptureError
+from meshweave.interop.modules import copied_dicts, own_tensors, restore_dicts, set_submodules, twin_of
+from meshweave.interop.storages import version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +76,14 @@ def _skeleton(model: nn.Module) -> nn.Module:
     def copy(module: nn.Module | None) -> nn.Module | None:
         if module is None or id(module) in modules:
             return module and modules[id(module)]
-        twin = modules[id(module)] = _twin(module)
-        twin._parameters = {key: meta(p) for key, p in module._parameters.items()}
-        twin._buffers = {key: meta(b) for key, b in module._buffers.items()}
-        twin._modules = {key: copy(child) for key, child in module._modules.items()}
+        twin, children = twin_of(module, meta)
+        modules[id(module)] = twin
+        set_submodules(twin, {key: copy(child) for key, child in children.items()})
         return twin
 
     root = copy(model)
     assert root is not None
     return root
-
-
-def _twin(module: nn.Module) -> Any:
-    twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    return twin
 
 
 def _empty(like: Tensor, device: str) -> Tensor:
@@ -101,8 +95,11 @@ def _owners(root: nn.Module) -> Iterator[_Owner]:
     """The modules that own a tensor first, in the order of `named_modules`."""
     seen: set[int] = set()
     for path, module in root.named_modules():
-        own = {**module._parameters, **module._buffers}
-        new = [(key, tensor) for key, tensor in own.items() if tensor is not None and id(tensor) not in seen]
+        new = [
+            (key, tensor)
+            for key, tensor in own_tensors(module).items()
+            if tensor is not None and id(tensor) not in seen
+        ]
         seen.update(id(tensor) for _, tensor in new)
         if new:
             prefix = f"{path}." if path else ""
@@ -112,16 +109,14 @@ def _owners(root: nn.Module) -> Iterator[_Owner]:
 def _chain(root: nn.Module, path: str) -> tuple[nn.Module, ...]:
     chain = [root]
     for key in filter(None, path.split(".")):
-        child = chain[-1]._modules[key]
-        assert child is not None
-        chain.append(child)
+        chain.append(chain[-1].get_submodule(key))
     return tuple(chain)
 
 
 def _make(owner: _Owner, missing: Sequence[str], seed: int) -> dict[str, Tensor]:
     """The initial tensors named `missing` of one module, which is back on the meta device when this returns."""
     module = owner.chain[-1]
-    before = dict(module._parameters), dict(module._buffers)
+    before = copied_dicts(module)
     keys = {name: key for name, key in owner.tensors if name in missing}
     try:
         _fill_with_sentinels(module, keys.values())
@@ -131,7 +126,7 @@ def _make(owner: _Owner, missing: Sequence[str], seed: int) -> dict[str, Tensor]
             _initialise(owner, keys)
         return {name: _finished(owner, name, key, before) for name, key in keys.items()}
     finally:
-        module._parameters, module._buffers = before
+        restore_dicts(module, before)
 
 
 def _seed(seed: int, path: str) -> int:
@@ -218,11 +213,11 @@ def _untouched(tensor: Tensor) -> bool:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
         return bool((wide != wide).any())
-    return bool((tensor == _sentinel(tensor.dtype)).all()) and tensor._version <= 1
+    return bool((tensor == _sentinel(tensor.dtype)).all()) and version_of(tensor) <= 1
 
 
 def _own(module: nn.Module, key: str) -> Tensor:
-    tensor = module._parameters.get(key, module._buffers.get(key))
+    tensor = own_tensors(module).get(key)
     assert tensor is not None
     return tensor
 

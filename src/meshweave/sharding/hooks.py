@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from meshweave.interop import pytree
 from meshweave.ir import ops
 from meshweave.sharding.plans import Resolved
 

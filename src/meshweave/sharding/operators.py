@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from meshweave.capture.trace import user_line
 from meshweave.errors import LayoutError, MeshError
+from meshweave.interop import pytree
 from meshweave.ir import ops
 from meshweave.ir.graph import Origin
 from meshweave.ir.layout import DimSharding, Layout

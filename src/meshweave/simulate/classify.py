@@ -11,6 +11,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
+from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir import local_ops
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.values import Value
@@ -71,8 +72,8 @@ _GATHERED = frozenset({"gather", "scatter"})
 
 def base_name(target: Any) -> str:
     """The name of an op without namespace and overload: `sum` of `aten.sum.dim_IntList`."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[2]
+    if is_operator(target):
+        return operator_name(target)
     return getattr(target, "__name__", str(target))
 
 
@@ -94,7 +95,7 @@ def kind_of(node: fx.Node) -> str:
         return "attention"
     if name in _KINDS:
         return _KINDS[name]
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+    if is_operator(target) and torch.Tag.pointwise in target.tags:
         return "pointwise"
     raise MeshweaveError(
         f"the simulator has no cost for {op_name(target)}",

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
+from meshweave.interop.process_groups import default_store, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.overlap.figures import Figures
 
-c10d: Any = dist.distributed_c10d  # whose private functions are not typed
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
 _SHOWN = 16  # ranks that an error names
 
@@ -273,7 +273,7 @@ def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None
     if groups is not None and group in groups:
         return tuple(groups[group])
     try:
-        held = c10d._resolve_process_group(group) if isinstance(group, str) else group
+        return ranks_of_group(group)
     except (RuntimeError, ValueError, KeyError) as error:
         raise MeshweaveError(
             "the group of a collective is unknown",
@@ -281,7 +281,6 @@ def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None
             got=repr(group),
             expected="a group of torch.distributed, or one of groups=",
         ) from error
-    return tuple(c10d.get_process_group_ranks(held))
 
 
 def world_agreement(ranks: Sequence[int] | None, timeout_seconds: float = TIMEOUT_SECONDS) -> Agreement | None:
@@ -295,4 +294,4 @@ def world_agreement(ranks: Sequence[int] | None, timeout_seconds: float = TIMEOU
     chosen = tuple(sorted(set(ranks))) if ranks is not None else tuple(range(dist.get_world_size()))
     if chosen == (dist.get_rank(),) or len(chosen) == 1 == dist.get_world_size():
         return None
-    return Agreement(c10d._get_default_store(), dist.get_rank(), chosen, timeout_seconds)
+    return Agreement(default_store(), dist.get_rank(), chosen, timeout_seconds)

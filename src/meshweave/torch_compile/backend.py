@@ -12,6 +12,7 @@ from torch import fx
 
 from meshweave.decompose import DecomposeOptions
 from meshweave.errors import MeshweaveError
+from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.overlap import OverlapOptions
 from meshweave.torch_compile.agreement import TIMEOUT_SECONDS
 from meshweave.torch_compile.scheduling import Cost, Settings, settings
@@ -45,6 +46,7 @@ class Backend:
 
         Raises MeshweaveError for either where something else compiles.
         """
+        let_gathers_overlap()  # torch.compile runs here what it compiles, or what it finds in its cache
         if self.inner == "inductor":
             from meshweave.torch_compile.inductor import compile_with
 
@@ -59,18 +61,14 @@ class Backend:
         return self._aot(gm, list(inputs))
 
     def _aot(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._dynamo.backends.debugging import boxed_nop
-        from torch._functorch._aot_autograd.utils import make_boxed_func
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from meshweave.interop.aot_autograd import aot_autograd, boxed, boxed_nop, min_cut_partition
 
         inner = boxed_nop if isinstance(self.inner, str) else self.inner
 
         def compiled(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
             self.settings.schedule(graph.graph)
             graph.recompile()
-            made = inner(graph, graph_inputs)  # type: ignore[arg-type]
-            return made if getattr(made, "_boxed_call", False) else make_boxed_func(made)
+            return boxed(inner(graph, graph_inputs))  # type: ignore[arg-type]
 
         def without_backward(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
             self.settings.split_rows(graph.graph)
@@ -79,7 +77,7 @@ class Backend:
         def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             if self.settings.split_rows(joint.graph) is not None:
                 joint.recompile()
-            return min_cut_rematerialization_partition(joint, *args, **kwargs)
+            return min_cut_partition(joint, *args, **kwargs)
 
         compiler = aot_autograd(
             fw_compiler=compiled,

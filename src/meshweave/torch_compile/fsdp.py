@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshweave.errors import MeshweaveError
+from meshweave.interop.dtensor import StridedShard, joined_device_mesh
+from meshweave.interop.modules import own_parameters
 from meshweave.ir.collectives import ALL_GATHER, WAIT
 
 
@@ -110,18 +112,18 @@ def shard_in_graph(
             continue
         ways = {**_ways(part), **{name: made[p][1] for name, p in held.items()}}
         for name, p in held.items():
-            part._parameters[name] = made[p][0]
+            own_parameters(part)[name] = made[p][0]
         readers = {name: property(partial(_read, name=name, way=way)) for name, way in ways.items()}
-        part.__class__ = type(part.__class__.__name__, (part.__class__,), {**readers, "_in_graph": ways})
+        part.__class__ = type(part.__class__.__name__, (part.__class__,), {**readers, "meshweave_in_graph": ways})
     return module
 
 
 def _ways(part: nn.Module) -> Mapping[str, _Stored]:
-    return getattr(type(part), "_in_graph", {})
+    return getattr(type(part), "meshweave_in_graph", {})
 
 
 def _read(part: nn.Module, name: str, way: _Stored) -> Tensor | None:
-    stored = part._parameters[name]
+    stored = own_parameters(part)[name]
     return None if stored is None else way.used(stored)  # type: ignore[arg-type]
 
 
@@ -136,8 +138,8 @@ def _stored(
     if isinstance(p, DTensor):
         times = math.prod(p.device_mesh.size(i) for i, placed in enumerate(p.placements) if placed.is_shard(0))
         # What the other mesh cut first is cut again within each of its pieces, the order of fully_shard.
-        cut = Shard(0) if times == 1 else _StridedShard(0, split_factor=times)
-        both = DeviceMesh._concatenate([mesh, p.device_mesh])
+        cut = Shard(0) if times == 1 else StridedShard(0, split_factor=times)
+        both = joined_device_mesh([mesh, p.device_mesh])
         placements = (cut, *p.placements)
         sharded = DTensor.from_local(
             sharded.to_local(), both, placements, run_check=False, shape=p.shape, stride=p.stride()

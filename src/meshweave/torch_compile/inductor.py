@@ -15,11 +15,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import fx
-from torch._inductor import config, custom_graph_pass
 
 from meshweave.errors import MeshweaveError
+from meshweave.interop.gloo import let_gathers_overlap
+from meshweave.interop.inductor import (
+    GraphPass,
+    PostGradPass,
+    SchedulerPass,
+    add_dependency,
+    backward_compiled_with_forward,
+    compile_fx,
+    config,
+    contains_collective,
+    contains_wait,
+    is_library_call,
+    list_mode_options,
+)
 from meshweave.torch_compile.scheduling import Settings
 
 # Overlap and bucketing of Inductor's own (torch 2.13, _inductor/config.py), by what switches each off.
@@ -36,12 +48,9 @@ _OWN: Mapping[str, object] = {
 _REORDERS: Mapping[str, object] = {"reorder_for_peak_memory": False}
 _POST_GRAD, _PRE_FUSION = "post_grad_custom_post_pass", "_pre_fusion_custom_pass"
 _JOINT = "joint_custom_post_pass"  # on forward and backward in one, or on a graph without backward
-# What torch 2.13 has and earlier versions may not.
-_GraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
-_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
-class OverlapPass(_GraphPass):  # type: ignore[misc]
+class OverlapPass(PostGradPass):  # type: ignore[misc]
     """`Settings.schedule` as a pass of Inductor, after passes that were installed before. Its uuid is that of all of
     them."""
 
@@ -50,7 +59,7 @@ class OverlapPass(_GraphPass):  # type: ignore[misc]
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         for one in self.before:
-            if isinstance(one, _GraphPass) and _GraphPass is not custom_graph_pass.CustomGraphPass:
+            if isinstance(one, PostGradPass) and PostGradPass is not GraphPass:
                 one(graph, is_inference)
             else:
                 one(graph)
@@ -64,7 +73,7 @@ class OverlapPass(_GraphPass):  # type: ignore[misc]
         return self  # copies of Inductor's config are for reading
 
 
-class SplitPass(custom_graph_pass.CustomGraphPass):  # type: ignore[misc]
+class SplitPass(GraphPass):  # type: ignore[misc]
     """`Settings.split_rows` as a pass of Inductor, after passes that were installed before."""
 
     def __init__(self, settings: Settings, before: Sequence[Any] = ()) -> None:
@@ -83,7 +92,7 @@ class SplitPass(custom_graph_pass.CustomGraphPass):  # type: ignore[misc]
         return self
 
 
-class HoldOrder(_SchedulerPass):  # type: ignore[misc]
+class HoldOrder(SchedulerPass):  # type: ignore[misc]
     """Scheduler nodes before fusion, with dependencies that keep work where it hides communication.
 
     An event is a start or a wait. Events stay in their order; matmuls and other library calls stay between the events
@@ -115,9 +124,6 @@ class HoldOrder(_SchedulerPass):  # type: ignore[misc]
 
 def _hold(nodes: Sequence[Any]) -> bool:
     """Add the dependencies; whether there were any to add."""
-    from torch._inductor.scheduler import ExternKernelSchedulerNode
-    from torch._inductor.utils import contains_collective, contains_wait
-
     nodes = [node for node in nodes if node.get_buffer_names()]
     events = [i for i, node in enumerate(nodes) if contains_collective(node) or contains_wait(node)]
     if not events:
@@ -130,7 +136,7 @@ def _hold(nodes: Sequence[Any]) -> bool:
             place = at[i] + 1
             if at[i]:
                 _after(node, nodes[events[at[i] - 1]])
-        elif isinstance(node, ExternKernelSchedulerNode) or node.is_template():
+        elif is_library_call(node):
             if place:
                 _after(node, nodes[events[place - 1]])
             if place < len(events):
@@ -147,19 +153,15 @@ def _read_after(nodes: Sequence[Any], waits: Iterable[Any]) -> None:
     """Keep what reads a result behind its wait. A wait is a mutation to Inductor, and its C++ backend loses that
     dependency where it computes the loops of a reader anew to fuse it, unless the reader has another that is no read
     (torch 2.13, SchedulerNode.recompute_size_and_body)."""
-    from torch._inductor.dependencies import WeakDep
-
     made = {name: wait for wait in waits for name in wait.get_buffer_names()}
     for node in nodes:
         for name in [dep.name for dep in node.unmet_dependencies if dep.name in made and made[dep.name] is not node]:
-            node.add_fake_dep(WeakDep(name, mutating_buf=name, is_fake=True))  # which no fusion makes redundant
+            add_dependency(node, name, written=name)  # which no fusion makes redundant
 
 
 def _windows(nodes: Sequence[Any], waits: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Each wait with its start, by position; -1 where the start is not found, which holds everything before the
     wait."""
-    from torch._inductor.utils import contains_collective
-
     made = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
     for i in waits:
         asked, found = [i], -1
@@ -177,11 +179,9 @@ def _windows(nodes: Sequence[Any], waits: Iterable[int]) -> Iterator[tuple[int, 
 
 def _after(node: Any, earlier: Any) -> None:
     """Make `node` come after `earlier` without keeping any buffer alive."""
-    from torch._inductor.dependencies import WeakDep
-
     own = next(iter(node.get_buffer_names()))
     for name in earlier.get_buffer_names():
-        node.add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
+        add_dependency(node, name, written=own)
 
 
 def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,8 +233,8 @@ def installed(settings: Settings) -> Iterator[None]:
     Backward graphs are compiled with their forward graphs: on a GPU autograd would compile them in another thread,
     which does not see this thread's options.
     """
-    early = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with config.patch(patches(settings, {})), early:
+    let_gathers_overlap()  # for what is compiled, or found in Inductor's cache, and run while this lasts
+    with config.patch(patches(settings, {})), backward_compiled_with_forward():
         yield
 
 
@@ -242,9 +242,6 @@ def compile_with(
     settings: Settings, gm: fx.GraphModule, inputs: Sequence[Any], mode: str, options: Mapping[str, Any]
 ) -> Any:
     """What `torch.compile` does with Inductor, with our pass in it."""
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
     chosen = {} if mode == "default" else list_mode_options(mode)
     named = {name.replace("-", "_"): value for name, value in options.items()}
     return compile_fx(gm, list(inputs), config_patches=patches(settings, {**chosen, **named}))

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import meshweave.errors
 from meshweave.decompose import DecomposeOptions, DecomposeReport, SplitReport, decompose_graph, split_batch
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
-from meshweave.interop.gloo import let_gathers_overlap
+from meshweave.interop.fake import unset_fake_temporarily
+from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
 from meshweave.overlap import Figures, OverlapOptions, OverlapReport, overlap, overlap_graph
 from meshweave.overlap.decide import NoOrderError
@@ -163,7 +163,7 @@ class Settings:
             torch.__version__,
             "" if self.cost is None else _figures(self.cost),
             repr((self.memory_cap_bytes, self.options, self.groups, self.decompose, self.split, self.ranks)),
-            repr(_registered()),
+            repr(ranks_of_groups()),  # a compiled graph names them, and one name may be another group next time
         ]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
@@ -192,7 +192,6 @@ def settings(
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
     rings, chunks = DecomposeOptions.of(decompose), _chunks(split)
-    let_gathers_overlap()  # here, too: graphs that come from a cache are ordered already
     return Settings(found, memory_cap_bytes, options, table, report, chosen, timeout_seconds, rings, chunks)
 
 
@@ -254,12 +253,3 @@ def _sources() -> str:
 def _figures(profile: MachineProfile) -> str:
     """All figures of a profile, whose own repr is short."""
     return repr([(name, getattr(profile, name)) for name in profile.__dataclass_fields__])
-
-
-def _registered() -> list[tuple[str, tuple[int, ...]]]:
-    """The groups that torch.distributed knows: a compiled graph names them, and one name may be another group next
-    time."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    known = dist.distributed_c10d._world.pg_names
-    return sorted((str(name), tuple(dist.get_process_group_ranks(group))) for group, name in known.items())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from meshweave.interop.graphs import copy_signature
 from meshweave.ir.graph import copied_graph
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:
     """A module that runs a copy of the graph; constants are those of the module that owns it."""
     made = copied_graph(graph)
-    made.set_codegen(graph._codegen)
+    copy_signature(graph, made)
     return fx.GraphModule(graph.owning_module or torch.nn.Module(), made)
 
 

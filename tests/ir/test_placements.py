@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshweave.errors import LayoutError, MeshError
-from meshweave.interop.device_mesh import device_mesh_from_mesh
 from meshweave.ir.layout import REDUCE_OPS, Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.runtime.dtensor import device_mesh_from_mesh
 
 MESHES = (Mesh("a=3,b=2"), Mesh("a=2,b=3,c=2"), Mesh("a=4,b=2", devices=[5, 3, 1, 7, 0, 2, 6, 4]))
 SIZES = (0, 1, 3, 5, 7, 9, 12, 13, 24)

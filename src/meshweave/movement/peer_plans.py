@@ -12,26 +12,30 @@ neither used nor changed.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from math import prod
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _collective_utils, _redistribute
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.errors import LayoutError
-from meshweave.interop.dtensor import placements_from_layout
+from meshweave.interop.dtensor import (
+    DTensorSpec,
+    TensorMeta,
+    bare_device_mesh,
+    flatten_without_groups,
+    link_priced_cost,
+    merged_transforms,
+    planner,
+)
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.placements import placements_from_layout
 
 # (name, whether it searches a graph, whether steps are merged)
 VARIANTS = (
@@ -151,43 +155,40 @@ class Question:
     def transforms(self, *, graph: bool, merged: bool) -> list[Any]:
         """The steps as DTensor lists them (_TransformInfo). Greedy falls back to the graph as DTensor does, where an
         order of axes is not that of the mesh."""
-        planner_type = getattr(_redistribute, "DTensorRedistributePlanner", None)
-        if planner_type is None:
+        chosen = planner(self.mesh, self.before.tensor_meta)
+        if chosen is None:
             raise _Refused(f"torch {torch.__version__} has no DTensorRedistributePlanner")
-        planner = planner_type(self.mesh, self.before.tensor_meta)
-        self._tell_hosts(planner)
+        self._tell_hosts(chosen)
         ordered = all(_in_mesh_order(layout) for layout in (self.source, self.target))
         if graph or not ordered:
-            infos = planner.generate_graph_based_transform_infos(self.before, self.after, self.shape)
+            infos = chosen.generate_graph_based_transform_infos(self.before, self.after, self.shape)
         else:
-            infos = planner.generate_greedy_transform_infos(self.before, self.after)
+            infos = chosen.generate_greedy_transform_infos(self.before, self.after)
         if not merged:
             return list(infos)
-        merge = getattr(_redistribute, "_optimize_transform_infos", None)
-        if merge is None:
+        fewer = merged_transforms(infos, self.mesh, self.before.placements, self.after.placements)
+        if fewer is None:
             raise _Refused(f"torch {torch.__version__} does not merge steps over flattened mesh dims")
-        with _quiet():
-            return list(merge(infos, self.mesh, self.before.placements, self.after.placements))
+        return fewer
 
-    def _tell_hosts(self, planner: Any) -> None:
+    def _tell_hosts(self, chosen: Any) -> None:
         """Let the planner price steps for hosts of so many devices; by itself it takes the number of devices that this
         process sees, which on a machine without accelerators is 1. Nothing where this torch prices in another way."""
-        price = getattr(_collective_utils, "_compute_placement_transition_cost", None)
-        if price is None:
-            return
         sizes = self.source.mesh.shape
         inside = [prod(sizes[dim:]) <= self.devices_per_host for dim in range(len(sizes))]
         links = [_WITHIN_HOST if is_inside else _BETWEEN_HOSTS for is_inside in inside]
-        hosts = _collective_utils.MeshTopoInfo(self.mesh, [*sizes], [gb for gb, _ in links], [us for _, us in links])
+        price = link_priced_cost(self.mesh, [gb for gb, _ in links], [us for _, us in links])
+        if price is None:
+            return
         total = self.dtype.itemsize * prod(self.shape) / 2**30
 
         def cost(before: Any, after: Any) -> float:
             pairs = list(zip(before.placements, after.placements, strict=True))
             dim = next(dim for dim, (old, new) in enumerate(pairs) if old != new)
-            held = total / prod(size for size, (old, _) in zip(sizes, pairs, strict=True) if old.is_shard())
-            return float(price(*pairs[dim], hosts, dim, held)[0])
+            piece = total / prod(size for size, (old, _) in zip(sizes, pairs, strict=True) if old.is_shard())
+            return price(*pairs[dim], dim, piece)
 
-        planner.cost_function = cost
+        chosen.cost_function = cost
 
 
 def _devices_per_host(mesh: Mesh, profile: Profile) -> int:
@@ -213,37 +214,13 @@ def _in_mesh_order(layout: Layout) -> bool:
 def _bare_device_mesh(mesh: Mesh) -> DeviceMesh:
     """A DeviceMesh as its first device sees it, without process groups, with every set of axes flattened."""
     ranks = torch.tensor(mesh.devices, dtype=torch.int, device="cpu").reshape(mesh.shape)
-    options: dict[str, Any] = {"_init_backend": False, "_rank": mesh.devices[0]}
-    try:
-        made = DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axis_names, **options)
-    except TypeError:
-        raise _Refused(f"torch {torch.__version__} makes no DeviceMesh without process groups") from None
+    bare = bare_device_mesh(ranks, mesh.axis_names)
+    if bare is None:
+        raise _Refused(f"torch {torch.__version__} makes no DeviceMesh without process groups")
     for count in range(2, len(mesh.axis_names) + 1):
         for axes in combinations(mesh.axis_names, count):
-            _flatten(made, axes)
-    return made
-
-
-def _flatten(mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-    """Let the merging find the axes flattened: it looks for the layout of the flattened mesh and for nothing else
-    (`_get_flattened_mesh_by_layout_impl`). Nothing where this torch looks elsewhere: then nothing is merged."""
-    try:
-        cut: Any = mesh._get_slice_mesh_layout(axes)
-        found: Any = SimpleNamespace(_layout=type(cut)([cut.collapse()]))
-        mesh._flatten_mapping["_".join(axes)] = found
-    except (AttributeError, TypeError):
-        return
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that steps could not be merged: the plan shows it."""
-    logger: logging.Logger = _redistribute.logger
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+            flatten_without_groups(bare, axes)
+    return bare
 
 
 def _priced(name: str, question: Question, infos: Sequence[Any], profile: Profile) -> PeerPlan:

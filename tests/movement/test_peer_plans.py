@@ -11,11 +11,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshweave.hardware import AlphaBeta
-from meshweave.interop.device_mesh import device_mesh_from_mesh
-from meshweave.interop.peer_plans import VARIANTS, PeerPlan, Question, peer_plans
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.movement.peer_plans import VARIANTS, PeerPlan, Question, peer_plans
 from meshweave.movement.plan import plan_move
+from meshweave.runtime.dtensor import device_mesh_from_mesh
 
 MESH = Mesh("a=2,b=4")
 PROFILE = AlphaBeta(10e-6, {"a": 50e9, "b": 400e9, "c": 400e9})

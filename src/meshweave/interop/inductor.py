@@ -1,0 +1,41 @@
+"""What of Inductor and AOTAutograd the drop-in for torch.compile hangs on.
+
+Holds for torch 2.11 to 2.13 (torch/_inductor, torch/_functorch, torch/_dynamo/backends). Backends and Inductor's
+options are public in `torch.compile`; passes on its graphs, its scheduler's nodes and the parting of forward and
+backward are not. Importing this file imports Inductor, which takes a second.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch._functorch.config
+from torch._inductor import config as config
+from torch._inductor import custom_graph_pass
+from torch._inductor import list_mode_options as list_mode_options
+from torch._inductor.compile_fx import compile_fx as compile_fx
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.scheduler import ExternKernelSchedulerNode
+from torch._inductor.utils import contains_collective as contains_collective
+from torch._inductor.utils import contains_wait as contains_wait
+
+GraphPass: Any = custom_graph_pass.CustomGraphPass
+# What torch 2.13 has and earlier versions may not: a pass after the gradients were made, and one on scheduler nodes.
+PostGradPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", GraphPass)
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+def is_library_call(node: Any) -> bool:
+    """Whether a scheduler node runs a kernel that Inductor does not generate from loops."""
+    return isinstance(node, ExternKernelSchedulerNode) or node.is_template()
+
+
+def add_dependency(node: Any, buffer: str, written: str) -> None:
+    """Make a scheduler node come after what makes `buffer`, as if it wrote `written`, without keeping it alive."""
+    node.add_fake_dep(WeakDep(buffer, mutating_buf=written, is_fake=True))
+
+
+def backward_compiled_with_forward() -> AbstractContextManager[Any]:
+    """A context in which backward graphs are compiled with their forward graphs, in the same thread."""
+    return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)

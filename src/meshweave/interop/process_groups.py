@@ -1,0 +1,39 @@
+"""The process groups and the store of `torch.distributed` in this process.
+
+Holds for torch 2.11 to 2.13 (torch/distributed/distributed_c10d.py). Names of groups stand in graphs, and public
+functions give a group by its ranks alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+c10d: Any = dist.distributed_c10d  # whose private functions are not typed
+
+
+def default_store() -> Store:
+    """The store of the initialised job."""
+    return c10d._get_default_store()
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    return c10d._get_default_group()
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """The ranks of a process group, or of the one that a graph calls by this name. Raises RuntimeError, ValueError or
+    KeyError for a name that no group has."""
+    found = c10d._resolve_process_group(group) if isinstance(group, str) else group
+    return tuple(dist.get_process_group_ranks(found))
+
+
+def ranks_of_groups() -> list[tuple[str, tuple[int, ...]]]:
+    """Name and ranks of every group in this process, sorted; none where there is no job."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    names = c10d._world.pg_names
+    return sorted((str(name), tuple(dist.get_process_group_ranks(group))) for group, name in names.items())

@@ -1,0 +1,176 @@
+"""Layout to and from DTensor placements.
+
+DTensor has one placement per mesh axis and applies them in mesh order. Where our order of the axes on one dim
+differs, the placement becomes `_StridedShard(dim, split_factor=f)`: the dim is already cut into f chunks by axes
+that stand later in the mesh but further out in the layout, and each of the chunks is cut again. So f is the
+product of the sizes of those axes, and the order can be read back from the factors.
+Source: torch/distributed/tensor/_dtensor_spec.py, `_convert_shard_order_to_StridedShard` (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from meshweave.errors import LayoutError
+from meshweave.interop.dtensor import StridedShard
+from meshweave.ir.layout import REDUCE_OPS, DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import chunk, is_even, nested_chunk
+
+
+def placements_from_layout(layout: Layout, shape: Sequence[int]) -> tuple[Placement, ...]:
+    """The DTensor placements, one per mesh axis, under which a tensor of `shape` has the pieces of `layout`.
+
+    Raises LayoutError where DTensor would hold other pieces: a unit that changes them for this shape, or axes out
+    of mesh order on a dim that they do not divide, where a strided shard leaves other remainders than we do.
+    """
+    layout.check_rank(shape)
+    for d, (size, dim) in enumerate(zip(shape, layout.normalized(shape).dims, strict=True)):
+        if dim.unit != 1:
+            raise LayoutError(
+                f"DTensor cannot cut dim {d} in blocks of {dim.unit}",
+                where=f"layout {layout} on mesh {layout.mesh}, shape {tuple(shape)}",
+                got=f"dim {d} of {size} elements cut as {dim}: the unit changes the pieces",
+                expected="a unit of 1, or a size that the blocks of all devices divide",
+                hint="choose another shape, or move the value to a layout without a unit first",
+            )
+    for d, size in enumerate(shape):
+        _check_order(layout, shape, d, size)
+    placements: list[Placement] = []
+    partial = dict(layout.partial)
+    for axis in layout.mesh.axis_names:
+        sharded = layout.dim_of(axis)
+        if sharded is None:
+            placements.append(Partial(partial[axis]) if axis in partial else Replicate())
+            continue
+        factor = _split_factor(layout.mesh, layout.dims[sharded].axes, axis)
+        placements.append(Shard(sharded) if factor == 1 else StridedShard(sharded, split_factor=factor))
+    return tuple(placements)
+
+
+def layout_from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims: int) -> Layout:
+    """The layout that DTensor `placements` (one per axis of `mesh`) stand for, on a tensor of `num_dims` dims.
+
+    Exact for every size where the axes of a dim are in mesh order, and where they divide the dim. Raises
+    LayoutError for a wrong number of placements, a dim that the tensor lacks, a split factor that no order of the
+    axes gives, and for a placement that is neither Shard, Replicate nor a plain Partial.
+    """
+    if len(placements) != len(mesh.axis_names):
+        raise LayoutError(
+            "there must be one placement per mesh axis",
+            where=f"mesh {mesh}",
+            got=f"{len(placements)} placements",
+            expected=f"{len(mesh.axis_names)}",
+        )
+    order: list[list[str]] = [[] for _ in range(num_dims)]
+    partial = []
+    # Last axis first: a split factor speaks of the axes after its own.
+    for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
+        where = f"axis '{axis}' of mesh {mesh}"
+        if isinstance(placement, (StridedShard, Shard)):
+            _insert(order, axis, placement, mesh, where)
+        elif type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
+            partial.append((axis, placement.reduce_op))
+        elif not isinstance(placement, Replicate):
+            raise LayoutError(
+                "no layout stands for this placement",
+                where=where,
+                got=repr(placement),
+                expected=f"Shard, Replicate or Partial with one of {', '.join(REDUCE_OPS)}",
+                hint="redistribute the DTensor to another placement first",
+            )
+    return Layout(mesh, tuple(DimSharding(tuple(axes)) for axes in order), tuple(partial))
+
+
+def _split_factor(mesh: Mesh, axes: Sequence[str], axis: str) -> int:
+    """Chunks that axes later in the mesh but further out in `axes` have cut before `axis` does."""
+    outer = axes[: axes.index(axis)]
+    return prod(mesh.size(a) for a in outer if mesh.axis_index(a) > mesh.axis_index(axis))
+
+
+def _insert(order: list[list[str]], axis: str, placement: Shard | StridedShard, mesh: Mesh, where: str) -> None:
+    """Put `axis` among the later axes of its dim, where the sizes of those further out give the split factor."""
+    dim = placement.dim + len(order) if placement.dim < 0 else placement.dim
+    if not 0 <= dim < len(order):
+        raise LayoutError(
+            f"there is no dim {placement.dim} to shard",
+            where=where,
+            got=repr(placement),
+            expected=f"a dim of a tensor with {len(order)} dims",
+        )
+    factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+    later = order[dim]
+    factors = [mesh.flat_size(later[:at]) for at in range(len(later) + 1)]
+    if factor not in factors:
+        raise LayoutError(
+            "no order of the mesh axes gives this strided shard",
+            where=where,
+            got=repr(placement),
+            expected=f"a split factor of {', '.join(map(str, sorted(set(factors))))}",
+            hint="it comes from a view that merged dims; redistribute the DTensor to Shard first",
+        )
+    later.insert(factors.index(factor), axis)
+
+
+def _check_order(layout: Layout, shape: Sequence[int], d: int, size: int) -> None:
+    """Raises LayoutError unless DTensor, which cuts in mesh order, gets the pieces of `layout` on dim `d`."""
+    mesh = layout.mesh
+    axes = tuple(a for a in layout.dims[d].axes if mesh.size(a) > 1)
+    in_mesh_order = sorted(axes, key=mesh.axis_index)
+    if list(axes) == in_mesh_order or is_even(size, layout.parts(d)):
+        return
+    for index in product(*(range(mesh.size(a)) for a in axes)):
+        coords = dict(zip(axes, index, strict=True))
+        start, length = nested_chunk(size, [(mesh.size(a), coords[a]) for a in axes])
+        runs = [(0, size)]
+        for a in in_mesh_order:
+            runs = _strided_cut(runs, _split_factor(mesh, axes, a), mesh.size(a), coords[a])
+        if runs != ([(start, length)] if length else []):
+            raise LayoutError(
+                f"DTensor would hold other pieces of dim {d}",
+                where=f"layout {layout} on mesh {mesh}, shape {tuple(shape)}",
+                got=f"{size} elements over {{{','.join(axes)}}}: at {coords} we hold {length} from {start}, "
+                f"DTensor {runs or 'none'} as (offset, size)",
+                expected=f"a size that {prod(layout.parts(d))} pieces divide, or the axes in mesh order",
+                hint=f"write the dim as {{{','.join(in_mesh_order)}}}, or choose another size",
+            )
+
+
+def _strided_cut(runs: list[tuple[int, int]], factor: int, parts: int, index: int) -> list[tuple[int, int]]:
+    """Part `index` of the elements in `runs` (offset and size of each stretch), as `StridedShard` cuts them.
+
+    The elements are chunked into `factor`, every chunk into `parts`, and the parts `index` are joined again.
+    """
+    total = sum(length for _, length in runs)
+    kept = []
+    for outer in range(factor):
+        start, length = chunk(total, factor, outer)
+        offset, length = chunk(length, parts, index)
+        kept += _slice_runs(runs, start + offset, length)
+    return _join(kept)
+
+
+def _slice_runs(runs: list[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
+    """The stretches that hold the elements start .. start+length of those in `runs`."""
+    kept, seen = [], 0
+    for offset, size in runs:
+        lo, hi = max(start - seen, 0), min(start + length - seen, size)
+        if lo < hi:
+            kept.append((offset + lo, hi - lo))
+        seen += size
+    return kept
+
+
+def _join(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`runs` with stretches that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for offset, size in runs:
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((offset, size))
+    return joined

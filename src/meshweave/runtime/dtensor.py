@@ -1,0 +1,95 @@
+"""Pieces as DTensors, on a DeviceMesh with the axes of their mesh."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshweave.errors import LayoutError, MeshError
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.placements import placements_from_layout
+
+
+def device_mesh_from_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The DeviceMesh over the ranks of `mesh`, with its axes as named dims, on `device_type` ("cpu", "cuda").
+
+    Creates one process group per axis, so every rank of the world must call it, in the same order as its other
+    collective calls. Raises MeshError when torch.distributed is not initialised, when the world lacks a rank of
+    the mesh, and for a mesh without axes.
+    """
+    where = f"mesh {mesh}"
+    if not mesh.axis_names:
+        raise MeshError("a DeviceMesh needs at least one axis", where=where, got="no axes", expected="1 or more")
+    if not dist.is_initialized():
+        raise MeshError(
+            "torch.distributed is not initialised",
+            where=where,
+            got="no default process group",
+            expected=f"a world of at least {max(mesh.devices) + 1} ranks",
+            hint="run under torchrun and call torch.distributed.init_process_group() first",
+        )
+    if max(mesh.devices) >= dist.get_world_size():
+        raise MeshError(
+            "the mesh names ranks that the world does not have",
+            where=where,
+            got=f"rank {max(mesh.devices)} in a world of {dist.get_world_size()}",
+            expected=f"ranks 0 to {dist.get_world_size() - 1}",
+            hint="start more processes or use a smaller mesh",
+        )
+    # Built on the CPU whatever the default device is: the ranks are metadata.
+    ranks = torch.tensor(mesh.devices, dtype=torch.int, device="cpu").reshape(mesh.shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names)
+
+
+def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """This rank's `piece` of a tensor of `shape` as a DTensor, which shares its memory. Nothing is sent.
+
+    The first call for a mesh makes the process groups of its DeviceMesh, so all ranks make it together. Raises
+    LayoutError where DTensor cannot express the layout or the piece has another shape than the layout says, and
+    MeshError when torch.distributed is not initialised or this rank is not of the mesh.
+    """
+    layout = replace(layout, mesh=_with_axis(layout.mesh))
+    placements = placements_from_layout(layout, shape)
+    device_mesh = _device_mesh(layout.mesh, piece.device.type, _current_job())
+    box = layout.pieces(shape).get(dist.get_rank())
+    if box is None or tuple(piece.shape) != box.size:
+        raise LayoutError(
+            "this is not the piece of this rank",
+            where=f"rank {dist.get_rank()}, layout {layout} of shape {tuple(shape)}",
+            got=f"shape {tuple(piece.shape)}",
+            expected="no piece: the mesh lacks this rank" if box is None else f"shape {box.size}",
+        )
+    stride = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
+    return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def prepare_device_meshes(meshes: Iterable[Mesh], device_type: str) -> None:
+    """Make the DeviceMeshes on which `dtensor_from_piece` will put pieces. All ranks call it together, with the same
+    meshes in the same order, whether or not they are of them."""
+    for mesh in meshes:
+        _device_mesh(_with_axis(mesh), device_type, _current_job())
+
+
+def _with_axis(mesh: Mesh) -> Mesh:
+    """The mesh itself; of a single device without axes one with an axis, which a DeviceMesh needs."""
+    return mesh if mesh.axis_names else Mesh("rank=1", devices=mesh.devices)
+
+
+def _current_job() -> weakref.ref[dist.ProcessGroup] | None:
+    return weakref.ref(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
+
+
+@lru_cache(maxsize=256)
+def _device_mesh(mesh: Mesh, device_type: str, job: weakref.ref[dist.ProcessGroup] | None) -> DeviceMesh:
+    """One DeviceMesh per mesh and job, for each makes process groups."""
+    return device_mesh_from_mesh(mesh, device_type)
