@@ -15,9 +15,10 @@ from meshweave.hardware.work import Matmul, Memory
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
+from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, local_values
 from meshweave.sharding.registry import TABLE
-from meshweave.simulate.classify import base_name, kind_of
+from meshweave.simulate.classify import kind_of
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 
 

@@ -9,14 +9,10 @@ import torch
 from torch import fx
 
 from meshweave.errors import PlanError
-from meshweave.ir import ops  # noqa: F401  (defines our ops)
 from meshweave.ir.graph import StepGraph, origin_of
+from meshweave.ir.traits import MATMULS
 
 aten = torch.ops.aten
-MATMULS = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, torch.ops.meshweave.matmul.default}
-)
-
 # Layers of one list may differ: one has a mixture of experts where another has a feed-forward, the first of a stage
 # downsamples. They are alike when they share this part of the modules of both; an embedding and a layer share none.
 _ALIKE = 0.5

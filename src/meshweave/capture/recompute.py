@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from meshweave.capture.blocks import MATMULS, Blocks, find_blocks
+from meshweave.capture.blocks import Blocks, find_blocks
 from meshweave.errors import PlanError
 from meshweave.ir.graph import StepGraph, map_nodes, origin_of, tensor_inputs
+from meshweave.ir.traits import CASTS, MATMULS, VIEWS
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.meshweave.attention.default
 PIN = torch.ops.meshweave.pin.default
-VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
 AGAIN = "_again"  # ends the name of a node that is made again
 
 Cuts = Mapping[str, Collection[int]]
@@ -107,7 +107,7 @@ def parameter_forms(step: StepGraph) -> dict[fx.Node, tuple[str, tuple[int, ...]
         if item.kind == "param":
             forms[node] = item.name, tuple(range(len(item.spec.shape)))
     for node in filter(is_ahead, step.graph.nodes):
-        inputs = tensor_inputs(node) if node.target in VIEWS or node.target is aten._to_copy.default else []
+        inputs = tensor_inputs(node) if node.target in VIEWS | CASTS else []
         if len(inputs) == 1 and inputs[0] in forms:
             name, dims = forms[inputs[0]]
             forms[node] = name, _dims_after(node, dims)

@@ -24,6 +24,7 @@ from meshweave.interop.ops import is_mutable, is_operator
 from meshweave.interop.tracing import as_eager, last_traced, next_sequence_number, running_sequence_number
 from meshweave.ir import ops
 from meshweave.ir.graph import Origin
+from meshweave.ir.traits import is_random
 
 aten = torch.ops.aten
 
@@ -137,7 +138,7 @@ class GlobalRandom(TorchDispatchMode):
         draw = _RANDOM.get(func)
         if draw is not None and kwargs.get("generator") is None:
             return draw(self, *args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_silent_random(func, args):
+        if is_random(func) and not _is_silent_random(func, args):
             raise CaptureError(
                 f"{func} has no mesh-independent form",
                 where=user_line(),

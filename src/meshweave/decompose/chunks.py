@@ -11,7 +11,6 @@ from torch import fx
 
 from meshweave.decompose.cut import (
     FIXED,
-    RANKED,
     SHAPED,
     Cut,
     Kind,
@@ -29,6 +28,7 @@ from meshweave.decompose.writer import Number, Writer
 from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS
+from meshweave.ir.traits import RANK_CHANGES
 from meshweave.ir.values import NOTHING, Local, Value, Values
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ class Shapes:
     def fits(self, node: fx.Node, cut: Cut) -> bool:
         """Whether a value comes apart into equal chunks, on every device the same."""
         uneven = self.uneven.get(node, frozenset())
-        is_written = bool(uneven) and node.target in RANKED | SHAPED  # a chunk's shape is, in numbers
+        is_written = bool(uneven) and node.target in RANK_CHANGES | SHAPED  # a chunk's shape is, in numbers
         return cut.fits(self.of(node)) and cut.dim not in uneven and not is_written
 
     def take_over(self, made: fx.Node, values: Values, old: fx.Node) -> None:
@@ -287,7 +287,7 @@ class Chunker:
         rest = iter(operands)
         args, kwargs = map_nodes(node, lambda n: n if n.target in SYMBOLS else next(rest))
         target = node.target
-        if target in RANKED and cut is not None:  # a chunk may have a dim of size 1 where the whole has not
+        if target in RANK_CHANGES and cut is not None:  # a chunk may have a dim of size 1 where the whole has not
             target, args = aten.reshape.default, (args[0], list(cut.chunk(self.shapes.of(node))))
         elif target in SHAPED and cut is not None:
             args = (args[0], list(cut.chunk(self.shapes.of(node))))

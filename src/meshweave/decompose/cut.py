@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from meshweave.interop.ops import is_operator
 from meshweave.ir import local_ops
 from meshweave.ir.rank import SYMBOLS
+from meshweave.ir.traits import CASTS, MATMULS, RANK_CHANGES, RESHAPES, is_pointwise, is_random
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -233,19 +233,16 @@ _POINTWISE = Kind(_pointwise_forward, _pointwise_backward)
 _SAME = Kind(_pointwise_forward, _pointwise_backward, is_free=True)
 _REDUCTION = Kind(_reduction_forward, _reduction_backward)
 _MATMUL = Kind(_matmul_forward, _matmul_backward, is_matmul=True)
-VIEWS = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})  # the elements keep their order
-RANKED = frozenset({aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})  # of size 1
-SHAPED = VIEWS | {aten.expand.default}  # argument 1 is the shape
+SHAPED = RESHAPES | {aten.expand.default}  # argument 1 is the shape
 _KINDS: Mapping[Any, Kind] = {
-    **dict.fromkeys(VIEWS | RANKED, _VIEW),
+    **dict.fromkeys(RESHAPES | RANK_CHANGES, _VIEW),
     **dict.fromkeys((aten.expand.default, aten.alias.default, aten.detach.default), _SAME),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _PERMUTE),
     local_ops.join_blocks: Kind(_join_forward, _join_backward),
     local_ops.deal_blocks: Kind(_deal_forward, _deal_backward),
-    **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten._to_copy.default), _POINTWISE),
+    **dict.fromkeys((aten.contiguous.default, aten.clone.default, *CASTS), _POINTWISE),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _REDUCTION),
-    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _MATMUL),
-    torch.ops.meshweave.matmul.default: _MATMUL,
+    **dict.fromkeys(MATMULS, _MATMUL),
 }
 
 
@@ -253,9 +250,7 @@ def kind_of(node: fx.Node) -> Kind | None:
     """The kind of an op that can be done chunk by chunk; None for others."""
     if node.op != "call_function" or FIXED in node.meta:
         return None
-    is_pointwise = is_operator(node.target) and torch.Tag.pointwise in node.target.tags
-    is_random = is_pointwise and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
-    return _KINDS.get(node.target) or (_POINTWISE if is_pointwise and not is_random else None)
+    return _KINDS.get(node.target) or (_POINTWISE if is_pointwise(node.target) and not is_random(node.target) else None)
 
 
 def is_same(node: fx.Node, cut: Cut) -> bool:

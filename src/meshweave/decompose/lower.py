@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.decompose.cut import FIXED, LOOSE, VIEWS
+from meshweave.decompose.cut import FIXED, LOOSE
 from meshweave.decompose.plain import PlainFrame
 from meshweave.decompose.split_values import made_by
 from meshweave.decompose.split_write import memory_order
@@ -24,6 +24,7 @@ from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_TO_ALL, destinations, permute
 from meshweave.ir.graph import op_name, place_of
 from meshweave.ir.rank import SYMBOLS, ring_index
+from meshweave.ir.traits import RESHAPES
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -114,7 +115,7 @@ class _Lowering:
 
     def same(self, node: fx.Node, *args: Any) -> fx.Node:
         """An op on chunks. Where they lie in memory otherwise than it can take they are copied."""
-        if node.target in VIEWS:
+        if node.target in RESHAPES:
             return self.viewed(args[0], args[1])
         try:
             return self.call(node.target, *args, **node.kwargs)

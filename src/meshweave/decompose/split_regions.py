@@ -14,11 +14,12 @@ from torch import fx
 
 from meshweave.decompose.cut import Cut, NoCut
 from meshweave.decompose.split_way import End, Way
-from meshweave.decompose.split_ways import ATTENTION, MATMULS, fits, specs_of, way_of
+from meshweave.decompose.split_ways import ATTENTION, fits, specs_of, way_of
 from meshweave.interop.ops import arguments_of, is_operator, returns_of
 from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
+from meshweave.ir.traits import MATMULS
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.decompose.cut import FIXED, VIEWS, Cut, NoCut, Shape, through_view
+from meshweave.decompose.cut import FIXED, Cut, NoCut, Shape, through_view
 from meshweave.decompose.split_local import LOCAL
 from meshweave.decompose.split_rules import RULES
 from meshweave.decompose.split_way import Combine, End, Way
@@ -16,6 +16,7 @@ from meshweave.errors import RuleError
 from meshweave.interop.ops import arguments_of, is_mutable, is_operator
 from meshweave.ir.collectives import OURS, WAIT, communicates
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dims, Rule
 from meshweave.sharding.registry import row_for
@@ -74,7 +75,7 @@ _BY_BLOCKS = {"": _same, "result": _gather, "operand": _scatter, "both": _exchan
 
 def _view(node: fx.Node, end: End, cut: Cut) -> Way:
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
-    shape_at = 1 if node.target in VIEWS else -1
+    shape_at = 1 if node.target in RESHAPES else -1
     if end.is_result:
         return Way((through_view(cut, after, before),), (cut,), shape_at)
     return Way((cut,), (through_view(cut, before, after),), shape_at)
@@ -187,25 +188,18 @@ PRODUCTS: Mapping[Any, Any] = {
 _BY_INDEX = frozenset({"embedding", "embedding_backward", "gather", "scatter", "index_select"})
 _AS_IT_IS = _BY_INDEX | {"", "shape", "full", "extreme", "guarded"}
 _SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
-_VIEWS = (*VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 WayOf = Callable[[fx.Node, End, Cut], Way]
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 
 
 def _table() -> Mapping[Any, WayOf]:
-    attention = [name + suffix for name in _ATTENTION for suffix in ("", "_backward")]
-    named = {**dict.fromkeys(attention, _attention), **dict.fromkeys(_ACCUMULATING, _accumulate)}
+    attentions = [name for name in names_of("attention") if name.startswith("_scaled_dot_product")]
+    named = {**dict.fromkeys(attentions, _attention), **dict.fromkeys(_ACCUMULATING, _accumulate)}
     return {
         **{row.op: _BY_BLOCKS[row.blocks] for row in OURS if row.may_cut},
         WAIT: _same,
         **LOCAL,
-        **dict.fromkeys(_VIEWS, _view),
+        **dict.fromkeys(RESHAPES | RANK_CHANGES, _view),
         **{getattr(aten, name).default: way for name, way in named.items() if hasattr(aten, name)},
     }
 
@@ -214,7 +208,6 @@ TABLE = _table()
 ATTENTION = frozenset(
     {*(target for target, way in TABLE.items() if way is _attention), torch.ops.meshweave.attention.default}
 )
-MATMULS = frozenset({*PRODUCTS, torch.ops.meshweave.matmul.default})
 
 
 def way_of(node: fx.Node, end: End, cut: Cut) -> Way:
@@ -244,7 +237,7 @@ def _check_operator(node: fx.Node) -> None:
         raise NoCut("it writes into an operand")
     if communicates(node.target):
         raise NoCut("it is a collective that has no row here: split before collectives are merged")
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if is_random(node.target):
         raise NoCut("its random numbers are drawn in one stream")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.decompose.cut import VIEWS, Cut
+from meshweave.decompose.cut import Cut
 from meshweave.decompose.split_regions import Regions, is_view
 from meshweave.decompose.split_values import made_by
 from meshweave.decompose.split_way import Way
@@ -19,6 +19,7 @@ from meshweave.decompose.writer import kept_meta
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import OURS
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
+from meshweave.ir.traits import RESHAPES
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -181,7 +182,7 @@ class Writer:
         try:
             return self.call(target, args, kwargs, node, c)
         except RuntimeError as error:
-            if target not in VIEWS:
+            if target not in RESHAPES:
                 raise VerifyError(
                     "an op cannot take chunks of its rows, although its sharding rule says so",
                     where=f"node {node.name} ({op_name(node.target)})",

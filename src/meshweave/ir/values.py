@@ -15,6 +15,7 @@ from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT, transfer
 from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
+from meshweave.ir.traits import FACTORIES
 
 NOTHING: tuple[Value, ...] = ()
 
@@ -152,7 +153,7 @@ class _Inference:
 
         plain = [make(value) for value in args]
         named = {name: make(value) for name, value in kwargs.items()}
-        if node.target in _FACTORIES:
+        if node.target in FACTORIES:
             named["device"] = "meta"
         try:
             made = node.target(*plain, **named)  # type: ignore[operator]
@@ -232,9 +233,6 @@ class _Operand:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-
-_FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 
 
 def _operand(node: fx.Node) -> fx.Node:

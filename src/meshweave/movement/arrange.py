@@ -13,6 +13,7 @@ from torch import fx
 from meshweave.ir import ops
 from meshweave.ir.graph import PARTS, Spec, StepGraph, copy_meta, origin_of, replace_inputs, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
+from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.movement.plan import MovePlan
 from meshweave.sharding.assign import Assignment, candidates, follow_result
 from meshweave.sharding.registry import row_for
@@ -21,10 +22,7 @@ aten = torch.ops.aten
 Price = Callable[[Layout, Layout, Spec], float]
 PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
 
-# Ops that cost next to nothing and may run on either side of a move.
 _ROUND_PARTS = torch.ops.meshweave.round_parts.default
-CASTS = frozenset({aten._to_copy.default})
-VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
 _GAIN = 1e-12  # seconds below which two prices are the same
 
 

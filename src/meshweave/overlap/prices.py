@@ -8,7 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, nan, prod
+from math import isfinite, nan
 from numbers import Real
 from typing import Any, Protocol
 
@@ -18,15 +18,13 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
-from meshweave.hardware.work import Attention, Matmul, Memory, Work
-from meshweave.interop.ops import arguments_of, is_operator
+from meshweave.hardware.work import Memory, Work
 from meshweave.interop.process_groups import ranks_of_group
 from meshweave.ir.graph import argument, place_of
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.values import Value
 from meshweave.overlap.read import Reading
 from meshweave.overlap.values import is_view_op
-from meshweave.simulate.classify import base_name, kind_of, memory_work, work_of
+from meshweave.simulate.classify import known_kind, memory_work, work_of
 
 Cost = Callable[..., float]
 SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is known: 1 KiB to 8 GiB
@@ -157,7 +155,7 @@ class CallablePrices:
         bytes that it moves all the same count (`_moved`), so that no op seems faster than memory is."""
         problem, rates = self.reading.problem, list[float]()
         for node, seconds in zip(self.reading.nodes, problem.seconds, strict=True):
-            if seconds > 0 and _kind(node) in _MEMORY_BOUND:
+            if seconds > 0 and known_kind(node) in _MEMORY_BOUND:
                 moved = self._moved(node)
                 rates += [moved / seconds] if moved > _LARGE else []
         return min(sorted(rates)[int(_QUANTILE * len(rates))], _FASTEST) if rates else _COPY_RATE
@@ -165,8 +163,8 @@ class CallablePrices:
     def _moved(self, node: fx.Node) -> int:
         """Bytes that an op moves whatever is fused: operands that no memory-bound op makes, and its results where
         another kind of op reads them."""
-        values, kinds = self.reading.values, [_kind(n) for n in _readers(node, self.reading)]
-        read = {n for n in node.all_input_nodes if _kind(_source(n, self.reading)) not in _MEMORY_BOUND}
+        values, kinds = self.reading.values, [known_kind(n) for n in _readers(node, self.reading)]
+        read = {n for n in node.all_input_nodes if known_kind(_source(n, self.reading)) not in _MEMORY_BOUND}
         written = [x.bytes for x in values[node]] if any(kind not in _MEMORY_BOUND for kind in kinds) else []
         return sum(x.bytes for n in read for x in values[n]) + sum(written)
 
@@ -211,7 +209,6 @@ class ProfilePrices:
     groups: Mapping[str, Sequence[int]]
     unknown: dict[str, None] = field(default_factory=dict)  # ops that were priced as memory traffic alone
     meshes: dict[int, Mesh] = field(default_factory=dict)
-    works: dict[Any, tuple[Work, ...]] = field(default_factory=dict)
 
     def compute(self, node: fx.Node) -> float:
         return sum(self.profile.compute_seconds(work) for work in self.work(node))
@@ -222,9 +219,7 @@ class ProfilePrices:
         fx.map_arg((node.args, node.kwargs), inputs.append)
         operands = tuple(x for n in inputs for x in values[n])
         results = values[node]
-        kind = _kind(node)
-        if kind == "attention":
-            return _attention(node, operands, results)
+        kind = known_kind(node)
         if kind == "" or not results:
             self.unknown[str(node.target)] = None
             return (memory_work("pointwise", operands, results, 1),) if operands or results else ()
@@ -232,21 +227,16 @@ class ProfilePrices:
             operands = tuple(x for n in inputs if not self.is_inner(n) for x in values[n])
             results = () if self.is_inner(node) else results
             return (memory_work(kind, operands, results, 1),) if operands or results else ()
-        if base_name(node.target) in _MATMULS:
-            return _product(operands, results)
-        key = (node.target, operands, results)
-        if key not in self.works:
-            self.works[key] = work_of(node, operands, results)
-        return self.works[key]
+        return work_of(node, operands, results)
 
     def is_inner(self, node: fx.Node) -> bool:
         """Whether only pointwise ops over as many elements read what a pointwise op makes: it stays in registers."""
         made = self.reading.values[node]
-        if node.op != "call_function" or len(made) != 1 or _kind(node) != "pointwise":
+        if node.op != "call_function" or len(made) != 1 or known_kind(node) != "pointwise":
             return False
         size = made[0].num_elements
         return all(
-            _kind(user) == "pointwise" and [x.num_elements for x in self.reading.values[user]] == [size]
+            known_kind(user) == "pointwise" and [x.num_elements for x in self.reading.values[user]] == [size]
             for user in node.users
         )
 
@@ -314,51 +304,3 @@ def _registered(group: Any) -> tuple[int, ...]:
         return ranks_of_group(group)
     except (RuntimeError, ValueError, KeyError):
         return ()
-
-
-_ATTENTION = frozenset(
-    f"_scaled_dot_product_{kind}{end}"
-    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-    for end in ("", "_backward")
-) | {"flex_attention", "flex_attention_backward", "_flash_attention_forward", "_flash_attention_backward"}
-
-
-def _kind(node: fx.Node) -> str:
-    """Kind of work, "" for an op that has none in the table."""
-    if node.op != "call_function":
-        return ""
-    name = base_name(node.target)
-    if name in _ATTENTION:
-        return "attention"
-    if name in _MATMULS:
-        return "matmul"
-    try:
-        return kind_of(node)
-    except MeshweaveError:
-        return ""
-
-
-_MATMULS = frozenset({"_scaled_mm", "_grouped_mm"})  # whose first two operands are the factors
-
-
-def _product(operands: tuple[Value, ...], results: tuple[Value, ...]) -> tuple[Work, ...]:
-    a, b = operands[:2]
-    moved = sum(x.bytes for x in (*operands, *results))
-    return (Matmul(prod(a.shape[:-1]), b.shape[-1], a.shape[-1], 1, a.dtype, moved),)
-
-
-def _attention(node: fx.Node, operands: tuple[Value, ...], results: tuple[Value, ...]) -> tuple[Work, ...]:
-    is_backward = base_name(node.target).endswith("backward")
-    q, k = operands[1:3] if is_backward and len(operands) > 3 else operands[:2]
-    if len(q.shape) < 3:
-        return (memory_work("pointwise", operands, results, 1),)
-    moved = sum(x.bytes for x in (*operands, *results))
-    heads, (queries, width), keys = prod(q.shape[:-2]), q.shape[-2:], k.shape[-2]
-    return (Attention(heads, queries, keys, width, _is_causal(node), is_backward, q.dtype, moved),)
-
-
-def _is_causal(node: fx.Node) -> bool:
-    if not is_operator(node.target):
-        return False
-    names = [a.name for a in arguments_of(node.target)]
-    return "is_causal" in names and bool(argument(node, names.index("is_causal")))

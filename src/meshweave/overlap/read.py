@@ -17,6 +17,7 @@ from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir.collectives import WAIT, Collective, collective_of, group_of
 from meshweave.ir.graph import place_of
 from meshweave.ir.rank import SYMBOLS
+from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.values import is_view_op, written_of
@@ -128,15 +129,11 @@ class _Reader:
         target = node.target
         found = self.ops.get(target)
         if found is None:
-            if is_operator(target):
-                is_random = torch.Tag.nondeterministic_seeded in target.tags
-            else:
-                is_random = "rng" in str(target)
             found = self.ops[target] = _Op(
                 target is operator.getitem or target in SYMBOLS,
                 node.op == "call_function" and node.is_impure(impure_random=False),
                 _is_harmless(target),
-                is_random,
+                is_random(target) or (not is_operator(target) and "rng" in str(target)),
                 written_of(target),
             )
         return found

@@ -14,6 +14,7 @@ from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
+from meshweave.ir.traits import FACTORIES
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run one after the other
 
@@ -106,7 +107,6 @@ class Compiled:
 
 
 # Made from nothing, so told where; everything else runs where its operands are.
-_FACTORIES = (torch.ops.aten.full.default, torch.ops.aten.arange.start_step)
 
 
 def compile_tasks(
@@ -139,7 +139,7 @@ def compile_tasks(
 
     def task(node: fx.Node) -> Task:
         args, kwargs = map_nodes(node, lambda n: Slot(slot[n]))
-        if node.target in _FACTORIES and device.type != "cpu":
+        if node.target in FACTORIES and device.type != "cpu":
             kwargs = {**kwargs, "device": device}
         unused = [] if node in last or node in kept else [slot[node]]
         is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)

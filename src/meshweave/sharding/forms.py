@@ -9,15 +9,9 @@ import torch
 from torch import fx
 
 from meshweave.ir.graph import Input, Spec, origin_of, spec_of, tensor_inputs
-from meshweave.sharding.rules_shape import FACTORIES
+from meshweave.ir.traits import CASTS, FACTORIES, UNIFORM, VIEWS, is_pointwise
 
 aten = torch.ops.aten
-UNIFORM = torch.ops.meshweave.uniform.default
-
-# Ops through which a parameter is still that parameter: they are done again in each phase that needs them, so that a
-# gathered parameter does not live from forward to backward.
-CASTS = frozenset({aten._to_copy.default})
-VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
 
 
 @dataclass(slots=True)
@@ -32,12 +26,12 @@ class Forms:
         """Whether a value is made from nothing, or pointwise of such values and single numbers: any piece of it can be
         made alone."""
         if node not in self.on_demand:
-            self.on_demand[node] = node.target in FACTORIES or self._spreads(node)
+            self.on_demand[node] = node.target in FACTORIES or node.target is UNIFORM or self._spreads(node)
         return self.on_demand[node]
 
     def _spreads(self, node: fx.Node) -> bool:
         spec = node.meta.get("spec")
-        spreads = node.target in VIEWS | CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        spreads = node.target in VIEWS | CASTS or is_pointwise(node.target)
         if not spreads or not isinstance(spec, Spec) or spec.num_elements < 2:
             return False
         return all(self.is_made_on_demand(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
@@ -50,7 +44,8 @@ class Forms:
         return self.random[node]
 
     def is_of_parameter(self, node: fx.Node) -> bool:
-        """Whether a node is a parameter, or casts and views of one outside of the update."""
+        """Whether a node is a parameter, or casts and views of one outside of the update: they are done again in each
+        phase that needs them, so that a gathered parameter does not live from forward to backward."""
         if node.op == "placeholder":
             return self.items[node].kind == "param"
         inputs = tensor_inputs(node) if node.target in CASTS or node.target in VIEWS else []

@@ -25,10 +25,11 @@ from meshweave.ir.graph import (
 )
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Operand, Price, cheapest, follow_result
-from meshweave.sharding.forms import CASTS, VIEWS, Forms
+from meshweave.sharding.forms import Forms
 from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for

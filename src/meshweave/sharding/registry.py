@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from meshweave.errors import RuleError
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
+from meshweave.ir.traits import is_pointwise
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, rule_from_text
 
 RuleFunction = Callable[[fx.Node], Rule]
@@ -69,7 +69,7 @@ def result_specs(node: fx.Node) -> list[Spec]:
 def row_for(node: fx.Node) -> Row:
     """The row of a node's op. RuleError that names op, line and the registration to write for an unknown one."""
     row = TABLE.get(node.target)
-    if row is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+    if row is None and is_pointwise(node.target):
         return POINTWISE
     if row is None:
         operands = _whole_text([n.meta["spec"] for n in tensor_inputs(node)], "abcdefgh")

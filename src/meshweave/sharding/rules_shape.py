@@ -288,8 +288,6 @@ def _factory(node: fx.Node) -> Rule:
     return build.rule([[] for _ in tensor_inputs(node)], [build.dims(spec_of(node).shape)])
 
 
-FACTORIES = (aten.full.default, aten.arange.start_step, ours.uniform.default)
-
 add(aten.full.default, _factory, localize="full")
 add(aten.arange.start_step, _factory, localize="arange")
 add(ours.uniform.default, _factory, localize="uniform")

@@ -22,8 +22,9 @@ from meshweave.hardware.work import Memory, Work
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import Origin, map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value
-from meshweave.simulate.classify import base_name, is_closing, is_fusible, kind_of, memory_work, work_of
+from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, work_of
 
 Fusion = Literal["ops", "eager", "compiled", "blocks"]
 

@@ -25,6 +25,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.dtensor import StridedShard, joined_device_mesh
 from meshweave.interop.modules import own_parameters
 from meshweave.ir.collectives import ALL_GATHER, WAIT
+from meshweave.ir.traits import CASTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class _Averaged(torch.autograd.Function):
         return gradient / ctx.size, None
 
 
-_AGAIN = frozenset({ALL_GATHER.op, WAIT, torch.ops.aten._to_copy.default})
+_AGAIN = CASTS | {ALL_GATHER.op, WAIT}
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
