@@ -50,8 +50,8 @@ def test_a_collective_moves_on_its_curve_what_a_device_must_receive(row: Collect
     """Whatever curve prices an op, it receives there what it receives itself: a broadcast all of its bytes."""
     graph = fx.Graph()
     node = graph.call_function(row.op, (graph.placeholder("x"), *arguments(row, 6 * group), "g"))
-    curve, num_bytes = row.priced(node, group, 96.0)
-    assert RECEIVED[curve](group, num_bytes) == pytest.approx(row.received(group, 96.0))
+    num_bytes = row.cost_bytes(node, group, 96.0)
+    assert RECEIVED[row.cost_name](group, num_bytes) == pytest.approx(row.received(group, 96.0))
 
 
 def test_a_collective_without_a_row_is_an_error() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.collectives import RECEIVED
+from meshweave.ir.collectives import PERMUTE, RECEIVED, Collective
+from meshweave.ir.mesh import Mesh
+
+if TYPE_CHECKING:
+    from meshweave.hardware.profile import MachineProfile
 
 LOCAL = ("slice", "to_partial", "scale")
 _RECEIVED: Mapping[str, Callable[[int, float], float]] = {**dict.fromkeys(LOCAL, lambda n, b: 0), **RECEIVED}
@@ -25,6 +32,17 @@ def bytes_received(op: str, group_size: int, local_bytes: float, where: str) -> 
     if group_size < 1:
         raise bad_figure("group_size", group_size, "1 or more devices", where)
     return _RECEIVED[op](group_size, local_bytes) if group_size > 1 or op == "transfer" else 0
+
+
+def collective_seconds(
+    profile: MachineProfile, node: fx.Node, row: Collective, mesh: Mesh, axes: Sequence[str], num_bytes: float
+) -> float:
+    """Seconds of a node of `row` in the groups of the flattened `axes`, each device handing in `num_bytes`. Simulator
+    and scheduler alike ask here. A permute that moves nothing takes no time."""
+    priced_bytes = row.cost_bytes(node, mesh.flat_size(axes), num_bytes)
+    if not priced_bytes and row.name == PERMUTE.name:
+        return 0.0
+    return profile.seconds(row.cost_name, mesh, axes, priced_bytes)
 
 
 def bad_figure(name: str, got: float, expected: str, where: str) -> MeshweaveError:

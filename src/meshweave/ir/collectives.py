@@ -187,9 +187,14 @@ class Collective:
     may_decompose: bool = False
     is_ordered: bool = False
 
-    def priced(self, node: fx.Node, group_size: int, num_bytes: float) -> tuple[str, float]:
-        """The curve that prices a node of this row, and the bytes at which, where a device hands in `num_bytes`."""
-        return self.curve or self.name, self.curve_bytes(node.args[1:-1], group_size, num_bytes)
+    @property
+    def cost_name(self) -> str:
+        """The curve of profiles that prices the op."""
+        return self.curve or self.name
+
+    def cost_bytes(self, node: fx.Node, group_size: int, num_bytes: float) -> float:
+        """The bytes at which the curve prices a node of this row, where each device hands in `num_bytes`."""
+        return self.curve_bytes(node.args[1:-1], group_size, num_bytes)
 
 
 # Bytes received are those of ring and pairwise algorithms, which are optimal in bytes (Thakur, Rabenseifner and Gropp,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
+from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory, Work
 from meshweave.interop.process_groups import ranks_of_group
@@ -31,6 +32,7 @@ SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is
 _COPY_RATE = 1.5e12  # bytes/s of a copy where no op of the graph shows one: half of an H100's HBM3 data sheet figure
 _FASTEST = 8e12  # bytes/s that no memory of a device is above: HBM3E of a B200 (NVIDIA Blackwell data sheet, 2024)
 _LARGE = 1 << 20  # bytes from which launching an op takes no part of its time
+_COPIED = 1 << 28  # bytes of a copy that is timed
 _QUANTILE = 0.75  # of the rates that ops show: some move less than they seem to, others more slowly than a copy
 
 
@@ -248,23 +250,23 @@ class ProfilePrices:
         return self.meshes[channel]
 
     def start(self, item: int, num_bytes: float) -> float:
-        name, priced_bytes = self.priced(item, num_bytes)
-        return self.profile.seconds(name, self.mesh(item), ("group",), priced_bytes)
+        row, node = self.reading.rows[item], self.reading.nodes[item]
+        return collective_seconds(self.profile, node, row, self.mesh(item), ("group",), num_bytes)
 
     def curve(self, item: int) -> Curve:
         return Curve(tuple(self.start(item, size) for size in SIZES))
 
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:
-        return self.profile.usage(self.priced(item, 0.0)[0], self.mesh(item), ("group",))
-
-    def priced(self, item: int, num_bytes: float) -> tuple[str, float]:
-        """The curve that prices a start, and the bytes at which."""
-        return self.reading.rows[item].priced(self.reading.nodes[item], self.mesh(item).num_devices, num_bytes)
+        return self.profile.usage(self.reading.rows[item].cost_name, self.mesh(item), ("group",))
 
     def copy_rate(self) -> float:
-        moved = 1 << 28
-        work = Memory("strided", moved, moved // 4, torch.bfloat16)
-        return moved / self.profile.compute_seconds(work)
+        return copy_rate_of(self.profile)
+
+
+def copy_rate_of(profile: MachineProfile) -> float:
+    """Bytes read and written per second of a copy so large that to launch it takes no part of the time."""
+    work = Memory("strided", _COPIED, _COPIED // 4, torch.bfloat16)
+    return _COPIED / profile.compute_seconds(work)
 
 
 def ranks_of(reading: Reading, item: int, groups: Mapping[str, Sequence[int]]) -> tuple[int, ...]:

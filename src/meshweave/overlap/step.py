@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import fx
 
 from meshweave.errors import MeshweaveError
+from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
-from meshweave.hardware.work import Memory
 from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, copied
@@ -20,7 +19,7 @@ from meshweave.overlap.decide import INPUT, NoOrderError, OverlapOptions, decide
 from meshweave.overlap.figures import priced
 from meshweave.overlap.merge import Merger
 from meshweave.overlap.phases import Marked, marking
-from meshweave.overlap.prices import SIZES, Curve
+from meshweave.overlap.prices import SIZES, Curve, copy_rate_of
 from meshweave.overlap.read import Reading, read
 from meshweave.overlap.report import OverlapReport
 from meshweave.simulate.kernels import Fusion
@@ -29,7 +28,6 @@ from meshweave.simulate.tasks import lower_tasks
 
 _ENOUGH = 1e-3  # a step that is faster by less is no faster
 _PATIENCE = 2  # numbers of blocks in a row that bring nothing: the first may be small, as an embedding's
-_COPIED = 1 << 28  # bytes of a copy that is timed: large enough that to launch it takes no part of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +108,14 @@ class StepPrices:
         if node.target is transfer:  # it is never merged
             return Curve((self.tasks.seconds[node],) * len(SIZES))
         mesh, axes = self.role.group_axes(str(node.args[-1]))
-        asked = [TABLE[node.target].priced(node, mesh.flat_size(axes), size) for size in SIZES]
-        return Curve(tuple(self.profile.seconds(op, mesh, axes, size) for op, size in asked))
+        row = TABLE[node.target]
+        return Curve(tuple(collective_seconds(self.profile, node, row, mesh, axes, size) for size in SIZES))
 
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:
         return self.tasks.usage[self.reading.nodes[item]]
 
     def copy_rate(self) -> float:
-        work = Memory("strided", _COPIED, _COPIED // 4, torch.bfloat16)
-        return _COPIED / self.profile.compute_seconds(work)
+        return copy_rate_of(self.profile)
 
 
 def overlap_role(

@@ -81,8 +81,7 @@ class _Role:
         value = self.local.one(operand) if isinstance(operand, fx.Node) else None
         size = value.num_elements * value.dtype.itemsize if value is not None else 0
         row, count = TABLE[node.target], mesh.flat_size(axis_list)
-        curve, local_bytes = row.priced(node, count, size)
-        taken = bytes_received(curve, count, local_bytes, "a measured step")
+        taken = bytes_received(row.cost_name, count, row.cost_bytes(node, count, size), "a measured step")
         kind, group = "transfer" if row is PERMUTE else "collective", ",".join(axis_list)
         return self.span(node, event, row.name, kind, f"comm {key}{suffix}", bytes=float(taken), group=group)
 

@@ -16,9 +16,10 @@ from torch import fx
 from meshweave.engine.machine import Schedule
 from meshweave.engine.match import Channel, agreed
 from meshweave.errors import VerifyError
+from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
-from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
+from meshweave.ir.collectives import STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
@@ -264,8 +265,7 @@ class _Lowering:
         if self.profile.fusion != "none" or not copy.seconds or copy.op in ("transfer", "permute"):
             return copy, 0.0
         mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
-        op, _ = TABLE[copy.node.target].priced(copy.node, mesh.flat_size(axes), 0.0)
-        host = self.profile.host_seconds(op, mesh, axes, copy.seconds)
+        host = self.profile.host_seconds(TABLE[copy.node.target].cost_name, mesh, axes, copy.seconds)
         return replace(copy, seconds=copy.seconds - host), host
 
     def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
@@ -284,11 +284,10 @@ class _Lowering:
         node, number = starts[0].node, roles[0]
         mesh, axes = self.graphs[number].group_axes(key)
         row = TABLE[node.target]
-        op, size = row.priced(node, mesh.flat_size(axes), sum(map(self.bytes_of, starts)))
-        seconds = self.profile.seconds(op, mesh, axes, size) if size or row is not PERMUTE else 0.0
-        usage = self.profile.usage(op, mesh, axes) if seconds else ()
-        received = self.profile.bytes_received(op, mesh.flat_size(axes), size)
-        group = ",".join(axes)
+        size, count, group = sum(map(self.bytes_of, starts)), mesh.flat_size(axes), ",".join(axes)
+        seconds = collective_seconds(self.profile, node, row, mesh, axes, size)
+        usage = self.profile.usage(row.cost_name, mesh, axes) if seconds else ()
+        received = self.profile.bytes_received(row.cost_name, count, row.cost_bytes(node, count, size))
         return Task("copy", node, tuple(roles), seconds, starts[0].microbatch, None, usage, row.name, group, received)
 
     def transferred(self, key: str, roles: Sequence[int], start: Task) -> Task:
