@@ -14,10 +14,10 @@ from tests.overlap.graphs import ATEN, STARTS, Builder, assert_same_values, by_n
 from torch import fx
 
 from meshweave.errors import MeshweaveError
+from meshweave.ir.described import values_of
 from meshweave.overlap import overlap
 from meshweave.overlap.prices import CallablePrices, asked
 from meshweave.overlap.read import read, releasable_of
-from meshweave.overlap.values import values_of
 
 RATE = 3e12  # bytes/s of the memory in these tests
 

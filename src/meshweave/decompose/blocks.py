@@ -16,10 +16,10 @@ from torch import fx
 
 from meshweave.decompose.find import KINDS
 from meshweave.decompose.rewrite import erase_unused
-from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.writer import kept_meta
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import WAIT
+from meshweave.ir.described import is_symbolic
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def _cut_of(parts: Sequence[Any]) -> tuple[fx.Node, int] | None:
     made, source = split.meta.get("val"), split.args[0]
     if made is None or len(made) != len(items) or not isinstance(source, fx.Node):
         return None
-    if any(map(symbolic, made)) or len({tuple(x.shape) for x in made}) != 1:
+    if any(map(is_symbolic, made)) or len({tuple(x.shape) for x in made}) != 1:
         return None
     return source, int(split.args[2]) if len(split.args) > 2 else 0  # type: ignore[arg-type]
 

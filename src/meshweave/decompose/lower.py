@@ -16,12 +16,12 @@ from torch import fx
 
 from meshweave.decompose.cut import FIXED, LOOSE
 from meshweave.decompose.plain import PlainFrame
-from meshweave.decompose.split_values import made_by
 from meshweave.decompose.split_write import memory_order
 from meshweave.decompose.writer import Number, kept_meta
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_TO_ALL, destinations, permute
+from meshweave.ir.described import val_of_call
 from meshweave.ir.graph import op_name, place_of
 from meshweave.ir.rank import SYMBOLS, ring_index
 from meshweave.ir.traits import RESHAPES
@@ -70,7 +70,7 @@ class _Lowering:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.place):
             made = self.graph.call_function(target, args, kwargs)
-        made.meta = kept_meta(self.place) | {"val": made_by(target, args, kwargs, self.like)}
+        made.meta = kept_meta(self.place) | {"val": val_of_call(target, args, kwargs, self.like)}
         return made
 
     def laid(self, made: fx.Node, node: fx.Node) -> fx.Node:
@@ -96,7 +96,7 @@ class _Lowering:
     def viewed(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
         """x in another shape; a copy is made where its memory does not have it."""
         try:
-            made_by(aten.view.default, (x, list(shape)), {}, self.like)
+            val_of_call(aten.view.default, (x, list(shape)), {}, self.like)
         except RuntimeError:
             x = self.contiguous(x)
         return self.call(aten.view.default, x, list(shape))

@@ -12,17 +12,17 @@ from meshweave.decompose.blocks import raise_blocks
 from meshweave.decompose.cut import FIXED, LOOSE
 from meshweave.decompose.find import KINDS
 from meshweave.decompose.frame import made_of
-from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.writer import Ring
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import WAIT
+from meshweave.ir.described import is_symbolic, values_of
 from meshweave.ir.graph import copied_graph, place_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.values import Local, Values
 from meshweave.overlap.prices import ProfilePrices, ranks_of
 from meshweave.overlap.read import Reading, read, releasable_of
-from meshweave.overlap.values import values_of, written_of
 
 _GROUP = "group"  # the one axis of the mesh that a group is
 
@@ -136,4 +136,4 @@ def _fix(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> None:
 def _is_symbolic(node: fx.Node) -> bool:
     made = node.meta.get("val")
     several = made if isinstance(made, (list, tuple)) else (made,)
-    return any(symbolic(x) for x in several if isinstance(x, torch.Tensor))
+    return any(is_symbolic(x) for x in several if isinstance(x, torch.Tensor))

@@ -14,10 +14,10 @@ from meshweave.decompose.blocks import raise_blocks
 from meshweave.decompose.cut import Cut
 from meshweave.decompose.lower import lower_blocks
 from meshweave.decompose.split_regions import Regions, regions, work_of
-from meshweave.decompose.split_values import symbolic
 from meshweave.decompose.split_ways import ATTENTION, fits
 from meshweave.decompose.split_write import Writer
 from meshweave.errors import MeshweaveError
+from meshweave.ir.described import is_symbolic
 from meshweave.ir.graph import Spec, copied_graph, copied_module, module_like, op_name, tensor_inputs
 
 aten = torch.ops.aten
@@ -194,7 +194,7 @@ def spec_of_val(val: Any) -> Any:
     """What a node's meta["val"] says, as rank graphs have it; None where that is no tensor, or of symbolic shape."""
     if isinstance(val, (list, tuple)):
         return tuple(spec_of_val(one) for one in val)
-    return Spec(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) and not symbolic(val) else None
+    return Spec(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) and not is_symbolic(val) else None
 
 
 def _chosen(graph: fx.Graph, count: int, dims: Mapping[str, Dim] | None) -> tuple[str, Regions] | None:

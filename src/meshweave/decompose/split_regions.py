@@ -15,8 +15,9 @@ from torch import fx
 from meshweave.decompose.cut import Cut, NoCut
 from meshweave.decompose.split_way import End, Way
 from meshweave.decompose.split_ways import ATTENTION, fits, specs_of, way_of
-from meshweave.interop.ops import arguments_of, is_operator, returns_of
+from meshweave.interop.ops import is_operator, returns_of
 from meshweave.interop.storages import storage_key
+from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.traits import MATMULS
@@ -68,12 +69,9 @@ def _changed(graph: fx.Graph) -> set[int]:
     """Storages that some op writes into."""
     found = set()
     for node in graph.nodes:
-        if node.op != "call_function" or not is_operator(node.target):
-            continue
-        for position, argument in enumerate(arguments_of(node.target)):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                held = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
-                found |= {s for n in _nodes(held) for s in _storages(n)}
+        for position, name in written_of(node.target):
+            held = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            found |= {s for n in _nodes(held) for s in _storages(n)}
     return found
 
 

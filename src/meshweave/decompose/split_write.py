@@ -12,12 +12,12 @@ from torch import fx
 
 from meshweave.decompose.cut import Cut
 from meshweave.decompose.split_regions import Regions, is_view
-from meshweave.decompose.split_values import made_by
 from meshweave.decompose.split_way import Way
 from meshweave.decompose.split_ways import PLAIN, PRODUCTS
 from meshweave.decompose.writer import kept_meta
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import OURS
+from meshweave.ir.described import val_of_call
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
 from meshweave.ir.traits import RESHAPES
 
@@ -70,7 +70,7 @@ class Writer:
         pairs = zip(made.all_input_nodes, node.all_input_nodes, strict=True)
         changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
         if is_view(node) and changed and "val" in node.meta:  # without: its shape is not the same on every device
-            made.meta["val"] = made_by(node.target, made.args, made.kwargs, node.meta["val"])
+            made.meta["val"] = val_of_call(node.target, made.args, made.kwargs, node.meta["val"])
         self.whole[node] = made
         return made
 
@@ -233,7 +233,7 @@ class Writer:
     ) -> fx.Node:
         """A new node in the place of `like`, of chunk c where it belongs to one."""
         is_item = target is operator.getitem
-        val = args[0].meta["val"][args[1]] if is_item else made_by(target, args, kwargs, like.meta["val"])
+        val = args[0].meta["val"][args[1]] if is_item else val_of_call(target, args, kwargs, like.meta["val"])
         name = like.name if c is None else f"{like.name}_chunk{c}"
         made = self.new.create_node("call_function", target, args, kwargs, name)
         made.meta = kept_meta(like) | {"val": val}

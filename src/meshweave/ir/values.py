@@ -1,7 +1,10 @@
-"""Local shapes and storages of the values of a rank graph, on one device of its role."""
+"""Shapes, strides and storages of every value of a graph. A rank graph has them on a device of its role, where symbols
+are numbers and every op runs without data; what nodes of other graphs say of themselves is read in described.py."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
@@ -13,11 +16,14 @@ from torch import fx
 from meshweave.errors import VerifyError
 from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT, transfer
-from meshweave.ir.graph import map_nodes, op_name, origin_of
+from meshweave.ir.graph import Input, map_nodes, op_name, origin_of
+from meshweave.ir.layout import Layout
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.traits import FACTORIES
 
 NOTHING: tuple[Value, ...] = ()
+Shape = tuple[int, ...]
+_Result = tuple[Shape, Shape, torch.dtype, int, int]  # shape, stride, dtype, operand that it is a view of or -1, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,118 +78,134 @@ class Local:
 
 
 @dataclass(slots=True)
-class _Inference:
-    """Runs every op on meta tensors, equal calls once."""
+class Inference:
+    """The values of a graph, node after node: views live in the storage of their base, a wait gives what its start
+    does. What inputs and ops make is for `inputs` and `results` to say."""
 
-    role: RankGraph
-    device: int
     values: dict[fx.Node, Values] = field(default_factory=dict)
-    known: dict[Any, tuple[tuple[Any, ...], ...]] = field(default_factory=dict)
     num_storages: int = 0
 
-    def run(self) -> Local:
-        graph = self.role.graph
-        symbols = bind_symbols(graph, self.role.coordinates(self.device))
-        inputs = iter(zip(self.role.inputs, self.role.layouts, strict=True))
+    def run(self, graph: fx.Graph) -> dict[fx.Node, Values]:
         with torch.no_grad():
             for node in graph.nodes:
-                if node.op == "placeholder":
-                    item, layout = next(inputs)
-                    box = layout.box_of(item.spec.shape, self.device) if self.device in layout.mesh else None
-                    shape = box.size if box is not None else None
-                    self.values[node] = (self.fresh(shape, item.spec.dtype),) if shape is not None else NOTHING
-                elif node.op == "call_function":
-                    self.values[node] = NOTHING if node.target in SYMBOLS else self.call(node, symbols)
-        return Local(self.device, self.values, symbols)
+                self.values[node] = self.of(node)
+        return self.values
 
-    def fresh(self, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
-        self.num_storages += 1
-        strides = _contiguous(shape)
-        return Value(shape, strides, dtype, self.num_storages - 1, prod(shape) * dtype.itemsize)
-
-    def call(self, node: fx.Node, symbols: dict[fx.Node, Any]) -> Values:
+    def of(self, node: fx.Node) -> Values:
+        if node.op == "output":
+            return NOTHING
+        if node.op != "call_function":
+            return self.inputs(node)
         if node.target is WAIT:
-            return self.values[_operand(node)]
+            operand = node.args[0]
+            return self.values[operand] if isinstance(operand, fx.Node) else NOTHING
+        return self.results(node)
+
+    def inputs(self, node: fx.Node) -> Values:
+        raise NotImplementedError
+
+    def results(self, node: fx.Node) -> Values:
+        raise NotImplementedError
+
+    def value(self, shape: Shape, stride: Shape, dtype: torch.dtype, base: Value | None, num_bytes: int) -> Value:
+        """A tensor in the storage of `base`, or in one of its own of `num_bytes`."""
+        if base is not None:
+            return Value(shape, stride, dtype, base.storage, base.storage_bytes)
+        self.num_storages += 1
+        return Value(shape, stride, dtype, self.num_storages - 1, num_bytes)
+
+
+@dataclass(slots=True)
+class _Run(Inference):
+    """A rank graph on a device: symbols are bound, every op runs on meta tensors, equal calls once."""
+
+    role: RankGraph = field(kw_only=True)
+    device: int = field(kw_only=True)
+    symbols: Mapping[fx.Node, Any] = field(kw_only=True)
+    feeds: Iterator[tuple[Input, Layout]] = field(kw_only=True)  # of placeholders, in order
+    known: dict[Any, tuple[_Result, ...]] = field(default_factory=dict)
+
+    def fresh(self, shape: Shape, dtype: torch.dtype) -> Values:
+        return (self.value(shape, _contiguous(shape), dtype, None, prod(shape) * dtype.itemsize),)
+
+    def inputs(self, node: fx.Node) -> Values:
+        item, layout = next(self.feeds)
+        if self.device not in layout.mesh:
+            return NOTHING
+        return self.fresh(layout.box_of(item.spec.shape, self.device).size, item.spec.dtype)
+
+    def results(self, node: fx.Node) -> Values:
+        if node.target in SYMBOLS:
+            return NOTHING
         if node.target is transfer:
             return self.transferred(node)
         if node.target in COLLECTIVES:
             (x,) = self.values[_operand(node)]
-            args = fx.map_arg(node.args[1:], lambda n: symbols[n])
-            return (self.fresh(TABLE[node.target].shape(x.shape, args), x.dtype),)
-        if _is_getitem(node):
-            made = self.values[_operand(node)]
+            args = fx.map_arg(node.args[1:], lambda n: self.symbols[n])
+            return self.fresh(TABLE[node.target].shape(x.shape, args), x.dtype)
+        if node.target is operator.getitem:
             index: Any = node.args[1]
-            return (made[index],)
+            return (self.values[_operand(node)][index],)
         operands: list[Value] = []
 
         def describe(n: fx.Node) -> Any:
-            if n in symbols:
-                return symbols[n]
-            held = self.values[n]
-            if not held:
+            if n in self.symbols:
+                return self.symbols[n]
+            if not self.values[n]:
                 return None
-            (x,) = held
+            (x,) = self.values[n]
             operands.append(x)
             return _Operand(x.shape, x.stride, x.dtype)
 
         args, kwargs = map_nodes(node, describe)
         key = (node.target, _frozen(args), _frozen(kwargs))
         if key not in self.known:
-            self.known[key] = self.evaluate(node, args, kwargs)
-        return tuple(self.result(one, operands) for one in self.known[key])
-
-    def result(self, made: tuple[Any, ...], operands: list[Value]) -> Value:
-        shape, stride, dtype, alias, num_bytes = made
-        if alias >= 0:
-            return Value(shape, stride, dtype, operands[alias].storage, operands[alias].storage_bytes)
-        self.num_storages += 1
-        return Value(shape, stride, dtype, self.num_storages - 1, num_bytes)
-
-    def evaluate(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], ...]:
-        """(shape, stride, dtype, operand whose storage it is or -1, bytes of its storage) per result."""
-        tensors: list[torch.Tensor] = []
-
-        def make(value: Any) -> Any:
-            if isinstance(value, _Operand):
-                tensors.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
-                return tensors[-1]
-            if isinstance(value, (list, tuple)):
-                return [make(one) for one in value]
-            return value
-
-        plain = [make(value) for value in args]
-        named = {name: make(value) for name, value in kwargs.items()}
-        if node.target in FACTORIES:
-            named["device"] = "meta"
-        try:
-            made = node.target(*plain, **named)  # type: ignore[operator]
-        except Exception as error:
-            raise VerifyError(
-                f"{op_name(node.target)} cannot be followed without data",
-                where=str(origin_of(node)),
-                got=f"{type(error).__name__}: {error}",
-            ) from error
-        results = made if isinstance(made, (list, tuple)) else (made,)
-        bases = {storage_key(x): i for i, x in enumerate(tensors)}
-        absent = ((0,), (1,), torch.float32, -1, 0)  # a gradient that was not asked for
+            self.known[key] = _evaluate(node, args, kwargs)
         return tuple(
-            absent
-            if x is None
-            else (
-                tuple(x.shape),
-                tuple(x.stride()),
-                x.dtype,
-                bases.get(storage_key(x), -1),
-                x.untyped_storage().nbytes(),
-            )
-            for x in results
+            self.value(shape, stride, dtype, operands[base] if base >= 0 else None, num_bytes)
+            for shape, stride, dtype, base, num_bytes in self.known[key]
         )
 
     def transferred(self, node: fx.Node) -> Values:
-        made = self.role.transfers[str(node.args[1])]
-        if self.device not in made.target.mesh:
+        sent = self.role.transfers[str(node.args[1])]
+        if self.device not in sent.target.mesh:
             return NOTHING
-        return (self.fresh(tuple(made.target.box_of(made.spec.shape, self.device).size), made.spec.dtype),)
+        return self.fresh(tuple(sent.target.box_of(sent.spec.shape, self.device).size), sent.spec.dtype)
+
+
+def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
+    """What an op makes of operands without data, per result."""
+    tensors: list[torch.Tensor] = []
+
+    def make(value: Any) -> Any:
+        if isinstance(value, _Operand):
+            tensors.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
+            return tensors[-1]
+        if isinstance(value, (list, tuple)):
+            return [make(one) for one in value]
+        return value
+
+    plain = [make(value) for value in args]
+    named = {name: make(value) for name, value in kwargs.items()}
+    if node.target in FACTORIES:
+        named["device"] = "meta"
+    try:
+        made = node.target(*plain, **named)  # type: ignore[operator]
+    except Exception as error:
+        raise VerifyError(
+            f"{op_name(node.target)} cannot be followed without data",
+            where=str(origin_of(node)),
+            got=f"{type(error).__name__}: {error}",
+        ) from error
+    bases = {storage_key(x): i for i, x in enumerate(tensors)}
+    return tuple(_result(x, bases) for x in (made if isinstance(made, (list, tuple)) else (made,)))
+
+
+def _result(x: torch.Tensor | None, bases: Mapping[int, int]) -> _Result:
+    if x is None:  # a gradient that was not asked for
+        return (0,), (1,), torch.float32, -1, 0
+    key = storage_key(x)
+    return tuple(x.shape), tuple(x.stride()), x.dtype, bases.get(key, -1), x.untyped_storage().nbytes()
 
 
 def local_values(role: RankGraph, device: int | None = None) -> Local:
@@ -191,7 +213,10 @@ def local_values(role: RankGraph, device: int | None = None) -> Local:
 
     Nothing is allocated. Raises VerifyError, naming op and line, for an op that needs data to say its shape.
     """
-    return _Inference(role, role.devices[0] if device is None else device).run()
+    device = role.devices[0] if device is None else device
+    symbols = bind_symbols(role.graph, role.coordinates(device))
+    feeds = iter(zip(role.inputs, role.layouts, strict=True))
+    return Local(device, _Run(role=role, device=device, symbols=symbols, feeds=feeds).run(role.graph), symbols)
 
 
 _ABSENT = Value((), (), torch.float32, -1, 0)  # in place of what a device does not receive
@@ -239,10 +264,6 @@ def _operand(node: fx.Node) -> fx.Node:
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     return operand
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

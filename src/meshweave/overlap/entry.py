@@ -12,6 +12,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.gloo import let_gathers_overlap_in
 from meshweave.interop.graphs import lazy_module_like
+from meshweave.ir.described import values_of
 from meshweave.ir.graph import copied_graph
 from meshweave.ir.values import Values
 from meshweave.overlap.decide import OverlapOptions, decide
@@ -22,7 +23,6 @@ from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, asked,
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading, read, releasable_of
 from meshweave.overlap.report import OverlapReport
-from meshweave.overlap.values import values_of
 
 
 def overlap(

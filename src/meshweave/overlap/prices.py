@@ -21,10 +21,10 @@ from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory, Work
 from meshweave.interop.process_groups import ranks_of_group
+from meshweave.ir.aliases import is_view_op
 from meshweave.ir.graph import argument, place_of
 from meshweave.ir.mesh import Mesh
 from meshweave.overlap.read import Reading
-from meshweave.overlap.values import is_view_op
 from meshweave.simulate.classify import known_kind, memory_work, work_of
 
 Cost = Callable[..., float]

@@ -14,13 +14,13 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.interop.ops import is_operator, operator_name
+from meshweave.ir.aliases import is_view_op, written_of
 from meshweave.ir.collectives import WAIT, Collective, collective_of, group_of
 from meshweave.ir.graph import place_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values
 from meshweave.overlap.problem import Problem
-from meshweave.overlap.values import is_view_op, written_of
 
 Sources = tuple[frozenset[int], frozenset[int]]  # items, and starts whose communication must be complete
 _NONE: Sources = (frozenset(), frozenset())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.interop.fake import fake_like, meta_like, without_modes
 from meshweave.ir.collectives import WAIT
+from meshweave.ir.described import describe, without_data
 from meshweave.ir.values import Value
 from meshweave.overlap.merged import Merged
 from meshweave.overlap.problem import Order
@@ -39,7 +39,7 @@ class _Writer:
     made: list[_Bucket] = field(default_factory=list)
     operands: dict[int, Value] = field(default_factory=dict)  # of starts that are merged
     copied: frozenset[int] = field(default=frozenset())  # starts whose results are copied out of their bucket
-    bare: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # what nodes make, on the meta device
+    bare: dict[fx.Node, Any] = field(default_factory=dict)  # what operands are, on the meta device
 
     def run(self, order: Order) -> None:
         graph = self.reading.graph
@@ -48,8 +48,7 @@ class _Writer:
         for c in (c for bucket in self.merged.buckets for c in bucket):
             operand: Any = self.reading.nodes[c].args[0]
             self.operands[c] = self.reading.values[operand][0]
-        modes = without_modes()
-        with graph.inserting_before(output), torch.no_grad(), modes:
+        with graph.inserting_before(output), without_data():
             self.made = [self.bucket(bucket) for bucket in self.merged.buckets]
         placed: set[fx.Node] = set()
         cursor = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), next(iter(graph.nodes)).prev)
@@ -91,25 +90,22 @@ class _Writer:
         flat = []
         for operand, x in zip(operands, values, strict=True):
             if not x.is_contiguous:
-                operand = self.call(made.pack, first, aten.clone.default, (operand,), x.shape, x.dtype, _CONTIGUOUS)
+                operand = self.call(made.pack, first, aten.clone.default, (operand,), _CONTIGUOUS)
             shape = [rows, x.num_elements // rows] if rows > 1 else [x.num_elements]
-            shown = self.call(made.pack, first, aten.view.default, (operand, shape), shape, x.dtype)
+            shown = self.call(made.pack, first, aten.view.default, (operand, shape))
             if as_bytes:
-                num_bytes = x.num_elements * x.dtype.itemsize
-                shown = self.call(made.pack, first, aten.view.dtype, (shown, torch.uint8), (num_bytes,), torch.uint8)
+                shown = self.call(made.pack, first, aten.view.dtype, (shown, torch.uint8))
             flat.append(shown)
-        dtype = torch.uint8 if as_bytes else values[0].dtype
         sizes = [x.num_elements * (x.dtype.itemsize if as_bytes else 1) for x in values]
         total = sum(sizes)
-        whole = self.call(made.pack, first, aten.cat.default, (flat, 1 if rows > 1 else 0), _row(rows, total), dtype)
+        whole = self.call(made.pack, first, aten.cat.default, (flat, 1 if rows > 1 else 0))
         if rows > 1:
-            whole = self.call(made.pack, first, aten.view.default, (whole, [-1]), (total,), dtype)
-        length = total * size if kind == "gather" else total // rows
-        start = self.call(made.start, first, first.target, (whole, *first.args[1:]), (length,), dtype)
-        wait = self.call(made.wait, first, WAIT, (start,), (length,), dtype)
+            whole = self.call(made.pack, first, aten.view.default, (whole, [-1]))
+        start = self.call(made.start, first, first.target, (whole, *first.args[1:]))
+        wait = self.call(made.wait, first, WAIT, (start,))
         shown = wait
         if kind == "gather":
-            shown = self.call(made.wait, first, aten.view.default, (wait, [size, total]), (size, total), dtype)
+            shown = self.call(made.wait, first, aten.view.default, (wait, [size, total]))
         offset = 0
         for c, x, length in zip(bucket, values, [s // rows for s in sizes], strict=True):
             result = torch.uint8 if as_bytes else x.dtype
@@ -125,16 +121,14 @@ class _Writer:
         reading = self.reading
         old = reading.nodes[c]
         made = reading.values[old][0]
-        dim, shape = (1, (size, length)) if size > 1 else (0, (length,))
-        if size == 1 and len(whole.args) > 1:  # a gather in a group of one
-            dim, shape = 1, (1, length)
-        part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length), shape, dtype)
+        dim = 1 if size > 1 or len(whole.args) > 1 else 0  # columns of a gather, in a group of one too
+        part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length))
         if c in self.copied:
-            part = self.call(into, old, aten.clone.default, (part,), shape, dtype, _CONTIGUOUS)
+            part = self.call(into, old, aten.clone.default, (part,), _CONTIGUOUS)
         if dtype != made.dtype:
-            part = self.call(into, old, aten.view.default, (part, [size * length]), (size * length,), dtype)
-            part = self.call(into, old, aten.view.dtype, (part, made.dtype), (made.num_elements,), made.dtype)
-        part = self.call(into, old, aten.view.default, (part, list(made.shape)), made.shape, made.dtype)
+            part = self.call(into, old, aten.view.default, (part, [size * length]))
+            part = self.call(into, old, aten.view.dtype, (part, made.dtype))
+        part = self.call(into, old, aten.view.default, (part, list(made.shape)))
         for wait in reading.waits[c]:
             for key, value in wait.meta.items():
                 if key not in ("val", "tensor_meta"):
@@ -152,8 +146,6 @@ class _Writer:
         like: fx.Node,
         target: Any,
         args: tuple[Any, ...],
-        shape: Sequence[int],
-        dtype: torch.dtype,
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
         node = self.reading.graph.call_function(target)
@@ -162,37 +154,9 @@ class _Writer:
             node.kwargs = kwargs
         node.meta |= {key: like.meta[key] for key in _COPIED if key in like.meta}
         if "val" in like.meta:
-            node.meta["val"] = self.fake(node, like.meta["val"], tuple(shape), dtype)
+            describe(node, like.meta["val"], self.bare)
         into.append(node)
         return node
-
-    def fake(self, node: fx.Node, like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What a new node makes, as its neighbours say what they make: views share the storage of their base.
-
-        Run on tensors of the meta device, which are then written as fake ones: a tenth of the time of a fake tensor's
-        dispatch.
-        """
-        target: Any = node.target
-        if target is WAIT:
-            (start,) = node.all_input_nodes
-            self.bare[node] = self.meta(start)
-            return start.meta["val"]  # type: ignore[no-any-return]
-        if target.namespace == "aten":
-            held, named = fx.map_arg((node.args, node.kwargs), self.meta)
-            made = target(*held, **named)
-        else:
-            made = torch.empty(shape, dtype=dtype, device="meta")
-        self.bare[node] = made
-        return fake_like(made, like)
-
-    def meta(self, node: fx.Node) -> torch.Tensor:
-        if node not in self.bare:
-            self.bare[node] = meta_like(node.meta["val"])
-        return self.bare[node]
-
-
-def _row(rows: int, total: int) -> tuple[int, ...]:
-    return (rows, total // rows) if rows > 1 else (total,)
 
 
 def _idle(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:

@@ -1,0 +1,48 @@
+"""Which operands an operator's results live in, and which it writes, by its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from meshweave.interop.ops import OpOverload, arguments_of, is_operator, returns_of
+
+_MOST_PARTS = 4096  # of an op that returns a list of views
+_ALIASES = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})  # views whose schema does not say so
+
+
+@cache
+def aliases_of(target: OpOverload) -> Mapping[int, tuple[tuple[int, str], ...]]:
+    """Per result the arguments (position, name) that it may be a view of, or is written into, by the op's schema."""
+    arguments, returns = arguments_of(target), returns_of(target)
+    if target.name().partition(".")[0] in _ALIASES:
+        return {0: ((0, arguments[0].name),)}
+    found = {}
+    for i, result in enumerate(returns):
+        if result.alias_info is None:
+            continue
+        sets = result.alias_info.before_set
+        found[i] = tuple(
+            (p, a.name)
+            for p, a in enumerate(arguments)
+            if a.alias_info is not None and (a.alias_info.before_set & sets or "*" in sets)
+        )
+    if len(returns) == 1 and str(returns[0].type).startswith("List"):  # split, unbind: every part is of the one operand
+        annotated = tuple((p, a.name) for p, a in enumerate(arguments) if a.alias_info is not None)
+        return dict.fromkeys(range(_MOST_PARTS), annotated) if annotated else {}
+    return found
+
+
+@cache
+def written_of(target: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments (position, name) that an op writes into, by its schema."""
+    if not is_operator(target):
+        return ()
+    arguments = enumerate(arguments_of(target))
+    return tuple((p, a.name) for p, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def is_view_op(target: Any) -> bool:
+    """Whether an op makes views, by its schema, and writes nothing."""
+    return is_operator(target) and bool(aliases_of(target)) and not written_of(target)

@@ -1,0 +1,228 @@
+"""Anyone's graph, whose nodes say in meta["val"] what they make: the values of all of them, and the meta["val"] of new
+ones."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import VerifyError
+from meshweave.interop.fake import fake_like, meta_like, without_modes
+from meshweave.interop.ops import OpOverload, is_operator
+from meshweave.interop.storages import storage_key
+from meshweave.ir.aliases import aliases_of
+from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT
+from meshweave.ir.graph import place_of
+from meshweave.ir.values import NOTHING, Inference, Value, Values
+
+_META = torch.device("meta")
+_SYMBOLIC = 8192  # a size without a hint: what Inductor assumes (config.unbacked_symint_fallback, torch 2.13)
+
+
+@dataclass(slots=True)
+class _Read(Inference):
+    """Anyone's graph, by what its nodes say in meta["val"] and which operands a schema says that results live in."""
+
+    shared: dict[int, Value] = field(default_factory=dict)  # by storage: what the first input that lives there is
+
+    def inputs(self, node: fx.Node) -> Values:
+        """Inputs that are views of one storage share it: a saved tensor, and a view of it that is saved too."""
+        return tuple(map(self.shared_input, _leaves(node.meta.get("val")), self.results(node)))
+
+    def shared_input(self, x: Any, value: Value) -> Value:
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            return value
+        num_bytes = hint(x.untyped_storage().nbytes())
+        base = self.shared.setdefault(storage_key(x), replace(value, storage_bytes=num_bytes))
+        return replace(value, storage=base.storage, storage_bytes=base.storage_bytes)
+
+    def results(self, node: fx.Node) -> Values:
+        made = node.meta.get("val")
+        if made is None:
+            return _undescribed(node)
+        if not any(isinstance(x, torch.Tensor) for x in _leaves(made)):
+            return NOTHING
+        if node.target is operator.getitem and (items := self.item(node)):
+            return items
+        if isinstance(made, torch.Tensor):
+            return (self.describe(node, 0, made),)
+        return tuple(self.describe(node, i, x) for i, result in enumerate(made) for x in _leaves(result))
+
+    def item(self, node: fx.Node) -> Values:
+        """The values of one result of several: those of its leaves, which stand behind the leaves before it."""
+        operand, index = node.args
+        several = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+        if not (
+            isinstance(several, (list, tuple))
+            and isinstance(index, int)
+            and index in range(-len(several), len(several))
+        ):
+            return NOTHING
+        before, own = (len(list(_leaves(x))) for x in (several[: index % len(several)], several[index]))
+        return self.values[operand][before : before + own]  # type: ignore[index]
+
+    def describe(self, node: fx.Node, index: int, x: Any) -> Value:
+        """Leaf `x` of result `index`."""
+        if not isinstance(x, torch.Tensor):
+            return self.value((0,), (1,), torch.float32, None, 0)
+        shape = tuple(map(hint, x.shape))
+        strided = x.layout is torch.strided
+        stride = tuple(map(hint, x.stride())) if strided else (1,) * len(shape)
+        base = self.base(node, index, x) if node.op == "call_function" else None
+        if base is not None:
+            return self.value(shape, stride, x.dtype, base, 0)
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        whole = x.untyped_storage().nbytes() if strided else 0  # more, of an op that copies a storage as it is
+        num_bytes = max(extent * x.dtype.itemsize, whole if type(whole) is int else 0)
+        return self.value(shape, stride, x.dtype, None, num_bytes)
+
+    def base(self, node: fx.Node, index: int, x: torch.Tensor) -> Value | None:
+        """The operand whose storage result `index` lives in, None where it has its own."""
+        target = node.target
+        if is_operator(target):
+            for position, name in aliases_of(target).get(index, ()):
+                operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+                if isinstance(operand, (list, tuple)):  # Tensor(a!)[]: the k-th result is the k-th operand
+                    operand = operand[index] if index < len(operand) else None
+                if isinstance(operand, fx.Node) and self.values[operand] and _shares(x, operand, target):
+                    return self.values[operand][0]
+            return None
+        storage = storage_key(x) if x.layout is torch.strided else None
+        for operand in node.all_input_nodes:
+            for y, value in zip(_leaves(operand.meta.get("val")), self.values[operand], strict=False):
+                if isinstance(y, torch.Tensor) and y.layout is torch.strided and storage_key(y) == storage:
+                    return value
+        return None
+
+
+def values_of(graph: fx.Graph) -> dict[fx.Node, Values]:
+    """The tensors of every node of a graph whose nodes say in meta["val"] what they make. Results of in-place ops live
+    in the storage of what they change. Raises VerifyError for a node that makes tensors nobody described."""
+    return _Read().run(graph)
+
+
+def _undescribed(node: fx.Node) -> Values:
+    if node.op in ("placeholder", "get_attr") or "val" in node.meta or not node.users:
+        return NOTHING
+    if "val" not in node.meta and not is_operator(node.target):
+        return NOTHING
+    raise VerifyError(
+        "a node does not say what it makes",
+        where=place_of(node),
+        got="no meta['val']",
+        expected="a fake tensor per node, as torch.compile and make_fx leave it",
+        hint="run torch.fx.passes.fake_tensor_prop.FakeTensorProp over the graph first",
+    )
+
+
+def _leaves(made: Any) -> Iterator[Any]:
+    """What a node makes, lists flattened. A result that is no tensor (a gradient that was not asked for) keeps its
+    place."""
+    if isinstance(made, (list, tuple)):
+        for one in made:
+            yield from _leaves(one)
+    else:
+        yield made
+
+
+def _shares(x: torch.Tensor, operand: fx.Node, target: OpOverload) -> bool:
+    """Whether an op whose result may be a view made one: reshape and contiguous copy where they must."""
+    if target.name().partition(".")[0] not in _MAY_COPY:
+        return True
+    base = operand.meta.get("val")
+    return not isinstance(base, torch.Tensor) or storage_key(base) == storage_key(x)
+
+
+_MAY_COPY = frozenset(
+    f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten", "expand_as", "resolve_conj")
+)
+
+
+def hint(size: Any) -> int:
+    """A size as a number: a symbolic one as it was when the graph was traced."""
+    if type(size) is int:
+        return size
+    node = getattr(size, "node", None)
+    found = getattr(node, "hint", None) if node is not None else None
+    return int(found) if found is not None else _SYMBOLIC
+
+
+def val_of_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Any) -> Any:
+    """The meta["val"] of a new node that calls `target`, by those of its operands; `like` is that of a neighbour.
+
+    Run on tensors of the meta device, which are then written as fake ones of the mode and device of `like` (a tenth of
+    the time of a fake tensor's dispatch): views share the storage of their base. Raises RuntimeError, as the op does,
+    where it cannot take its operands.
+    """
+    if target is WAIT:
+        return args[0].meta["val"]
+    with without_data():
+        return _dressed(_called(target, args, kwargs, {}), like)
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Where ops of the meta device are run as they are: no mode sees them, and nothing is recorded."""
+    with without_modes(), torch.no_grad():
+        yield
+
+
+def describe(node: fx.Node, like: Any, bare: dict[fx.Node, Any]) -> None:
+    """Write the meta["val"] of a new node, as `val_of_call`, within `without_data`; `bare` keeps the tensors of the
+    meta device from node to node."""
+    bare[node] = _called(node.target, node.args, node.kwargs, bare)
+    is_wait = node.target is WAIT
+    node.meta["val"] = node.all_input_nodes[0].meta["val"] if is_wait else _dressed(bare[node], like)
+
+
+def _called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bare: dict[fx.Node, Any]) -> Any:
+    def operand(n: fx.Node) -> Any:
+        if n not in bare:
+            bare[n] = _bare(n.meta["val"])
+        return bare[n]
+
+    plain, named = fx.map_arg((args, kwargs), operand)
+    if target is WAIT:
+        return plain[0]
+    if "device" in named:
+        named = {**named, "device": _META}
+    try:
+        return _collective(target, plain) if target in _COLLECTIVES else target(*plain, **named)
+    except ValueError as error:  # of ops that torch runs by their decomposition: view, where sizes may be symbolic
+        raise RuntimeError(str(error)) from error
+
+
+def _collective(target: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """What a collective makes; it is contiguous."""
+    return args[0].new_empty(TABLE[target].shape(tuple(args[0].shape), args[1:]))
+
+
+# Those of rank graphs, and what else can be merged with others.
+_COLLECTIVES = COLLECTIVES | {op for op, row in TABLE.items() if row.bucket}
+
+
+def _bare(x: Any) -> Any:
+    """Every tensor of an argument as one of the meta device."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(_bare(one) for one in x)
+    return meta_like(x) if isinstance(x, torch.Tensor) else x
+
+
+def _dressed(made: Any, like: Any) -> Any:
+    if isinstance(made, (list, tuple)):
+        likes = like if isinstance(like, (list, tuple)) else [like] * len(made)
+        return type(made)(_dressed(one, other) for one, other in zip(made, likes, strict=True))
+    if isinstance(like, (list, tuple)):
+        like = next(one for one in like if isinstance(one, torch.Tensor))
+    return fake_like(made, like) if isinstance(made, torch.Tensor) else made
+
+
+def is_symbolic(x: torch.Tensor) -> bool:
+    """Whether a shape or stride is not a number."""
+    return any(type(size) is not int for size in (*x.shape, *(x.stride() if x.layout is torch.strided else ())))
