@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
-from meshweave.capture.guards import Guards, check_autocast
+from meshweave.capture.guards import Guards, check_autocast, check_not_compiled
 from meshweave.capture.optimizer_guard import OptimizerGuard
 from meshweave.capture.optimizers import OptimizerSpec, current_lrs, initial_state, read_optimizer
 from meshweave.capture.recompute import recompute as recomputed
@@ -46,6 +46,7 @@ from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import axes_of_operators, map_devices
 from meshweave.sharding.place import place
 from meshweave.sharding.placement import Placement
+from meshweave.sharding.plan_text import plan_of
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
@@ -295,15 +296,9 @@ class TrainStep:
             raise LayoutError(
                 "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
             )
-        from meshweave.runtime.dtensor import dtensor_from_piece, prepare_device_meshes  # dear: only when asked for
+        from meshweave.runtime.dtensor import dtensors_from_pieces  # takes long to import, and few programs do
 
-        kept = [layout.mesh for item, layout, _ in self.session.pieces(kind)]
-        prepare_device_meshes(dict.fromkeys(kept), self.session.world.device.type)
-        return {
-            item.name: dtensor_from_piece(pieces[0], layout, item.spec.shape)
-            for item, layout, pieces in self.session.pieces(kind)
-            if pieces
-        }
+        return dict(dtensors_from_pieces(self.session.pieces(kind), self.session.world.device.type))
 
     def save(self, path: str) -> None:
         """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
@@ -324,8 +319,8 @@ def compile(
     loss: Loss,
     example: Any,
     optimizer: torch.optim.Optimizer | None = None,
-    mesh: Mesh | str,
-    plan: Plan | None = None,
+    mesh: Mesh | str | Mapping[str, int],
+    plan: Plan | str | None = None,
     profile: Costs | str | None = None,
     memory_cap_bytes: int | None = None,
     clip_grad_norm: float | None = None,
@@ -354,7 +349,8 @@ def compile(
         keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says otherwise.
     optimizer: a torch SGD, Adam or AdamW over the model's parameters; its learning rates are read at every step, so
         schedulers work. Without one, the step computes loss and gradients.
-    mesh, plan: without a plan the axes dp, fsdp and tp mean the usual. See `Plan`.
+    mesh, plan: "dp=2,tp=2", {"dp": 2, "tp": 2} or a Mesh; a `Plan`, or its text ("fsdp:dp+hf_tp:tp", a file). Without a
+        plan the axes dp, fsdp, tp and pp mean the usual.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
     accumulate_in: where gradients of microbatches are added up. "whole": as backward gives them, so that devices reduce
         them once a step, and hold whole what fsdp stores in shards; "shards": reduce-scattered over what shards the
@@ -382,7 +378,8 @@ def compile(
     Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
     Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
     """
-    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    mesh, plan = Mesh.of(mesh), plan_of(plan)
+    check_not_compiled(model)
     costs = load_profile(profile) if isinstance(profile, str) else profile or AlphaBeta()
     if optimizer is None and (clip_grad_norm is not None):
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")

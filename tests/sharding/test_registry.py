@@ -12,10 +12,12 @@ from tests.sharding.conformance import F, P, Sample, build_case, check, one_axis
 from torch import Tensor, nn
 
 import meshweave
-from meshweave.errors import RuleError
+from meshweave.errors import MeshweaveError, RuleError
+from meshweave.hardware import Matmul
 from meshweave.ir.graph import Spec
 from meshweave.sharding.factors import parse_factors, rule_from_text
 from meshweave.sharding.registry import TABLE, row_for
+from meshweave.simulate.classify import COSTS
 
 
 @torch.library.custom_op("meshweave_tests::gated", mutates_args=())
@@ -58,10 +60,11 @@ GATED_BACKWARD = sample(tests_ops.gated_backward.default, F(5, 4), F(5, 4), F(4)
 @pytest.fixture(autouse=True)
 def own_rows() -> Iterator[None]:
     """Rows that a test registers are gone after it."""
-    before = dict(TABLE)
+    before = [(table, dict(table)) for table in (TABLE, COSTS)]
     yield
-    TABLE.clear()
-    TABLE.update(before)
+    for table, rows in before:
+        table.clear()
+        table.update(rows)
 
 
 class Model(nn.Module):
@@ -176,6 +179,68 @@ def test_a_registered_op_trains(mesh: str) -> None:
     inside = [n for n in step.program.placed.graph.nodes if n.target is tests_ops.gated.default]
     assert len(inside) == 1
     assert "dp" not in mesh or inside[0].meta["layout"].sharded_axes[:1] == ("dp",)
+
+
+# one registration: capture, place, run, backward, simulate
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2"])
+def test_one_registration_is_all_that_an_op_needs(mesh: str) -> None:
+    meshweave.register_rule(
+        tests_ops.gated.default, "b h, h -> b h", linear=(0,), cost="pointwise",
+        backward=tests_ops.gated_backward.default,
+    )  # fmt: skip
+    case = build_case(GATED_BACKWARD)
+    assert len(roles_of(case)) > 3
+    for option in [*one_axis(case, 2), *one_axis(case, 3), *two_axes(case)]:
+        check(case, option)
+    model, step = _compile(mesh)
+    model = copy.deepcopy(model)
+    loss = _loss(model(_batch()["x"]), _batch())
+    assert step(_batch()) == pytest.approx(float(loss.detach()), rel=1e-5)
+    found = meshweave.simulate(step.program, "h100")
+    spans = [span for span in found.spans if "gated" in span.op]
+    assert len(spans) == 2
+    assert all(span.seconds > 0 for span in spans)
+
+
+def test_an_op_without_a_cost_names_its_registration_when_it_is_simulated() -> None:
+    meshweave.register_rule(tests_ops.gated.default, "b h, h -> b h", backward=tests_ops.gated_backward.default)
+    _, step = _compile("dp=2")
+    with pytest.raises(MeshweaveError, match="no cost for meshweave_tests") as caught:
+        meshweave.simulate(step.program, "h100")
+    assert "meshweave.register_rule(torch.ops.meshweave_tests.gated" in caught.value.hint
+    assert 'cost="pointwise"' in caught.value.hint
+    assert re.search(r"test_registry\.py:\d+", caught.value.where)
+
+
+def test_a_cost_by_a_function() -> None:
+    """The work that it says is what is priced; a function that fails or says nothing is an error."""
+
+    def simulated(cost: object) -> float:
+        meshweave.register_rule(
+            tests_ops.gated.default, "b h, h -> b h", cost=cost, backward=tests_ops.gated_backward.default
+        )  # fmt: skip
+        return sum(s.seconds for s in meshweave.simulate(step.program, "h100").spans if "gated" in s.op)
+
+    meshweave.register_rule(tests_ops.gated.default, "b h, h -> b h", backward=tests_ops.gated_backward.default)
+    _, step = _compile("dp=2")
+    seconds = [simulated(lambda n, x, y, k=k: Matmul(k, k, k, 1, x[0].dtype, 0)) for k in (512, 8192)]
+    assert seconds[1] > 10 * seconds[0] > 0
+    with pytest.raises(MeshweaveError, match="is no work"):
+        simulated(lambda n, x, y: None)
+    with pytest.raises(MeshweaveError, match="failed") as caught:
+        simulated(lambda n, x, y: 1 / 0)
+    assert "ZeroDivisionError" in caught.value.got
+
+
+def test_registrations_that_say_too_little() -> None:
+    with pytest.raises(RuleError, match="no kind of work") as caught:
+        meshweave.register_rule(tests_ops.gated.default, "b h, h -> b h", cost="fast")
+    assert "pointwise" in caught.value.expected
+    rule = row_for(build_case(sample(torch.ops.aten.relu.default, F(3, 4))).node).rule
+    with pytest.raises(RuleError, match="follows from a text"):
+        meshweave.register_rule(tests_ops.gated.default, rule, backward=tests_ops.gated_backward.default)
 
 
 # factor texts

@@ -20,9 +20,10 @@ from meshweave.capture.record import Difference
 from meshweave.capture.snapshot import Change, Snapshot, same, shown
 from meshweave.capture.unread import Unread
 from meshweave.capture.variables import MISSING
-from meshweave.errors import LayoutError, StepError
+from meshweave.errors import CaptureError, LayoutError, StepError
 from meshweave.interop.fake import FakeTensor
 from meshweave.interop.hooks import MODULE_HOOKS, TENSOR_HOOKS, hooks_of_all_modules
+from meshweave.interop.modules import compiled_modules
 
 Matches = Callable[[str, str, Tensor], bool]
 _AGAIN = "compile again for it: step.save(path), mw.compile(...), step.load(path)"
@@ -230,6 +231,20 @@ def _written(kind: str, name: str) -> StepError:
         expected="the model as it was: a compiled step has parameters and buffers of its own",
         hint="call load_state_dict (or whatever writes to the model) before mw.compile, or use step.load",
     )
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """CaptureError for what torch.compile has wrapped: it runs graphs that no tracer sees into."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError("this is not a model", got=type(model).__name__, expected="a torch.nn.Module")
+    if names := compiled_modules(model):
+        raise CaptureError(
+            "the model, or a part of it, has been through torch.compile",
+            where=f"module '{names[0]}' ({type(model.get_submodule(names[0])).__name__})",
+            got=f"{len(names)} compiled modules",
+            expected="the model as it is written",
+            hint="compile the plain model with meshweave: leave torch.compile(model), model.compile() out",
+        )
 
 
 def check_autocast(expected: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""Where modules keep their tensors and submodules.
+"""Where modules keep their tensors and submodules, and what torch.compile leaves on them.
 
 Holds for torch 2.11 to 2.13 (torch/nn/modules/module.py). The public names look into the dicts one entry at a time, and
 `register_parameter` runs hooks and refuses what a property shadows.
@@ -46,3 +46,13 @@ def twin_of(module: nn.Module, tensor: Callable[[Tensor | None], Any]) -> tuple[
 
 def set_submodules(module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
     module._modules = dict(children)
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """The names of the modules ("" for the model itself) that were passed to torch.compile or have called compile()
+    (torch/_dynamo/eval_frame.py, OptimizedModule)."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    ]

@@ -70,6 +70,17 @@ class Mesh:
         return mesh
 
     @staticmethod
+    def of(mesh: Mesh | str | Mapping[str, int]) -> Mesh:
+        """A mesh itself, or as its text `dp=2,tp=2` or the sizes of its axes by name. MeshError for anything else."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if not isinstance(mesh, str | Mapping):
+            hint = "mw.Mesh.from_device_mesh(...)" if type(mesh).__name__ == "DeviceMesh" else ""
+            expected = '"dp=2,tp=2", {"dp": 2, "tp": 2} or a meshweave.Mesh'
+            raise MeshError("this is not a mesh", where="mesh=", got=repr(mesh), expected=expected, hint=hint)
+        return Mesh(mesh)
+
+    @staticmethod
     def parse(text: str) -> Mesh:
         """Read the text form: `dp=2,tp=2`, or with its devices `dp=2 on [4, 5]`."""
         match = re.fullmatch(r"(?P<axes>.*?)\s*\bon\s*\[(?P<ids>[\d\s,]*)\]\s*", text)
@@ -273,7 +284,7 @@ def _check_axes(pairs: Sequence[tuple[str, int]]) -> None:
     names = [name for name, _ in pairs]
     where = "axes " + ",".join(f"{name}={size}" for name, size in pairs)
     for name, size in pairs:
-        if not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise MeshError(
                 f"'{name}' cannot name an axis",
                 where=where,
@@ -284,6 +295,8 @@ def _check_axes(pairs: Sequence[tuple[str, int]]) -> None:
             raise MeshError(
                 f"axis '{name}' is named twice", where=where, got=", ".join(names), expected="every axis at most once"
             )
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise MeshError(f"the size of axis '{name}' is no number", where=where, got=repr(size), expected="an int")
         if size < 1:
             raise MeshError(
                 f"axis '{name}' has no devices", where=where, got=f"{name}={size}", expected="a size of 1 or more"

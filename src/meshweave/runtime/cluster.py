@@ -24,7 +24,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost, Group
 from meshweave.runtime.watch import LINGER, Watch
-from meshweave.runtime.world import LocalWorld, World
+from meshweave.runtime.world import LocalWorld, World, checked_device
 
 
 class ClusterWorld:
@@ -210,9 +210,7 @@ def _check_ranks(mesh: Mesh) -> None:
 
 def _device(device: torch.device | str | None) -> torch.device:
     has_nccl = "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available()
-    chosen = torch.device(device) if device is not None else torch.device("cuda" if has_nccl else "cpu")
-    if chosen.type not in ("cpu", "cuda"):
-        raise MeshError(f"a step cannot run on the {chosen.type} device", hint="leave device out, or name cpu or cuda")
+    chosen = checked_device(device if device is not None else "cuda" if has_nccl else "cpu")
     if chosen.type == "cuda":
         if chosen.index is None:
             chosen = torch.device("cuda", _local_rank())

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshweave.errors import LayoutError, MeshError
+from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import placements_from_layout
@@ -73,11 +74,15 @@ def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> D
     return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def prepare_device_meshes(meshes: Iterable[Mesh], device_type: str) -> None:
-    """Make the DeviceMeshes on which `dtensor_from_piece` will put pieces. All ranks call it together, with the same
-    meshes in the same order, whether or not they are of them."""
-    for mesh in meshes:
+def dtensors_from_pieces(
+    values: Iterable[tuple[Input, Layout, Sequence[Tensor]]], device_type: str
+) -> dict[str, DTensor]:
+    """DTensors by name of the values of which this rank has a piece. All ranks call it together, with the same values
+    in the same order, and make the DeviceMeshes of all, whether or not they are of them."""
+    listed = list(values)
+    for mesh in dict.fromkeys(layout.mesh for _, layout, _ in listed):
         _device_mesh(_with_axis(mesh), device_type, _current_job())
+    return {v.name: dtensor_from_piece(pieces[0], layout, v.spec.shape) for v, layout, pieces in listed if pieces}
 
 
 def _with_axis(mesh: Mesh) -> Mesh:

@@ -95,15 +95,13 @@ def _owners(root: nn.Module) -> Iterator[_Owner]:
     """The modules that own a tensor first, in the order of `named_modules`."""
     seen: set[int] = set()
     for path, module in root.named_modules():
-        new = [
-            (key, tensor)
-            for key, tensor in own_tensors(module).items()
-            if tensor is not None and id(tensor) not in seen
-        ]
-        seen.update(id(tensor) for _, tensor in new)
-        if new:
+        own = own_tensors(module)
+        first = {id(tensor): key for key, tensor in reversed(own.items()) if tensor is not None}
+        keys = [key for key, tensor in own.items() if first.get(id(tensor)) == key and id(tensor) not in seen]
+        seen.update(first)
+        if keys:
             prefix = f"{path}." if path else ""
-            yield _Owner(path, _chain(root, path), tuple((prefix + key, key) for key, _ in new))
+            yield _Owner(path, _chain(root, path), tuple((prefix + key, key) for key in keys))
 
 
 def _chain(root: nn.Module, path: str) -> tuple[nn.Module, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshweave.errors import CheckpointError, LayoutError, StepError
+from meshweave.errors import LayoutError, StepError
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
@@ -62,7 +62,7 @@ class Session:
         self.carries = Carries(self.roles, world)
         self.metrics: dict[str, float] = {}
         self.progress = Progress(settings.accumulate)
-        self._gradients: dict[str, list[Tensor]] = {}
+        self._gradients: dict[str, list[Tensor]] | None = None
         self._envs: list[Env] = []
         self._between: list[dict[Key, Tensor]] = []  # what a microbatch leaves to the next one
         self._losses: list[float] = []
@@ -316,6 +316,8 @@ class Session:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""
         if not self.settings.keep_gradients:
             raise StepError("gradients were not kept", hint="compile with keep_gradients=True")
+        if self._gradients is None:
+            raise StepError("there are no gradients before the first step", hint="take a step first: step(batch)")
         return self.full("grad", self._gradients)
 
     def pieces(self, kind: str) -> Iterator[tuple[Input, Layout, list[Tensor]]]:
@@ -328,34 +330,19 @@ class Session:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
-        from meshweave.runtime.checkpoint import save  # dear: only when asked for
-
         self.progress.check_idle("a checkpoint")
-        self.state.check_usable()
-        info = {"num_steps": self.state.num_steps, "seed": self.settings.seed}
         with self.world.guard():
-            save(path, self.state.views(), info)
+            self.state.save(path, self.settings.seed)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint of the same model, saved on whatever mesh.
 
         The old state lives until the new one is whole, so that a load that fails changes nothing.
         """
-        from meshweave.runtime.checkpoint import load  # dear: only when asked for
-
         self.progress.check_idle("a checkpoint")
         with self.world.guard():
             loaded = self.state.blank()
-            info = load(path, loaded.views())
-            if int(info["seed"]) != self.settings.seed:
-                raise CheckpointError(
-                    "the checkpoint was trained with another seed",
-                    where=str(path),
-                    got=str(info["seed"]),
-                    expected=str(self.settings.seed),
-                    hint="compile with that seed, so that dropout goes on as it would have",
-                )
-            loaded.num_steps = int(info["num_steps"])
+            loaded.load(path, self.settings.seed)
             self.state = loaded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshweave.errors import StepError
+from meshweave.errors import CheckpointError, StepError
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
@@ -107,7 +108,7 @@ class State:
 
     def views(self) -> dict[str, ShardedTensorView]:
         """Checkpoint names (`param/...`, `buffer/...`, `state/...`) to the pieces held here, which a load fills."""
-        from meshweave.runtime.checkpoint_tables import ShardedTensorView  # dear: only when asked for
+        from meshweave.runtime.checkpoint_tables import ShardedTensorView
 
         return {
             f"{item.kind}/{item.name}": ShardedTensorView(
@@ -117,6 +118,28 @@ class State:
             )
             for item, layout in self.items
         }
+
+    def save(self, path: str | os.PathLike[str], seed: int) -> None:
+        """Write a checkpoint that any other mesh may load; all processes call it."""
+        from meshweave.runtime.checkpoint import save  # takes long to import, and few programs do
+
+        self.check_usable()
+        save(path, self.views(), {"num_steps": self.num_steps, "seed": seed})
+
+    def load(self, path: str | os.PathLike[str], seed: int) -> None:
+        """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for one of another seed."""
+        from meshweave.runtime.checkpoint import load
+
+        info = load(path, self.views())
+        if int(info["seed"]) != seed:
+            raise CheckpointError(
+                "the checkpoint was trained with another seed",
+                where=str(path),
+                got=str(info["seed"]),
+                expected=str(seed),
+                hint="compile with that seed, so that dropout goes on as it would have",
+            )
+        self.num_steps = int(info["num_steps"])
 
     @property
     def num_bytes(self) -> list[int]:

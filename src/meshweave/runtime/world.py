@@ -56,6 +56,24 @@ def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> li
     return [layout.box_of(shape, device) for device in devices]
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device on which a step can run here. Raises MeshError for any other."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise _no_device(device, "no device of that name") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise _no_device(device, f"a {chosen.type} device")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise _no_device(device, f"{torch.cuda.device_count()} CUDA devices on this machine")
+    return chosen
+
+
+def _no_device(device: object, got: str) -> MeshError:
+    hint = "leave device out, or name cpu or cuda"
+    return MeshError("a step cannot run on this device", where=f"device={str(device)!r}", got=got, hint=hint)
+
+
 class LocalWorld:
     """Every device of the mesh is a virtual one in this process."""
 
@@ -63,9 +81,7 @@ class LocalWorld:
 
     def __init__(self, mesh: Mesh, device: torch.device | str | None = None) -> None:
         self.mesh, self.devices = mesh, mesh.devices
-        self.device = torch.device(device or "cpu")
-        if self.device.type == "meta":
-            raise MeshError("a step cannot run on the meta device", hint="leave device out, or name cpu or cuda")
+        self.device = checked_device(device or "cpu")
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
         return LocalExecutor(ranks, self.devices, self.device, meter)

@@ -1,4 +1,4 @@
-"""Plans as text: what --plan means on the command line."""
+"""Plans as text: `plan="..."`, and --plan on the command line."""
 
 from __future__ import annotations
 
@@ -40,13 +40,23 @@ def parse_plan(text: str) -> Plan | None:
         if name not in _SCHEMES or not axis:
             raise PlanError(
                 f"'{part}' is no part of a plan",
-                where=f"--plan {text}",
+                where=f"plan {text}",
                 got=part,
                 expected=f"{near_miss(name, _SCHEMES)}, each as scheme:axis",
                 hint="for example fsdp:dp+hf_tp:tp, or a .toml or .json file",
             )
         plan = plan + _SCHEMES[name](axis)
     return plan
+
+
+def plan_of(plan: Plan | str | None) -> Plan | None:
+    """A plan itself or as text. PlanError for anything else."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str):
+        expected = "a meshweave.Plan, or its text such as fsdp:dp+hf_tp:tp"
+        raise PlanError("this is not a plan", where="plan=", got=type(plan).__name__, expected=expected)
+    return parse_plan(plan)
 
 
 def _plan_file(path: Path) -> Plan:

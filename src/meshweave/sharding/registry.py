@@ -12,6 +12,7 @@ from meshweave.errors import RuleError
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
 from meshweave.ir.traits import is_pointwise
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, rule_from_text
+from meshweave.simulate.classify import Cost, set_cost
 
 RuleFunction = Callable[[fx.Node], Rule]
 
@@ -35,15 +36,42 @@ def add(targets: Any, rule: RuleFunction | str, *, localize: str = "", linear: t
         TABLE[target] = Row(function, localize)
 
 
-def register_rule(target: Any, rule: str | RuleFunction, *, linear: tuple[int, ...] = ()) -> None:
+def register_rule(
+    target: Any, rule: str | RuleFunction, *, linear: tuple[int, ...] = (), cost: str | Cost = "", backward: Any = None
+) -> None:
     """Teach meshweave an op: `mw.register_rule(torch.ops.my.op.default, "b s h -> b s h", linear=(0,))`.
 
     The text names the factors of every tensor operand and result: a letter shared is a loop shared, a factor absent
     from a result makes it a partial sum when sharded, `h!` cannot be sharded. `linear` lists operands of which a
     partial sum may pass through (each alone). The op runs on pieces as it is. Registering again replaces the row.
+
+    cost: what the simulator prices the op by: a kind of memory work ("pointwise", "reduction", "gather", ...: operands
+        are read and results written), or a function (node, operands, results) -> `meshweave.hardware` Matmul,
+        Attention or Memory, or a tuple of them. Without one, to simulate the op is an error.
+    backward: the op that computes the gradients, called with the gradients of all results and then all tensor operands,
+        and returning the gradient of each operand. Its rule follows from `rule`, which is a text then; it has the same
+        cost. A backward op of another form is registered by itself; one made of known ops needs nothing.
+
+    Raises RuleError for a cost that is no kind of work, and for `backward` without a text.
     """
     modes = tuple(Linear(frozenset({i})) for i in linear)
     TABLE[target] = Row(rule if callable(rule) else _text_rule(rule, modes))
+    if cost:
+        set_cost(target, cost)
+    if backward is None:
+        return
+    if callable(rule):
+        raise RuleError(
+            "the rule of the backward op follows from a text only",
+            where=f"register_rule({op_name(target)})",
+            got="a function",
+            hint="register the backward op by itself",
+        )
+    operands, _, results = rule.partition("->")
+    gradients = frozenset(range(len(results.split(","))))
+    TABLE[backward] = Row(_text_rule(f"{results},{operands}->{operands}", (Linear(gradients),)))
+    if cost:
+        set_cost(backward, cost)
 
 
 def _text_rule(text: str, linear: tuple[Linear, ...]) -> RuleFunction:

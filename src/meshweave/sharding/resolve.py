@@ -62,6 +62,13 @@ def _read(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> Non
     _READ[entry.kind](resolved, entry, model, mesh)
 
 
+# What people mean by axes that have no usual meaning here.
+_USUAL = {
+    "ep": "expert parallelism is a plan: weights of experts sharded over their own dim, such as "
+    'mw.Plan.dp("dp") + mw.Plan({"experts.*": "[{ep}, {}, {}]"})',
+}
+
+
 def check_axes(resolved: Resolved, mesh: Mesh, by_operators: Collection[str] = ()) -> None:
     """Raise PlanError unless every axis of the mesh has something to do, by the plan or by operators in the model."""
     used = {*resolved.named, *by_operators}
@@ -72,7 +79,7 @@ def check_axes(resolved: Resolved, mesh: Mesh, by_operators: Collection[str] = (
             where=f"mesh {mesh}",
             got=unused[0],
             expected="dp, fsdp, tp or pp, or a plan that says what the axis is for",
-            hint=f'pass a plan, for example mw.Plan.dp("{unused[0]}")',
+            hint=_USUAL.get(unused[0], f'pass a plan, for example mw.Plan.dp("{unused[0]}")'),
         )
     if unused:
         raise PlanError(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.errors import MeshweaveError
+from meshweave.errors import MeshweaveError, RuleError
+from meshweave.hardware.schema import KINDS
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 from meshweave.interop.ops import arguments_of, is_operator
 from meshweave.ir import local_ops
@@ -25,9 +26,31 @@ _FUSIBLE = frozenset({"pointwise", "reduction", "strided", "gather", "fill", "ra
 _GATHERED = frozenset({"gather", "scatter"})
 
 
+Cost = Callable[[fx.Node, Operands, Operands], Work | tuple[Work, ...]]
+COSTS: dict[Any, str | Cost] = {}  # of the ops that a user has registered
+
+
+def set_cost(target: Any, cost: str | Cost) -> None:
+    """Price an op as a kind of memory work, or by a function of the node, its operands and its results.
+
+    Raises RuleError for what is neither.
+    """
+    if not callable(cost) and cost not in KINDS:
+        raise RuleError(
+            "this is no kind of work",
+            where=f"cost of {op_name(target)}",
+            got=repr(cost),
+            expected=f"{', '.join(KINDS)}, or a function (node, operands, results) -> work",
+        )
+    COSTS[target] = cost
+
+
 def known_kind(node: fx.Node) -> str:
-    """`matmul`, `attention`, or a kind of memory work; "" for a node of which none is known."""
+    """`matmul`, `attention`, `registered` (work by a user's function) or a kind of memory work; "" for a node of which
+    none is known."""
     target = inner_target(node)
+    if cost := COSTS.get(target):
+        return "registered" if callable(cost) else cost
     if target is aten.scatter.value or (target is local_ops.scatter and not isinstance(node.args[3], fx.Node)):
         return "pointwise"  # one-hot: compilers make it where the index is met, eager kernels write a few elements
     return work_kind(target) if node.op == "call_function" else ""
@@ -42,8 +65,9 @@ def kind_of(node: fx.Node) -> str:
         f"the simulator has no cost for {op_name(target)}",
         where=str(origin_of(node)),
         got=op_name(target),
-        expected="an op of ir/traits.py, or one that torch tags as pointwise",
-        hint="add its name to the kinds of work there",
+        expected="an op with a cost, or one that torch tags as pointwise",
+        hint=f'register it with its rule: meshweave.register_rule(torch.ops.{target}, ..., cost="pointwise"), '
+        f"or another of {', '.join(KINDS)}, or a function",
     )
 
 
@@ -66,11 +90,29 @@ def is_closing(node: fx.Node, operands: Operands, results: Operands) -> bool:
 def work_of(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
     """The work of one op by itself: operands are read and results written in device memory."""
     kind = kind_of(node)
+    if kind == "registered":
+        return _registered_work(node, operands, results)
     if kind == "matmul":
         return _MATMULS[base_name(inner_target(node))](node, operands, results)
     if kind == "attention":
         return _attention(node, operands, results)
     return (memory_work(kind, operands, results, 1),)
+
+
+def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
+    target = inner_target(node)
+    cost = COSTS[target]
+    assert callable(cost)
+    try:
+        found = cost(node, operands, results)
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        raise MeshweaveError(f"the cost of {op_name(target)} failed", where=str(origin_of(node)), got=got) from error
+    works = found if isinstance(found, tuple) else (found,)
+    if not all(isinstance(work, Work) for work in works):
+        expected = "Matmul, Attention or Memory of meshweave.hardware, or a tuple of them"
+        raise MeshweaveError(f"the cost of {op_name(target)} is no work", got=repr(found), expected=expected)
+    return works
 
 
 def memory_work(kind: str, operands: Operands, results: Operands, num_ops: int) -> Memory:

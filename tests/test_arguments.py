@@ -1,0 +1,147 @@
+"""What people pass to `compile` at first: every form that has one meaning works, every other is a clear error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshweave as mw
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Twice(Net):
+    """A buffer and a parameter with two names each in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shift = torch.arange(4.0)
+        self.register_buffer("shift", shift)
+        self.register_buffer("same", shift)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.again = self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.again + self.same) * self.scale + self.shift
+
+
+class Experts(nn.Module):
+    """Four experts over all tokens, weighted by a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 4), nn.Module()
+        self.experts.up = nn.Parameter(torch.linspace(-1, 1, 4 * 4 * 4).reshape(4, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.einsum("td,edh->eth", x, self.experts.up)
+        return torch.einsum("eth,te->th", outputs, torch.softmax(self.gate(x), -1))
+
+
+def compiled(model: nn.Module | None = None, **options: Any) -> mw.TrainStep:
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"mesh": "dp=2", "loss": lambda out, batch: out.pow(2).mean(), "example": batch(), **options}
+    return mw.compile(model, optimizer=optimizer, **given)
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.arange(16.0).reshape(4, 4) / 16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"dp": 2}},
+        {"mesh": mw.Mesh(dp=2)},
+        {"plan": "dp:dp"},
+        {"mesh": {"fsdp": 2, "tp": 2}, "plan": "fsdp:fsdp+auto_tp:tp"},
+    ],
+    ids=str,
+)
+def test_meshes_and_plans_in_every_form(options: dict[str, Any]) -> None:
+    assert compiled(**options)(batch()) == pytest.approx(compiled(mesh="")(batch()), rel=1e-6)
+
+
+BAD: list[tuple[dict[str, Any], type[mw.MeshweaveError], str]] = [
+    ({"mesh": {"dp": "two"}}, mw.MeshError, "the size of axis 'dp' is no number"),
+    ({"mesh": {2: 2}}, mw.MeshError, "cannot name an axis"),
+    ({"mesh": 2}, mw.MeshError, "not a mesh"),
+    ({"mesh": ("dp", 2)}, mw.MeshError, "not a mesh"),
+    ({"plan": "x"}, mw.PlanError, "'x' is no part of a plan"),
+    ({"plan": {"up": "[{dp}, {}]"}}, mw.PlanError, "not a plan"),
+    ({"device": "meta"}, mw.MeshError, "cannot run on this device"),
+    ({"device": "cuda:99"}, mw.MeshError, "cannot run on this device"),
+    ({"device": "gpu"}, mw.MeshError, "cannot run on this device"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BAD, ids=[str(options) for options, *_ in BAD])
+def test_bad_arguments(options: dict[str, Any], kind: type[mw.MeshweaveError], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        compiled(**options)
+    assert caught.value.got
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_that_is_not_there() -> None:
+    with pytest.raises(mw.MeshError, match="0 CUDA devices") as caught:
+        compiled(device="cuda")
+    assert "leave device out" in caught.value.hint
+
+
+def test_a_model_that_torch_compile_has_wrapped() -> None:
+    part = Net()
+    part.up = torch.compile(part.up, backend="eager")  # type: ignore[assignment]
+    called = Net()
+    called.compile(backend="eager")
+    whole = torch.compile(Net(), backend="eager")
+    for model, name in ((part, "up"), (called, ""), (whole, "")):
+        with pytest.raises(mw.CaptureError, match=r"torch\.compile") as caught:
+            compiled(model)  # type: ignore[arg-type]
+        assert caught.value.where.startswith(f"module '{name}'")
+        assert "leave torch.compile" in caught.value.hint
+
+
+def test_gradients_before_a_step() -> None:
+    step = compiled(keep_gradients=True)
+    with pytest.raises(mw.StepError, match="before the first step"):
+        step.gradients()
+    step(batch())
+    assert step.gradients().keys() == step.parameters().keys()
+
+
+def test_a_tensor_with_two_names_in_one_module() -> None:
+    torch.manual_seed(0)
+    eager = Twice()
+    loss = eager(batch()["x"]).pow(2).mean()
+    loss.backward()
+    torch.manual_seed(0)
+    step = compiled(Twice(), keep_gradients=True)
+    assert step(batch()) == pytest.approx(loss.item(), rel=1e-6)
+    torch.testing.assert_close(step.gradients()["scale"], eager.scale.grad)
+    assert set(step.buffers()) == {"shift"}
+
+
+def test_ep_names_the_plan_that_it_needs() -> None:
+    with pytest.raises(mw.PlanError, match="axis 'ep' has no usual meaning") as caught:
+        compiled(Experts(), mesh="dp=2,ep=2")
+    plan = eval(caught.value.hint.partition("such as ")[2], {"mw": mw})
+    torch.manual_seed(0)
+    step = compiled(Experts(), mesh="dp=2,ep=2", plan=plan)
+    torch.manual_seed(0)
+    alone = compiled(Experts(), mesh="")
+    assert [step(batch()) for _ in range(2)] == pytest.approx([alone(batch()) for _ in range(2)], rel=1e-6)
+    stored = {layout for item, layout, _ in step.session.pieces("param") if item.name == "experts.up"}
+    assert [str(layout) for layout in stored] == ["[{ep}, {}, {}]"]
