@@ -112,7 +112,7 @@ def _overlap(
     prices, slowdown = _prices(reading, cost, groups or {})
     costs = priced(reading, prices, options.communication_factor, agree)
     unknown = prices.unknown if isinstance(prices, ProfilePrices) else {}
-    told = f"priced by the bytes that they move: {', '.join(sorted(unknown))}; mw.register_rule(op, ..., cost=) prices an op"
+    told = f"priced by bytes moved: {', '.join(sorted(unknown))}; mw.register_rule(op, ..., cost=...) says more"
     orders = [(f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))]
     merger = Merger(reading, costs)
     return decide(merger, slowdown, memory_cap_bytes, options, orders, (told,) if unknown else ())

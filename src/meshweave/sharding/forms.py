@@ -9,9 +9,34 @@ import torch
 from torch import fx
 
 from meshweave.ir.graph import Input, Spec, origin_of, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
 from meshweave.ir.traits import CASTS, FACTORIES, UNIFORM, VIEWS, is_pointwise
+from meshweave.sharding.assign import follow_result
+from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
+_PASSED = CASTS | VIEWS | {torch.ops.meshweave.round_parts.default}
+Due = tuple[Layout, str]  # a layout in which a value is wanted, and the phase
+
+
+def due_at_casts(due: Mapping[fx.Node, list[Due]]) -> dict[fx.Node, list[Due]]:
+    """The layouts of `due` at the casts that no partial sum passes, where casts and views alone lead to the values.
+
+    A gradient that is rounded on its way is so reduce-scattered before the cast, not reduced whole and then cut.
+    """
+    found: dict[fx.Node, list[Due]] = {}
+    for value, wanted in due.items():
+        for layout, phase in wanted:
+            node, at = value, layout
+            while node.target in _PASSED and len(tensor_inputs(node)) == 1:
+                rule, (operand,) = row_for(node).rule(node), tensor_inputs(node)
+                if node is not value and not any("sum" in way.ops for way in rule.linear):
+                    found.setdefault(node, []).append((at, phase))
+                option = follow_result(rule, at, [spec_of(operand)], [spec_of(node)])
+                if option.results[0] != at or len(operand.users) > 1:
+                    break
+                node, at = operand, option.operands[0]
+    return found
 
 
 @dataclass(slots=True)

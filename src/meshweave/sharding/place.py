@@ -29,7 +29,7 @@ from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Operand, Price, cheapest, follow_result
-from meshweave.sharding.forms import Forms
+from meshweave.sharding.forms import Forms, due_at_casts
 from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for
@@ -83,6 +83,7 @@ class _Placer:
             if kind in ("grad", "loss", "buffer"):
                 wanted = self.placement.layout(kind, name, spec_of(value))
                 self.due.setdefault(value, []).append((wanted, self._output_phase(kind, value)))
+        self.due |= due_at_casts(self.due)
         for node in self.items:
             self._input(node)
         for node in self.sums.order():
