@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from meshweave.engine.machine import ANY_PART, Schedule
 from meshweave.errors import MeshweaveError
-from meshweave.simulate.clock import play
-from meshweave.simulate.tasks import Task
+from meshweave.simulate.clock import Work, play
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
@@ -277,35 +275,24 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
 
 def judge(graph: fx.Graph, cost: Callable[[fx.Node], float], *, is_shared: bool = False) -> Verdict:
     """Play a graph. `is_shared`: all groups are on one link, whose bandwidth those that run at a time share."""
-    tasks: list[Task] = []
-    needs: list[tuple[int, ...]] = []
-    compute: list[int] = []
+    work, compute, busy = Work(), list[int](), 0.0
     channels: dict[str, list[int]] = {}
     copies: dict[fx.Node, int] = {}
-
-    def add(kind: Any, node: fx.Node, seconds: float, need: tuple[int, ...], **of_copy: Any) -> int:
-        tasks.append(Task(kind, node, (0,), seconds, 0, **of_copy))
-        needs.append(need)
-        return len(tasks) - 1
-
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if (kind := collective_of(node)) is not None:
-            begun = add("start", node, 0.0, ())
-            compute.append(begun)
-            group, usage = group_of(node), (("link", 1.0),) if is_shared else ()
-            copies[node] = add("copy", node, cost(node), (begun,), usage=usage, op=kind, group=group)
-            channels.setdefault(group, []).append(copies[node])
+        if collective_of(node) is not None:
+            compute.append(work.add(0.0))
+            usage = (("link", 1.0),) if is_shared else ()
+            copies[node] = work.add(cost(node), compute[-1:], usage)
+            channels.setdefault(group_of(node), []).append(copies[node])
         elif (started := start_of(node)) is not None:
-            compute.append(add("wait", node, 0.0, (copies[started],)))
+            compute.append(work.add(0.0, (copies[started],)))
         elif seconds := cost(node):
-            compute.append(add("kernel", node, seconds, ()))
-    streams = (tuple(compute), *(tuple(queue) for queue in channels.values()))
-    times = play(Schedule(streams, tuple(needs), (ANY_PART,) * len(tasks)), tasks, 1, lambda levels: 1.0)
-    busy = sum(task.seconds for task in tasks if task.kind == "kernel")
-    seconds = max(times.ends, default=0.0)
-    sums = tuple((group, sum(tasks[i].seconds for i in queue)) for group, queue in channels.items())
+            busy += seconds
+            compute.append(work.add(seconds))
+    seconds = play(work, (compute, *channels.values()), 1, lambda levels: 1.0).seconds
+    sums = tuple((group, sum(work.seconds[i] for i in queue)) for group, queue in channels.items())
     return Verdict(seconds, seconds - busy, busy, sums, peak_bytes(graph), len(copies))
 
 

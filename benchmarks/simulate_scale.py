@@ -19,8 +19,8 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.compile import Program, build_program
 from meshweave.hardware import load_profile
-from meshweave.simulate.clock import play
 from meshweave.simulate.result import Simulation
+from meshweave.simulate.step import times_of
 from meshweave.simulate.tasks import lower_tasks
 from meshweave.whatif import simulate
 
@@ -63,7 +63,7 @@ def main() -> None:
     times = []
     for _ in range(5):
         began = time.perf_counter()
-        play(tasks.schedule, tasks.tasks, len(tasks.roles), machine.compute_slowdown)
+        times_of(tasks, machine.compute_slowdown)
         times.append(time.perf_counter() - began)
     each = median(times) / len(tasks.tasks) * 1e6
     clock = f"The clock alone: {len(tasks.tasks):,} tasks in {median(times):.3f} s ({each:.1f} us each)."

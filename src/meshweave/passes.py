@@ -21,6 +21,7 @@ from meshweave.decompose import (
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
+from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
@@ -29,7 +30,6 @@ from meshweave.overlap.decide import NoOrderError
 from meshweave.overlap.step import Scheduling, overlap_roles
 from meshweave.report.tables import bytes_text
 from meshweave.sharding.sums import sum_bytes
-from meshweave.simulate.liveness import peak_bytes
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from torch import fx
+from tests.event_clock import play_on_machine
 
-from meshweave.engine.machine import Schedule
 from meshweave.overlap.bounds import bound_of
 from meshweave.overlap.fold import fold
 from meshweave.overlap.outline import Outline
-from meshweave.overlap.play import peak_of, play, seconds_of
+from meshweave.overlap.play import live_at_peak, peak_of, play, seconds_of
 from meshweave.overlap.problem import Order, Problem
 from meshweave.overlap.schedule import Policy, schedule
-from meshweave.simulate.clock import play as play_on_machine
-from meshweave.simulate.tasks import Task
+from meshweave.simulate.clock import Times, Work
 
 
 def problem_of(seed: int, num_items: int = 24, levels: bool = False) -> Problem:
@@ -58,45 +56,40 @@ def with_waits(problem: Problem, items: Sequence[int]) -> list[int]:
     return [*found, *(~c for c in problem.starts if c not in waited)]
 
 
-def on_machine(problem: Problem, order: Order, slowdown: float) -> float:
-    """The same order as tasks of the simulator's event machine: a stream of compute and one per channel."""
-    node = fx.Graph().placeholder("x")
-    tasks: list[Task] = []
-    needs: list[tuple[int, ...]] = []
-    streams: list[list[int]] = [[], *([] for _ in problem.channels)]
-    copies: dict[int, int] = {}
-
-    class Anything:
-        pass
-
-    kernel: object = Anything()
+def on_machine(problem: Problem, order: Order, slowdown: float) -> Times:
+    """The same order on the event machine: an entry of the order is a task of the compute stream, and a start has the
+    communication behind all entries."""
+    work, lines, copies = Work(), [list[int]() for _ in problem.channels], dict[int, int]()
     for x in order:
-        number = len(tasks)
-        streams[0].append(number)
-        if x < 0:
-            tasks.append(Task("wait", node, (0,), 0.0, 0))
-            needs.append((copies[~x],))
-        elif problem.channel[x] < 0:
-            tasks.append(Task("kernel", node, (0,), problem.seconds[x], 0, kernel))  # type: ignore[arg-type]
-            needs.append(())
-        else:
-            tasks.append(Task("start", node, (0,), 0.0, 0))
-            tasks.append(Task("copy", node, (0,), problem.copy[x], 0, None, problem.usage[x]))
-            needs += [(), (number,)]
-            copies[x] = number + 1
-            streams[1 + problem.channel[x]].append(number + 1)
-    made = Schedule(tuple(map(tuple, streams)), tuple(needs), (0,) * len(tasks))
-    return max(play_on_machine(made, tasks, 1, lambda levels: slowdown if levels else 1.0).ends)
+        is_kernel = x >= 0 and problem.channel[x] < 0
+        work.add(problem.seconds[x] if is_kernel else 0.0, [~x] if x < 0 else [], is_kernel=is_kernel)
+    for number, x in enumerate(order):
+        if x >= 0 and problem.channel[x] >= 0:
+            copies[x] = work.add(problem.copy[x], [number], problem.usage[x])
+            lines[problem.channel[x]].append(copies[x])
+    work.needs = [
+        [copies[x] for x in needs] if number < len(order) else needs for number, needs in enumerate(work.needs)
+    ]
+    return play_on_machine(work, [range(len(order)), *lines], 1, lambda levels: slowdown if levels else 1.0)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_an_order_takes_as_long_as_on_the_event_machine(seed: int) -> None:
     problem = problem_of(seed)
-    assert seconds_of(problem, problem.order) == pytest.approx(on_machine(problem, problem.order, 1.0))
+    assert seconds_of(problem, problem.order) == pytest.approx(on_machine(problem, problem.order, 1.0).seconds)
     assert play(problem, problem.order).seconds == pytest.approx(seconds_of(problem, problem.order))
     shared = problem_of(seed, levels=True)
-    found = seconds_of(shared, shared.order, lambda levels: 1.3 if levels else 1.0)
-    assert found == pytest.approx(on_machine(shared, shared.order, 1.3))
+    expected = on_machine(shared, shared.order, 1.3)
+    played = play(shared, shared.order, lambda levels: 1.3 if levels else 1.0)
+    assert seconds_of(shared, shared.order, lambda levels: 1.3 if levels else 1.0) == played.seconds
+    assert played.seconds == pytest.approx(expected.seconds)
+    for at, x in enumerate(shared.order):
+        if x >= 0 and shared.channel[x] >= 0:
+            assert played.issued[x] == pytest.approx(expected.starts[at])
+        elif x >= 0:
+            assert (played.begin[x], played.end[x]) == pytest.approx((expected.starts[at], expected.ends[at]))
+    busy = sum(played.end[x] - played.begin[x] for x, c in enumerate(shared.channel) if c < 0)
+    assert busy + sum(b - a for _, a, b in played.stalls) == pytest.approx(played.seconds)
 
 
 def orders_of(problem: Problem, done: tuple[int, ...] = ()) -> Iterator[list[int]]:
@@ -145,7 +138,7 @@ def test_the_bound_is_reached_where_streams_fill() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_schedules_are_orders_and_keep_what_the_cap_allows(seed: int) -> None:
     problem = problem_of(seed, 40)
-    before = peak_of(problem, problem.order).peak
+    before = peak_of(problem, problem.order)
     folded = fold(problem)
     assert not folded.problem.check(folded.problem.order)
     for window in (0, 8, 64):
@@ -159,16 +152,18 @@ def test_schedules_are_orders_and_keep_what_the_cap_allows(seed: int) -> None:
 def test_the_ledger_is_that_of_sets(seed: int) -> None:
     """Bytes recounted at every entry of the order from what has been made and what is still to be used."""
     problem = problem_of(seed, 30)
-    order, most = problem.order, 0
+    order, levels = problem.order, list[int]()
     for at, x in enumerate(order):
         made = {s for y in order[: at + 1] if y >= 0 for s in problem.allocs[y]}
         later = {s for y in order[at:] for s in _used(problem, y)}
         kept = {s for s in made if problem.kept[s]}
         live = (made & (later | kept)) | (set(problem.allocs[x]) if x >= 0 else set())
-        most = max(most, sum(problem.sizes[s] for s in live))
-    level = peak_of(problem, order, with_live=True)
-    assert level.peak == most
-    assert sum(problem.sizes[s] for s in level.live) == most
+        levels.append(sum(problem.sizes[s] for s in live))
+    most = max(levels)
+    assert peak_of(problem, order) == most
+    at, live = live_at_peak(problem, order)
+    assert sum(problem.sizes[s] for s in live) == most
+    assert levels[at] == most > max(levels[:at], default=0)
 
 
 def _used(problem: Problem, x: int) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from meshweave.check.deadlock import check_deadlock
 from meshweave.hardware import load_profile
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.liveness import peak_bytes
 from meshweave.runtime.executor import Task
-from meshweave.simulate.liveness import peak_bytes
 from meshweave.whatif import simulate
 
 CLIP, LR = 0.5, 1e-2

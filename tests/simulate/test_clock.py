@@ -2,50 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from tests.event_clock import play_on_machine
 
-from meshweave.engine.machine import Schedule
 from meshweave.errors import VerifyError
-from meshweave.simulate.clock import Times, play
-from meshweave.simulate.kernels import Kernel
-from meshweave.simulate.tasks import Task
-
-NODE = fx.Graph().placeholder("x")
-KERNEL = Kernel((NODE,), 0.0, (), (), ())
+from meshweave.simulate.clock import Slowdown, Times, Usage, Work, makespan, play
 
 
-def kernel(seconds: float, role: int = 0) -> Task:
-    return Task("kernel", NODE, (role,), seconds, 0, KERNEL)
+@dataclass(frozen=True)
+class Task:
+    seconds: float
+    roles: tuple[int, ...] = (0,)
+    usage: Usage = ()
+    is_kernel: bool = False
+    issued: float = 0.0
+
+
+def kernel(seconds: float, role: int = 0, issued: float = 0.0) -> Task:
+    return Task(seconds, (role,), (), True, issued)
 
 
 def copy(seconds: float, *usage: tuple[str, float], roles: tuple[int, ...] = (0,)) -> Task:
-    return Task("copy", NODE, roles, seconds, 0, usage=usage or (("net", 1.0),))
+    return Task(seconds, roles, usage or (("net", 1.0),))
 
 
-def mark(kind: str) -> Task:
-    return Task(kind, NODE, (0,), 0.0, 0)  # type: ignore[arg-type]
+def mark(seconds: float = 0.0, role: int = 0) -> Task:
+    """A start or a wait, which may take the processor some time."""
+    return Task(seconds, (role,))
+
+
+def work_of(tasks: Sequence[Task], needs: Sequence[Sequence[int]]) -> Work:
+    work = Work()
+    for t, need in zip(tasks, needs, strict=True):
+        work.add(t.seconds, need, t.usage, t.roles, is_kernel=t.is_kernel, issued=t.issued)
+    return work
+
+
+def by_levels(slower: float) -> Slowdown:
+    return lambda levels: slower ** len(levels)
 
 
 def run(
     streams: list[list[int]], needs: list[list[int]], tasks: list[Task], roles: int = 1, slower: float = 1.0
 ) -> Times:
-    schedule = Schedule(tuple(map(tuple, streams)), tuple(map(tuple, needs)), (0,) * len(tasks))
-    return play(schedule, tasks, roles, lambda levels: slower)
+    return play(work_of(tasks, needs), streams, roles, by_levels(slower))
 
 
 def test_a_stream_runs_one_task_after_the_other() -> None:
     times = run([[0, 1, 2]], [[], [], []], [kernel(1.0), kernel(2.0), kernel(0.5)])
-    assert times.starts == (0.0, 1.0, 3.0)
-    assert times.ends == (1.0, 3.0, 3.5)
+    assert times.starts == [0.0, 1.0, 3.0]
+    assert times.ends == [1.0, 3.0, 3.5]
+    assert times.seconds == 3.5
 
 
 def test_a_communication_runs_beside_compute_and_is_waited_for() -> None:
-    tasks = [mark("start"), kernel(2.0), mark("wait"), kernel(1.0), copy(5.0)]
+    tasks = [mark(), kernel(2.0), mark(), kernel(1.0), copy(5.0)]
     times = run([[0, 1, 2, 3], [4]], [[], [], [4], [], [0]], tasks)
     assert times.starts[4] == 0.0
     assert times.starts[3] == 5.0
@@ -53,19 +70,19 @@ def test_a_communication_runs_beside_compute_and_is_waited_for() -> None:
 
 def test_two_communications_on_one_link_share_it() -> None:
     """Alone each takes 4 s at full bandwidth; begun together, both take 8 s."""
-    tasks = [mark("start"), mark("start"), copy(4.0), copy(4.0)]
+    tasks = [mark(), mark(), copy(4.0), copy(4.0)]
     times = run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks)
-    assert times.ends[2:] == (8.0, 8.0)
+    assert times.ends[2:] == [8.0, 8.0]
 
 
 def test_links_that_are_not_full_are_not_slow() -> None:
-    tasks = [mark("start"), mark("start"), copy(4.0, ("net", 0.5)), copy(4.0, ("net", 0.5))]
-    assert run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks).ends[2:] == (4.0, 4.0)
+    tasks = [mark(), mark(), copy(4.0, ("net", 0.5)), copy(4.0, ("net", 0.5))]
+    assert run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks).ends[2:] == [4.0, 4.0]
 
 
 def test_a_share_ends_when_the_other_does() -> None:
     """2 s alone, then half speed beside a copy of 1 s of work (2 s), then alone again."""
-    tasks = [mark("start"), kernel(2.0), mark("start"), copy(4.0), copy(1.0)]
+    tasks = [mark(), kernel(2.0), mark(), copy(4.0), copy(1.0)]
     times = run([[0, 1, 2], [3], [4]], [[], [], [], [0], [2]], tasks)
     assert times.starts[4] == 2.0
     assert times.ends[4] == 4.0
@@ -73,78 +90,129 @@ def test_a_share_ends_when_the_other_does() -> None:
 
 
 def test_different_links_do_not_meet() -> None:
-    tasks = [mark("start"), mark("start"), copy(4.0, ("node", 1.0)), copy(4.0, ("net", 1.0))]
-    assert run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks).ends[2:] == (4.0, 4.0)
+    tasks = [mark(), mark(), copy(4.0, ("node", 1.0)), copy(4.0, ("net", 1.0))]
+    assert run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks).ends[2:] == [4.0, 4.0]
 
 
 def test_compute_is_slower_beside_communication() -> None:
     """At half speed for the 2 s of the copy, which does 1 s of the 3 s of work."""
-    tasks = [mark("start"), kernel(3.0), copy(2.0)]
+    tasks = [mark(), kernel(3.0), copy(2.0)]
     times = run([[0, 1], [2]], [[], [], [0]], tasks, slower=2.0)
     assert times.ends[1] == 4.0
 
 
 def test_a_copy_between_roles_needs_both() -> None:
-    tasks = [kernel(1.0), mark("start"), kernel(3.0, 1), Task("start", NODE, (1,), 0.0, 0), copy(1.0, roles=(0, 1))]
+    tasks = [kernel(1.0), mark(), kernel(3.0, 1), mark(role=1), copy(1.0, roles=(0, 1))]
     times = run([[0, 1], [2, 3], [4]], [[], [], [], [], [1, 3]], tasks, roles=2)
     assert times.starts[4] == 3.0
 
 
 def test_a_deadlock_is_an_error() -> None:
-    tasks = [mark("wait"), mark("start"), copy(1.0)]
+    tasks = [mark(), mark(), copy(1.0)]
     with pytest.raises(VerifyError, match="wait for ever"):
         run([[0, 1], [2]], [[2], [], [1]], tasks)
 
 
+Program = tuple[list[list[int]], list[list[int]], list[Task], int]
+SECONDS = st.integers(0, 8).map(lambda n: n / 4)
+USAGES = st.sampled_from([(), (("net", 1.0),), (("net", 0.5),), (("net", 0.7), ("node", 0.4)), (("node", 1.0),)])
+
+
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[Task]]:
-    """A compute stream with communications, each waited for later or never, in two channels."""
+def programs(draw: st.DrawFn) -> Program:
+    """Compute streams of one to three roles, with communications of some of them in three channels. A communication
+    is waited for by each of its roles later, at the end, or never; starts and waits may take a processor time, kernels
+    may be issued late, and anything may take no time."""
+    roles = draw(st.integers(1, 3))
     tasks: list[Task] = []
-    stream: list[int] = []
-    waiting: list[int] = []
-    links: list[tuple[int, int | None, int, float]] = []
+    needs: list[list[int]] = []
+    streams: list[list[int]] = [[] for _ in range(roles + 3)]
+    waiting: list[tuple[int, int]] = []  # role, communication
+
+    def add(stream: int, task: Task, *need: int) -> int:
+        tasks.append(task)
+        needs.append(list(need))
+        streams[stream].append(len(tasks) - 1)
+        return len(tasks) - 1
+
     for _ in range(draw(st.integers(1, 25))):
-        choice = draw(st.sampled_from(["kernel", "start", "wait"]))
+        choice = draw(st.sampled_from(["kernel", "kernel", "start", "wait"]))
         if choice == "kernel":
-            tasks.append(kernel(draw(st.integers(0, 8)) / 4))
+            role = draw(st.integers(0, roles - 1))
+            add(role, kernel(draw(SECONDS), role, draw(st.sampled_from([0.0, 0.0, 1.5]))))
         elif choice == "start":
-            tasks.append(mark("start"))
-            waiting.append(len(tasks) - 1)
-            links.append((len(tasks) - 1, None, draw(st.integers(0, 1)), draw(st.integers(1, 8)) / 4))
+            members = draw(st.sets(st.integers(0, roles - 1), min_size=1))
+            begun = [add(role, mark(draw(st.sampled_from([0.0, 0.0, 0.25])), role)) for role in sorted(members)]
+            channel = roles + draw(st.integers(0, 2))
+            started = add(channel, Task(draw(SECONDS), tuple(sorted(members)), draw(USAGES)), *begun)
+            waiting += [(role, started) for role in sorted(members)]
         elif waiting:
-            start = waiting.pop(draw(st.integers(0, len(waiting) - 1)))
-            tasks.append(mark("wait"))
-            links = [(s, len(tasks) - 1 if s == start else w, c, t) for s, w, c, t in links]
-        else:
-            continue
-        stream.append(len(tasks) - 1)
-    channels: list[list[int]] = [[], []]
-    needs: list[list[int]] = [[] for _ in tasks]
-    for start, wait, channel, seconds in links:
-        usage = draw(st.sampled_from([(("net", 1.0),), (("net", 0.5),), (("node", 1.0),)]))
-        tasks.append(copy(seconds, *usage))
-        needs.append([start])
-        channels[channel].append(len(tasks) - 1)
-        if wait is not None:
-            needs[wait].append(len(tasks) - 1)
-    return [stream, *filter(None, channels)], needs, tasks
+            role, started = waiting.pop(draw(st.integers(0, len(waiting) - 1)))
+            add(role, mark(draw(st.sampled_from([0.0, 0.0, 0.25])), role), started)
+    for role, started in waiting if draw(st.booleans()) else ():
+        add(role, mark(0.0, role), started)
+    return streams, needs, tasks, roles
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(programs(), st.sampled_from([1.0, 1.5]))
-def test_time_is_between_the_longest_stream_and_the_sum(
-    program: tuple[list[list[int]], list[list[int]], list[Task]], slower: float
-) -> None:
-    streams, needs, tasks = program
-    times = run(streams, needs, tasks, slower=slower)
-    makespan = max(times.ends, default=0.0)
-    total = sum(t.seconds for t in tasks)
-    longest = max((sum(tasks[i].seconds for i in s) for s in streams), default=0.0)
-    assert longest - 1e-9 <= makespan <= total * max(slower, 2.0) + 1e-9
+def test_times_are_those_of_the_event_machine(program: Program, slower: float) -> None:
+    streams, needs, tasks, roles = program
+    times, expected = (
+        clock(work_of(tasks, needs), streams, roles, by_levels(slower)) for clock in (play, play_on_machine)
+    )
+    assert times.starts == pytest.approx(expected.starts, rel=1e-12, abs=1e-12)
+    assert times.ends == pytest.approx(expected.ends, rel=1e-12, abs=1e-12)
+    assert times.seconds == max(times.ends, default=0.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs(), st.sampled_from([1.0, 1.5]))
+def test_time_is_between_the_longest_stream_and_the_sum(program: Program, slower: float) -> None:
+    streams, needs, tasks, roles = program
+    times = run(streams, needs, tasks, roles, slower)
+    total = sum(t.seconds + t.issued for t in tasks)
+    longest = max(sum(tasks[i].seconds for i in s) for s in streams)
+    assert longest - 1e-9 <= times.seconds <= total * 3.0 + 1e-9
     for stream in streams:
         for before, after in pairwise(stream):
             assert times.starts[after] >= times.ends[before] - 1e-12
     for task, needed in enumerate(needs):
         assert all(times.starts[task] >= times.ends[n] - 1e-12 for n in needed)
         assert times.ends[task] - times.starts[task] >= tasks[task].seconds - 1e-9
-    assert run(streams, needs, tasks, slower=slower) == times
+    assert run(streams, needs, tasks, roles, slower) == times
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[list[int], list[float], list[int], list[float]]:
+    """An order as `makespan` reads it: kernels, starts on two channels, waits that stand anywhere or nowhere."""
+    order: list[int] = []
+    channel = [draw(st.sampled_from([-1, -1, 0, 1])) for _ in range(draw(st.integers(1, 25)))]
+    for i in range(len(channel)):
+        order.append(i)
+        open_starts = [x for x in order if x >= 0 and channel[x] >= 0 and ~x not in order]
+        if open_starts and draw(st.booleans()):
+            order.append(~draw(st.sampled_from(open_starts)))
+    seconds = [draw(SECONDS) if c < 0 else 0.0 for c in channel]
+    return order, seconds, channel, [draw(SECONDS) if c >= 0 else 0.0 for c in channel]
+
+
+@settings(max_examples=100, deadline=None)
+@given(orders(), st.booleans())
+def test_one_pass_takes_as_long_where_nothing_slows(
+    program: tuple[list[int], list[float], list[int], list[float]], uses_links: bool
+) -> None:
+    order, seconds, channel, copies = program
+    n = len(seconds)
+    numbers = {x: k for k, x in enumerate(order)}
+    tasks = [kernel(seconds[x]) if x >= 0 and channel[x] < 0 else mark() for x in order]
+    needs = [[len(order) + ~x] if x < 0 else [] for x in order]
+    tasks += [copy(copies[i], (f"link {channel[i]}", 1.0)) if uses_links else Task(copies[i]) for i in range(n)]
+    needs += [[numbers[i]] for i in range(n)]
+    lines = [[len(order) + x for x in order if x >= 0 and channel[x] == c] for c in (0, 1)]
+    for i in (i for i in range(n) if channel[i] < 0):  # tasks that stand for nothing
+        lines.append([len(order) + i])
+    work = work_of(tasks, needs)
+    found = makespan(order, seconds, channel, copies, 2)
+    assert play(work, [list(range(len(order))), *lines], 1, by_levels(1.0)).seconds == found
+    assert play_on_machine(work, [list(range(len(order))), *lines], 1, by_levels(1.0)).seconds == pytest.approx(found)

@@ -12,9 +12,9 @@ from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, Value
-from meshweave.simulate.clock import play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Kernel
+from meshweave.simulate.step import times_of
 from meshweave.simulate.tasks import RoleTasks, Task, Tasks
 
 ALL_REDUCE = functional.all_reduce.default
@@ -77,9 +77,8 @@ class Step:
         role = RankGraph(self.graph, Mesh("a=2"), (), (), (), ())
         held = RoleTasks(role, Local(0, self.values, {}), (), tuple(self.stream))
         tasks = Tasks(schedule, tuple(self.tasks), (held,), ("compute", *channels))
-        times = play(schedule, tasks.tasks, 1, lambda levels: 1.0)
-        makespan = max(times.ends)
-        return exposure_of(tasks, times, makespan), tasks, makespan
+        times = times_of(tasks, lambda levels: 1.0)
+        return exposure_of(tasks, times), tasks, times.seconds
 
 
 def kinds(found: Exposure) -> list[list[tuple[str, float]]]:

@@ -13,13 +13,14 @@ from meshweave.errors import MeshweaveError
 from meshweave.overlap.bounds import bound_of
 from meshweave.overlap.explain import collective_rows, exposed_of, merge_rows
 from meshweave.overlap.merge import Merger
-from meshweave.overlap.play import Slowdown, peak_of, play
+from meshweave.overlap.play import live_at_peak, peak_of, play
 from meshweave.overlap.problem import Order
 from meshweave.overlap.read import Reading
 from meshweave.overlap.report import CandidateRow, Deferred, OverlapReport
 from meshweave.overlap.rewrite import rewrite
 from meshweave.overlap.scenarios import SCENARIOS
 from meshweave.overlap.search import Candidate, Choice, Search, choose
+from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
 _SLACK_BYTES = 512 << 20
@@ -86,7 +87,7 @@ def decide(
     holds, but no more than `ceiling` bytes where the input order needs no more. Raises MeshweaveError where nothing
     fits."""
     problem = merger.reading.problem
-    before = peak_of(problem, problem.order).peak
+    before = peak_of(problem, problem.order)
     cap = default_cap(before) if memory_cap_bytes is None else memory_cap_bytes
     if memory_cap_bytes is None and ceiling is not None:
         cap = max(before, min(cap, ceiling))
@@ -133,17 +134,15 @@ def _report(search: Search, choice: Choice, before: int, notes: tuple[str, ...])
 
 def _no_order(reading: Reading, least: Candidate, cap: int) -> NoOrderError:
     """The error where nothing fits: the least peak that was found, and what lives there."""
-    level = peak_of(least.merged.problem, least.order, with_live=True)
+    problem = least.merged.problem
+    at, live = live_at_peak(problem, least.order)
     makers = {x.storage: node for node in reversed(list(reading.graph.nodes)) for x in reading.values.get(node, ())}
-    sizes = least.merged.problem.sizes
-    told = [
-        f"{makers[s].name if s in makers else 'a bucket'} {sizes[s] / 1e6:.3f} MB" for s in level.live[:8] if sizes[s]
-    ]
-    x = least.order[level.at] if least.order else 0
+    largest = [(makers[s].name if s in makers else "a bucket", problem.sizes[s]) for s in live[:8] if problem.sizes[s]]
+    x = least.order[at] if least.order else 0
     return NoOrderError(
         "no order was found whose peak is under the cap",
-        where=f"at {least.merged.problem.names[x if x >= 0 else ~x]}",
-        got=f"{level.peak} bytes at least ({level.peak / 1e9:.3f} GB, {least.name}); cap {cap}",
-        expected=f"memory_cap_bytes={level.peak} or more",
-        hint="the largest tensors then: " + ", ".join(told),
+        where=f"at {problem.names[x if x >= 0 else ~x]}",
+        got=f"{least.peak} bytes at least ({least.peak / 1e9:.3f} GB, {least.name}); cap {cap}",
+        expected=f"memory_cap_bytes={least.peak} or more",
+        hint="the largest tensors then: " + ", ".join(f"{name} {size / 1e6:.3f} MB" for name, size in largest),
     )

@@ -18,11 +18,11 @@ from meshweave.ir.values import Values
 from meshweave.overlap.decide import OverlapOptions, decide
 from meshweave.overlap.figures import Agree, priced
 from meshweave.overlap.merge import Merger
-from meshweave.overlap.play import Slowdown
 from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, asked, priced_views, ranks_of
 from meshweave.overlap.problem import Problem
 from meshweave.overlap.read import Reading, read, releasable_of
 from meshweave.overlap.report import OverlapReport
+from meshweave.simulate.clock import Slowdown
 
 
 def overlap(

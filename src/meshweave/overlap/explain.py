@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from meshweave.ir.graph import op_name
 from meshweave.overlap.merge import Merger
-from meshweave.overlap.play import Played, Slowdown, play
+from meshweave.overlap.play import Played, play
 from meshweave.overlap.report import CollectiveRow, Merge
 from meshweave.overlap.search import Candidate, Search
+from meshweave.simulate.clock import Slowdown
 
 _SHOWN = 4  # kernels named per collective
 _LOOKED_AT = 256  # kernels after a stall that are asked whether they could have run in it

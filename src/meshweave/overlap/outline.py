@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from meshweave.ir.liveness import live_bytes
 from meshweave.overlap.problem import Problem
 
 
@@ -100,22 +101,12 @@ class Outline:
 
 def _levels(problem: Problem) -> tuple[list[int], list[int]]:
     """Bytes that live before each item of the graph's order, and at it, its results included."""
-    counts, sizes = problem.counts(), problem.sizes
-    before, found = [0] * (problem.num_items + 1), [0] * problem.num_items
-    level = problem.base_bytes
-    for x in problem.order:
-        held = problem.holds(~x) if x < 0 else problem.uses[x] if problem.channel[x] < 0 else ()
+    found = live_bytes(problem.live_ranges(problem.order), len(problem.order) + 1)
+    before, at = [0] * problem.num_items, [0] * problem.num_items
+    for level, x in zip(found, problem.order, strict=False):
         if x >= 0:
-            before[x] = level
-            level += sum([sizes[s] for s in problem.allocs[x]])
-            found[x] = level
-            level -= sum([sizes[s] for s in problem.allocs[x] if not counts[s]])
-        for s in held:
-            counts[s] -= 1
-            if not counts[s]:
-                level -= sizes[s]
-    before[-1] = level
-    return before, found
+            before[x], at[x] = level - sum([problem.sizes[s] for s in problem.allocs[x]]), level
+    return [*before, found[-1]], at
 
 
 def _ranges(levels: list[int]) -> list[list[int]]:

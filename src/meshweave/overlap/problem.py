@@ -3,8 +3,10 @@ integers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+from meshweave.ir.liveness import LiveRange
 
 Order = Sequence[int]  # item i, or ~i: the wait for the communication that item i starts
 
@@ -40,6 +42,7 @@ class Problem:
     channels: list[str] = field(default_factory=list)
     _users: list[list[int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
+    _lasting: list[int] = field(default_factory=list)
 
     @property
     def num_items(self) -> int:
@@ -80,6 +83,39 @@ class Problem:
     def holds(self, start: int) -> tuple[int, ...]:
         """The storages that a communication holds until its wait."""
         return tuple(dict.fromkeys((*self.uses[start], *self.allocs[start])))
+
+    def lasting(self) -> list[int]:
+        """The storages that are never freed: those that are kept, and those of a communication without a wait."""
+        if not self._lasting:
+            unwaited = [c for c in self.starts if not self.is_waited[c]]
+            self._lasting = [
+                *(s for s, is_kept in enumerate(self.kept) if is_kept),
+                *(s for c in unwaited for s in self.holds(c)),
+            ]
+        return self._lasting
+
+    def live_ranges(self, order: Order) -> Iterator[LiveRange]:
+        """When each storage lives, as entries of `order`: a kernel's results beside its operands, a communication's
+        operands and results from its start until its wait. Moment len(order) is the end, the one after it never."""
+        never = len(order) + 1
+        begin = [0 if is_before else never for is_before in self.before]
+        end = [never] * len(begin)
+        allocs, uses, channel = self.allocs, self.uses, self.channel
+        for at, x in enumerate(order):
+            if x < 0:
+                for s in allocs[~x]:
+                    end[s] = at + 1
+                for s in uses[~x]:
+                    end[s] = at + 1
+                continue
+            for s in allocs[x]:
+                begin[s], end[s] = at, at + 1
+            if channel[x] < 0:
+                for s in uses[x]:
+                    end[s] = at + 1
+        for s in self.lasting():
+            end[s] = never
+        return zip(begin, end, self.sizes, strict=True)
 
     def slower(self, factor: float) -> Problem:
         """The same with communications that take `factor` times as long."""

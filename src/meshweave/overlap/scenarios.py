@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshweave.overlap.play import Slowdown, seconds_of
+from meshweave.overlap.play import seconds_of
 from meshweave.overlap.problem import Order, Problem
+from meshweave.simulate.clock import Slowdown
 
 NOISE = 0.4  # every item takes up to this part more or less
 _SHARED = "shared"  # a link that every communication wants for itself

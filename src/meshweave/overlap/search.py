@@ -11,10 +11,11 @@ from meshweave.overlap.fold import Folded, fold, unfolded
 from meshweave.overlap.merge import Merger
 from meshweave.overlap.merged import Bucket, Merged
 from meshweave.overlap.outline import Outline
-from meshweave.overlap.play import Slowdown, peak_of, seconds_of
+from meshweave.overlap.play import peak_of, seconds_of
 from meshweave.overlap.problem import Order, Problem
 from meshweave.overlap.scenarios import NOMINAL, SCENARIOS, SLOW
 from meshweave.overlap.schedule import Policy, schedule
+from meshweave.simulate.clock import Slowdown
 
 # Windows in items, and how gaps are filled: as many of these, from the first on, as the effort allows. A layer of a
 # transformer is 60 to 150 items in backward; which window is best hangs on how long kernels are beside communications
@@ -173,7 +174,7 @@ class Search:
     def judge(self, name: str, shape: _Shape, order: Order) -> Candidate:
         problem = shape.merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
-        peak = peak_of(problem, order).peak
+        peak = peak_of(problem, order)
         made = Candidate(name, shape.merged, tuple(order), (seconds,), peak, busy(problem))
         if peak <= self.cap:
             self.found.append(made)
@@ -324,11 +325,12 @@ def choose(candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str
     most = 6 if candidates[0].merged.problem.num_items <= _SMALL else 4
     ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
     pool = [*candidates[:protected], *_distinct(ranked, most)]
+    slow: dict[int, float] = {}  # by candidate, where communication takes twice as long
     if len(ranked) > most:
-        slow = {id(c): SLOW.seconds(c.merged.problem, c.order, slowdown) for c in ranked}
+        slow |= {id(c): SLOW.seconds(c.merged.problem, c.order, slowdown) for c in ranked}
         rest = [c for c in ranked if not any(c is one for one in pool)]
         pool += sorted(rest, key=lambda c: slow[id(c)])[: most // 2]
-    judged = [_judged(c, slowdown) for c in pool]
+    judged = [_judged(c, slowdown, slow.get(id(c))) for c in pool]
     limit = min((c.seconds[0] for c in judged[:protected]), default=inf)
     best = [min(c.seconds[k] for c in judged) for k in range(len(SCENARIOS))]
     regrets = [max(_regret(s, b) for s, b in zip(c.seconds, best, strict=True)) for c in judged]
@@ -352,9 +354,11 @@ def _distinct(ranked: Sequence[Candidate], most: int) -> list[Candidate]:
     return list(found.values())
 
 
-def _judged(c: Candidate, slowdown: Slowdown | None) -> Candidate:
-    rest = [s.seconds(c.merged.problem, c.order, slowdown) for s in SCENARIOS if s is not NOMINAL]
-    return Candidate(c.name, c.merged, c.order, (c.seconds[0], *rest), c.peak, c.busy)
+def _judged(c: Candidate, slowdown: Slowdown | None, slow: float | None) -> Candidate:
+    """The candidate under every scenario; `slow`: its seconds under SLOW, where they are known."""
+    problem, rest = c.merged.problem, [s for s in SCENARIOS if s is not NOMINAL]
+    seconds = [slow if s is SLOW and slow is not None else s.seconds(problem, c.order, slowdown) for s in rest]
+    return Candidate(c.name, c.merged, c.order, (c.seconds[0], *seconds), c.peak, c.busy)
 
 
 def _regret(seconds: float, best: float) -> float:

@@ -1,165 +1,282 @@
-"""The virtual clock: plays a schedule against durations. Communications that share a link slow each other, and compute
-slows while communication runs beside it."""
+"""The virtual clock: when each task of a set of streams begins and ends. Communications that want more of a link than
+there is slow each other, and compute slows beside communication.
+
+The simulator of steps, the scheduler's search and the gate of ring algorithms all play on it. `engine.machine` drives
+the runtimes; the tests hold both to the same times.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 
-from meshweave.engine.machine import Done, Machine, Release, Run, Schedule
 from meshweave.errors import VerifyError
-from meshweave.simulate.tasks import Task
 
 Slowdown = Callable[[frozenset[str]], float]
+Usage = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When each task began and ended, in seconds."""
+    """When each task began and ended, and all were done, in seconds."""
 
-    starts: tuple[float, ...]
-    ends: tuple[float, ...]
+    starts: Sequence[float]
+    ends: Sequence[float]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Work:
+    """What streams run, by task.
+
+    `seconds` is a task's duration with the machine to itself; it begins after the one before it in its stream and after
+    its `needs`, and (if it takes time) not before the time `issued`. A communication takes the share `usage` of each
+    link level of its `roles`. `is_kernel`: compute, which is slower beside the communications of its role. `names`, for
+    errors, may be left out.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    needs: list[Sequence[int]] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
+    roles: list[Sequence[int]] = field(default_factory=list)
+    is_kernel: list[bool] = field(default_factory=list)
+    issued: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def add(
+        self,
+        seconds: float,
+        needs: Sequence[int] = (),
+        usage: Usage = (),
+        roles: Sequence[int] = (0,),
+        *,
+        is_kernel: bool = False,
+        issued: float = 0.0,
+    ) -> int:
+        """Enter a task; returns its number."""
+        self.seconds.append(seconds)
+        self.needs.append(needs)
+        self.usage.append(usage)
+        self.roles.append(roles)
+        self.is_kernel.append(is_kernel)
+        self.issued.append(issued)
+        return len(self.seconds) - 1
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What a stream runs now: tasks from `index` up to `stop` of it; `left` seconds of the first at rate 1."""
+    """The task at `index` has to wait where `left` is 0; else `left` seconds of it at rate 1 were to be done at time
+    `since`."""
 
+    tasks: Sequence[int]
     index: int = 0
-    stop: int = 0
+    usage: Usage = ()  # of a communication that runs
     left: float = 0.0
     rate: float = 1.0
     since: float = 0.0
     version: int = 0  # of its entry in the heap: older ones are void
 
 
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What communications that run at once leave each other of their links, by usage, and compute of its speed."""
+
+    of: dict[Usage, float]
+    compute: float
+
+
 @dataclass(slots=True)
 class _Clock:
-    schedule: Schedule
-    tasks: Sequence[Task]
+    work: Work
+    streams: list[_Stream]
     num_roles: int
     slowdown: Slowdown
-    machine: Machine = field(init=False)
-    streams: list[_Stream] = field(init=False)
+    now: float = 0.0
     starts: list[float] = field(init=False)
-    ends: list[float] = field(init=False)
+    ends: list[float] = field(init=False)  # -1: not done
+    ready: list[int] = field(init=False)  # compute streams whose next task may be able to begin
+    waiting: dict[int, list[int]] = field(default_factory=dict)  # task -> streams that stand still until it is done
     heap: list[tuple[float, int, int]] = field(default_factory=list)  # (end, stream, version)
-    instant: deque[int] = field(default_factory=deque)  # streams whose task takes no time
-    active: list[list[int]] = field(init=False)  # per role: streams of running communications
-    factors: dict[frozenset[str], float] = field(default_factory=dict)
+    active: list[list[int]] = field(init=False)  # by role: streams of running communications
+    changed: set[int] = field(default_factory=set)  # roles of communications that have begun or ended now
+    rates: list[_Rates] = field(init=False)  # by role
+    known: dict[tuple[Usage, ...], _Rates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.machine = Machine(self.schedule)
-        self.streams = [_Stream() for _ in self.schedule.streams]
-        self.starts = [0.0] * len(self.tasks)
-        self.ends = [0.0] * len(self.tasks)
+        num = len(self.work.seconds)
+        self.starts, self.ends = [0.0] * num, [-1.0] * num
         self.active = [[] for _ in range(self.num_roles)]
+        self.rates = [_Rates({}, 1.0)] * self.num_roles
+        self.ready = list(range(self.num_roles))
 
-    def play(self) -> Times:
-        machine, heap, streams = self.machine, self.heap, self.streams
-        now, instant = 0.0, self.instant
-        self.act(machine.handle(Release(0)), now)
-        while heap or instant:
-            if instant:
-                self.finish(instant.popleft(), now)
-                continue
-            now, number, version = heappop(heap)
-            if streams[number].version == version:
-                self.finish(number, now)
-        if left := machine.unfinished():
-            raise VerifyError(
-                f"{len(left)} tasks of the simulated step wait for ever", got=self.tasks[left[0]].node.name
-            )
-        return Times(tuple(self.starts), tuple(self.ends))
+    def run(self) -> Times:
+        heap, streams = self.heap, self.streams
+        for number in range(self.num_roles, len(streams)):
+            self.advance(number)
+        while True:
+            if self.ready:
+                self.advance(self.ready.pop())
+            elif self.changed:
+                self.share()
+            elif heap:
+                now, number, version = heappop(heap)
+                if streams[number].version == version:
+                    self.now = now
+                    self.finish(number)
+            else:
+                break
+        left = [stream.tasks[stream.index] for stream in streams if stream.index < len(stream.tasks)]
+        if left:
+            name = self.work.names[left[0]] if self.work.names else f"task {left[0]}"
+            raise VerifyError(f"{len(left)} streams of the simulated step wait for ever", got=name)
+        return Times(self.starts, self.ends, self.now)
 
-    def act(self, actions: Sequence[object], now: float) -> None:
-        for action in actions:
-            if type(action) is Run:
-                stream = self.streams[action.stream]
-                stream.index, stream.stop = action.start, action.stop
-                self.begin(action.stream, now)
+    def advance(self, number: int) -> None:
+        """Run a stream up to a task that has to wait, or during which something else may happen."""
+        stream, work, now = self.streams[number], self.work, self.now
+        needs, usages, lengths, is_kernel, issued = work.needs, work.usage, work.seconds, work.is_kernel, work.issued
+        tasks, starts, ends, waiting = stream.tasks, self.starts, self.ends, self.waiting
+        is_role = number < self.num_roles
+        pace, limit = (self.rates[number].compute, self.limit()) if is_role else (1.0, now)
+        for index in range(stream.index, len(tasks)):
+            task = tasks[index]
+            for need in needs[task]:
+                if ends[need] < 0:
+                    waiting.setdefault(need, []).append(number)
+                    stream.index = index
+                    return
+            starts[task] = begin = now
+            if seconds := lengths[task]:
+                if issued[task] > now:
+                    starts[task] = begin = issued[task]
+                if self.changed and is_role:
+                    self.share()
+                    pace, limit = self.rates[number].compute, self.limit()
+                end = begin + (seconds / pace if is_kernel[task] else seconds)
+                if end > limit or usages[task]:
+                    stream.index, stream.left, stream.since = index, seconds, begin
+                    self.begin(number, task)
+                    return
+                now = self.now = end
+            ends[task] = now
+            if task in waiting:
+                self.wake(task)
+                limit = now
+        stream.index = len(tasks)
 
-    def begin(self, number: int, now: float) -> None:
-        """Begin the first task of a stream's run."""
-        stream = self.streams[number]
-        task = self.schedule.streams[number][stream.index]
-        held = self.tasks[task]
-        self.starts[task] = begin = max(now, held.issued if held.kernel is not None else 0.0)
-        stream.left, stream.since, stream.rate = held.seconds, begin, 1.0
-        if not held.seconds:
-            self.instant.append(number)
-            return
-        if held.usage:
-            for role in held.roles:
+    def limit(self) -> float:
+        """Until when nothing but what one stream does can happen."""
+        if self.ready:
+            return self.now
+        return self.heap[0][0] if self.heap else inf
+
+    def begin(self, number: int, task: int) -> None:
+        """Begin a task during which something else may happen."""
+        stream, work = self.streams[number], self.work
+        if usage := work.usage[task]:
+            stream.rate, stream.usage = 0.0, usage  # until links are shared
+            for role in work.roles[task]:
                 self.active[role].append(number)
-            self.share(held.roles, now)
-            return
-        if held.kernel is not None and self.active[number]:
-            stream.rate = self.compute_rate(number)
-        self.push(number, stream)
+            self.changed.update(work.roles[task])
+        else:
+            stream.rate = self.rates[number].compute if work.is_kernel[task] else 1.0
+            self.push(number)
 
-    def push(self, number: int, stream: _Stream) -> None:
+    def wake(self, task: int) -> None:
+        """Let the streams go on that stand still until `task` is done."""
+        for number in self.waiting.pop(task):
+            if number < self.num_roles:
+                self.ready.append(number)
+            else:
+                self.advance(number)
+
+    def finish(self, number: int) -> None:
+        """The task that a stream runs is done."""
+        stream, work = self.streams[number], self.work
+        task = stream.tasks[stream.index]
+        stream.version, stream.left = stream.version + 1, 0.0
+        stream.index += 1
+        self.ends[task] = self.now
+        if stream.usage:
+            stream.usage = ()
+            for role in work.roles[task]:
+                self.active[role].remove(number)
+            self.changed.update(work.roles[task])
+        if task in self.waiting:
+            self.wake(task)
+        if number < self.num_roles:
+            self.ready.append(number)
+        else:
+            self.advance(number)
+
+    def push(self, number: int) -> None:
+        stream = self.streams[number]
         stream.version += 1
         heappush(self.heap, (stream.since + stream.left / stream.rate, number, stream.version))
 
-    def finish(self, number: int, now: float) -> None:
-        """The first task of a stream's run is done: begin the next, or report the run."""
-        stream = self.streams[number]
-        task = self.schedule.streams[number][stream.index]
-        self.ends[task] = now
-        held = self.tasks[task]
-        stream.version += 1
-        if held.usage and held.seconds:
-            for role in held.roles:
-                self.active[role].remove(number)
-            self.share(held.roles, now)
-        stream.index += 1
-        if stream.index < stream.stop:
-            self.begin(number, now)
-        else:
-            self.act(self.machine.handle(Done(number, stream.stop)), now)
+    def share(self) -> None:
+        """Set the rates anew of everything that runs beside communications that began or ended."""
+        streams, work, rates = self.streams, self.work, self.rates
+        for role in self.changed:
+            usages = tuple([streams[other].usage for other in self.active[role]])
+            if usages not in self.known:
+                self.known[usages] = self.shared(usages)
+            rates[role] = self.known[usages]
+        for role in self.changed:
+            for number in self.active[role]:
+                stream = streams[number]
+                roles = work.roles[stream.tasks[stream.index]]
+                rate = (
+                    rates[role].of[stream.usage] if len(roles) == 1 else min([rates[r].of[stream.usage] for r in roles])
+                )
+                if stream.rate != rate:
+                    self.change(number, rate)
+            stream = streams[role]
+            if stream.left and stream.rate != rates[role].compute and work.is_kernel[stream.tasks[stream.index]]:
+                self.change(role, rates[role].compute)
+        self.changed.clear()
 
-    def share(self, roles: Sequence[int], now: float) -> None:
-        """Set the rates anew of everything that runs beside a communication that began or ended."""
-        touched = dict.fromkeys(number for role in roles for number in self.active[role])
-        for number in touched:
-            self.change(number, self.copy_rate(number), now)
-        for role in roles:
-            stream = self.streams[role]
-            if stream.index < stream.stop and self.tasks[self.schedule.streams[role][stream.index]].kernel is not None:
-                self.change(role, self.compute_rate(role), now)
+    def shared(self, usages: Sequence[Usage]) -> _Rates:
+        """1 for each, or less where together they want more of a link than there is."""
+        wanted: dict[str, float] = {}
+        for usage in usages:
+            for level, share in usage:
+                wanted[level] = wanted.get(level, 0.0) + share
+        of = {usage: 1.0 / max(1.0, *(wanted[level] for level, _ in usage)) for usage in usages}
+        return _Rates(of, 1.0 / self.slowdown(frozenset(wanted)) if wanted else 1.0)
 
-    def change(self, number: int, rate: float, now: float) -> None:
-        stream = self.streams[number]
-        if stream.rate != rate or stream.since == now:
-            stream.left = max(0.0, stream.left - max(0.0, now - stream.since) * stream.rate)
-            stream.since, stream.rate = max(now, stream.since), rate
-            self.push(number, stream)
-
-    def task_of(self, number: int) -> Task:
-        return self.tasks[self.schedule.streams[number][self.streams[number].index]]
-
-    def copy_rate(self, number: int) -> float:
-        """1, or less where the communications of a role want more of a link than there is."""
-        held, rate = self.task_of(number), 1.0
-        for role in held.roles:
-            total: dict[str, float] = {}
-            for other in self.active[role]:
-                for level, share in self.task_of(other).usage:
-                    total[level] = total.get(level, 0.0) + share
-            rate = min(rate, *(1.0 / max(1.0, total[level]) for level, _ in held.usage))
-        return rate
-
-    def compute_rate(self, role: int) -> float:
-        levels = frozenset(level for other in self.active[role] for level, _ in self.task_of(other).usage)
-        if levels not in self.factors:
-            self.factors[levels] = 1.0 / self.slowdown(levels) if levels else 1.0
-        return self.factors[levels]
+    def change(self, number: int, rate: float) -> None:
+        stream, now = self.streams[number], self.now
+        stream.left = max(0.0, stream.left - max(0.0, now - stream.since) * stream.rate)
+        stream.since, stream.rate = max(now, stream.since), rate
+        self.push(number)
 
 
-def play(schedule: Schedule, tasks: Sequence[Task], num_roles: int, slowdown: Slowdown) -> Times:
+def play(work: Work, streams: Sequence[Sequence[int]], num_roles: int, slowdown: Slowdown) -> Times:
     """Begin and end of every task. Streams 0 .. num_roles - 1 are the compute of the roles. `slowdown(levels)` says by
     how much compute is slower while communications on these link levels run. Raises VerifyError for a deadlock."""
-    return _Clock(schedule, tasks, num_roles, slowdown).play()
+    return _Clock(work, [_Stream(tasks) for tasks in streams], num_roles, slowdown).run()
+
+
+def makespan(
+    order: Sequence[int], seconds: Sequence[float], channel: Sequence[int], copy: Sequence[float], num_channels: int
+) -> float:
+    """The seconds of `play` for one role whose communications slow nothing, in one pass over the order of its stream.
+
+    An entry i of `order` is a kernel of `seconds[i]`, or starts the communication i, of `copy[i]`, on `channel[i]` (-1:
+    a kernel); ~i waits for that.
+    """
+    free, end, now = [0.0] * num_channels, [0.0] * len(seconds), 0.0
+    for x in order:
+        if x < 0:
+            if end[~x] > now:
+                now = end[~x]
+        elif channel[x] < 0:
+            now += seconds[x]
+        else:
+            c = channel[x]
+            begun = free[c] if free[c] > now else now
+            free[c] = end[x] = begun + copy[x]
+    return max(now, *free) if free else now

@@ -45,7 +45,6 @@ class _Gap:
 class _Analysis:
     tasks: Tasks
     times: Times
-    makespan: float
     exposed: dict[int, float] = field(default_factory=dict)
     reasons: dict[int, list[Reason]] = field(default_factory=dict)
 
@@ -84,7 +83,7 @@ class _Analysis:
                 covered([(self.times.starts[c], self.times.ends[c]) for line in self.copies[index] for c in line])
             )
             total.append(shown)
-            idle.append(max(0.0, self.makespan - busy - shown))
+            idle.append(max(0.0, self.times.seconds - busy - shown))
         reasons = {c: tuple(found) for c, found in self.reasons.items()}
         return Exposure(self.exposed, reasons, tuple(compute), tuple(communication), tuple(total), tuple(idle))
 
@@ -97,8 +96,8 @@ class _Analysis:
                 stalled = max(needs, key=lambda n: self.times.ends[n], default=-1)
                 yield _Gap(last, begin, task, stalled)
             last = self.times.ends[task]
-        if self.makespan > last + _TICK:
-            yield _Gap(last, self.makespan, -1, -1)
+        if self.times.seconds > last + _TICK:
+            yield _Gap(last, self.times.seconds, -1, -1)
 
     def attribute(self, role: int, gap: _Gap) -> float:
         """Share a gap among the communications that run in it, and say why. Returns the seconds in which any runs."""
@@ -249,9 +248,9 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def exposure_of(tasks: Tasks, times: Times, makespan: float) -> Exposure:
+def exposure_of(tasks: Tasks, times: Times) -> Exposure:
     """Every stretch in which a role computes nothing, shared among the communications that run in it, with reasons.
 
     The reasons of a communication add up to its exposed seconds.
     """
-    return _Analysis(tasks, times, makespan).run()
+    return _Analysis(tasks, times).run()

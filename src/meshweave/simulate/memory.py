@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from torch import fx
 
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import origin_of
+from meshweave.ir.liveness import live_bytes
 from meshweave.simulate.allocator import reserved_bytes
 from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion
@@ -41,7 +43,7 @@ class _Life:
     bytes: int
     kind: str
     begin: float
-    end: float
+    end: float  # inf: it outlives the step
     used: float = 0.0  # when it was first used
     crosses: bool = False  # made in forward, used in backward
 
@@ -61,23 +63,23 @@ class _Ledger:
     sums: dict[int, int] = field(default_factory=dict)  # a sum of gradients so far -> the storage of the new one
     start_operands: dict[tuple[fx.Node, int], list[Key]] = field(default_factory=dict)
 
-    def run(self, makespan: float) -> list[_Life]:
-        self.enter_inputs(makespan)
+    def run(self) -> list[_Life]:
+        self.enter_inputs()
         for number in self.held.tasks:
             self.enter(self.tasks.tasks[number], self.times.starts[number], self.times.ends[number])
         for (storage, _), life in self.lives.items():
-            if storage in self.lasting:
-                life.end = makespan
+            if storage in self.lasting or life.end >= self.times.seconds:
+                life.end = inf
         return list(self.lives.values())
 
-    def enter_inputs(self, makespan: float) -> None:
+    def enter_inputs(self) -> None:
         role = self.held.role
         output = next(iter(reversed(role.graph.nodes)))
         returned = dict(zip(role.outputs, list(output.args[0]), strict=True))
         sources = [n for n in role.graph.nodes if n.op == "placeholder"]
         for node, item in zip(sources, role.inputs, strict=True):
             for x in self.held.local.values[node]:
-                end = 0.0 if item.kind in _PASSING else makespan
+                end = 0.0 if item.kind in _PASSING else inf
                 kind = _PASSING.get(item.kind, item.kind)
                 self.lives[x.storage, -1] = _Life(node, x.storage_bytes, kind, 0.0, end)
                 made = returned.get((item.kind, item.name))
@@ -145,34 +147,29 @@ class _Ledger:
 
 
 def memory_of(
-    tasks: Tasks, index: int, times: Times, makespan: float, fusion: Fusion, last_microbatch: int, num_at_peak: int = 40
+    tasks: Tasks, index: int, times: Times, fusion: Fusion, last_microbatch: int, num_at_peak: int = 40
 ) -> Memory:
     """Memory of role `index`. Where kernels are fused, updates are in place; else (as our executor does) the new tensor
     stands beside the old one. The inputs of a communication live until it has been waited for."""
     held = tasks.roles[index]
-    lives = _Ledger(tasks, held, times, fusion, last_microbatch).run(makespan)
-    events: dict[float, int] = {}
-    changes = sorted(
-        [(life.begin, 1, life.bytes) for life in lives]
-        + [(life.end, 0, -life.bytes) for life in lives if life.end < makespan]
-    )
-    level = peak = 0
-    peak_at = 0.0
-    for at, _, change in changes:
-        level += change
-        events[at] = level
-        if level > peak:
-            peak, peak_at = level, at
-    alive = [life for life in lives if life.begin <= peak_at and (life.end > peak_at or life.end >= makespan)]
+    lives = _Ledger(tasks, held, times, fusion, last_microbatch).run()
+    moments = sorted({moment for life in lives for moment in (life.begin, life.end)} - {inf})
+    number = {moment: i for i, moment in enumerate([*moments, inf])}
+    ranges = [(number[life.begin], number[life.end], life.bytes) for life in lives]
+    levels = live_bytes(ranges, len(moments))
+    peak = max(levels, default=0)
+    at = levels.index(peak) if levels else 0
+    alive = [life for life, (begin, end, _) in zip(lives, ranges, strict=True) if begin <= at < end]
     alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
     lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
     gradients = _gradients(held)
     shown = tuple(_held(life, gradients) for life in alive[:num_at_peak])
-    reserved = reserved_bytes(_allocations(lives, makespan))
-    return Memory(tuple(sorted(events.items())), peak, peak_at, reserved, lasting, shown)
+    reserved = reserved_bytes(_allocations(lives))
+    curve = tuple(zip(moments, levels, strict=True))
+    return Memory(curve, peak, curve[at][0] if curve else 0.0, reserved, lasting, shown)
 
 
-def _allocations(lives: Sequence[_Life], makespan: float) -> Iterator[tuple[int, int, str]]:
+def _allocations(lives: Sequence[_Life]) -> Iterator[tuple[int, int, str]]:
     """What a caching allocator is asked for in the first steps of a training. Parameters are there from the beginning;
     optimizers make their state in the first update, in whatever room activations have left; results of communications
     come from the pool of another stream."""
@@ -181,7 +178,7 @@ def _allocations(lives: Sequence[_Life], makespan: float) -> Iterator[tuple[int,
         stream = "communication" if life.node.target in STARTS else "compute"
         begin = life.used if life.kind == "state" else life.begin
         changes.append((begin, 1, i, life.bytes, stream))
-        if life.end < makespan:
+        if life.end < inf:
             changes.append((life.end, 0, i, life.bytes, stream))
     changes.sort()
     yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes)

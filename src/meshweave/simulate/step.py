@@ -12,7 +12,7 @@ from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.simulate.buckets import Buckets
-from meshweave.simulate.clock import Times, play
+from meshweave.simulate.clock import Slowdown, Times, Work, play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Fusion, Kernel
 from meshweave.simulate.memory import Memory, bytes_by_kind, memory_of
@@ -55,11 +55,20 @@ def simulate_roles(
     tasks = lower_tasks(
         roles, profile, fusion, options.microbatches, options.pipeline, options.matmul_dtype, options.buckets
     )
-    times = play(tasks.schedule, tasks.tasks, len(roles), profile.compute_slowdown)
-    makespan = max(times.ends, default=0.0)
-    exposure = exposure_of(tasks, times, makespan)
-    memories = [memory_of(tasks, i, times, makespan, fusion, options.microbatches - 1) for i in range(len(roles))]
-    return _result(tasks, times, exposure, memories, makespan, profile, options, fusion)
+    times = times_of(tasks, profile.compute_slowdown)
+    exposure = exposure_of(tasks, times)
+    memories = [memory_of(tasks, i, times, fusion, options.microbatches - 1) for i in range(len(roles))]
+    return _result(tasks, times, exposure, memories, profile, options, fusion)
+
+
+def times_of(tasks: Tasks, slowdown: Slowdown) -> Times:
+    """When each task begins and ends. Raises VerifyError for a deadlock."""
+    work = Work(names=[task.node.name for task in tasks.tasks])
+    for task, needs in zip(tasks.tasks, tasks.schedule.needs, strict=True):
+        is_kernel = task.kernel is not None
+        issued = task.issued if is_kernel else 0.0
+        work.add(task.seconds, needs, task.usage, task.roles, is_kernel=is_kernel, issued=issued)
+    return play(work, tasks.schedule.streams, len(tasks.roles), slowdown)
 
 
 def _result(
@@ -67,7 +76,6 @@ def _result(
     times: Times,
     exposure: Exposure,
     memories: Sequence[Memory],
-    makespan: float,
     profile: MachineProfile,
     options: SimulateOptions,
     fusion: Fusion,
@@ -95,7 +103,7 @@ def _result(
     dtype = _matmul_dtype(tasks)
     peak_rate = profile.peak_flops(dtype) if dtype is not None else None
     return Simulation(
-        makespan,
+        times.seconds,
         spans,
         roles,
         tasks.streams,
@@ -107,7 +115,7 @@ def _result(
         options.title,
         options.tokens,
         flops,
-        flops / (makespan * mesh.num_devices * peak_rate) if peak_rate and makespan else None,
+        flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None,
         str(dtype).removeprefix("torch.") if dtype is not None else "",
         int(profile.usable_bytes),
         _verdict(roles, profile),

@@ -1,6 +1,9 @@
-"""Bytes that a device holds at most while it runs a rank graph in its order: no clock and no profile, only liveness."""
+"""Live ranges of storages, and the bytes that live at once."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
 
 from torch import fx
 
@@ -8,7 +11,19 @@ from meshweave.ir.collectives import STARTS
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import Value, local_values
 
+# The moment at which a storage is made, the one from which it is free (the number of moments: never), and its bytes.
+LiveRange = tuple[int, int, int]
+
 _REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of their name takes the place of
+
+
+def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:
+    """The bytes that live at each of the moments 0 .. num_moments - 1."""
+    changes = [0] * (num_moments + 1)
+    for begin, end, num_bytes in ranges:
+        changes[begin] += num_bytes
+        changes[end] -= num_bytes
+    return list(accumulate(changes[:-1]))
 
 
 def peak_bytes(role: RankGraph, keeps_gradients: bool = False) -> int:
@@ -19,22 +34,25 @@ def peak_bytes(role: RankGraph, keeps_gradients: bool = False) -> int:
     """
     values = local_values(role).values
     nodes = [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
-    last: dict[int, fx.Node | None] = {}
-    sizes: dict[int, int] = {}
+    begin, end, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
+    never = len(nodes) + 1
     sources = (n for n in role.graph.nodes if n.op == "placeholder")
     replaced = {key for key in role.outputs if key[0] in _REPLACED}
     for node, item in zip(sources, role.inputs, strict=True):
         for x in values[node]:
-            sizes[x.storage] = x.storage_bytes
-            last[x.storage] = nodes[0] if nodes and (item.kind, item.name) in replaced else None
-    for node in nodes:
+            begin[x.storage], sizes[x.storage] = 0, x.storage_bytes
+            end[x.storage] = 1 if (item.kind, item.name) in replaced else never
+    for at, node in enumerate(nodes):
+        for x in values[node]:
+            begin.setdefault(x.storage, at)
+            sizes.setdefault(x.storage, x.storage_bytes)
         for x in _used(node, values):
-            if last.get(x.storage, node) is not None:
-                last[x.storage] = node
+            if end.get(x.storage, 0) < never:
+                end[x.storage] = at + 1
     for (kind, _), node in zip(role.outputs, next(iter(reversed(role.graph.nodes))).args[0], strict=True):  # type: ignore[arg-type]
         if kind != "acc" and (kind != "grad" or keeps_gradients):
-            last.update((x.storage, None) for x in values[node])  # type: ignore[index]
-    return _peak(nodes, values, sizes, last)
+            end.update((x.storage, never) for x in values[node])  # type: ignore[index]
+    return max(live_bytes(((begin[s], end[s], size) for s, size in sizes.items()), never))
 
 
 def _used(node: fx.Node, values: dict[fx.Node, tuple[Value, ...]]) -> list[Value]:
@@ -42,24 +60,3 @@ def _used(node: fx.Node, values: dict[fx.Node, tuple[Value, ...]]) -> list[Value
     inputs = list(node.all_input_nodes)
     inputs += [n for start in inputs if start.target in STARTS for n in start.all_input_nodes]
     return [x for n in (node, *inputs) for x in values[n]]
-
-
-def _peak(
-    nodes: list[fx.Node],
-    values: dict[fx.Node, tuple[Value, ...]],
-    sizes: dict[int, int],
-    last: dict[int, fx.Node | None],
-) -> int:
-    ends: dict[fx.Node, list[int]] = {}
-    for storage, node in last.items():
-        if node is not None:
-            ends.setdefault(node, []).append(storage)
-    held = peak = sum(sizes.values())
-    for node in nodes:
-        for x in values[node]:
-            if x.storage not in sizes:
-                sizes[x.storage] = x.storage_bytes
-                held += x.storage_bytes
-        peak = max(peak, held)
-        held -= sum(sizes[storage] for storage in ends.get(node, ()))
-    return peak
