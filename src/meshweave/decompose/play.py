@@ -1,11 +1,12 @@
-"""Steps of algorithms played one by one: one processor that computes, one link that all messages of a device share."""
+"""Steps of algorithms on the virtual clock: a processor that computes, a link that all messages of a device share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshweave.decompose.algorithms import Step
+from meshweave.simulate.clock import Work, play
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,64 +20,64 @@ class Message:
 
 
 @dataclass(slots=True)
-class _Clock:
-    """When the processor and the link have done what they were given."""
+class _Steps:
+    """What the processor does, in its order, and the messages on the link."""
 
     slowdown: float
-    free: float = 0.0
-    link: float = 0.0
+    work: Work = field(default_factory=Work)
+    order: list[int] = field(default_factory=list)
+    link: list[int] = field(default_factory=list)
 
-    def send(self, message: Message, ready: float = 0.0) -> float:
-        """When a message arrives that is sent as soon as the link is free, and not before `ready`."""
-        self.link = max(self.link, self.free, ready) + message.seconds - message.host
-        return self.link
+    def run(self, seconds: float, needs: Sequence[int] = (), *, is_kernel: bool = False) -> None:
+        """Only a kernel is slower beside a message."""
+        self.order.append(self.work.add(seconds, needs, is_kernel=is_kernel))
 
-    def wait(self, message: Message, arrived: float) -> None:
-        self.free = max(self.free, arrived) + message.host
+    def send(self, message: Message) -> int:
+        """A message that is sent now, as soon as the link is free."""
+        self.run(0.0)
+        self.link.append(self.work.add(message.seconds - message.host, self.order[-1:], (("link", 1.0),)))
+        return self.link[-1]
 
-    def compute(self, seconds: float) -> None:
-        beside = min(max(self.link - self.free, 0.0), seconds * self.slowdown)  # while messages are on their way
-        self.free += beside + seconds - beside / self.slowdown
+    def seconds(self) -> float:
+        """When the processor is done."""
+        return play(self.work, (self.order, self.link), 1, lambda levels: self.slowdown).ends[self.order[-1]]
 
 
 def play_gather(steps: Sequence[Step], ahead: int, chunk: float, message: Message, hidden: float) -> float:
     """Seconds from the wait of a gather to its last product. Its first messages are sent `hidden` seconds before."""
-    clock, arrived, posted = _Clock(message.slowdown), [0.0] * len(steps), 0
+    played, sent = _Steps(message.slowdown), list[int]()
 
     def post(until: int) -> None:
-        nonlocal posted
-        for k in range(posted, min(until, len(steps))):
-            if steps[k].has_message:
-                arrived[k] = clock.send(message, arrived[steps[k].of] if steps[k].of < k else 0.0)
-        posted = max(posted, until)
+        for step in steps[len(sent) : until]:
+            sent.append(played.send(message) if step.has_message else -1)
 
     post(ahead + int(not steps[0].has_message))
-    clock.free = hidden
+    played.run(hidden)
     for k, step in enumerate(steps):
         if step.has_message:
-            clock.wait(message, arrived[k])
+            played.run(message.host, (sent[k],))
         post(k + 1 + ahead)
-        clock.compute(chunk)
-    return clock.free - hidden
+        played.run(chunk, is_kernel=True)
+    return played.seconds() - hidden
 
 
 def play_reduce(steps: Sequence[Step], chunk: float, message: Message, hidden: float) -> float:
     """Seconds from the first part of a reduction to its result, less `hidden` of other work after the last part, beside
     the messages that are then on their way."""
-    clock, arrived, added = _Clock(message.slowdown), [0.0] * len(steps), {k for step in steps for k in step.adds}
+    played, sent, last = _Steps(message.slowdown), dict[int, int](), len(steps) - 1
     for k, step in enumerate(steps):
-        clock.compute(chunk)
-        if k == len(steps) - 1 and not step.has_message:
-            clock.free += hidden
+        played.run(chunk, is_kernel=True)
+        if k == last and not step.has_message:
+            played.run(hidden)
         for earlier in step.adds:
-            clock.wait(message, arrived[earlier])
+            played.run(message.host, (sent.pop(earlier),))
         if step.has_message:
-            arrived[k] = clock.send(message)
-    clock.free += hidden * steps[-1].has_message
-    for k, step in enumerate(steps):
-        if step.has_message and k not in added:
-            clock.wait(message, arrived[k])
-    return clock.free - hidden
+            sent[k] = played.send(message)
+    if steps[last].has_message:
+        played.run(hidden)
+    for arrival in sent.values():
+        played.run(message.host, (arrival,))
+    return played.seconds() - hidden
 
 
 def play_exchange(
@@ -84,17 +85,17 @@ def play_exchange(
 ) -> float:
     """Seconds from the wait of an all-to-all to the end of the one that brings back what is computed of its chunks,
     less `after` of other work beside that. Its first message is sent `before` seconds earlier."""
-    clock, arrived, returned = _Clock(there.slowdown), [0.0] * len(steps), list[float]()
+    played, sent, returned = _Steps(there.slowdown), list[int](), list[int]()
     for k, step in enumerate(steps):
-        for following in range(max(k, 1), min(k + 2, len(steps))):
-            arrived[following] = arrived[following] or clock.send(there)
-        clock.free = max(clock.free, before)
+        sent += [played.send(there) for _ in steps[len(sent) + 1 : k + 2]]
+        if k == 0:
+            played.run(before)
         if step.has_message:
-            clock.wait(there, arrived[k])
-        clock.compute(chunk)
+            played.run(there.host, (sent[k - 1],))
+        played.run(chunk, is_kernel=True)
         if step.has_message:
-            returned.append(clock.send(back))
-    clock.free += after
-    for end in returned:
-        clock.wait(back, end)
-    return clock.free - before - after
+            returned.append(played.send(back))
+    played.run(after)
+    for arrival in returned:
+        played.run(back.host, (arrival,))
+    return played.seconds() - before - after

@@ -46,7 +46,7 @@ class Outline:
             self.uses_at[c] = min((self.uses_at[u] if problem.channel[u] >= 0 else u for u in users), default=n)
             self.needs[c] = before[self.uses_at[c]] if users else inf
             self.grows[c] = self.growth[c] > sum(sizes[s] for s in problem.uses[c]) or not problem.deps[c]
-        self.before, at = _levels(problem)
+        self.before, at = self._levels()
         self.levels = _ranges(at)
 
     def path(self, factor: float) -> list[float]:
@@ -98,15 +98,15 @@ class Outline:
         row = self.levels[k]
         return max(row[first], row[last - (1 << k) + 1])
 
-
-def _levels(problem: Problem) -> tuple[list[int], list[int]]:
-    """Bytes that live before each item of the graph's order, and at it, its results included."""
-    found = live_bytes(problem.live_ranges(problem.order), len(problem.order) + 1)
-    before, at = [0] * problem.num_items, [0] * problem.num_items
-    for level, x in zip(found, problem.order, strict=False):
-        if x >= 0:
-            before[x], at[x] = level - sum([problem.sizes[s] for s in problem.allocs[x]]), level
-    return [*before, found[-1]], at
+    def _levels(self) -> tuple[list[int], list[int]]:
+        """Bytes that live before each item of the graph's order, and at it, its results included."""
+        order = self.problem.order
+        levels = live_bytes(self.problem.live_ranges(order), len(order) + 1)
+        before, at = [0] * self.problem.num_items, [0] * self.problem.num_items
+        for level, x in zip(levels, order, strict=False):
+            if x >= 0:
+                before[x], at[x] = level - self.growth[x], level
+        return [*before, levels[-1]], at
 
 
 def _ranges(levels: list[int]) -> list[list[int]]:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from torch import fx
-
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.simulate.clock import Times
 from meshweave.simulate.result import Reason
-from meshweave.simulate.tasks import RoleTasks, Task, Tasks
+from meshweave.simulate.tasks import RoleTasks, Tasks
 
 _LOOK_AHEAD = 64  # kernels behind a wait among which independent work is looked for
 _TICK = 1e-9  # seconds below which two times are one
@@ -62,15 +60,9 @@ class _Analysis:
         return {c: s for s, stream in enumerate(self.tasks.schedule.streams) for c in stream}
 
     @cached_property
-    def input_storages(self) -> list[dict[fx.Node, frozenset[int]]]:
-        """Per role, the storages that a node reads."""
-        return [
-            {
-                n: frozenset(x.storage for i in n.all_input_nodes for x in held.local.values.get(i, ()))
-                for n in held.role.graph.nodes
-            }
-            for held in self.tasks.roles
-        ]
+    def reads(self) -> dict[int, frozenset[int]]:
+        """By task of a compute stream, the storages that it reads."""
+        return {t: held.storages_read(self.tasks.tasks[t]) for held in self.tasks.roles for t in held.tasks}
 
     def run(self) -> Exposure:
         compute, communication, total, idle = [], [], [], []
@@ -196,7 +188,7 @@ class _Analysis:
     def _ready(self, role: int, start: int) -> tuple[float, int]:
         """When the operand of a start is complete, and the kernel right before the start."""
         held = self.tasks.roles[role]
-        wanted = self.input_storages[role][self.tasks.tasks[start].node]
+        wanted = self.reads[start]
         at = self.tasks.schedule.index_of[start] - 1
         before = -1
         while at >= 0:
@@ -204,28 +196,24 @@ class _Analysis:
             task = self.tasks.tasks[number]
             if before < 0 and task.kernel is not None:
                 before = number
-            if task.kind != "start" and wanted & self._made(held, task):
+            if task.kind != "start" and wanted & held.storages_written(task):
                 return self.times.ends[number], before
             at -= 1
         return 0.0, before
 
-    def _made(self, held: RoleTasks, task: Task) -> frozenset[int]:
-        nodes = task.kernel.writes if task.kernel is not None else (task.node,)
-        return frozenset(x.storage for n in nodes for x in held.local.values[n])
-
     def _independent(self, role: int, wait: int) -> tuple[float, int]:
         """Seconds of compute behind a wait that do not need it, and the first such kernel."""
-        held, reads = self.tasks.roles[role], self.input_storages[role]
-        tainted = set(self._made(held, self.tasks.tasks[wait]))
+        held = self.tasks.roles[role]
+        tainted = set(held.storages_written(self.tasks.tasks[wait]))
         at, seen, seconds, first = self.tasks.schedule.index_of[wait] + 1, 0, 0.0, -1
         while at < len(held.tasks) and seen < _LOOK_AHEAD:
             task = self.tasks.tasks[held.tasks[at]]
             if task.microbatch != self.tasks.tasks[wait].microbatch:
                 break
             if task.kernel is None:
-                tainted |= self._made(held, task) if task.kind == "wait" else frozenset()
-            elif any(not tainted.isdisjoint(reads[n]) for n in task.kernel.nodes):
-                tainted |= self._made(held, task)
+                tainted |= held.storages_written(task) if task.kind == "wait" else frozenset()
+            elif not tainted.isdisjoint(self.reads[held.tasks[at]]):
+                tainted |= held.storages_written(task)
             else:
                 seconds += task.seconds
                 first = held.tasks[at] if first < 0 else first

@@ -97,22 +97,17 @@ class _Ledger:
 
     def enter(self, task: Task, begin: float, end: float) -> None:
         microbatch = task.microbatch
-        values = self.held.local.values
         if task.kind == "kernel":
             assert task.kernel is not None
             for node in task.kernel.writes:
                 self.make(node, microbatch, begin, end)
-            self.use(
-                (x.storage for n in task.kernel.nodes for i in n.all_input_nodes for x in values.get(i, ())), task, end
-            )
+            self.use(self.held.storages_read(task), task, end)
         elif task.kind == "start":
             self.make(task.node, microbatch, begin, end)
-            operand = task.node.args[0]
-            used = values[operand] if isinstance(operand, fx.Node) else ()
-            self.start_operands[task.node, microbatch] = self.use((x.storage for x in used), task, end)
+            self.start_operands[task.node, microbatch] = self.use(self.held.storages_read(task), task, end)
         else:
             started: Any = task.node.args[0]
-            self.use((x.storage for x in values[task.node]), task, end)
+            self.use(self.held.storages_written(task), task, end)
             late = origin_of(task.node).phase == "update" and (started, self.last_microbatch) in self.start_operands
             of = self.last_microbatch if late else microbatch
             for key in self.start_operands.get((started, of), ()):
@@ -125,9 +120,9 @@ class _Ledger:
             if x.storage not in held and not in_place and (x.storage, microbatch) not in self.lives:
                 self.lives[x.storage, microbatch] = _Life(node, x.storage_bytes, "", begin, end)
 
-    def use(self, storages: Iterable[int], task: Task, end: float) -> list[Key]:
+    def use(self, storages: frozenset[int], task: Task, end: float) -> list[Key]:
         found = []
-        for storage in dict.fromkeys(storages):
+        for storage in storages:
             choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]
             if storage in self.sums:  # what the microbatch before has left, or the zeros of the first
                 choices = [(self.sums[storage], task.microbatch - 1), (storage, -1)]

@@ -184,20 +184,17 @@ def _producers(tasks: Tasks) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in tasks.tasks]
     for held in tasks.roles:
         made: dict[int, int] = {}  # storage -> task
-        values = held.local.values
         for number in held.tasks:
             task = tasks.tasks[number]
             if task.kernel is not None:
-                reads = {x.storage for n in task.kernel.nodes for i in n.all_input_nodes for x in values.get(i, ())}
-                found[number] = [made[s] for s in sorted(reads) if s in made]
-                made |= {x.storage: number for n in task.kernel.writes for x in values[n]}
+                found[number] = [made[s] for s in sorted(held.storages_read(task)) if s in made]
+                made |= dict.fromkeys(held.storages_written(task), number)
             elif task.kind == "start":
-                reads = {x.storage for i in task.node.all_input_nodes for x in values.get(i, ())}
                 for copy in tasks.schedule.users[number]:
-                    found[copy] += [made[s] for s in sorted(reads) if s in made]
+                    found[copy] += [made[s] for s in sorted(held.storages_read(task)) if s in made]
             else:
                 for copy in tasks.schedule.needs[number]:
-                    made |= {x.storage: copy for x in values[task.node]}
+                    made |= dict.fromkeys(held.storages_written(task), copy)
     return found
 
 

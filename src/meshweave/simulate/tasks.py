@@ -61,6 +61,16 @@ class RoleTasks:
     kernels: tuple[Kernel, ...]
     tasks: tuple[int, ...] = ()
 
+    def storages_read(self, task: Task) -> frozenset[int]:
+        """Those that a task's operands live in."""
+        nodes, values = (task.node,) if task.kernel is None else task.kernel.nodes, self.local.values
+        return frozenset(x.storage for n in nodes for operand in n.all_input_nodes for x in values.get(operand, ()))
+
+    def storages_written(self, task: Task) -> frozenset[int]:
+        """Those that a task's results live in."""
+        nodes = (task.node,) if task.kernel is None else task.kernel.writes
+        return frozenset(x.storage for n in nodes for x in self.local.values[n])
+
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
