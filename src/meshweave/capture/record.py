@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from meshweave.errors import CaptureError
 from meshweave.interop.fake import FakeTensor
-from meshweave.interop.ops import arguments_of, is_mutable
 from meshweave.interop.storages import storage_key, version_of
+from meshweave.ir.aliases import written_of
 
 aten = torch.ops.aten
 
@@ -208,11 +208,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an op writes."""
-    if not is_mutable(func):
-        return
-    for i, argument in enumerate(arguments_of(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
+    for position, name in written_of(func):
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -15,14 +15,11 @@ from torch import fx
 from meshweave.decompose.cut import Cut, NoCut
 from meshweave.decompose.split_way import End, Way
 from meshweave.decompose.split_ways import ATTENTION, fits, specs_of, way_of
-from meshweave.interop.ops import is_operator, returns_of
 from meshweave.interop.storages import storage_key
-from meshweave.ir.aliases import written_of
+from meshweave.ir.aliases import is_view_op, written_of
 from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.traits import MATMULS
-
-aten = torch.ops.aten
 
 
 @dataclass(slots=True)
@@ -212,12 +209,7 @@ def _is_dense(node: fx.Node, index: int) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """The result lives in an operand's memory, by the op's schema, and is not written there."""
-    if node.target is aten._unsafe_view.default:
-        return True
-    if not is_operator(node.target) or node.target is WAIT:
-        return False
-    results = returns_of(node.target)
-    return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
+    return node.target is not WAIT and is_view_op(node.target)
 
 
 def _trim(graph: fx.Graph, found: Regions) -> None:
