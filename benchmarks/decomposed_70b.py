@@ -24,11 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshweave as mw
 from meshweave.capture.step import CaptureOptions
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose, split_role
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.rank import RankGraph
 from meshweave.overlap.step import Scheduling, overlap_roles
+from meshweave.program import Program
 from meshweave.sharding.plans import Plan
 from meshweave.simulate.step import simulate_roles
 

@@ -24,8 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshweave as mw
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.hardware import load_profile
+from meshweave.program import Program
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation
 from meshweave.whatif import simulate

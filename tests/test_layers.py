@@ -27,6 +27,8 @@ ROOMS = (
     "report",
     "torch_compile",
     "passes",
+    "program",
+    "train_step",
     "compile",
     "whatif",
     "cli",

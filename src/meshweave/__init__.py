@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshweave.compile import Program, TrainStep, compile
+from meshweave.compile import compile
 from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import (
     CaptureError,
@@ -22,11 +22,13 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.overlap import OverlapOptions, OverlapReport, overlap
+from meshweave.program import Program
 from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule
 from meshweave.simulate.result import Simulation
 from meshweave.torch_compile import backend, inductor_pass
+from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,19 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch, call_model
-from meshweave.capture.contract import Contract
-from meshweave.capture.guards import Guards, check_autocast, check_not_compiled
-from meshweave.capture.optimizer_guard import OptimizerGuard
-from meshweave.capture.optimizers import OptimizerSpec, current_lrs, initial_state, read_optimizer
+from meshweave.capture.guards import check_autocast, check_not_compiled
+from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.recompute import recompute as recomputed
 from meshweave.capture.recompute_check import check_recompute
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.decompose import DecomposeOptions, SplitOptions
-from meshweave.errors import LayoutError, PlanError
+from meshweave.errors import PlanError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta, Costs, load_profile
-from meshweave.interop.optimizer import mark_stepped
-from meshweave.ir.graph import Spec, StepGraph, tokens_of
+from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
@@ -31,74 +28,26 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
-from meshweave.overlap import OverlapOptions, OverlapReport, settle
+from meshweave.overlap import OverlapOptions, settle
 from meshweave.overlap import prefetch as prefetched
 from meshweave.overlap.step import scheduling_of
-from meshweave.passes import Optimized, Passes, accumulated, optimize, splitting_of
-from meshweave.report.moves import MoveRow, move_rows
+from meshweave.passes import Passes, accumulated, optimize, splitting_of
+from meshweave.program import Program
 from meshweave.runtime.cluster import make_world
-from meshweave.runtime.initialize import materialize
-from meshweave.runtime.session import Session, Settings
-from meshweave.runtime.world import World
+from meshweave.runtime.session import Settings
 from meshweave.sharding.assign import Price
 from meshweave.sharding.decide import decide, infer_units
 from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import axes_of_operators, map_devices
 from meshweave.sharding.place import place
-from meshweave.sharding.placement import Placement
 from meshweave.sharding.plan_text import plan_of
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
 from meshweave.sharding.sums import AccumulateIn
-from meshweave.simulate.result import Simulation
+from meshweave.train_step import TrainStep
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A compiled training step at its three stages. Nothing in it grows with the number of devices.
-
-    `optimized` holds the rank graphs, before and after the passes that were asked for.
-    """
-
-    captured: StepGraph
-    placed: StepGraph
-    optimized: Optimized
-    placement: Placement
-    options: CaptureOptions
-    contract: Contract
-    accumulation: str = ""  # where gradients of several microbatches are added up, and why there
-
-    @property
-    def roles(self) -> tuple[RankGraph, ...]:
-        """What every role runs."""
-        return self.optimized.roles
-
-    @property
-    def expanded(self) -> tuple[RankGraph, ...]:
-        """The roles before all passes."""
-        return self.optimized.expanded
-
-    @property
-    def as_expanded(self) -> Program:
-        """The program without any pass."""
-        return replace(self, optimized=Optimized(self.expanded, self.expanded, self.expanded))
-
-    @property
-    def overlap(self) -> tuple[OverlapReport, ...]:
-        """By role what the scheduler did; nothing where it did not run."""
-        return self.optimized.overlap
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.placement.mesh
-
-    @property
-    def rank(self) -> RankGraph:
-        """The rank graph of the first role: of every device, where all do the same."""
-        return self.roles[0]
 
 
 def move_price(planner: PlanMove) -> Price:
@@ -182,135 +131,6 @@ def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> Ste
     step = recomputed(captured, policy, cuts)
     check_recompute(captured, step, policy, cuts)
     return verify_step(step)
-
-
-class TrainStep:
-    """A compiled training step: call it with a batch, get the loss.
-
-    `program` holds the graphs, `metrics` the numbers of the last step (loss, grad_norm).
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        world: World,
-        settings: Settings,
-    ) -> None:
-        self.program, self.optimizer = program, optimizer
-        self.session = Session(program.roles, world, settings)
-        held = initial_state(optimizer, model, program.captured.updated) if optimizer is not None else None
-        self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
-        self.session.state.num_steps = held.num_steps if held else 0
-        values = lambda *key: self.session.state.matches(*key)  # noqa: E731 (a load gives the session another state)
-        self.guards = Guards(program.contract, program.options.autocast, values)
-        self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
-
-    def __call__(self, batch: Any) -> float:
-        """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
-
-        Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite and
-        where model, batch or optimizer are no longer what was compiled (docs/capture.md).
-        """
-        with self.session.world.guard():
-            micros = self._micros(batch, self.program.options.accumulate)
-            loss = self.session.run(micros, self._lrs())
-        if self.optimizer is not None:
-            mark_stepped(self.optimizer)
-        return loss
-
-    def trace(self, batch: Any) -> Simulation:
-        """Train on one batch as a call does, and measure when every task and communication ran on every device.
-
-        The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
-        all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
-        """
-        with self.session.world.guard():
-            micros = self._micros(batch, self.program.options.accumulate)
-            tokens = tokens_of(self.program.captured) * len(micros)
-            found = self.session.trace(micros, self._lrs(), tokens=tokens)
-        if self.optimizer is not None:
-            mark_stepped(self.optimizer)
-        return found
-
-    def forward(self, batch: Any) -> float:
-        """Forward and loss of one microbatch (the batch, unless gradients are accumulated); returns its loss.
-
-        `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
-        Each raises StepError when it is not what comes next; a failure ends the step.
-        """
-        with self.session.world.guard():
-            (micro,) = self._micros(batch, 1)
-            return self.session.forward(micro)
-
-    def backward(self) -> None:
-        """Gradients of the microbatch that went forward, reduced over the mesh."""
-        self.session.backward()
-
-    def update(self) -> None:
-        """New parameters and optimizer state, when every microbatch has gone backward."""
-        with self.session.world.guard():
-            self.session.update(self._lrs())
-        if self.optimizer is not None:
-            mark_stepped(self.optimizer)
-
-    def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
-        held = Batch.of(batch)
-        self.guards.check(held)
-        return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
-
-    def _lrs(self) -> list[float]:
-        if self.optimizer_guard is None:
-            return []
-        self.optimizer_guard.check()
-        return current_lrs(self.optimizer_guard.optimizer)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self.session.metrics
-
-    @property
-    def num_steps(self) -> int:
-        """Number of completed steps."""
-        return self.session.state.num_steps
-
-    def parameters(self, *, sharded: bool = False) -> dict[str, Tensor]:
-        """Parameters by name: full tensors, or on a cluster DTensors of this rank's pieces."""
-        return self._sharded("param") if sharded else self.session.full("param")
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Full buffers by name."""
-        return self.session.full("buffer")
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Full optimizer state by `slot/parameter`."""
-        return self.session.full("state")
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Full gradients of the last step by name; needs keep_gradients=True."""
-        return self.session.gradients()
-
-    def _sharded(self, kind: str) -> dict[str, Tensor]:
-        if not self.session.world.is_distributed:
-            raise LayoutError(
-                "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
-            )
-        from meshweave.runtime.dtensor import dtensors_from_pieces  # takes long to import, and few programs do
-
-        return dict(dtensors_from_pieces(self.session.pieces(kind), self.session.world.device.type))
-
-    def save(self, path: str) -> None:
-        """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
-        self.session.save(path)
-
-    def load(self, path: str) -> None:
-        """Continue from a checkpoint of the same model, saved on any mesh. Nothing in it is unpickled as code."""
-        self.session.load(path)
-
-    def explain(self) -> list[MoveRow]:
-        """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""
-        return move_rows(self.program.placed, self.program.mesh)
 
 
 def compile(

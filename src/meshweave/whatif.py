@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from meshweave.compile import Program
 from meshweave.hardware import MachineProfile, load_profile
 from meshweave.ir.graph import tokens_of
+from meshweave.program import Program
 from meshweave.simulate.buckets import Buckets
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.pipelines import Pipeline

@@ -20,7 +20,7 @@ from torch import fx, nn
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.check.completeness import Completeness, check_complete
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.errors import VerifyError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta
@@ -31,6 +31,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.movement.plan import plan_move
+from meshweave.program import Program
 from meshweave.sharding.plans import Plan
 
 aten = torch.ops.aten

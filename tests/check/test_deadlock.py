@@ -13,13 +13,13 @@ from tests.check.test_completeness import broken, find, program
 from torch import fx
 
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
-from meshweave.compile import Program
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
+from meshweave.program import Program
 
 F32 = torch.float32
 ALL = Mesh("r=2,s=2")

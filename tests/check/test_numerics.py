@@ -11,10 +11,10 @@ import meshweave as mw
 from meshweave.capture.batch import Batch
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, TensorError, check_numerics
 from meshweave.check.runs import Recipe, widened
-from meshweave.compile import TrainStep
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
 from meshweave.ir.mesh import Mesh
+from meshweave.train_step import TrainStep
 
 
 class Net(nn.Module):

@@ -23,11 +23,11 @@ from meshweave.capture import optimizers, step
 from meshweave.capture.trace import Provenance
 from meshweave.check.numerics import CHECK_LR, NumericsReport, check_numerics
 from meshweave.check.runs import Recipe, widened
-from meshweave.compile import TrainStep
 from meshweave.expand import localize
 from meshweave.ir import ops
 from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
+from meshweave.train_step import TrainStep
 
 Make = Callable[..., torch.optim.Optimizer]
 ADAMW, ADAM = torch.optim.AdamW, torch.optim.Adam

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.check.deadlock import check_deadlock
-from meshweave.compile import TrainStep
 from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose
 from meshweave.ir.collectives import functional
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plans import Plan
+from meshweave.train_step import TrainStep
 
 GATHER = functional.all_gather_into_tensor.default
 SCATTER = functional.reduce_scatter_tensor.default

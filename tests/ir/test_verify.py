@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.errors import VerifyError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir import ops
@@ -24,6 +24,7 @@ from meshweave.ir.graph import Spec, op_name, origin_of, spec_of
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
+from meshweave.program import Program
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ import meshweave as mw
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.check.completeness import check_complete
-from meshweave.compile import Program, TrainStep, build_program
+from meshweave.compile import build_program
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 from meshweave.ir.collectives import STARTS, functional
 from meshweave.ir.graph import origin_of
@@ -33,10 +33,12 @@ from meshweave.overlap.carry import carriable, carried, uncarried
 from meshweave.overlap.step import Scheduling, overlap_roles
 from meshweave.overlap.unmerge import merged_results, unmerged
 from meshweave.passes import Passes
+from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.simulate.step import SimulateOptions, simulate_roles
+from meshweave.train_step import TrainStep
 
 H100 = mw.load_profile("h100")
 GATHER = functional.all_gather_into_tensor.default

@@ -15,13 +15,15 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.compile import Program, TrainStep, build_program
+from meshweave.compile import build_program
 from meshweave.errors import PlanError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.graph import origin_of
+from meshweave.program import Program
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
+from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate
 
 MADE = hugging_face("llama", batch=4, heads=4, layers=4)

@@ -13,12 +13,12 @@ from torch import fx, nn
 import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.compile import TrainStep
 from meshweave.hardware import load_profile
 from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.overlap.prefetch import block_of
+from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate
 
 NODES_OF_TWO = load_profile("h100").scaled(

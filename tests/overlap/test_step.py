@@ -18,7 +18,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.compile import Program, TrainStep, build_program
+from meshweave.compile import build_program
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import STARTS, functional
 from meshweave.ir.graph import origin_of
@@ -27,10 +27,12 @@ from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
 from meshweave.overlap.step import Scheduling, overlap_role, overlap_roles, scheduling_of, tasks_of
 from meshweave.overlap.unmerge import merged_results, unmerged
+from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.simulate.step import simulate_roles
+from meshweave.train_step import TrainStep
 
 H100 = mw.load_profile("h100")
 GATHER = functional.all_gather_into_tensor.default

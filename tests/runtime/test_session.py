@@ -17,10 +17,10 @@ from tests.training import assert_equals_eager, assert_tensors, batches, mse, sg
 from torch import Tensor, fx, nn
 
 import meshweave as mw
-from meshweave.compile import Program
 from meshweave.errors import CheckpointError, LayoutError, MeshweaveError, PlanError, StepError
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import SYMBOLS
+from meshweave.program import Program
 from meshweave.runtime.meter import StateMeter, classify
 from meshweave.runtime.session import Settings
 from meshweave.runtime.state import State

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 import meshweave as mw
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.errors import MeshError, PlanError, VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import origin_of
 from meshweave.ir.mesh import Mesh
+from meshweave.program import Program
 from meshweave.report.moves import move_rows
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.resolve import resolve

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import meshweave as mw
-from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Origin, block_name, origin_of
+from meshweave.program import Program
 from meshweave.simulate.buckets import Member, grouped
 from meshweave.simulate.tasks import Tasks, lower_tasks
 from meshweave.whatif import simulate

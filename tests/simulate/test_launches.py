@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.compile import Program
 from meshweave.hardware import load_profile
+from meshweave.program import Program
 from meshweave.simulate.result import Simulation
 from meshweave.whatif import simulate
 

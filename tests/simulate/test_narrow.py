@@ -9,10 +9,10 @@ import torch
 from tests.models import hugging_face
 
 import meshweave as mw
-from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Matmul, Memory
 from meshweave.ir.values import local_values
+from meshweave.program import Program
 from meshweave.simulate.kernels import is_in_block, kernels_of
 from meshweave.simulate.narrow import Narrow
 from meshweave.whatif import simulate

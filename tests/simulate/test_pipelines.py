@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.capture.step import CaptureOptions
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.hardware import load_profile
+from meshweave.program import Program
 from meshweave.simulate.pipelines import Pipeline, told_of
 from meshweave.simulate.result import Simulation
 from meshweave.simulate.step import SimulateOptions, simulate_roles

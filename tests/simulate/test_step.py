@@ -13,10 +13,11 @@ from torch import nn
 import meshweave as mw
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 from meshweave.ir.graph import tokens_of
+from meshweave.program import Program
 from meshweave.simulate.pipelines import passes_of
 from meshweave.whatif import best_of, simulate
 

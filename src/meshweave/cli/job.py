@@ -17,12 +17,13 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Stage
-from meshweave.compile import Program, build_program
+from meshweave.compile import build_program
 from meshweave.decompose import DecomposeOptions
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.overlap.step import scheduling_of
 from meshweave.passes import Passes, splitting_of
+from meshweave.program import Program
 from meshweave.sharding.plan_text import data_parallel_size
 from meshweave.sharding.plans import Plan
 

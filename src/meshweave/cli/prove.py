@@ -16,7 +16,6 @@ from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsRepo
 from meshweave.check.runs import Recipe, widened
 from meshweave.cli.job import Job, compiled
 from meshweave.cli.screen import Screen
-from meshweave.compile import TrainStep
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
 from meshweave.report import tables
@@ -26,6 +25,7 @@ from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.sharding.plans import Plan
+from meshweave.train_step import TrainStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.compile import Program
 from meshweave.ir.graph import origin_of
 from meshweave.overlap.unmerge import merged_results
+from meshweave.program import Program
 from meshweave.report.tables import bytes_text
 from meshweave.simulate.result import Simulation
 

@@ -19,10 +19,10 @@ from meshweave.cli.costs import parse_machine
 from meshweave.cli.job import Job, StepOptions, compiled, parse_bytes
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
 from meshweave.cli.screen import Screen, write_text
-from meshweave.compile import Program
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import MachineProfile
 from meshweave.ir.mesh import Mesh
+from meshweave.program import Program
 from meshweave.report.diff import diff_rows, diff_table
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows

@@ -18,7 +18,6 @@ import typer
 from meshweave.capture.sources import Source
 from meshweave.cli.job import Job, compiled
 from meshweave.cli.screen import Screen, rank, write_text
-from meshweave.compile import TrainStep
 from meshweave.ir.mesh import Mesh
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
@@ -26,6 +25,7 @@ from meshweave.runtime.cluster import make_world
 from meshweave.runtime.session import Settings
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation
+from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate
 
 

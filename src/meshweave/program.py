@@ -1,0 +1,59 @@
+"""A compiled training step as data: its graphs, where everything is placed, what it rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshweave.capture.contract import Contract
+from meshweave.capture.step import CaptureOptions
+from meshweave.ir.graph import StepGraph
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph
+from meshweave.overlap import OverlapReport
+from meshweave.passes import Optimized
+from meshweave.sharding.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled training step at its three stages. Nothing in it grows with the number of devices.
+
+    `optimized` holds the rank graphs, before and after the passes that were asked for.
+    """
+
+    captured: StepGraph
+    placed: StepGraph
+    optimized: Optimized
+    placement: Placement
+    options: CaptureOptions
+    contract: Contract
+    accumulation: str = ""  # where gradients of several microbatches are added up, and why there
+
+    @property
+    def roles(self) -> tuple[RankGraph, ...]:
+        """What every role runs."""
+        return self.optimized.roles
+
+    @property
+    def expanded(self) -> tuple[RankGraph, ...]:
+        """The roles before all passes."""
+        return self.optimized.expanded
+
+    @property
+    def as_expanded(self) -> Program:
+        """The program without any pass."""
+        return replace(self, optimized=Optimized(self.expanded, self.expanded, self.expanded))
+
+    @property
+    def overlap(self) -> tuple[OverlapReport, ...]:
+        """By role what the scheduler did; nothing where it did not run."""
+        return self.optimized.overlap
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.placement.mesh
+
+    @property
+    def rank(self) -> RankGraph:
+        """The rank graph of the first role: of every device, where all do the same."""
+        return self.roles[0]

@@ -1,0 +1,152 @@
+"""A compiled step as a user has it: batches in, losses out; parameters, state and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.capture.batch import Batch
+from meshweave.capture.guards import Guards
+from meshweave.capture.optimizer_guard import OptimizerGuard
+from meshweave.capture.optimizers import current_lrs, initial_state
+from meshweave.errors import LayoutError
+from meshweave.interop.optimizer import mark_stepped
+from meshweave.ir.graph import tokens_of
+from meshweave.program import Program
+from meshweave.report.moves import MoveRow, move_rows
+from meshweave.runtime.initialize import materialize
+from meshweave.runtime.session import Session, Settings
+from meshweave.runtime.world import World
+from meshweave.simulate.result import Simulation
+
+
+class TrainStep:
+    """A compiled training step: call it with a batch, get the loss.
+
+    `program` holds the graphs, `metrics` the numbers of the last step (loss, grad_norm).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        settings: Settings,
+    ) -> None:
+        self.program, self.optimizer = program, optimizer
+        self.session = Session(program.roles, world, settings)
+        held = initial_state(optimizer, model, program.captured.updated) if optimizer is not None else None
+        self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
+        self.session.state.num_steps = held.num_steps if held else 0
+        values = lambda *key: self.session.state.matches(*key)  # noqa: E731 (a load gives the session another state)
+        self.guards = Guards(program.contract, program.options.autocast, values)
+        self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
+
+    def __call__(self, batch: Any) -> float:
+        """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
+
+        Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite and
+        where model, batch or optimizer are no longer what was compiled (docs/capture.md).
+        """
+        with self.session.world.guard():
+            micros = self._micros(batch, self.program.options.accumulate)
+            loss = self.session.run(micros, self._lrs())
+        if self.optimizer is not None:
+            mark_stepped(self.optimizer)
+        return loss
+
+    def trace(self, batch: Any) -> Simulation:
+        """Train on one batch as a call does, and measure when every task and communication ran on every device.
+
+        The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
+        all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
+        """
+        with self.session.world.guard():
+            micros = self._micros(batch, self.program.options.accumulate)
+            tokens = tokens_of(self.program.captured) * len(micros)
+            found = self.session.trace(micros, self._lrs(), tokens=tokens)
+        if self.optimizer is not None:
+            mark_stepped(self.optimizer)
+        return found
+
+    def forward(self, batch: Any) -> float:
+        """Forward and loss of one microbatch (the batch, unless gradients are accumulated); returns its loss.
+
+        `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
+        Each raises StepError when it is not what comes next; a failure ends the step.
+        """
+        with self.session.world.guard():
+            (micro,) = self._micros(batch, 1)
+            return self.session.forward(micro)
+
+    def backward(self) -> None:
+        """Gradients of the microbatch that went forward, reduced over the mesh."""
+        self.session.backward()
+
+    def update(self) -> None:
+        """New parameters and optimizer state, when every microbatch has gone backward."""
+        with self.session.world.guard():
+            self.session.update(self._lrs())
+        if self.optimizer is not None:
+            mark_stepped(self.optimizer)
+
+    def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
+        held = Batch.of(batch)
+        self.guards.check(held)
+        return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
+
+    def _lrs(self) -> list[float]:
+        if self.optimizer_guard is None:
+            return []
+        self.optimizer_guard.check()
+        return current_lrs(self.optimizer_guard.optimizer)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.session.metrics
+
+    @property
+    def num_steps(self) -> int:
+        """Number of completed steps."""
+        return self.session.state.num_steps
+
+    def parameters(self, *, sharded: bool = False) -> dict[str, Tensor]:
+        """Parameters by name: full tensors, or on a cluster DTensors of this rank's pieces."""
+        return self._sharded("param") if sharded else self.session.full("param")
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Full buffers by name."""
+        return self.session.full("buffer")
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Full optimizer state by `slot/parameter`."""
+        return self.session.full("state")
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Full gradients of the last step by name; needs keep_gradients=True."""
+        return self.session.gradients()
+
+    def _sharded(self, kind: str) -> dict[str, Tensor]:
+        if not self.session.world.is_distributed:
+            raise LayoutError(
+                "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
+            )
+        from meshweave.runtime.dtensor import dtensors_from_pieces  # takes long to import, and few programs do
+
+        return dict(dtensors_from_pieces(self.session.pieces(kind), self.session.world.device.type))
+
+    def save(self, path: str) -> None:
+        """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
+        self.session.save(path)
+
+    def load(self, path: str) -> None:
+        """Continue from a checkpoint of the same model, saved on any mesh. Nothing in it is unpickled as code."""
+        self.session.load(path)
+
+    def explain(self) -> list[MoveRow]:
+        """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""
+        return move_rows(self.program.placed, self.program.mesh)
