@@ -26,24 +26,28 @@ def simulate(
     matmul_dtype: torch.dtype | None = None,
     title: str = "",
     buckets: Buckets = "none",
+    expandable_segments: bool = False,
 ) -> Simulation:
     """One training step of a compiled program (`step.program`) on a machine: time, exposed communication with its
     reasons, memory with the tensors at the peak. Deterministic, and as dear as its roles: devices cost nothing.
 
     profile: a MachineProfile, the name of one ("h100"), or its file.
     fusion: "ops" (every op a kernel, as meshweave's own runtime), "eager" (PyTorch's kernels) or "compiled" (chains
-        fused, as torch.compile); by default what the profile says of its machine.
+        fused, as torch.compile), "blocks" (compiled in repeated blocks, eager elsewhere) or "blocks+loss" (and the
+        loss); by default what the profile says of its machine.
     pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
     matmul_dtype: as float8 training: matmuls of repeated blocks in this dtype.
     buckets: "blocks" or a number of bytes: which collectives run as one, to predict a system that flattens parameters
-        (FSDP: "blocks") or gradients (DDP: 25 * 2**20). Ours run one by one, or as `overlap` has merged them.
+        (FSDP: "blocks", its flat buffers are in the memory) or gradients (DDP: 25 * 2**20). Ours run one by one, or as
+        `overlap` has merged them.
+    expandable_segments: whether PYTORCH_CUDA_ALLOC_CONF says so, for `reserved_bytes`.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, an op or dtype without a cost.
     """
     machine = load_profile(profile) if isinstance(profile, str) else profile
     microbatches = program.options.accumulate
     tokens = tokens_of(program.captured) * microbatches
-    options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title, buckets)
+    options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title, buckets, expandable_segments)
     found = simulate_roles(program.roles, machine, options)
     return replace(found, notes=(*found.notes, program.accumulation)) if program.accumulation else found
 

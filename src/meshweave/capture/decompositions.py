@@ -151,6 +151,16 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     return torch.where(wide, values.reshape(()).to(x.dtype), x)
 
 
+def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """One number at one place of each line along `dim` (one-hot vectors, the backward pass of a loss): pointwise, as
+    Inductor has it too (scatter_upon_const_tensor in torch/_inductor/fx_passes/joint_graph.py, 2.13)."""
+    if not x.dim() or list(index.shape) != [1 if d == dim % x.dim() else s for d, s in enumerate(x.shape)]:
+        return NotImplemented
+    line = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    at = torch.arange(x.shape[dim], device=x.device).reshape(line)
+    return torch.where(at == index, torch.full((), value, dtype=x.dtype, device=x.device), x)
+
+
 _FROM_TORCH = [
     aten._log_softmax,
     aten._log_softmax_backward_data,
@@ -220,6 +230,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten._safe_softmax.default: _softmax_safe,
     aten.native_group_norm.default: _group_norm,
     aten.index_put.default: _index_put,
+    aten.scatter.value: _scatter_value,
     aten.zero.default: lambda x: torch.zeros_like(x),
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape).clone(),
 }

@@ -187,10 +187,12 @@ def cheapest(
     results: Sequence[Spec],
     price: Price,
     wanted: Sequence[Layout] = (),
+    proposed: Sequence[Layout] = (),
 ) -> Assignment:
     """The assignment that costs least: moves of operands, resolving partial results, and work that is repeated.
 
-    Where the first result is due in the layouts `wanted`, moving it there counts instead of resolving it.
+    Where the first result is due in the layouts `wanted`, moving it there counts instead of resolving it. `proposed`
+    are layouts of it that may be worth having: they cost nothing and ask for nothing.
 
     Ties go to fewer moves (a partial value of one user flows on, and may meet another), then to fewer partial results,
     then to the first found, so that the choice is the same everywhere.
@@ -199,7 +201,7 @@ def cheapest(
     best: tuple[int, int, int] | None = None
     chosen: Assignment | None = None
     specs = [h.spec for h in operands]
-    for option in candidates(rule, mesh, [h.layouts for h in operands], specs, results, wanted):
+    for option in candidates(rule, mesh, [h.layouts for h in operands], specs, results, (*wanted, *proposed)):
         cost = sum(_fetch(h, layout, price) for h, layout in zip(operands, option.operands, strict=True))
         if wanted:
             cost += sum(price(option.results[0], layout, results[0]) for layout in wanted)

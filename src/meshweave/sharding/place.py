@@ -34,6 +34,7 @@ from meshweave.sharding.operators import Pin, layout_back, partial_operand, tran
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for
 from meshweave.sharding.sums import Sums
+from meshweave.sharding.users import proposed_by_users
 
 aten = torch.ops.aten
 PIN = torch.ops.meshweave.pin.default
@@ -264,11 +265,15 @@ class _Placer:
             wanted = held[0].layouts
         else:
             wanted = tuple(layout for layout, _ in self.due.get(node, ()))
-        key = (node.target, str(fixed), tuple(held), node.meta["spec"], wanted, mesh)
+        proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_made_on_demand, self._layout_of)
+        key = (node.target, str(fixed), tuple(held), node.meta["spec"], wanted, proposed, mesh)
         if key not in self.decided:
             rule = row_for(node).rule(node)
-            self.decided[key] = cheapest(rule, mesh, held, result_specs(node), self.price, wanted)
+            self.decided[key] = cheapest(rule, mesh, held, result_specs(node), self.price, wanted, proposed)
         return self.decided[key]
+
+    def _layout_of(self, node: fx.Node) -> Layout | None:
+        return self.copies[node][0].layout if node in self.copies else None
 
     def _op(self, node: fx.Node) -> None:
         phase = _phase(node)

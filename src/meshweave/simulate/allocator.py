@@ -3,7 +3,9 @@
 Sizes and rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with its default settings: blocks
 are rounded up to 512 B; below 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, above from
 segments of their own size rounded up to 2 MiB; the smallest free block that is large enough is taken and split, unless
-little would be left; free neighbours are joined; nothing is given back.
+little would be left; free neighbours are joined; nothing is given back. With `expandable_segments:True` (as torchtitan
+and verl set PYTORCH_CUDA_ALLOC_CONF) a pool has one segment, which grows at its end by 2 or 20 MiB at a time, and every
+block is split.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ class _Block:
 
 @dataclass(slots=True)
 class _Pool:
-    """Free blocks of small or of large segments, by size."""
+    """Free blocks of small or of large segments, by size. `last`: of an expandable segment."""
 
+    last: _Block | None = None
     keys: list[tuple[int, int, int]] = field(default_factory=list)
     blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
 
@@ -57,6 +60,7 @@ class _Pool:
 class CachingAllocator:
     """Reserved bytes grow as `allocate` is called; `free` gives blocks back to the pool of their stream."""
 
+    is_expandable: bool = False
     reserved: int = 0
     _segments: int = 0
     _pools: dict[tuple[str, bool], _Pool] = field(default_factory=dict)
@@ -69,23 +73,43 @@ class CachingAllocator:
         is_small = size <= _SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool())
         block = pool.best(size)
-        if block is not None:
-            pool.remove(block)
+        if block is None and self.is_expandable:
+            block = self._grown(pool, size, _SMALL_SEGMENT if is_small else _LARGE_SEGMENT)
+        elif block is None:
+            self.reserved += _segment_size(size)
+            block = self._begun(_segment_size(size))
         else:
-            segment = _segment_size(size)
-            self._segments += 1
-            self.reserved += segment
-            block = _Block(self._segments, 0, segment)
+            pool.remove(block)
         rest = block.size - size
-        if rest >= _MIN_BLOCK if is_small else rest > _SMALL:
+        if rest >= _MIN_BLOCK if is_small or self.is_expandable else rest > _SMALL:
             after = _Block(block.segment, block.offset + size, rest, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = after
             block.size, block.after = size, after
+            pool.last = after if pool.last is block else pool.last
             pool.add(after)
         self._count += 1
         self._held[self._count] = (block, pool)
         return self._count
+
+    def _begun(self, size: int) -> _Block:
+        self._segments += 1
+        return _Block(self._segments, 0, size)
+
+    def _grown(self, pool: _Pool, size: int, chunk: int) -> _Block:
+        """A free block of at least `size` at the end of the pool's segment, which grows by whole chunks."""
+        block, last = pool.last, pool.last
+        if last is None:
+            block = self._begun(0)
+        elif last.is_free:
+            pool.remove(last)
+        else:
+            block = last.after = _Block(last.segment, last.offset + last.size, 0, before=last)
+        assert block is not None
+        grown = -(-(size - block.size) // chunk) * chunk
+        block.size, pool.last = block.size + grown, block
+        self.reserved += grown
+        return block
 
     def free(self, handle: int) -> None:
         block, pool = self._held.pop(handle)
@@ -93,12 +117,14 @@ class CachingAllocator:
         if before is not None and before.is_free:
             pool.remove(before)
             before.size, before.after = before.size + block.size, block.after
+            pool.last = before if pool.last is block else pool.last
             if block.after is not None:
                 block.after.before = before
             block = before
         if after is not None and after.is_free:
             pool.remove(after)
             block.size, block.after = block.size + after.size, after.after
+            pool.last = block if pool.last is after else pool.last
             if after.after is not None:
                 after.after.before = block
         pool.add(block)
@@ -112,9 +138,9 @@ def _segment_size(size: int) -> int:
     return -(-size // _ROUND_LARGE) * _ROUND_LARGE
 
 
-def reserved_bytes(changes: Iterable[tuple[int, int, str]]) -> int:
+def reserved_bytes(changes: Iterable[tuple[int, int, str]], is_expandable: bool = False) -> int:
     """What is reserved after `changes`, each (tensor's number, bytes, stream): made, and when it comes again, freed."""
-    allocator, handles = CachingAllocator(), dict[int, int]()
+    allocator, handles = CachingAllocator(is_expandable), dict[int, int]()
     for number, num_bytes, stream in changes:
         if number in handles:
             allocator.free(handles.pop(number))

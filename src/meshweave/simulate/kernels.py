@@ -4,7 +4,7 @@
 take apart (log-softmax, one optimizer update, a matmul and its bias) are one kernel. `compiled`: chains of pointwise
 ops, copies, reductions over the innermost dims and gathers are one kernel, as a compiler such as Inductor makes them,
 and of equal ops in a phase one is done. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as
-training frameworks compile transformer blocks one by one.
+training frameworks compile transformer blocks one by one. `blocks+loss`: the loss too, by itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Memory, Work
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import Origin, map_nodes, origin_of
+from meshweave.ir.graph import Origin, block_name, map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value
 from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, work_of
 
-Fusion = Literal["ops", "eager", "compiled", "blocks"]
+Fusion = Literal["ops", "eager", "compiled", "blocks", "blocks+loss"]
 
 _INDEXED = re.compile(r"(^|\.)\d+(\.|$)")
 _MOST_OPS = 64  # in one kernel, as Inductor's max_fusion_size (torch/_inductor/config.py, 2.13)
+_MOST_KEPT = 16  # values that one may be made again of
 _AFTER = 1e-4  # a kernel stands after what it reads: positions of nodes are integers, those of kernels lie between them
 
 
@@ -80,9 +81,15 @@ class _Fusion:
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the other way round
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)  # op -> the earlier one that it is equal to
     kinds: dict[fx.Node, str] = field(default_factory=dict)
+    divided: set[tuple[str, int]] = field(default_factory=set)  # calls of eager mode with a collective inside
+    remade: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, ...]] = field(default_factory=dict)  # see _kept
 
     def run(self, nodes: Sequence[fx.Node]) -> list[_Group]:
         work = [node for node in nodes if not self._is_view(node)]
+        for node in (n for n in nodes if n.target in STARTS):
+            after = {(o.phase, o.call) for wait in node.users for user in wait.users for o in (origin_of(user),)}
+            origin = origin_of(node)
+            self.divided |= after & {(origin.phase, origin.call)}
         for node in work:
             self.sources[node] = self._operands(node)
             if not (node.target in STARTS or node.target is WAIT):
@@ -134,7 +141,29 @@ class _Fusion:
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that made what a node reads, past views; placeholders too, symbols not."""
         inputs = (n for n in node.all_input_nodes if n.target not in SYMBOLS)
-        return list(dict.fromkeys(base for n in inputs for base in self.bases.get(n, (n,))))
+        made = dict.fromkeys(base for n in inputs for base in self.bases.get(n, (n,)))
+        origin = origin_of(node)
+        if origin.phase != "backward" or not self._is_compiled(origin):
+            return list(made)
+        return list(dict.fromkeys(x for base in made for x in self._kept(node, base)))
+
+    def _kept(self, node: fx.Node, base: fx.Node) -> tuple[fx.Node, ...]:
+        """What a compiled op of backward reads for `base` of its block's forward: that, or the values that it is
+        pointwise of where they are fewer bytes, as AOTAutograd's min-cut partitioner has it (torch 2.13,
+        _functorch/partitioners.py)."""
+        region, found = block_name(origin_of(node)), dict[fx.Node, None]()
+        waiting = [base]
+        while waiting and len(found) < _MOST_KEPT:
+            x = waiting.pop()
+            is_cheap = self.kinds.get(x) in ("pointwise", "fill") and origin_of(x).phase in ("forward", "loss")
+            if is_cheap and block_name(origin_of(x)) == region:
+                waiting += self.sources[x]
+            else:
+                found[x] = None
+        if waiting or sum(x.bytes for x in self._values(found)) >= sum(x.bytes for x in self._values([base])):
+            return (base,)
+        self.remade[node, base] = tuple(found)
+        return tuple(found)
 
     def _closes(self, node: fx.Node) -> bool:
         if not is_fusible(self.kinds[node]):
@@ -186,10 +215,10 @@ class _Fusion:
             return group.size == self.size(node) or min(group.size, self.size(node)) > 1
         if first.phase == "update":
             return first.module == second.module
-        return first.call == second.call != 0
+        return first.call == second.call != 0 and (first.phase, first.call) not in self.divided
 
     def _is_compiled(self, origin: Origin) -> bool:
-        return self.fusion == "compiled" or (self.fusion == "blocks" and is_in_block(origin))
+        return is_compiled(origin, self.fusion)
 
     def _merged(self, groups: Sequence[_Group], node: fx.Node) -> _Group | None:
         if len(groups) == 1:
@@ -225,6 +254,13 @@ def is_in_block(origin: Origin) -> bool:
     return origin.phase != "update" and _INDEXED.search(origin.module) is not None
 
 
+def is_compiled(origin: Origin, fusion: Fusion) -> bool:
+    """Whether an op is compiled: in a repeated block, or outside of all modules, where a loss is."""
+    if fusion == "blocks+loss" and not origin.module and origin.phase != "update":
+        return True
+    return fusion == "compiled" or (fusion in ("blocks", "blocks+loss") and is_in_block(origin))
+
+
 def kernels_of(role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False) -> tuple[list[Kernel], Local]:
     """The kernels of a role in the order in which they run, and its values, of which equal ones are now one.
 
@@ -236,7 +272,7 @@ def kernels_of(role: RankGraph, local: Local, fusion: Fusion, with_views: bool =
     graph = role.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
-    compiled = [n for n in nodes if fusion == "compiled" or (fusion == "blocks" and is_in_block(origin_of(n)))]
+    compiled = [n for n in nodes if is_compiled(origin_of(n), fusion)]
     same = _equal_ops(compiled)
     local = _as_one(local, same)
     grouping = _Fusion(local, order, fusion, same=same)
@@ -307,5 +343,7 @@ def _read(node: fx.Node, inside: set[fx.Node], grouping: _Fusion, local: Local) 
     """What an op of a fused kernel reads from memory: operands (as it sees them) that are not made inside."""
     for n in node.all_input_nodes:
         bases = grouping.bases.get(n, (n,))
-        if not inside.issuperset(bases):
+        if remade := [x for base in bases for x in grouping.remade.get((node, base), ())]:
+            yield from (value for x in remade for value in local.values.get(x, ()))
+        elif not inside.issuperset(bases):
             yield from local.values.get(n, ())

@@ -8,7 +8,7 @@ from torch import fx
 
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.graph import origin_of
-from meshweave.simulate.kernels import Fusion, is_in_block
+from meshweave.simulate.kernels import Fusion, is_compiled
 
 
 def issued(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator[float]:
@@ -20,7 +20,11 @@ def issued(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator
     now = 0.0
     for node in nodes:
         origin = origin_of(node)
-        is_eager = fusion == "eager" or (fusion == "blocks" and not is_in_block(origin))
-        if is_eager and origin.phase != "update" and node.target is not WAIT:
+        if (
+            fusion not in ("ops", "compiled")
+            and not is_compiled(origin, fusion)
+            and origin.phase != "update"
+            and node.target is not WAIT
+        ):
             now += eager_s
         yield now

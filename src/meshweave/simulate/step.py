@@ -33,6 +33,7 @@ class SimulateOptions:
     cast (with their largest value found first), other matmuls stay.
     tokens: of the whole batch, for tokens/s. title: for reports.
     buckets: which collectives run as one, as in systems that flatten parameters (see `simulate.buckets`).
+    expandable_segments: as PYTORCH_CUDA_ALLOC_CONF says it, for the bytes that the allocator reserves.
     """
 
     fusion: Fusion | None = None
@@ -42,6 +43,7 @@ class SimulateOptions:
     tokens: int = 0
     title: str = ""
     buckets: Buckets = "none"
+    expandable_segments: bool = False
 
 
 def simulate_roles(
@@ -57,7 +59,8 @@ def simulate_roles(
     )
     times = times_of(tasks, profile.compute_slowdown)
     exposure = exposure_of(tasks, times)
-    memories = [memory_of(tasks, i, times, fusion, options.microbatches - 1) for i in range(len(roles))]
+    last, expandable = options.microbatches - 1, options.expandable_segments
+    memories = [memory_of(tasks, i, times, fusion, last, expandable) for i in range(len(roles))]
     return _result(tasks, times, exposure, memories, profile, options, fusion)
 
 
@@ -239,13 +242,14 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
 
 
 def _notes(options: SimulateOptions, fusion: Fusion, num_roles: int) -> tuple[str, ...]:
-    compiled = "the ops of repeated blocks are fused, others are as in eager PyTorch"
+    compiled = "the ops of repeated blocks are fused"
     notes = [
         {
             "ops": "every op is a kernel",
             "eager": "kernels as in eager PyTorch",
             "compiled": "chains of ops are fused",
-            "blocks": compiled,
+            "blocks": f"{compiled}, others are as in eager PyTorch",
+            "blocks+loss": f"{compiled}, and those of the loss; others are as in eager PyTorch",
         }[fusion]
     ]
     if options.buckets != "none":

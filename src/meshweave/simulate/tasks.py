@@ -63,8 +63,8 @@ class RoleTasks:
 
     def storages_read(self, task: Task) -> frozenset[int]:
         """Those that a task's operands live in."""
-        nodes, values = (task.node,) if task.kernel is None else task.kernel.nodes, self.local.values
-        return frozenset(x.storage for n in nodes for operand in n.all_input_nodes for x in values.get(operand, ()))
+        operands = task.node.all_input_nodes if task.kernel is None else task.kernel.reads
+        return frozenset(x.storage for n in operands for x in self.local.values.get(n, ()))
 
     def storages_written(self, task: Task) -> frozenset[int]:
         """Those that a task's results live in."""
@@ -74,12 +74,14 @@ class RoleTasks:
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels."""
+    """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
+    and waits of collectives that run as one on a flat buffer, bucket by bucket."""
 
     schedule: Schedule
     tasks: tuple[Task, ...]
     roles: tuple[RoleTasks, ...]
     streams: tuple[str, ...]
+    flat: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class _Lowering:
     starts: dict[Any, list[dict[int, int]]] = field(default_factory=dict)  # channel -> number -> role -> start
     counts: dict[Any, int] = field(default_factory=dict)
     waits: dict[int, int] = field(default_factory=dict)  # start -> its wait
+    flat: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     def run(self) -> Tasks:
         streams = [self.stream(i) for i in range(len(self.graphs))]
@@ -115,7 +118,7 @@ class _Lowering:
         schedule = Schedule(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
-        return Tasks(schedule, tuple(self.tasks), roles, tuple(names))
+        return Tasks(schedule, tuple(self.tasks), roles, tuple(names), tuple(self.flat))
 
     @property
     def host_seconds(self) -> float:
@@ -248,9 +251,11 @@ class _Lowering:
                 if start in self.waits:
                     self.needs[self.waits[start]].append(task)
                     self.lengthen(self.waits[start], host)
-        waits = [self.waits[s] for _, each in bucket for s in each.values() if s in self.waits]
+        waits = [(s, self.waits[s]) for _, each in bucket for s in each.values() if s in self.waits]
+        if self.buckets == "blocks" and kind == "group" and waits:
+            self.flat.append(tuple(waits))
         if len(bucket) > 1 and made.op == "all_gather" and waits:
-            self.lengthen(min(waits), self.unpacking(made, bucket))
+            self.lengthen(min(wait for _, wait in waits), self.unpacking(made, bucket))
         return task
 
     def lengthen(self, task: int, seconds: float) -> None:

@@ -1,0 +1,134 @@
+"""How long every storage of a role lives: from the task that makes it to the last that uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from torch import fx
+
+from meshweave.ir.graph import origin_of
+from meshweave.simulate.clock import Times
+from meshweave.simulate.kernels import Fusion, is_compiled
+from meshweave.simulate.tasks import RoleTasks, Task, Tasks
+
+Key = tuple[int, int]  # storage, microbatch that made it (-1: before the step)
+
+_IN_PLACE = ("param", "state", "buffer", "acc")
+_PASSING = {"carry": "gathered", "acc": "grad"}  # inputs that live to their last use, and as what they are shown
+
+
+@dataclass(slots=True)
+class Life:
+    """One storage. `stream`: of whose memory pool it is."""
+
+    node: fx.Node
+    bytes: int
+    kind: str
+    begin: float
+    end: float  # inf: it outlives the step
+    used: float = 0.0  # when it was first used
+    crosses: bool = False  # made in forward, used in backward
+    stream: str = "compute"
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The lives of all storages of a role, from its tasks in their order."""
+
+    tasks: Tasks
+    held: RoleTasks
+    times: Times
+    fusion: Fusion
+    last_microbatch: int
+    lives: dict[Key, Life] = field(default_factory=dict)
+    lasting: set[int] = field(default_factory=set)  # storages that outlive the step
+    replaced: dict[int, int] = field(default_factory=dict)  # new storage -> the storage of what it replaces
+    sums: dict[int, int] = field(default_factory=dict)  # a sum of gradients so far -> the storage of the new one
+    start_operands: dict[tuple[fx.Node, int], list[Key]] = field(default_factory=dict)
+    calls: dict[tuple[int, str, int], tuple[set[Key], float]] = field(default_factory=dict)  # of eager mode
+
+    def run(self) -> None:
+        self.enter_inputs()
+        for number in self.held.tasks:
+            self.enter(self.tasks.tasks[number], self.times.starts[number], self.times.ends[number])
+        for (_, *call), (keys, end) in self.calls.items():  # what a call is given lives until it returns
+            for life in (self.lives[key] for key in keys):
+                origin = origin_of(life.node)
+                life.end = life.end if [origin.phase, origin.call] == call else max(life.end, end)
+        for (storage, _), life in self.lives.items():
+            if storage in self.lasting or life.end >= self.times.seconds:
+                life.end = inf
+
+    def enter_inputs(self) -> None:
+        role = self.held.role
+        output = next(iter(reversed(role.graph.nodes)))
+        returned = dict(zip(role.outputs, list(output.args[0]), strict=True))
+        sources = [n for n in role.graph.nodes if n.op == "placeholder"]
+        for node, item in zip(sources, role.inputs, strict=True):
+            for x in self.held.local.values[node]:
+                end = 0.0 if item.kind in _PASSING else inf
+                kind = _PASSING.get(item.kind, item.kind)
+                self.lives[x.storage, -1] = Life(node, x.storage_bytes, kind, 0.0, end)
+                made = returned.get((item.kind, item.name))
+                if made is not None and item.kind in _IN_PLACE:
+                    for new in self.held.local.values[made]:
+                        self.replaced[new.storage] = x.storage
+                        if item.kind == "acc":
+                            self.sums[x.storage] = new.storage
+        for (kind, _), node in returned.items():
+            if kind not in ("grad", "acc"):
+                self.lasting |= {x.storage for x in self.held.local.values[node]}
+        if self.fusion == "ops":  # a new tensor is made, and the old one freed after its last use
+            for old in self.replaced.values():
+                self.lives[old, -1].end = 0.0
+
+    def enter(self, task: Task, begin: float, end: float) -> None:
+        microbatch = task.microbatch
+        if task.kind == "kernel":
+            assert task.kernel is not None
+            for node in task.kernel.writes:
+                self.make(node, microbatch, begin, end)
+            used = self.use(self.held.storages_read(task), task, end)
+            origin = origin_of(task.node)
+            if self.fusion != "ops" and origin.call and not is_compiled(origin, self.fusion):
+                keys, _ = self.calls.get((microbatch, origin.phase, origin.call), (set(), 0.0))
+                self.calls[microbatch, origin.phase, origin.call] = keys | {*used}, end
+        elif task.kind == "start":
+            self.make(task.node, microbatch, begin, end)
+            self.start_operands[task.node, microbatch] = self.use(self.held.storages_read(task), task, end)
+        else:
+            started: Any = task.node.args[0]
+            self.use(self.held.storages_written(task), task, end)
+            late = origin_of(task.node).phase == "update" and (started, self.last_microbatch) in self.start_operands
+            of = self.last_microbatch if late else microbatch
+            for key in self.start_operands.get((started, of), ()):
+                self.lives[key].end = max(self.lives[key].end, end)
+
+    def make(self, node: fx.Node, microbatch: int, begin: float, end: float) -> None:
+        held = {x.storage for i in node.all_input_nodes for x in self.held.local.values.get(i, ())}
+        for x in self.held.local.values[node]:
+            in_place = self.fusion != "ops" and x.storage in self.replaced
+            if x.storage not in held and not in_place and (x.storage, microbatch) not in self.lives:
+                self.lives[x.storage, microbatch] = Life(node, x.storage_bytes, "", begin, end)
+
+    def use(self, storages: frozenset[int], task: Task, end: float) -> list[Key]:
+        found = []
+        for storage in storages:
+            choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]
+            if storage in self.sums:  # what the microbatch before has left, or the zeros of the first
+                choices = [(self.sums[storage], task.microbatch - 1), (storage, -1)]
+            elif self.replaced.get(storage) in self.sums:
+                choices.append((self.replaced[storage], -1))  # in place
+            if origin_of(task.node).phase == "update":
+                choices[:2] = choices[1::-1]
+            key = next((key for key in choices if key in self.lives), None)
+            if key is not None:
+                life = self.lives[key]
+                life.used = life.used or end
+                life.end = max(life.end, end)
+                made, used = origin_of(life.node).phase, origin_of(task.node).phase
+                life.crosses = life.crosses or (made in ("forward", "loss") and used == "backward")
+                found.append(key)
+        return found
