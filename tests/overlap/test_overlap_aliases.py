@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.overlap.graphs import ATEN, WAIT, Builder, assert_same_values, by_size, groups_of, peak, starts
+from tests.overlap.graphs import ATEN, WAIT, Builder, assert_same_values, by_size, groups_of, peak, play, starts
 from tests.overlap.test_overlap_fuzz import KINDS, Flying, Grower, Unsound, _is_exact, _owns_all, check
 from torch import fx
 
@@ -169,6 +169,21 @@ def test_a_wait_that_is_waited_for_again_goes_with_its_merge() -> None:
     assert num_taken(report) == 1
     assert len(after.graph.find_nodes(op="call_function", target=WAIT)) == 1
     assert_same_values(after, merged(after)[0])
+
+
+def test_a_result_that_is_handed_in_twice_costs_twice_by_whatever_names() -> None:
+    """A merge makes a wait, and a wait for that again, one node: what is priced is what moves, before and after."""
+    b, _, (first, second) = reduced("all_reduce")
+    again = b.wait("again", second)
+    several = torch.ops._c10d_functional.all_reduce_coalesced.default
+    parts = b.call("several", several, [second, again], "sum", "a")
+    outputs = [b.wait(None, b.item(None, parts, i)) for i in range(2)]
+    gm = b.done(b.relu("used", first), *outputs)
+    cost = by_size({}, 5.0, 1e-3)
+    after, report = merged(gm)
+    assert num_taken(report) == 1
+    assert play(gm, cost)[0] == pytest.approx(report.seconds_before)
+    assert play(after, cost)[0] == pytest.approx(report.seconds, rel=1e-6)
 
 
 # ---- at random --------------------------------------------------------------------------------------------------
