@@ -104,7 +104,7 @@ class ListScheduler:
         found = True
         while found:
             found = False
-            for group, queue in self.queues.items():
+            for group, queue in list(self.queues.items()):  # what is started may feed a group that was not there
                 able = (
                     [i for i in queue if self.arrival(i) <= self.now] if self.free.get(group, 0.0) <= self.now else []
                 )

@@ -93,7 +93,7 @@ def test_no_schedule_is_faster(seed: int) -> None:
     bound = bound_of(problem)
     assert bound <= seconds_of(problem, problem.order) + 1e-9
     for policy in (Policy(0), Policy(8), Policy(64), Policy(64, fit=True), Policy(64, 3.0)):
-        assert bound <= seconds_of(problem, schedule(Outline(problem), policy)) + 1e-9
+        assert bound <= seconds_of(problem, schedule(Outline(problem), policy)[0]) + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -106,7 +106,7 @@ def test_no_schedule_of_merged_communications_is_faster(seed: int) -> None:
         if problem.channel[first] != problem.channel[second] or needs(problem, second, first):
             continue
         num_merged += 1
-        order = schedule(Outline(made := merged(problem, first, second)), Policy(64))
+        order = schedule(Outline(made := merged(problem, first, second)), Policy(64))[0]
         assert bound <= seconds_of(made, order) + 1e-9
     assert num_merged > 2
 

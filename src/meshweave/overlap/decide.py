@@ -95,7 +95,7 @@ def decide(
     search = Search(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
     found = search.run(known)
     if not found:
-        raise _no_order(merger.reading, min(search.free, key=lambda c: c.peak), cap)
+        raise _no_order(merger.reading, min(search.judged, key=lambda c: c.peak), cap)
     names = {name for name, _ in known}
     choice = choose(found, slowdown, options.choose, sum(c.name in names for c in found))
     report = _report(search, choice, before, notes)

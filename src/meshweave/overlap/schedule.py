@@ -74,6 +74,7 @@ class _Scheduler:
     others: list[list[tuple[float, int, int]]] = field(init=False)  # by channel: (need, turn, start)
     flying: list[tuple[float, int]] = field(default_factory=list)  # (end, start) that no wait stands for yet
     margin: list[float] = field(init=False)
+    need: float = 0.0  # bytes from which on the cap does not matter; inf where memory was in the way
 
     def __post_init__(self) -> None:
         problem, factor = self.outline.problem, self.policy.factor
@@ -280,8 +281,15 @@ class _Scheduler:
             return True
         coming = outline.highest(self.base, outline.uses_at[start])
         if coming > self.cap:  # nor does the graph's order fit: it says nothing
+            self.need = inf
             return self.live + growth <= self.cap
-        return max(self.live, coming + self.above()) + growth <= self.cap
+        return self.has(max(self.live, coming + self.above()) + growth)
+
+    def has(self, num_bytes: int) -> bool:
+        """Whether there is so much memory."""
+        fits = num_bytes <= self.cap
+        self.need = max(self.need, num_bytes) if fits else inf
+        return fits
 
     def issue(self, start: int, channel: int) -> None:
         for c in self.outline.problem.waits[start]:
@@ -311,14 +319,16 @@ class _Scheduler:
         """Whether a kernel may run now: it fits, and what the schedule holds beyond the graph's order still does where
         that comes to its next peak. The graph's next item, and what gives memory back, need only fit."""
         growth = self.outline.growth[kernel]
-        if self.live + growth > self.cap:
+        if not self.has(self.live + growth):
             return False
         if kernel == self.base:
             return True
         counts, sizes = self.counts, self.outline.problem.sizes
         net = growth - sum([sizes[s] for s in self.outline.problem.uses[kernel] if counts[s] == 1])
         coming = self.coming()
-        return net <= 0 or coming > self.cap or self.above() + net + coming <= self.cap
+        if coming > self.cap:
+            self.need = inf
+        return net <= 0 or coming > self.cap or self.has(max(coming, self.above() + net + coming))
 
     def above(self) -> int:
         """Bytes that live beyond what lives in the graph's order before its next item."""
@@ -362,7 +372,8 @@ class _Scheduler:
         return kernel, at
 
 
-def schedule(outline: Outline, policy: Policy, cap: float = inf) -> list[int]:
-    """An order of a problem with its waits. It stays under `cap` bytes where the scheduler finds a way; the caller
-    looks."""
-    return _Scheduler(outline, policy, cap).run()
+def schedule(outline: Outline, policy: Policy, cap: float = inf) -> tuple[list[int], float]:
+    """An order of a problem with its waits, and the bytes from which on it is the order under any cap: inf where that
+    is not known. It stays under `cap` bytes where the scheduler finds a way; the caller looks."""
+    scheduler = _Scheduler(outline, policy, cap)
+    return scheduler.run(), scheduler.need if cap < inf else inf

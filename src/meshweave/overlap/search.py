@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
@@ -40,11 +40,12 @@ _BUSY = 0.9  # from that load on
 _NEAR = 2e-3  # what robustness may cost of the time at the costs as said
 _RAMP = 3  # then the first gather is an eighth of a bucket
 _SMALL = 600  # items up to which single merges are tried
-_MEDIUM = 2500  # items up to which the search under less memory is as wide as the first
 _STEPS = 12_000  # items that they may schedule: bounds their time
-# Of the peak of the input order: less memory than there is, under which orders are sought too. List scheduling is not
-# monotone, so that they are faster at times.
-_RUNGS = (0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
+# Parts of the peak of the input order: the memory under which orders are sought, besides no limit at all. Whatever the
+# cap, it is the same rungs up to it, each sought alike: so more memory is never slower.
+_RUNGS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5)
+_STEP = 0.9  # from a rung to the next below the first, down to where nothing fits
+_AGAIN, _FEW = 8, 2  # of the fastest ways on the first rung are taken again on others; in a graph that is not small
 _ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
 
 
@@ -84,31 +85,70 @@ class Search:
     is_bucketing: bool = True
     most_bytes: float = inf
     is_busy: bool = field(init=False)  # links have about as much to do as compute
+    room: float = inf  # bytes under which orders are sought now; which these are does not hang on the cap
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
-    found: list[Candidate] = field(default_factory=list)
+    judged: list[Candidate] = field(default_factory=list)  # all of them, whatever they hold
+    made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # those that were sought, and how
+    needs: dict[tuple[Policy, int], float] = field(
+        default_factory=dict
+    )  # of ways: bytes from which on caps do not matter
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
-    free: list[Candidate] = field(default_factory=list)  # that do not hang on the cap, where it is in the way
-    made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # under the cap, and how
-    steps: int = _STEPS
-    only: tuple[Way, ...] = ()  # the ways to schedule buckets, in place of those that lead
 
     def __post_init__(self) -> None:
         self.is_busy = self.load() > _BUSY
 
+    @property
+    def found(self) -> list[Candidate]:
+        """The candidates under the cap."""
+        return [c for c in self.judged if c.peak <= self.cap]
+
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
         """All candidates under the cap, the orders handed in first."""
-        plain = self.shape(())
-        self.free += [self.judge(name, plain, order) for name, order in orders]
+        for name, order in orders:
+            self.judge(name, self.shape(()), order)
+        usual = self.judged[0].peak
+        self.seek(usual * _RUNGS[0])
+        ways = self.fastest()
+        lean = (*ways[:_FEW], *((str(policy), self.shape(()), policy) for policy in _SHORT))
+        room = int(usual * _STEP)
+        while room and self.again(room, lean):
+            room = int(room * _STEP)
+        for rung in (*(int(usual * part) for part in _RUNGS[1:]), inf):
+            if rung <= self.cap or rung == inf:
+                self.again(rung, ways)
+        if not self.found:
+            self.seek(self.cap)
+        return self.found
+
+    def seek(self, room: float) -> None:
+        """Seek orders and buckets under so many bytes."""
+        self.room = room
         made = [self.schedule(name, self.shape((), is_folded=way[1]), way[0]) for name, way in self.ways().items()]
-        if all(one.peak > self.cap for one in made):
-            self.save_memory(plain)
+        if all(c.peak > room for c in made):
+            self.save_memory(self.shape(()))
         if self.is_bucketing and self.merger.kinds:
             self.bucket()
         for policy in _CAREFUL:
             self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
-        self.tighten(self.free[0].peak)
-        return self.found
+
+    def again(self, room: float, ways: Sequence[tuple[str, _Shape, Policy]]) -> bool:
+        """Seek orders by some ways under other bytes, where memory was in their way; whether any fits."""
+        self.room = room
+        rest = [way for way in ways if self.needs.get((way[2], id(way[1])), inf) > room]
+        made = [self.schedule(f"{name}, in {room / 1e9:.3f} GB", shape, policy) for name, shape, policy in rest]
+        return len(rest) < len(ways) or any(c.peak <= room for c in made)
+
+    def fastest(self) -> list[tuple[str, _Shape, Policy]]:
+        """The ways of the fastest orders so far: of those under what memory there is now, and of all."""
+        ranked = sorted(self.made, key=lambda one: one[0].seconds[0])
+        found: dict[tuple[str, int], tuple[str, _Shape, Policy]] = {}
+        for most in (self.room, inf):
+            fitting = [one for one in reversed(ranked) if one[0].peak <= most]
+            distinct = {round(c.seconds[0], 9): (c.name, shape, policy) for c, shape, policy in fitting}
+            for way in list(reversed(distinct.values()))[: _AGAIN if self.is_small else _FEW]:
+                found[way[0], id(way[1])] = way
+        return list(found.values())
 
     def ways(self) -> dict[str, Way]:
         """How the graph is scheduled without buckets: a policy, and whether on folded items."""
@@ -118,37 +158,18 @@ class Search:
         most = len(found) if self.is_small else max(_LEAST, _EFFORT // num_items)
         return dict(list(found.items())[:most])
 
-    def tighten(self, usual: int) -> None:
-        """Search once more under less memory than was used, in a large graph by the fastest way so far alone. `usual`
-        is the peak of the input order, so that caps a little apart have the same rung below them."""
-        limit = min(self.cap, max((one.peak for one, *_ in self.made), default=0))
-        rungs = [int(usual * part) for part in _RUNGS if usual * part < limit]
-        for rung in rungs[-2 if self.is_small else -1 :]:
-            under = Search(self.merger, rung, self.slowdown, self.is_bucketing, self.most_bytes, shapes=self.shapes)
-            under.steps = _STEPS // 4
-            ways = self.ways()
-            if self.merger.reading.problem.num_items > _MEDIUM:
-                first, shape, policy = min(self.made, key=lambda one: one[0].seconds[0])
-                ways = {first.name: (policy, shape.is_folded)}
-                under.only = tuple(ways.values())
-            for name, (policy, is_folded) in ways.items():
-                under.schedule(name, self.shape((), is_folded=is_folded), policy)
-            if under.found and self.is_bucketing and self.merger.kinds:
-                under.bucket()
-            self.found += [replace(c, name=f"{c.name}, in {rung / 1e9:.3f} GB") for c in under.found]
-
     def save_memory(self, plain: _Shape) -> None:
-        """The cap is in the way: orders that hold little, some of which do not hang on the cap. So the least peak
-        that an error names is one that can be had."""
+        """Memory is in the way: orders that hold little, some of which do not hang on how much there is. So the least
+        peak that an error names is one that can be had."""
         for policy in _SHORT:
             self.schedule(str(policy), plain, policy)
         for policy in (_LEAN, Policy(0), _POLICIES[0]):
-            order = plain.folded.unfold(schedule(plain.outline, policy))
-            self.free.append(self.judge(f"{policy}, whatever the cap", plain, order))
+            order, _ = schedule(plain.outline, policy)
+            self.judge(f"{policy}, whatever the cap", plain, plain.folded.unfold(order))
 
     def best(self) -> Candidate:
         """The fastest of the candidates so far as costs are said; of equal ones that which keeps links least busy."""
-        pool = self.found or self.free
+        pool = [c for c in self.judged if c.peak <= self.room] or self.judged
         fastest = min(c.seconds[0] for c in pool)
         return min((c for c in pool if c.seconds[0] <= fastest * (1 + _ENOUGH)), key=lambda c: (c.busy, c.seconds[0]))
 
@@ -164,20 +185,18 @@ class Search:
             self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), is_folded)
         return self.shapes[buckets, is_folded]
 
-    def schedule(self, name: str, shape: _Shape, policy: Policy, cap: float | None = None) -> Candidate:
-        order = schedule(shape.outline, policy, self.cap if cap is None else cap)
+    def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
+        order, need = schedule(shape.outline, policy, self.room)
+        self.needs[policy, id(shape)] = need
         found = self.judge(name, shape, shape.folded.unfold(order))
-        if found.peak <= self.cap:
-            self.made.append((found, shape, policy))
+        self.made.append((found, shape, policy))
         return found
 
     def judge(self, name: str, shape: _Shape, order: Order) -> Candidate:
         problem = shape.merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
-        peak = peak_of(problem, order)
-        made = Candidate(name, shape.merged, tuple(order), (seconds,), peak, busy(problem))
-        if peak <= self.cap:
-            self.found.append(made)
+        made = Candidate(name, shape.merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
+        self.judged.append(made)
         return made
 
     def bucket(self) -> None:
@@ -210,9 +229,7 @@ class Search:
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets, ways))
-            if (
-                self.is_busy and not self.is_small and not self.only
-            ):  # to choose from: hardly slower, and good where links are slower
+            if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good where links are slower
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
         return self.bucketed[buckets]
@@ -236,7 +253,7 @@ class Search:
 
     def fastest_way(self) -> tuple[Way, ...]:
         """The way of the fastest order with buckets so far; none where there is none."""
-        bucketed = [one for one in self.made if one[0].merged.buckets]
+        bucketed = [one for one in self.made if one[0].merged.buckets and one[0].peak <= self.room]
         fastest = min(bucketed, key=lambda one: one[0].seconds[0], default=None)
         return ((fastest[2], fastest[1].is_folded),) if fastest else ()
 
@@ -244,20 +261,20 @@ class Search:
         """Schedule a set of buckets by `ways`, or by those that were best without buckets."""
         return [
             self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
-            for policy, is_folded in ways or self.only or self.leading()
+            for policy, is_folded in ways or self.leading()
         ]
 
     def leading(self) -> list[Way]:
         """The policies that were best without buckets, and whether on folded items; of equal ones the first."""
         ways = self.ways()
-        ranked = sorted((c for c in self.found if c.name in ways), key=lambda c: c.seconds[0])
+        ranked = sorted((c for c in self.judged if c.name in ways and c.peak <= self.room), key=lambda c: c.seconds[0])
         distinct = {round(c.seconds[0], 9): ways[c.name] for c in reversed(ranked)}
         found = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
         return found[: 3 if self.is_small else 2]
 
     def climb(self) -> None:
         """Take the best neighbour of the best candidate: two buckets as one, or one as two, within a fixed effort."""
-        left = self.steps
+        left = _STEPS
         current = self.best()
         while True:
             tried = 0
