@@ -112,15 +112,16 @@ def layered(seed: int) -> fx.GraphModule:
     return b.done(x, *grads)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 4, 5, 14])
 def test_more_memory_is_never_slower(seed: int) -> None:
-    """An order under a tighter cap is one under a looser cap too; choosing for other machines may cost 0.2%."""
+    """Orders are sought under the same memory whatever the cap, which only admits them; choosing for other machines
+    may cost 0.2%."""
     gm = layered(seed)
     random = Random(seed)
     table = {n.name: random.choice([0.2, 0.5, 1.0, 2.0]) for n in gm.graph.nodes}
     cost = by_size(table, random.choice([0.1, 0.5, 1.0]), random.choice([0.02, 0.1, 0.3]))
     least, found = peak(gm, lambda n: not n.name.startswith("primals")), []
-    for factor in (1.0, 1.05, 1.2, 1.4, 2.0):
+    for factor in (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 2.0):
         found.append(overlap(gm, cost=cost, memory_cap_bytes=int(least * factor), groups=groups_of(0))[1].seconds)
     for tighter, looser in pairwise(found):
         assert looser <= tighter * 1.002, found

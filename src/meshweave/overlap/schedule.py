@@ -74,7 +74,8 @@ class _Scheduler:
     others: list[list[tuple[float, int, int]]] = field(init=False)  # by channel: (need, turn, start)
     flying: list[tuple[float, int]] = field(default_factory=list)  # (end, start) that no wait stands for yet
     margin: list[float] = field(init=False)
-    need: float = 0.0  # bytes from which on the cap does not matter; inf where memory was in the way
+    need: float = 0.0  # the most bytes that were asked for and there
+    lack: float = inf  # the least bytes that were asked for and not there
 
     def __post_init__(self) -> None:
         problem, factor = self.outline.problem, self.policy.factor
@@ -281,15 +282,17 @@ class _Scheduler:
             return True
         coming = outline.highest(self.base, outline.uses_at[start])
         if coming > self.cap:  # nor does the graph's order fit: it says nothing
-            self.need = inf
-            return self.live + growth <= self.cap
+            self.lack = min(self.lack, coming)
+            return self.has(self.live + growth)
         return self.has(max(self.live, coming + self.above()) + growth)
 
     def has(self, num_bytes: int) -> bool:
         """Whether there is so much memory."""
-        fits = num_bytes <= self.cap
-        self.need = max(self.need, num_bytes) if fits else inf
-        return fits
+        if num_bytes <= self.cap:
+            self.need = max(self.need, num_bytes)
+            return True
+        self.lack = min(self.lack, num_bytes)
+        return False
 
     def issue(self, start: int, channel: int) -> None:
         for c in self.outline.problem.waits[start]:
@@ -327,7 +330,7 @@ class _Scheduler:
         net = growth - sum([sizes[s] for s in self.outline.problem.uses[kernel] if counts[s] == 1])
         coming = self.coming()
         if coming > self.cap:
-            self.need = inf
+            self.lack = min(self.lack, coming)
         return net <= 0 or coming > self.cap or self.has(max(coming, self.above() + net + coming))
 
     def above(self) -> int:
@@ -372,8 +375,8 @@ class _Scheduler:
         return kernel, at
 
 
-def schedule(outline: Outline, policy: Policy, cap: float = inf) -> tuple[list[int], float]:
-    """An order of a problem with its waits, and the bytes from which on it is the order under any cap: inf where that
-    is not known. It stays under `cap` bytes where the scheduler finds a way; the caller looks."""
+def schedule(outline: Outline, policy: Policy, cap: float = inf) -> tuple[list[int], float, float]:
+    """An order of a problem with its waits, and the bytes from which on, and those below which, it is the order under
+    any cap. It stays under `cap` bytes where the scheduler finds a way; the caller looks."""
     scheduler = _Scheduler(outline, policy, cap)
-    return scheduler.run(), scheduler.need if cap < inf else inf
+    return scheduler.run(), scheduler.need if cap < inf else inf, scheduler.lack

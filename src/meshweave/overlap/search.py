@@ -19,13 +19,14 @@ from meshweave.simulate.clock import Slowdown
 
 # Windows in items, and how gaps are filled: as many of these, from the first on, as the effort allows. A layer of a
 # transformer is 60 to 150 items in backward; which window is best hangs on how long kernels are beside communications
-# (benchmarks/overlap.py: each of the first eight was the best of some graph). Patience keeps a weight gradient from
+# (benchmarks/overlap.py: each of the first nine was the best of some graph). Patience keeps a weight gradient from
 # delaying the chain where a communication of it is about to end: of 2, 5, 10, 20 and 40 times the wait, 10 was best.
 # What feeds links first is for graphs whose regions run in chunks, where a chunk's communication hides under the
 # other's compute.
 _POLICIES = (
     *(Policy(256, fit=True, patience=10), Policy(64, fit=True), Policy(0), Policy(256, fit=True, feeds=True)),
-    *(Policy(512, fit=True), Policy(256, fit=True), Policy(512, fit=True, patience=10), Policy(256)),
+    *(Policy(512, fit=True), Policy(64, fit=True, by_path=True), Policy(256, fit=True)),
+    *(Policy(512, fit=True, patience=10), Policy(256)),
     *(Policy(128, fit=True, patience=10), Policy(64), Policy(1024), Policy(512), Policy(1024, fit=True, patience=10)),
 )
 _EFFORT = 36_000  # items that these schedule in a large graph: bounds their time
@@ -41,11 +42,12 @@ _NEAR = 2e-3  # what robustness may cost of the time at the costs as said
 _RAMP = 3  # then the first gather is an eighth of a bucket
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
-# Parts of the peak of the input order: the memory under which orders are sought, besides no limit at all. Whatever the
-# cap, it is the same rungs up to it, each sought alike: so more memory is never slower.
-_RUNGS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5)
-_STEP = 0.9  # from a rung to the next below the first, down to where nothing fits
-_AGAIN, _FEW = 8, 2  # of the fastest ways on the first rung are taken again on others; in a graph that is not small
+# Parts of the peak of the input order: rungs of memory under which orders are sought, each at least where orders are
+# others than on the one before, and then no limit at all. They do not hang on the cap, and those up to it are taken: so
+# more memory is never slower.
+_RUNGS = (1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+_STEP = 0.9  # from a rung to the next below the peak of the input order, down to where nothing fits
+_AGAIN = 6000  # items that are scheduled again on each rung, in the fastest ways; two ways in any graph
 _ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
 
 
@@ -89,9 +91,7 @@ class Search:
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
     judged: list[Candidate] = field(default_factory=list)  # all of them, whatever they hold
     made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # those that were sought, and how
-    needs: dict[tuple[Policy, int], float] = field(
-        default_factory=dict
-    )  # of ways: bytes from which on caps do not matter
+    spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of ways, see `span`
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
 
@@ -108,15 +108,19 @@ class Search:
         for name, order in orders:
             self.judge(name, self.shape(()), order)
         usual = self.judged[0].peak
-        self.seek(usual * _RUNGS[0])
+        self.seek(usual)
         ways = self.fastest()
-        lean = (*ways[:_FEW], *((str(policy), self.shape(()), policy) for policy in _SHORT))
+        lean = (*ways[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
         room = int(usual * _STEP)
         while room and self.again(room, lean):
             room = int(room * _STEP)
-        for rung in (*(int(usual * part) for part in _RUNGS[1:]), inf):
-            if rung <= self.cap or rung == inf:
-                self.again(rung, ways)
+        self.again(usual, ways)
+        for part in _RUNGS:
+            rung = max(usual * part, min(span[1] for way in ways if (span := self.span(way))))
+            if rung > self.cap or rung == inf:
+                break
+            self.again(int(rung), ways)
+        self.again(inf, ways)
         if not self.found:
             self.seek(self.cap)
         return self.found
@@ -135,19 +139,29 @@ class Search:
     def again(self, room: float, ways: Sequence[tuple[str, _Shape, Policy]]) -> bool:
         """Seek orders by some ways under other bytes, where memory was in their way; whether any fits."""
         self.room = room
-        rest = [way for way in ways if self.needs.get((way[2], id(way[1])), inf) > room]
-        made = [self.schedule(f"{name}, in {room / 1e9:.3f} GB", shape, policy) for name, shape, policy in rest]
+        rest = [way for way in ways if not self.span(way)]
+        where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
+        made = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
         return len(rest) < len(ways) or any(c.peak <= room for c in made)
 
+    def span(self, way: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
+        """From which bytes on, and up to which, a way makes the order that it makes now; None where it is not known."""
+        spans = self.spans.get((way[2], id(way[1])), ())
+        return next(
+            ((low, high) for low, high in spans if low <= self.room and (self.room < high or high == inf)), None
+        )
+
     def fastest(self) -> list[tuple[str, _Shape, Policy]]:
-        """The ways of the fastest orders so far: of those under what memory there is now, and of all."""
+        """The ways of the fastest orders so far: of those under what memory there is now and of all, those first that
+        differ in time."""
+        most = max(2, _AGAIN // max(1, self.merger.reading.problem.num_items))
         ranked = sorted(self.made, key=lambda one: one[0].seconds[0])
-        found: dict[tuple[str, int], tuple[str, _Shape, Policy]] = {}
-        for most in (self.room, inf):
-            fitting = [one for one in reversed(ranked) if one[0].peak <= most]
-            distinct = {round(c.seconds[0], 9): (c.name, shape, policy) for c, shape, policy in fitting}
-            for way in list(reversed(distinct.values()))[: _AGAIN if self.is_small else _FEW]:
-                found[way[0], id(way[1])] = way
+        found: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
+        for room in (self.room, inf):
+            fitting = [one for one in ranked if one[0].peak <= room]
+            first = {round(c.seconds[0], 9): c for c, *_ in reversed(fitting)}
+            fitting.sort(key=lambda one: one[0] is not first[round(one[0].seconds[0], 9)])
+            found |= {(id(shape), policy): (c.name, shape, policy) for c, shape, policy in fitting[:most]}
         return list(found.values())
 
     def ways(self) -> dict[str, Way]:
@@ -164,7 +178,7 @@ class Search:
         for policy in _SHORT:
             self.schedule(str(policy), plain, policy)
         for policy in (_LEAN, Policy(0), _POLICIES[0]):
-            order, _ = schedule(plain.outline, policy)
+            order, *_ = schedule(plain.outline, policy)
             self.judge(f"{policy}, whatever the cap", plain, plain.folded.unfold(order))
 
     def best(self) -> Candidate:
@@ -186,8 +200,8 @@ class Search:
         return self.shapes[buckets, is_folded]
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
-        order, need = schedule(shape.outline, policy, self.room)
-        self.needs[policy, id(shape)] = need
+        order, *span = schedule(shape.outline, policy, self.room)
+        self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
         found = self.judge(name, shape, shape.folded.unfold(order))
         self.made.append((found, shape, policy))
         return found
