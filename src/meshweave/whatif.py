@@ -48,11 +48,11 @@ def simulate(
     microbatches = program.options.accumulate
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title, buckets, expandable_segments)
-    found = simulate_roles(program.roles, machine, options)
-    return replace(found, notes=(*found.notes, program.accumulation)) if program.accumulation else found
+    simulation = simulate_roles(program.roles, machine, options)
+    return replace(simulation, notes=(*simulation.notes, program.accumulation)) if program.accumulation else simulation
 
 
 def best_of(simulations: Sequence[Simulation]) -> int:
     """The index of the best: the most tokens per second among those that fit in memory, else among all."""
-    fitting = [i for i, one in enumerate(simulations) if not one.verdict] or list(range(len(simulations)))
+    fitting = [i for i, simulation in enumerate(simulations) if not simulation.verdict] or list(range(len(simulations)))
     return max(fitting, key=lambda i: (simulations[i].tokens_per_s_per_gpu * simulations[i].num_devices, -i))

@@ -13,7 +13,7 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.compile import build_program
 from meshweave.hardware import load_profile
 from meshweave.program import Program
-from meshweave.simulate.pipelines import Pipeline, told_of
+from meshweave.simulate.pipelines import Pipeline, loss_exchange
 from meshweave.simulate.result import Simulation
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
@@ -71,9 +71,9 @@ def test_a_sequential_run_keeps_one_stage_busy_at_a_time() -> None:
 def test_only_what_tells_the_loss_waits_for_the_end() -> None:
     """Every stage has one transfer of the loss, and what computes it stays where it is."""
     program = stages(4)
-    told = told_of(program.roles)
+    exchange = loss_exchange(program.roles)
     starts = [
-        [n for n in nodes if n.args[-1] in role.transfers] for nodes, role in zip(told, program.roles, strict=True)
+        [n for n in nodes if n.args[-1] in role.transfers] for nodes, role in zip(exchange, program.roles, strict=True)
     ]
     assert [len(found) for found in starts] == [1, 1, 1, 1]
     assert len({found[0].args[-1] for found in starts}) == 1

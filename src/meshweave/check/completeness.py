@@ -195,8 +195,8 @@ def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Nod
         return apart(done, [h.devices for h in holdings])
 
     keys = [r.numbers.key(a) for r, n in zip(roles, nodes, strict=True) for a in n.args[1:]]
-    made = known.once((first.target, mesh, axes, *keys, *holdings), exchange)
-    return [Value(v.root, holding) for v, holding in zip(values, made, strict=True)]
+    results = known.once((first.target, mesh, axes, *keys, *holdings), exchange)
+    return [Value(v.root, holding) for v, holding in zip(values, results, strict=True)]
 
 
 def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:

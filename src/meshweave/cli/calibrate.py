@@ -40,17 +40,17 @@ def calibrate(screen: Screen, asked: CalibrateOptions) -> int:
         raise MeshweaveError("there is no such directory", where="--output", got=str(output.parent))
     began = time.perf_counter()
     on = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    found = measure(
+    calibration = measure(
         QUICK if quick else FULL, output.stem, _command(output, quick), on, lambda s: screen.say(f"{s} ...")
     )
     if rank() == 0:
-        output.write_text(found.text)
+        output.write_text(calibration.text)
         profile = load_profile(output)
         screen.say(f"{profile.summary}\n")
-        screen.out.print(_table(found.errors))
+        screen.out.print(_table(calibration.errors))
         seconds = time.perf_counter() - began
         screen.say(f"\nwritten to {output} after {seconds:.0f} s; --profile {output} takes it")
-        screen.result(True, output=str(output), seconds=seconds, errors=_rows(found))
+        screen.result(True, output=str(output), seconds=seconds, errors=_rows(calibration))
     if dist.is_initialized():
         dist.barrier()
     return 0
@@ -61,10 +61,10 @@ def _command(output: Path, quick: bool) -> str:
     return f"{many}meshweave calibrate -o {output.name}{' --quick' if quick else ''}"
 
 
-def _rows(found: Calibration) -> list[dict[str, object]]:
+def _rows(calibration: Calibration) -> list[dict[str, object]]:
     return [
         {"class": row.label, "num_points": row.num_points, "median": row.median, "worst": row.worst}
-        for row in found.errors
+        for row in calibration.errors
     ]
 
 

@@ -171,9 +171,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def parse_bytes(text: str, option: str = "--memory-cap") -> int:
     """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for what is none."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     try:
-        return int(float(found.group(1)) * _UNITS[found.group(2).upper()])  # type: ignore[union-attr]
+        return int(float(match.group(1)) * _UNITS[match.group(2).upper()])  # type: ignore[union-attr]
     except (AttributeError, KeyError, ValueError, OverflowError):
         raise MeshweaveError(
             "this is no size", where=option, got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"

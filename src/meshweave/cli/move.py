@@ -71,12 +71,12 @@ def move(screen: Screen, asked: MoveOptions) -> int:
 def _show(
     screen: Screen, plan: MovePlan, peers: Sequence[PeerPlan], alternatives: int, shape: tuple[int, ...], dtype: str
 ) -> int:
-    where = " -> ".join(dict.fromkeys(str(one.mesh) or "one device" for one in (plan.source, plan.target)))
+    where = " -> ".join(dict.fromkeys(str(end.mesh) or "one device" for end in (plan.source, plan.target)))
     screen.say(escape(f"{plan.source} -> {plan.target} of {dtype} {list(shape)} on {where}"))
     screen.out.print(_steps_table(plan))
     at_best = f"{_us(plan.seconds)} us, no plan takes less than {_us(plan.lower_bound_seconds)} us"
-    held = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
-    screen.say(f"{at_best}; {held}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}\n")
+    summary = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
+    screen.say(f"{at_best}; {summary}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}\n")
     screen.out.print(_peers_table(plan, peers))
     others = plan.alternatives(alternatives) if alternatives else ()
     if others:
@@ -171,7 +171,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _dtype(text: str) -> torch.dtype:
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype):
         raise MeshweaveError("this is not a dtype", where="--dtype", got=repr(text), expected="float32, bfloat16, ...")
-    return found
+    return dtype

@@ -53,8 +53,10 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
         yield f"  role {i}: {str(split).splitlines()[0]}"
     for i, rings in enumerate(program.optimized.rings):
         ways = Counter(row.way for row in rings.rows if row.is_taken)
-        told = ", ".join(f"{count} {way}" for way, count in ways.items()) or rings.rows[0].reason if rings.rows else ""
-        yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives taken apart: {told}"
+        counted = (
+            ", ".join(f"{count} {way}" for way, count in ways.items()) or rings.rows[0].reason if rings.rows else ""
+        )
+        yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives taken apart: {counted}"
     for i, report in enumerate(program.overlap):
         taken = [m for m in report.merges if m.is_taken]
         num_merged = sum(len(m.names) for m in taken)

@@ -103,18 +103,18 @@ def simulate(screen: Screen, asked: SimulateOptions) -> int:
         matmul_dtype=getattr(torch, asked.matmul_dtype) if asked.matmul_dtype else None,
         buckets=buckets,
     )
-    found, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
+    simulations, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
     for mesh, plan in zip(asked.mesh, _plans(asked.plan, len(asked.mesh)), strict=True):
         program = _compiled(screen, asked.job(mesh, plan), machine)
         title = " ".join(filter(None, (asked.model, f"on {mesh or 'one device'}", plan)))
-        found.append((program, played(program, title=title)))
+        simulations.append((program, played(program, title=title)))
         if program.roles is not program.expanded or program.optimized.variants:
             before = played(program.as_expanded, title=title)
-            gains.append(gain_row(program, before, found[-1][1]))
-            for line in gain_lines(program, before, found[-1][1]):
+            gains.append(gain_row(program, before, simulations[-1][1]))
+            for line in gain_lines(program, before, simulations[-1][1]):
                 screen.say(line)
-    _show(screen, [simulation for _, simulation in found], asked.diff, gains)
-    _write(screen, found, asked.report, asked.trace)
+    _show(screen, [simulation for _, simulation in simulations], asked.diff, gains)
+    _write(screen, simulations, asked.report, asked.trace)
     return 0
 
 
@@ -143,52 +143,54 @@ def _compiled(screen: Screen, job: Job, machine: MachineProfile) -> Program:
         return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
 
 
-def _show(screen: Screen, found: Sequence[Simulation], diff: bool, gains: Sequence[dict[str, Any]]) -> None:
+def _show(screen: Screen, simulations: Sequence[Simulation], diff: bool, gains: Sequence[dict[str, Any]]) -> None:
     scheduled = {"overlap": gains} if gains else {}
-    if len(found) == 1:
-        screen.out.print(simulation_table(found[0]))
-        screen.result(True, mesh=found[0].mesh, **scheduled, **found[0].as_dict())
+    if len(simulations) == 1:
+        screen.out.print(simulation_table(simulations[0]))
+        screen.result(True, mesh=simulations[0].mesh, **scheduled, **simulations[0].as_dict())
         return
-    best = best_of(found)
+    best = best_of(simulations)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "mesh", "plan"):
         table.add_column(column)
     for column in ("step ms", "tokens/s/GPU", "MFU", "exposed ms", "peak", "fits"):
         table.add_column(column, justify="right")
-    for i, one in enumerate(found):
+    for i, simulation in enumerate(simulations):
         table.add_row(
             "[green]best[/]" if i == best else "",
-            one.mesh,
-            escape(one.title.partition(f" on {one.mesh}")[2].strip()),
-            f"{one.seconds * 1e3:,.2f}",
-            f"{one.tokens_per_s_per_gpu:,.0f}",
-            f"{one.mfu:.1%}" if one.mfu is not None else "",
-            f"{one.exposed_seconds * 1e3:,.2f}",
-            bytes_text(one.peak_bytes),
-            "yes" if not one.verdict else "[red]no[/]",
+            simulation.mesh,
+            escape(simulation.title.partition(f" on {simulation.mesh}")[2].strip()),
+            f"{simulation.seconds * 1e3:,.2f}",
+            f"{simulation.tokens_per_s_per_gpu:,.0f}",
+            f"{simulation.mfu:.1%}" if simulation.mfu is not None else "",
+            f"{simulation.exposed_seconds * 1e3:,.2f}",
+            bytes_text(simulation.peak_bytes),
+            "yes" if not simulation.verdict else "[red]no[/]",
         )
     screen.out.print(table)
-    for one in found:
-        if one.verdict:
-            screen.say(f"{one.mesh}: {one.verdict}")
+    for simulation in simulations:
+        if simulation.verdict:
+            screen.say(f"{simulation.mesh}: {simulation.verdict}")
     if diff:
-        for shown in diff_table(found[0], found[1]):
+        for shown in diff_table(simulations[0], simulations[1]):
             screen.out.print(shown)
-    rows = [r.as_dict() for r in diff_rows(found[0], found[1])] if diff else None
+    rows = [r.as_dict() for r in diff_rows(simulations[0], simulations[1])] if diff else None
     screen.result(
         True,
         best=best,
-        simulations=[{"mesh": one.mesh, "title": one.title, **one.as_dict()} for one in found],
+        simulations=[
+            {"mesh": simulation.mesh, "title": simulation.title, **simulation.as_dict()} for simulation in simulations
+        ],
         diff=rows,
         **scheduled,
     )
 
 
 def _write(
-    screen: Screen, found: Sequence[tuple[Program, Simulation]], report: Path | None, trace: Path | None
+    screen: Screen, pairs: Sequence[tuple[Program, Simulation]], report: Path | None, trace: Path | None
 ) -> None:
-    program, first = found[best_of([one for _, one in found])]
-    others = [one for _, one in found if one is not first]
+    program, first = pairs[best_of([simulation for _, simulation in pairs])]
+    others = [simulation for _, simulation in pairs if simulation is not first]
     if report is not None:
         page = html_page(first, move_rows(program.placed, program.mesh), other=others[0] if others else None)
         write_text(report, page)
@@ -203,8 +205,8 @@ def _is_meant(span: Span, parts: Sequence[fx.Node], why: str) -> bool:
     return why in span.name or why in span.module or why in span.line or why == span.op or is_named(parts, why)
 
 
-def _explain(screen: Screen, program: Program, found: Simulation, why: str) -> int:
-    spans = [s for s in found.spans if s.kind != "compute"]
+def _explain(screen: Screen, program: Program, simulation: Simulation, why: str) -> int:
+    spans = [s for s in simulation.spans if s.kind != "compute"]
     parts = parts_of(program)
     chosen = [s for s in spans if _is_meant(s, parts.get(s.name, ()), why)]
     if not chosen:
@@ -238,8 +240,8 @@ def _explain(screen: Screen, program: Program, found: Simulation, why: str) -> i
             screen.say(f"  exposed {reason['seconds'] * 1e3:.3f} ms ({reason['kind']}): {escape(reason['text'])}")
     hidden = sum(1 for s in spans if not s.exposed_seconds)
     screen.say(
-        f"{len(spans)} communications, {hidden} hidden; exposed {found.exposed_seconds * 1e3:.3f} of "
-        f"{found.seconds * 1e3:.3f} ms, modelled by {found.profile} {found.profile_version}"
+        f"{len(spans)} communications, {hidden} hidden; exposed {simulation.exposed_seconds * 1e3:.3f} of "
+        f"{simulation.seconds * 1e3:.3f} ms, modelled by {simulation.profile} {simulation.profile_version}"
     )
-    screen.result(True, mesh=found.mesh, communications=rows, **found.as_dict())
+    screen.result(True, mesh=simulation.mesh, communications=rows, **simulation.as_dict())
     return 0

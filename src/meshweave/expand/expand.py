@@ -194,7 +194,7 @@ class _Expander:
 def _layout_of(node: fx.Node) -> Layout:
     """The layout of a value, or of the first of several: an op runs on one mesh."""
     layout = node.meta["layout"]
-    return layout if isinstance(layout, Layout) else next(one for one in layout if one is not None)
+    return layout if isinstance(layout, Layout) else next(item for item in layout if item is not None)
 
 
 @dataclass(slots=True)
@@ -246,13 +246,13 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
         if node.target is ops.move:
             spec, source = spec_of(node), node.args[0].meta["layout"]
             plan = node.meta["plan"] = plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
-            sent = ((i, one) for i, one in enumerate(plan.steps) if one.kind not in STEPS)
-            made = [(i, _transfer(one, spec)) for i, one in sent]
-            crossing += [(node, i, one) for i, one in made if not _stays(one)]
+            sent = ((i, planned) for i, planned in enumerate(plan.steps) if planned.kind not in STEPS)
+            transfers = [(i, _transfer(planned, spec)) for i, planned in sent]
+            crossing += [(node, i, planned) for i, planned in transfers if not _stays(planned)]
     program = _Program(step, tuple(meshes))
-    for number, (node, i, one) in enumerate(crossing):
+    for number, (node, i, planned) in enumerate(crossing):
         program.keys[node, i] = f"t{number}"
-        program.transfers[f"t{number}"] = one
+        program.transfers[f"t{number}"] = planned
     roles = _roles(program.meshes)
     program.num_roles = len(roles)
     return tuple(_Expander(program, devices).run() for devices in roles)

@@ -46,8 +46,8 @@ def _all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
         return torch.view_as_complex(_all_gather(torch.view_as_real(x.resolve_conj()), group_size, group_name))
     rows, *others = x.shape or (1,)
     whole = x.new_empty(group_size * rows, *others)
-    made: Tensor = _ops.all_gather_into_tensor_out.default(x, group_size, group_name, out=whole)
-    return made
+    gathered: Tensor = _ops.all_gather_into_tensor_out.default(x, group_size, group_name, out=whole)
+    return gathered
 
 
 def _all_gather_each(parts: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:

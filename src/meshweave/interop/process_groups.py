@@ -27,8 +27,8 @@ def default_group() -> dist.ProcessGroup:
 def ranks_of_group(group: Any) -> tuple[int, ...]:
     """The ranks of a process group, or of the one that a graph calls by this name. Raises RuntimeError, ValueError or
     KeyError for a name that no group has."""
-    found = c10d._resolve_process_group(group) if isinstance(group, str) else group
-    return tuple(dist.get_process_group_ranks(found))
+    resolved = c10d._resolve_process_group(group) if isinstance(group, str) else group
+    return tuple(dist.get_process_group_ranks(resolved))
 
 
 def ranks_of_groups() -> list[tuple[str, tuple[int, ...]]]:

@@ -18,12 +18,12 @@ def aliases_of(target: OpOverload) -> Mapping[int, tuple[tuple[int, str], ...]]:
     arguments, returns = arguments_of(target), returns_of(target)
     if target.name().partition(".")[0] in _ALIASES:
         return {0: ((0, arguments[0].name),)}
-    found = {}
+    aliases = {}
     for i, result in enumerate(returns):
         if result.alias_info is None:
             continue
         sets = result.alias_info.before_set
-        found[i] = tuple(
+        aliases[i] = tuple(
             (p, a.name)
             for p, a in enumerate(arguments)
             if a.alias_info is not None and (a.alias_info.before_set & sets or "*" in sets)
@@ -31,7 +31,7 @@ def aliases_of(target: OpOverload) -> Mapping[int, tuple[tuple[int, str], ...]]:
     if len(returns) == 1 and str(returns[0].type).startswith("List"):  # split, unbind: every part is of the one operand
         annotated = tuple((p, a.name) for p, a in enumerate(arguments) if a.alias_info is not None)
         return dict.fromkeys(range(_MOST_PARTS), annotated) if annotated else {}
-    return found
+    return aliases
 
 
 @cache

@@ -43,16 +43,16 @@ class _Read(Inference):
         return replace(value, storage=base.storage, storage_bytes=base.storage_bytes)
 
     def results(self, node: fx.Node) -> Values:
-        made = node.meta.get("val")
-        if made is None:
+        value = node.meta.get("val")
+        if value is None:
             return _undescribed(node)
-        if not any(isinstance(x, torch.Tensor) for x in _leaves(made)):
+        if not any(isinstance(x, torch.Tensor) for x in _leaves(value)):
             return NOTHING
         if node.target is operator.getitem and (items := self.item(node)):
             return items
-        if isinstance(made, torch.Tensor):
-            return (self.describe(node, 0, made),)
-        return tuple(self.describe(node, i, x) for i, result in enumerate(made) for x in _leaves(result))
+        if isinstance(value, torch.Tensor):
+            return (self.describe(node, 0, value),)
+        return tuple(self.describe(node, i, x) for i, result in enumerate(value) for x in _leaves(result))
 
     def item(self, node: fx.Node) -> Values:
         """The values of one result of several: those of its leaves, which stand behind the leaves before it."""
@@ -121,14 +121,14 @@ def _undescribed(node: fx.Node) -> Values:
     )
 
 
-def _leaves(made: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     """What a node makes, lists flattened. A result that is no tensor (a gradient that was not asked for) keeps its
     place."""
-    if isinstance(made, (list, tuple)):
-        for one in made:
-            yield from _leaves(one)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
     else:
-        yield made
+        yield value
 
 
 def _shares(x: torch.Tensor, operand: fx.Node, target: OpOverload) -> bool:
@@ -149,8 +149,8 @@ def hint(size: Any) -> int:
     if type(size) is int:
         return size
     node = getattr(size, "node", None)
-    found = getattr(node, "hint", None) if node is not None else None
-    return int(found) if found is not None else _SYMBOLIC
+    hinted = getattr(node, "hint", None) if node is not None else None
+    return int(hinted) if hinted is not None else _SYMBOLIC
 
 
 def val_of_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Any) -> Any:
@@ -210,17 +210,17 @@ _COLLECTIVES = COLLECTIVES | {op for op, row in TABLE.items() if row.bucket}
 def _bare(x: Any) -> Any:
     """Every tensor of an argument as one of the meta device."""
     if isinstance(x, (list, tuple)):
-        return type(x)(_bare(one) for one in x)
+        return type(x)(_bare(item) for item in x)
     return meta_like(x) if isinstance(x, torch.Tensor) else x
 
 
-def _dressed(made: Any, like: Any) -> Any:
-    if isinstance(made, (list, tuple)):
-        likes = like if isinstance(like, (list, tuple)) else [like] * len(made)
-        return type(made)(_dressed(one, other) for one, other in zip(made, likes, strict=True))
+def _dressed(value: Any, like: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        likes = like if isinstance(like, (list, tuple)) else [like] * len(value)
+        return type(value)(_dressed(item, other) for item, other in zip(value, likes, strict=True))
     if isinstance(like, (list, tuple)):
-        like = next(one for one in like if isinstance(one, torch.Tensor))
-    return fake_like(made, like) if isinstance(made, torch.Tensor) else made
+        like = next(item for item in like if isinstance(item, torch.Tensor))
+    return fake_like(value, like) if isinstance(value, torch.Tensor) else value
 
 
 def is_symbolic(x: torch.Tensor) -> bool:

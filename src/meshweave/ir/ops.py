@@ -35,9 +35,9 @@ def _op(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Define `meshweave::name`, and enter its function into KERNELS."""
 
     def define(kernel: Callable[..., Any]) -> Any:
-        made = torch.library.custom_op(f"meshweave::{name}", kernel, mutates_args=())
+        custom = torch.library.custom_op(f"meshweave::{name}", kernel, mutates_args=())
         KERNELS[getattr(torch.ops.meshweave, name).default] = kernel
-        return made
+        return custom
 
     return define
 

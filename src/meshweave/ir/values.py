@@ -46,8 +46,8 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        held = prod(size for size, stride in zip(self.shape, self.stride, strict=True) if stride or size == 0)
-        return held * self.dtype.itemsize
+        count = prod(size for size, stride in zip(self.shape, self.stride, strict=True) if stride or size == 0)
+        return count * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -72,9 +72,9 @@ class Local:
 
     def one(self, node: fx.Node) -> Value | None:
         """The tensor that a node makes; None where the device gets none."""
-        made = self.values[node]
-        assert len(made) <= 1, f"{node.name} makes {len(made)} tensors"
-        return made[0] if made else None
+        results = self.values[node]
+        assert len(results) <= 1, f"{node.name} makes {len(results)} tensors"
+        return results[0] if results else None
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
             tensors.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
             return tensors[-1]
         if isinstance(value, (list, tuple)):
-            return [make(one) for one in value]
+            return [make(item) for item in value]
         return value
 
     plain = [make(value) for value in args]
@@ -190,7 +190,7 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
     if node.target in FACTORIES:
         named["device"] = "meta"
     try:
-        made = node.target(*plain, **named)  # type: ignore[operator]
+        results = node.target(*plain, **named)  # type: ignore[operator]
     except Exception as error:
         raise VerifyError(
             f"{op_name(node.target)} cannot be followed without data",
@@ -198,7 +198,7 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
             got=f"{type(error).__name__}: {error}",
         ) from error
     bases = {storage_key(x): i for i, x in enumerate(tensors)}
-    return tuple(_result(x, bases) for x in (made if isinstance(made, (list, tuple)) else (made,)))
+    return tuple(_result(x, bases) for x in (results if isinstance(results, (list, tuple)) else (results,)))
 
 
 def _result(x: torch.Tensor | None, bases: Mapping[int, int]) -> _Result:
@@ -237,20 +237,20 @@ def uneven_dims(role: RankGraph) -> dict[fx.Node, frozenset[int]]:
     ends: dict[tuple[tuple[str, int], ...], int] = {}
     coordinates = {d: role.coordinates(d) for d in role.devices}
     most: dict[str, int] = {}
-    for held in coordinates.values():
-        for axis, at in held.items():
+    for bound in coordinates.values():
+        for axis, at in bound.items():
             most[axis] = max(most.get(axis, 0), at)
-    for device, held in coordinates.items():
-        if all(at in (0, most[axis]) for axis, at in held.items()):
-            ends.setdefault(tuple(sorted(held.items())), device)
+    for device, bound in coordinates.items():
+        if all(at in (0, most[axis]) for axis, at in bound.items()):
+            ends.setdefault(tuple(sorted(bound.items())), device)
     first = local_values(role).values
-    found: dict[fx.Node, frozenset[int]] = {}
+    uneven: dict[fx.Node, frozenset[int]] = {}
     for device in ends.values():
-        for node, made in local_values(role, device).values.items():
-            pairs = [(x.shape, y.shape) for x, y in zip_longest(made, first[node], fillvalue=_ABSENT)]
+        for node, results in local_values(role, device).values.items():
+            pairs = [(x.shape, y.shape) for x, y in zip_longest(results, first[node], fillvalue=_ABSENT)]
             if differing := {d for a, b in pairs for d, (m, n) in enumerate(zip_longest(a, b)) if m != n}:
-                found[node] = found.get(node, frozenset()) | differing
-    return found
+                uneven[node] = uneven.get(node, frozenset()) | differing
+    return uneven
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(one) for one in value)
+        return tuple(_frozen(item) for item in value)
     if isinstance(value, dict):
-        return tuple((name, _frozen(one)) for name, one in value.items())
+        return tuple((name, _frozen(item)) for name, item in value.items())
     return (type(value), value) if isinstance(value, (bool, int, float)) else value

@@ -41,12 +41,12 @@ def _is_placed(graph: fx.Graph) -> Findings:
             continue
         spec, layout = node.meta["spec"], node.meta.get("layout")
         pairs = zip(spec, layout or (), strict=False) if isinstance(spec, tuple) else [(spec, layout)]
-        for one, placed in pairs:
-            if one is None:
+        for described, placed in pairs:
+            if described is None:
                 continue
             if not isinstance(placed, Layout):
                 yield node, "has no layout"
-            elif placed.normalized(one.shape) != placed:
+            elif placed.normalized(described.shape) != placed:
                 yield node, f"has a layout that is not in normal form: {placed}"
 
 

@@ -73,10 +73,10 @@ class _Arranger:
     def _merge(self, node: fx.Node) -> None:
         """Do an op on the operands as they were before their moves, and move its result, if that is cheaper."""
         pulled = [self._before_its_move(operand, node) for operand in tensor_inputs(node)]
-        moves = {one.move: None for one in pulled if one is not None}
-        if any(one is None for one in pulled) or not isinstance(node.meta["layout"], Layout):
+        moves = {pull.move: None for pull in pulled if pull is not None}
+        if any(pull is None for pull in pulled) or not isinstance(node.meta["layout"], Layout):
             return
-        layouts = [one.layout for one in pulled if one is not None]
+        layouts = [pull.layout for pull in pulled if pull is not None]
         meshes = {layout.mesh for layout in (*layouts, node.meta["layout"])}
         option = _on(node, layouts) if len(meshes) == 1 else None  # an op stays on its devices
         if option is None:
@@ -85,7 +85,7 @@ class _Arranger:
         if cost > sum(map(self.price_of, moves)) - _GAIN:
             return
         with self.graph.inserting_before(node):
-            values = [self._pulled(one) for one in pulled if one is not None]
+            values = [self._pulled(pull) for pull in pulled if pull is not None]
             args, kwargs = replace_inputs(node, values)
             new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
             new.meta.update(layout=option.results[0], assignment=option)
@@ -93,7 +93,7 @@ class _Arranger:
             moved.meta["origin"] = origin_of(node)
         node.replace_all_uses_with(moved)
         self.graph.erase_node(node)
-        for unused in dict.fromkeys(n for one in pulled if one is not None for n in (*one.chain, one.move)):
+        for unused in dict.fromkeys(n for pull in pulled if pull is not None for n in (*pull.chain, pull.move)):
             self.graph.erase_node(unused)
 
     def _before_its_move(self, operand: fx.Node, user: fx.Node) -> _Pulled | None:

@@ -109,14 +109,14 @@ def peer_plans(
     source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype, profile: Profile
 ) -> tuple[PeerPlan, ...]:
     """The plan of every variant, in the order of VARIANTS, under the cost model of `profile`."""
-    found = []
+    plans = []
     for name, graph, merged in VARIANTS:
         try:
             question = Question.of(source, target, tuple(shape), dtype, profile)
-            found.append(_priced(name, question, question.transforms(graph=graph, merged=merged), profile))
+            plans.append(_priced(name, question, question.transforms(graph=graph, merged=merged), profile))
         except _Refused as refused:
-            found.append(PeerPlan(name, refusal=str(refused)))
-    return tuple(found)
+            plans.append(PeerPlan(name, refusal=str(refused)))
+    return tuple(plans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +235,12 @@ def _priced(name: str, question: Question, infos: Sequence[Any], profile: Profil
             raise _Refused(f"DTensor does not go from {before} to {after} over {','.join(axes)}")
         if kind in _REDUCTIONS and _newly_replicated(layout, start):
             sound = False
-        held = _bytes(question, layout)
+        num_bytes = _bytes(question, layout)
         layout = _applied(layout, axes, after)
-        peak = max(peak, held + _bytes(question, layout))
-        received = profile.bytes_received(kind, mesh.flat_size(axes), held)
+        peak = max(peak, num_bytes + _bytes(question, layout))
+        received = profile.bytes_received(kind, mesh.flat_size(axes), num_bytes)
         text = _text(kind, axes, before, after)
-        steps.append(PeerStep(kind, axes, layout, text, received, profile.seconds(kind, mesh, axes, held)))
+        steps.append(PeerStep(kind, axes, layout, text, received, profile.seconds(kind, mesh, axes, num_bytes)))
     assert layout.normalized(question.shape) == question.target.normalized(question.shape), "a step was misread"
     seconds, total = sum(step.seconds for step in steps), sum(step.bytes_received for step in steps)
     return PeerPlan(name, tuple(steps), seconds, total, peak, sound)

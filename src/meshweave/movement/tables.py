@@ -127,13 +127,13 @@ def _with_span(box: Box, dim: int, start: int, size: int) -> Box:
 
 
 def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    made: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for start, size in runs:
-        if made and sum(made[-1]) == start:
-            made[-1] = (made[-1][0], made[-1][1] + size)
+        if spans and sum(spans[-1]) == start:
+            spans[-1] = (spans[-1][0], spans[-1][1] + size)
         else:
-            made.append((start, size))
-    return tuple(made)
+            spans.append((start, size))
+    return tuple(spans)
 
 
 def _merged_parts(parts: Sequence[tuple[Box, int]], dim: int) -> Parts:

@@ -179,9 +179,9 @@ def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
     for name, size in files.items():
         if not OUR_FILES.fullmatch(name):
             raise damaged(path, f"{TABLE} names the file {name!r}")
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            got = f"{name} is missing" if found is None else f"{name} has {found} of {size} bytes"
+        num_bytes = (path / name).stat().st_size if (path / name).is_file() else None
+        if num_bytes != size:
+            got = f"{name} is missing" if num_bytes is None else f"{name} has {num_bytes} of {size} bytes"
             raise damaged(path, got)
     try:
         with open(path / METADATA, "rb") as stream:

@@ -174,8 +174,8 @@ class ClusterCommunicator:
         own, tag = group.order.index(process_group.rank()), self._tag(group)
         block = -(-x.numel() // group.size)
         blocks = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel())).view(group.size, block)
-        ones, whole = [1] * group.size, torch.empty_like(blocks)
-        first = _exchange(group, blocks, ones, ones, lambda out: reduce_in_order(out.unbind(0), args[0]))
+        sizes, whole = [1] * group.size, torch.empty_like(blocks)
+        first = _exchange(group, blocks, sizes, sizes, lambda out: reduce_in_order(out.unbind(0), args[0]))
 
         def second() -> None:
             wait_all(first.works)

@@ -241,15 +241,15 @@ def _changes(
     seen: dict[fx.Node, tuple[tuple[int, int], ...]] = {}
     changes: list[Change] = []
     before = 0
-    for node, mark, made in values:
-        for pointer, size in made or ():
+    for node, mark, results in values:
+        for pointer, size in results or ():
             users[pointer] = users.get(pointer, 0) + 1
             if users[pointer] == 1:
                 owner[pointer] = (node.name, size)
                 changes.append(Change(node.name, at(mark), size))
                 before += size if at(mark) <= began else 0
-        if made is not None:
-            seen[node] = made
+        if results is not None:
+            seen[node] = results
             continue
         for pointer, _ in seen.pop(node, ()):
             users[pointer] -= 1

@@ -145,22 +145,22 @@ class _Placer:
         if key in self.used:
             return self.used[key]
         if self.forms.is_stored(node):
-            held = self._stored_form(node, phase)
-            target = self.placement.used.get(self.forms.name(node), held.layout).normalized(spec_of(node).shape)
-            made = self._move(held, target, node, phase) if target != held.layout else held
+            stored = self._stored_form(node, phase)
+            target = self.placement.used.get(self.forms.name(node), stored.layout).normalized(spec_of(node).shape)
+            used = self._move(stored, target, node, phase) if target != stored.layout else stored
         else:
             source = self._used_form(tensor_inputs(node)[0], phase)
             spec = spec_of(source.node)
             option = self._choose(node, [Operand(spec, (source.layout,))], source.layout.mesh)
-            made = (
+            used = (
                 source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
             )
-            new = self._emit(node, [made.node], phase)
+            new = self._emit(node, [used.node], phase)
             new.meta["layout"] = option.results[0]
             new.meta["assignment"] = option
-            made = _Copy(new, option.results[0], phase)
-        self.used[key] = made
-        return made
+            used = _Copy(new, option.results[0], phase)
+        self.used[key] = used
+        return used
 
     # values and their copies
 
@@ -190,11 +190,11 @@ class _Placer:
             return self._made(node, wanted, phase).node
         if self._is_view_abroad(node, wanted, phase) and (made := self._viewed_abroad(node, wanted, phase)):
             return made.node
-        held = self.held(node, phase)
-        for copy in held:
+        copies = self.held(node, phase)
+        for copy in copies:
             if copy.layout == wanted:
                 return copy.node
-        source = min(held, key=lambda c: self.price(c.layout, wanted, spec_of(node)))
+        source = min(copies, key=lambda c: self.price(c.layout, wanted, spec_of(node)))
         made = self._move(source, wanted, node, phase)
         self.copies.setdefault(node, [source]).append(made)
         return made.node
@@ -258,18 +258,18 @@ class _Placer:
             new.meta["origin"] = replace(origin_of(new), phase=phase)
         return new
 
-    def _choose(self, node: fx.Node, held: list[Operand], mesh: Mesh) -> Assignment:
+    def _choose(self, node: fx.Node, operands: list[Operand], mesh: Mesh) -> Assignment:
         """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
         fixed = map_nodes(node, lambda n: None)
         if node in self.sums.operands:  # it is made as its operands are, and moved in the last microbatch
-            wanted = held[0].layouts
+            wanted = operands[0].layouts
         else:
             wanted = tuple(layout for layout, _ in self.due.get(node, ()))
         proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_made_on_demand, self._layout_of)
-        key = (node.target, str(fixed), tuple(held), node.meta["spec"], wanted, proposed, mesh)
+        key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh)
         if key not in self.decided:
             rule = row_for(node).rule(node)
-            self.decided[key] = cheapest(rule, mesh, held, result_specs(node), self.price, wanted, proposed)
+            self.decided[key] = cheapest(rule, mesh, operands, result_specs(node), self.price, wanted, proposed)
         return self.decided[key]
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
@@ -279,11 +279,11 @@ class _Placer:
         phase = _phase(node)
         self.line = origin_of(node).source
         operands, mesh = tensor_inputs(node), self.placement.homes[node]
-        held = [self._held(n, phase, mesh) for n in operands]
+        described = [self._held(n, phase, mesh) for n in operands]
         if node.target is ROUND_PARTS:
-            held = [replace(h, weight=SAID_WEIGHT) for h in held]
+            described = [replace(h, weight=SAID_WEIGHT) for h in described]
         try:
-            option = self._choose(node, held, mesh)
+            option = self._choose(node, described, mesh)
         except RuleError as error:
             if error.where:
                 raise
@@ -360,18 +360,20 @@ class _Placer:
         self.line = origin_of(node).source
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
         source = self._made(value, whole, phase) if self.forms.is_made_on_demand(value) else self.held(value, phase)[0]
-        held = target = translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
+        source_layout = target = (
+            translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
+        )
         if not pin.is_operator:
-            target = pin.layout(held, bool(is_grad))
+            target = pin.layout(source_layout, bool(is_grad))
         elif self.placement.mesh.num_devices > 1 and is_grad:
-            target = layout_back(pin, held, self.before[call])
+            target = layout_back(pin, source_layout, self.before[call])
             self.said[node] = pin.acting(target, self.said.get(value, frozenset()))
         elif self.placement.mesh.num_devices > 1:
-            target = pin.layout_for(held, spec.shape, str(origin_of(node)))
-            self.before[call] = held
+            target = pin.layout_for(source_layout, spec.shape, str(origin_of(node)))
+            self.before[call] = source_layout
             self.said[node] = pin.acting(target, self.said.get(value, frozenset()))
-        made = self.fetch(value, target.normalized(spec.shape), phase)
-        self.copies[node] = [_Copy(made, made.meta["layout"], _phase(made))]
+        pinned = self.fetch(value, target.normalized(spec.shape), phase)
+        self.copies[node] = [_Copy(pinned, pinned.meta["layout"], _phase(pinned))]
 
 
 def _phase(node: fx.Node) -> str:

@@ -57,7 +57,7 @@ class Sums:
             chain += [node] if self.where != "shards" else []
             early.setdefault(scaled[0] if len(scaled) == 1 else gradient, []).extend(chain)
         late = {n for chain in early.values() for n in chain}
-        return [one for node in self.step.graph.nodes if node not in late for one in (node, *early.get(node, ()))]
+        return [each for node in self.step.graph.nodes if node not in late for each in (node, *early.get(node, ()))]
 
     def layout(self, produced: Layout, stored: Layout) -> Layout:
         """The layout of a sum, where backward gives the gradient in `made` and the parameter is stored in `stored`.

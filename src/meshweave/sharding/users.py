@@ -26,19 +26,19 @@ def proposed_by_users(
     `is_free`: whether a value is made on demand, in any piece. `layout_of`: that of a value that has been placed.
     """
     dims = _spread_dims(node, lambda n: not is_free(n))
-    found = _layout_of_users(node, dims, lambda n: None if is_free(n) else layout_of(n)) if dims else None
-    return (found,) if found is not None and found.mesh == mesh else ()
+    proposed = _layout_of_users(node, dims, lambda n: None if is_free(n) else layout_of(n)) if dims else None
+    return (proposed,) if proposed is not None and proposed.mesh == mesh else ()
 
 
-def _spread_dims(node: fx.Node, held: Callable[[fx.Node], bool]) -> frozenset[int]:
+def _spread_dims(node: fx.Node, is_held: Callable[[fx.Node], bool]) -> frozenset[int]:
     """Dims of a node's result that none of its operands has which are `held`: no layout of theirs can shard them."""
     spec, operands = node.meta["spec"], tensor_inputs(node)
     if not isinstance(spec, Spec) or spec.num_elements < 2:
         return frozenset()
-    if max((spec_of(n).num_elements for n in operands if held(n)), default=0) >= spec.num_elements:
+    if max((spec_of(n).num_elements for n in operands if is_held(n)), default=0) >= spec.num_elements:
         return frozenset()
     rule = row_for(node).rule(node)
-    known = {f for n, dims in zip(operands, rule.operands, strict=True) if held(n) for dim in dims for f in dim}
+    known = {f for n, dims in zip(operands, rule.operands, strict=True) if is_held(n) for dim in dims for f in dim}
     outer = {d: rule.outer(rule.results[0], d) for d in range(len(spec.shape))}
     return frozenset(d for d, f in outer.items() if f is not None and f not in known and rule.is_shardable(f))
 

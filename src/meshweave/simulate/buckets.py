@@ -49,24 +49,24 @@ def grouped(members: Sequence[Member], buckets: Buckets) -> Iterator[list[int]]:
     A bucket is closed where one of its members is waited for before the next may be started: that one would wait for
     itself.
     """
-    found: list[int] = []
+    positions: list[int] = []
     for i, member in enumerate(members):
-        if found and not _joins(members, found, member, buckets):
-            yield found
-            found = []
-        found.append(i)
-    if found:
-        yield found
+        if positions and not _joins(members, positions, member, buckets):
+            yield positions
+            positions = []
+        positions.append(i)
+    if positions:
+        yield positions
 
 
-def _joins(members: Sequence[Member], found: Sequence[int], member: Member, buckets: Buckets) -> bool:
-    first = members[found[0]]
-    is_waited_for = any(-1 < members[i].wait < member.start for i in found)
+def _joins(members: Sequence[Member], positions: Sequence[int], member: Member, buckets: Buckets) -> bool:
+    first = members[positions[0]]
+    is_waited_for = any(-1 < members[i].wait < member.start for i in positions)
     if buckets == "none" or _kind(first) != _kind(member) or is_waited_for:
         return False
     if buckets == "blocks":
         return block_name(origin_of(first.node)) == block_name(origin_of(member.node))
-    return sum(members[i].bytes for i in found) < buckets
+    return sum(members[i].bytes for i in positions) < buckets
 
 
 def _kind(member: Member) -> tuple[Any, int, str]:

@@ -104,14 +104,14 @@ def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tu
     cost = COSTS[target]
     assert callable(cost)
     try:
-        found = cost(node, operands, results)
+        registered = cost(node, operands, results)
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
         raise MeshweaveError(f"the cost of {op_name(target)} failed", where=str(origin_of(node)), got=got) from error
-    works = found if isinstance(found, tuple) else (found,)
+    works = registered if isinstance(registered, tuple) else (registered,)
     if not all(isinstance(work, Work) for work in works):
         expected = "Matmul, Attention or Memory of meshweave.hardware, or a tuple of them"
-        raise MeshweaveError(f"the cost of {op_name(target)} is no work", got=repr(found), expected=expected)
+        raise MeshweaveError(f"the cost of {op_name(target)} is no work", got=repr(registered), expected=expected)
     return works
 
 

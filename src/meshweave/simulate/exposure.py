@@ -49,11 +49,11 @@ class _Analysis:
     @cached_property
     def copies(self) -> list[list[list[int]]]:
         """Per role and channel, its copies in order."""
-        found: list[list[list[int]]] = [[] for _ in self.tasks.roles]
+        copies: list[list[list[int]]] = [[] for _ in self.tasks.roles]
         for stream in self.tasks.schedule.streams[len(self.tasks.roles) :]:
             for role in self.tasks.tasks[stream[0]].roles if stream else ():
-                found[role].append([c for c in stream if self.tasks.tasks[c].seconds > 0])
-        return found
+                copies[role].append([c for c in stream if self.tasks.tasks[c].seconds > 0])
+        return copies
 
     @cached_property
     def channel_of(self) -> dict[int, int]:
@@ -62,13 +62,13 @@ class _Analysis:
     @cached_property
     def reads(self) -> dict[int, frozenset[int]]:
         """By task of a compute stream, the storages that it reads."""
-        return {t: held.storages_read(self.tasks.tasks[t]) for held in self.tasks.roles for t in held.tasks}
+        return {t: role.storages_read(self.tasks.tasks[t]) for role in self.tasks.roles for t in role.tasks}
 
     def run(self) -> Exposure:
         compute, communication, total, idle = [], [], [], []
-        for index, held in enumerate(self.tasks.roles):
-            busy = sum(self.times.ends[t] - self.times.starts[t] for t in held.tasks)
-            gaps = list(self.gaps(held))
+        for index, role in enumerate(self.tasks.roles):
+            busy = sum(self.times.ends[t] - self.times.starts[t] for t in role.tasks)
+            gaps = list(self.gaps(role))
             shown = sum(self.attribute(index, gap) for gap in gaps)
             compute.append(busy)
             communication.append(
@@ -76,12 +76,12 @@ class _Analysis:
             )
             total.append(shown)
             idle.append(max(0.0, self.times.seconds - busy - shown))
-        reasons = {c: tuple(found) for c, found in self.reasons.items()}
+        reasons = {c: tuple(reasons_of) for c, reasons_of in self.reasons.items()}
         return Exposure(self.exposed, reasons, tuple(compute), tuple(communication), tuple(total), tuple(idle))
 
-    def gaps(self, held: RoleTasks) -> Iterator[_Gap]:
+    def gaps(self, role: RoleTasks) -> Iterator[_Gap]:
         last = 0.0
-        for task in held.tasks:
+        for task in role.tasks:
             begin = self.times.starts[task]
             if begin > last + _TICK:
                 needs = self.tasks.schedule.needs[task]
@@ -173,13 +173,13 @@ class _Analysis:
         """The communication that runs beside it the longest on the same link."""
         levels = {level for level, _ in self.tasks.tasks[copy].usage}
         begin, end = self.times.starts[copy], self.times.ends[copy]
-        best, found = 0.0, -1
+        best, busiest = 0.0, -1
         for line in self.copies[role]:
             for other in self._in(line, _Gap(begin, end, -1, -1)):
                 shared = min(end, self.times.ends[other]) - max(begin, self.times.starts[other])
                 if other != copy and shared > best and levels & {level for level, _ in self.tasks.tasks[other].usage}:
-                    best, found = shared, other
-        return found
+                    best, busiest = shared, other
+        return busiest
 
     def _before(self, copy: int) -> int:
         stream, index = self.tasks.schedule.stream_of[copy], self.tasks.schedule.index_of[copy]
@@ -187,36 +187,36 @@ class _Analysis:
 
     def _ready(self, role: int, start: int) -> tuple[float, int]:
         """When the operand of a start is complete, and the kernel right before the start."""
-        held = self.tasks.roles[role]
+        role_tasks = self.tasks.roles[role]
         wanted = self.reads[start]
         at = self.tasks.schedule.index_of[start] - 1
         before = -1
         while at >= 0:
-            number = held.tasks[at]
+            number = role_tasks.tasks[at]
             task = self.tasks.tasks[number]
             if before < 0 and task.kernel is not None:
                 before = number
-            if task.kind != "start" and wanted & held.storages_written(task):
+            if task.kind != "start" and wanted & role_tasks.storages_written(task):
                 return self.times.ends[number], before
             at -= 1
         return 0.0, before
 
     def _independent(self, role: int, wait: int) -> tuple[float, int]:
         """Seconds of compute behind a wait that do not need it, and the first such kernel."""
-        held = self.tasks.roles[role]
-        tainted = set(held.storages_written(self.tasks.tasks[wait]))
+        role_tasks = self.tasks.roles[role]
+        tainted = set(role_tasks.storages_written(self.tasks.tasks[wait]))
         at, seen, seconds, first = self.tasks.schedule.index_of[wait] + 1, 0, 0.0, -1
-        while at < len(held.tasks) and seen < _LOOK_AHEAD:
-            task = self.tasks.tasks[held.tasks[at]]
+        while at < len(role_tasks.tasks) and seen < _LOOK_AHEAD:
+            task = self.tasks.tasks[role_tasks.tasks[at]]
             if task.microbatch != self.tasks.tasks[wait].microbatch:
                 break
             if task.kernel is None:
-                tainted |= held.storages_written(task) if task.kind == "wait" else frozenset()
-            elif not tainted.isdisjoint(self.reads[held.tasks[at]]):
-                tainted |= held.storages_written(task)
+                tainted |= role_tasks.storages_written(task) if task.kind == "wait" else frozenset()
+            elif not tainted.isdisjoint(self.reads[role_tasks.tasks[at]]):
+                tainted |= role_tasks.storages_written(task)
             else:
                 seconds += task.seconds
-                first = held.tasks[at] if first < 0 else first
+                first = role_tasks.tasks[at] if first < 0 else first
             seen += task.kernel is not None
             at += 1
         return seconds, first

@@ -25,7 +25,7 @@ GATHER, REDUCE = ALL_GATHER.op, REDUCE_SCATTER.op
 
 def hold_flat_buffers(
     tasks: Tasks,
-    held: RoleTasks,
+    role_tasks: RoleTasks,
     times: Times,
     lives: MutableMapping[Key, Life],
     operands: MutableMapping[tuple[fx.Node, int], list[Key]],
@@ -34,24 +34,27 @@ def hold_flat_buffers(
 
     `operands`: what each start reads. Nothing where the program is simulated with a collective per tensor.
     """
-    axes = _parameter_axes(held.role)
-    mine = [b for b in tasks.flat if b[0][0] in held.tasks and str(tasks.tasks[b[0][0]].node.args[-1]) in axes]
+    axes = _parameter_axes(role_tasks.role)
+    mine = [b for b in tasks.flat if b[0][0] in role_tasks.tasks and str(tasks.tasks[b[0][0]].node.args[-1]) in axes]
     by_target = {t: [b for b in mine if tasks.tasks[b[0][0]].node.target is t] for t in (GATHER, REDUCE)}
     gathers = sorted(by_target[GATHER], key=lambda b: min(times.starts[wait] for _, wait in b))
     for number, bucket in enumerate(gathers):
         following = gathers[number + 1] if number + 1 < len(gathers) else bucket
         nodes = [(tasks.tasks[start].node, tasks.tasks[start].microbatch) for start, _ in bucket]
-        gathered = [lives[x.storage, mb] for node, mb in nodes for x in held.local.values[node]]
+        gathered = [lives[x.storage, mb] for node, mb in nodes for x in role_tasks.local.values[node]]
         phases = {origin_of(tasks.tasks[b[0][0]].node).phase for b in (bucket, following)}
         copied = min(times.ends[wait] for _, wait in (following if phases == {"forward"} else bucket))
         size, begin = sum(life.bytes for life in gathered), min(times.starts[start] for start, _ in bucket)
         lives[-1 - number, 0] = Life(nodes[0][0], size, "gathered", begin, copied, stream="gather")
         for life in gathered:
-            life.begin, life.end = min(times.starts[w] for _, w in bucket), max(one.end for one in gathered)
+            life.begin, life.end = (
+                min(times.starts[w] for _, w in bucket),
+                max(life_of_gather.end for life_of_gather in gathered),
+            )
     reductions = sorted(by_target[REDUCE], key=lambda b: min(times.starts[start] for start, _ in b))
     for bucket in reductions:
         for start, _ in bucket:
-            for x in held.local.values[tasks.tasks[start].node]:
+            for x in role_tasks.local.values[tasks.tasks[start].node]:
                 lives[x.storage, tasks.tasks[start].microbatch].stream = "reduce"
     for bucket, following in pairwise(reductions):
         issued = min(times.starts[start] for start, _ in following)

@@ -100,12 +100,12 @@ class _Fusion:
         for node in work:
             if node.target in STARTS or node.target is WAIT:
                 continue
-            made = self._join(node) if self.fusion != "ops" else None
-            if made is None:
-                made = _Group([node], self.order[node], self.size(node), is_fusible(self.kinds[node]))
-                self.group_of[node] = made
-            groups[id(made)] = made
-            made.is_open = made.is_open and not self._closes(node)
+            joined = self._join(node) if self.fusion != "ops" else None
+            if joined is None:
+                joined = _Group([node], self.order[node], self.size(node), is_fusible(self.kinds[node]))
+                self.group_of[node] = joined
+            groups[id(joined)] = joined
+            joined.is_open = joined.is_open and not self._closes(node)
         alive = {id(group) for group in self.group_of.values()}
         return sorted(
             (g for key, g in groups.items() if key in alive), key=lambda g: (g.position, self.order[g.nodes[0]])
@@ -119,13 +119,13 @@ class _Fusion:
             first = self.same[node]
             self.bases[node] = self.bases.get(first, (first,))
             return True
-        made = self.local.values[node]
-        held = {x.storage for n in node.all_input_nodes for x in self.local.values.get(n, ())}
-        if made and all(x.storage in held for x in made):
+        results = self.local.values[node]
+        inputs = {x.storage for n in node.all_input_nodes for x in self.local.values.get(n, ())}
+        if results and all(x.storage in inputs for x in results):
             self.bases[node] = tuple(
                 base
                 for n in node.all_input_nodes
-                if any(x.storage in {y.storage for y in made} for x in self.local.values.get(n, ()))
+                if any(x.storage in {y.storage for y in results} for x in self.local.values.get(n, ()))
                 for base in self.bases.get(n, (n,))
             )
             return True
@@ -141,29 +141,29 @@ class _Fusion:
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that made what a node reads, past views; placeholders too, symbols not."""
         inputs = (n for n in node.all_input_nodes if n.target not in SYMBOLS)
-        made = dict.fromkeys(base for n in inputs for base in self.bases.get(n, (n,)))
+        operands = dict.fromkeys(base for n in inputs for base in self.bases.get(n, (n,)))
         origin = origin_of(node)
         if origin.phase != "backward" or not self._is_compiled(origin):
-            return list(made)
-        return list(dict.fromkeys(x for base in made for x in self._kept(node, base)))
+            return list(operands)
+        return list(dict.fromkeys(x for base in operands for x in self._kept(node, base)))
 
     def _kept(self, node: fx.Node, base: fx.Node) -> tuple[fx.Node, ...]:
         """What a compiled op of backward reads for `base` of its block's forward: that, or the values that it is
         pointwise of where they are fewer bytes, as AOTAutograd's min-cut partitioner has it (torch 2.13,
         _functorch/partitioners.py)."""
-        region, found = block_name(origin_of(node)), dict[fx.Node, None]()
+        region, kept = block_name(origin_of(node)), dict[fx.Node, None]()
         waiting = [base]
-        while waiting and len(found) < _MOST_KEPT:
+        while waiting and len(kept) < _MOST_KEPT:
             x = waiting.pop()
             is_cheap = self.kinds.get(x) in ("pointwise", "fill") and origin_of(x).phase in ("forward", "loss")
             if is_cheap and block_name(origin_of(x)) == region:
                 waiting += self.sources[x]
             else:
-                found[x] = None
-        if waiting or sum(x.bytes for x in self._values(found)) >= sum(x.bytes for x in self._values([base])):
+                kept[x] = None
+        if waiting or sum(x.bytes for x in self._values(kept)) >= sum(x.bytes for x in self._values([base])):
             return (base,)
-        self.remade[node, base] = tuple(found)
-        return tuple(found)
+        self.remade[node, base] = tuple(kept)
+        return tuple(kept)
 
     def _closes(self, node: fx.Node) -> bool:
         if not is_fusible(self.kinds[node]):
@@ -182,10 +182,12 @@ class _Fusion:
             if merged is not None:
                 merged.is_open = False
             return merged
-        made = [self.group_of[n] for n in self.operands(node) if n in self.group_of]
-        found = list({id(group): group for group in made if group.is_open and self._belong(group, node)}.values())
-        found.sort(key=lambda group: group.position)
-        for chosen in (found, *([group] for group in reversed(found))):
+        producers = [self.group_of[n] for n in self.operands(node) if n in self.group_of]
+        joinable = list(
+            {id(group): group for group in producers if group.is_open and self._belong(group, node)}.values()
+        )
+        joinable.sort(key=lambda group: group.position)
+        for chosen in (joinable, *([group] for group in reversed(joinable))):
             if chosen and (merged := self._merged(chosen, node)):
                 return merged
         return None
@@ -239,10 +241,10 @@ class _Fusion:
             limit = known.position if known is not None else self.order[reader] if is_fixed else float("inf")
             if limit <= position:
                 return None
-        made = _Group(nodes, position, max(self.size(node), *(group.size for group in groups)))
+        merged = _Group(nodes, position, max(self.size(node), *(group.size for group in groups)))
         for n in nodes:
-            self.group_of[n] = made
-        return made
+            self.group_of[n] = merged
+        return merged
 
     def _position(self, node: fx.Node) -> float:
         group = self.group_of.get(node)
@@ -309,8 +311,8 @@ def _as_one(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
     if not moved:
         return local
     values = {
-        node: tuple(replace(x, storage=moved.get(x.storage, x.storage)) for x in made)
-        for node, made in local.values.items()
+        node: tuple(replace(x, storage=moved.get(x.storage, x.storage)) for x in results)
+        for node, results in local.values.items()
     }
     return replace(local, values=values)
 

@@ -38,7 +38,7 @@ class Ledger:
     """The lives of all storages of a role, from its tasks in their order."""
 
     tasks: Tasks
-    held: RoleTasks
+    of_role: RoleTasks
     times: Times
     fusion: Fusion
     last_microbatch: int
@@ -51,7 +51,7 @@ class Ledger:
 
     def run(self) -> None:
         self.enter_inputs()
-        for number in self.held.tasks:
+        for number in self.of_role.tasks:
             self.enter(self.tasks.tasks[number], self.times.starts[number], self.times.ends[number])
         for (_, *call), (keys, end) in self.calls.items():  # what a call is given lives until it returns
             for life in (self.lives[key] for key in keys):
@@ -62,24 +62,24 @@ class Ledger:
                 life.end = inf
 
     def enter_inputs(self) -> None:
-        role = self.held.role
+        role = self.of_role.role
         output = next(iter(reversed(role.graph.nodes)))
         returned = dict(zip(role.outputs, list(output.args[0]), strict=True))
         sources = [n for n in role.graph.nodes if n.op == "placeholder"]
         for node, item in zip(sources, role.inputs, strict=True):
-            for x in self.held.local.values[node]:
+            for x in self.of_role.local.values[node]:
                 end = 0.0 if item.kind in _PASSING else inf
                 kind = _PASSING.get(item.kind, item.kind)
                 self.lives[x.storage, -1] = Life(node, x.storage_bytes, kind, 0.0, end)
-                made = returned.get((item.kind, item.name))
-                if made is not None and item.kind in _IN_PLACE:
-                    for new in self.held.local.values[made]:
+                new_value = returned.get((item.kind, item.name))
+                if new_value is not None and item.kind in _IN_PLACE:
+                    for new in self.of_role.local.values[new_value]:
                         self.replaced[new.storage] = x.storage
                         if item.kind == "acc":
                             self.sums[x.storage] = new.storage
         for (kind, _), node in returned.items():
             if kind not in ("grad", "acc"):
-                self.lasting |= {x.storage for x in self.held.local.values[node]}
+                self.lasting |= {x.storage for x in self.of_role.local.values[node]}
         if self.fusion == "ops":  # a new tensor is made, and the old one freed after its last use
             for old in self.replaced.values():
                 self.lives[old, -1].end = 0.0
@@ -90,31 +90,31 @@ class Ledger:
             assert task.kernel is not None
             for node in task.kernel.writes:
                 self.make(node, microbatch, begin, end)
-            used = self.use(self.held.storages_read(task), task, end)
+            used = self.use(self.of_role.storages_read(task), task, end)
             origin = origin_of(task.node)
             if self.fusion != "ops" and origin.call and not is_compiled(origin, self.fusion):
                 keys, _ = self.calls.get((microbatch, origin.phase, origin.call), (set(), 0.0))
                 self.calls[microbatch, origin.phase, origin.call] = keys | {*used}, end
         elif task.kind == "start":
             self.make(task.node, microbatch, begin, end)
-            self.start_operands[task.node, microbatch] = self.use(self.held.storages_read(task), task, end)
+            self.start_operands[task.node, microbatch] = self.use(self.of_role.storages_read(task), task, end)
         else:
             started: Any = task.node.args[0]
-            self.use(self.held.storages_written(task), task, end)
+            self.use(self.of_role.storages_written(task), task, end)
             late = origin_of(task.node).phase == "update" and (started, self.last_microbatch) in self.start_operands
             of = self.last_microbatch if late else microbatch
             for key in self.start_operands.get((started, of), ()):
                 self.lives[key].end = max(self.lives[key].end, end)
 
     def make(self, node: fx.Node, microbatch: int, begin: float, end: float) -> None:
-        held = {x.storage for i in node.all_input_nodes for x in self.held.local.values.get(i, ())}
-        for x in self.held.local.values[node]:
+        input_storages = {x.storage for i in node.all_input_nodes for x in self.of_role.local.values.get(i, ())}
+        for x in self.of_role.local.values[node]:
             in_place = self.fusion != "ops" and x.storage in self.replaced
-            if x.storage not in held and not in_place and (x.storage, microbatch) not in self.lives:
+            if x.storage not in input_storages and not in_place and (x.storage, microbatch) not in self.lives:
                 self.lives[x.storage, microbatch] = Life(node, x.storage_bytes, "", begin, end)
 
     def use(self, storages: frozenset[int], task: Task, end: float) -> list[Key]:
-        found = []
+        used_storages = []
         for storage in storages:
             choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]
             if storage in self.sums:  # what the microbatch before has left, or the zeros of the first
@@ -128,7 +128,7 @@ class Ledger:
                 life = self.lives[key]
                 life.used = life.used or end
                 life.end = max(life.end, end)
-                made, used = origin_of(life.node).phase, origin_of(task.node).phase
-                life.crosses = life.crosses or (made in ("forward", "loss") and used == "backward")
-                found.append(key)
-        return found
+                made_in, used = origin_of(life.node).phase, origin_of(task.node).phase
+                life.crosses = life.crosses or (made_in in ("forward", "loss") and used == "backward")
+                used_storages.append(key)
+        return used_storages

@@ -23,7 +23,7 @@ _STEPS = 3  # after which an allocator asks for nothing more, where all steps ar
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes over time of one device, the peak, and what is held then (the largest first)."""
+    """Bytes over time of one device, the peak, and which tensors are live then (the largest first)."""
 
     curve: tuple[tuple[float, int], ...]
     peak_bytes: int
@@ -44,10 +44,10 @@ def memory_of(
 ) -> Memory:
     """Memory of role `index`. Where kernels are fused, updates are in place; else (as our executor does) the new tensor
     stands beside the old one. The inputs of a communication live until it has been waited for."""
-    held = tasks.roles[index]
-    ledger = Ledger(tasks, held, times, fusion, last_microbatch)
+    role = tasks.roles[index]
+    ledger = Ledger(tasks, role, times, fusion, last_microbatch)
     ledger.run()
-    hold_flat_buffers(tasks, held, times, ledger.lives, ledger.start_operands)
+    hold_flat_buffers(tasks, role, times, ledger.lives, ledger.start_operands)
     lives = list(ledger.lives.values())
     moments = sorted({moment for life in lives for moment in (life.begin, life.end)} - {inf})
     number = {moment: i for i, moment in enumerate([*moments, inf])}
@@ -58,8 +58,8 @@ def memory_of(
     alive = [life for life, (begin, end, _) in zip(lives, ranges, strict=True) if begin <= at < end]
     alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
     lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
-    gradients = _gradients(held)
-    shown = tuple(_held(life, gradients) for life in alive[:num_at_peak])
+    gradients = _gradients(role)
+    shown = tuple(_live_tensor(life, gradients) for life in alive[:num_at_peak])
     reserved = reserved_bytes(_allocations(lives), expandable_segments)
     curve = tuple(zip(moments, levels, strict=True))
     return Memory(curve, peak, curve[at][0] if curve else 0.0, reserved, lasting, shown)
@@ -82,7 +82,7 @@ def _allocations(lives: Sequence[Life]) -> Iterator[tuple[int, int, str]]:
         yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes if i in ended)
 
 
-def _held(life: Life, gradients: frozenset[fx.Node]) -> LiveTensor:
+def _live_tensor(life: Life, gradients: frozenset[fx.Node]) -> LiveTensor:
     origin = origin_of(life.node)
     return LiveTensor(life.node.name, life.bytes, life.kind or _kind(life, gradients), origin.module, origin.source)
 
@@ -96,17 +96,17 @@ def _kind(life: Life, gradients: frozenset[fx.Node]) -> str:
     return "grad" if life.node in gradients else "temporary"
 
 
-def _gradients(held: RoleTasks) -> frozenset[fx.Node]:
+def _gradients(role: RoleTasks) -> frozenset[fx.Node]:
     """The nodes that share a storage with a gradient that the role returns."""
-    values, output = held.local.values, next(iter(reversed(held.role.graph.nodes)))
-    pairs = zip(held.role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+    values, output = role.local.values, next(iter(reversed(role.role.graph.nodes)))
+    pairs = zip(role.role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
     storages = {x.storage for (kind, _), n in pairs if kind == "grad" for x in values[n]}  # type: ignore[index]
-    return frozenset(n for n, made in values.items() if any(x.storage in storages for x in made))
+    return frozenset(n for n, results in values.items() if any(x.storage in storages for x in results))
 
 
 def bytes_by_kind(at_peak: Iterable[LiveTensor]) -> Mapping[str, int]:
     """Bytes per kind of tensor, the largest first."""
-    found: dict[str, int] = {}
-    for one in at_peak:
-        found[one.kind] = found.get(one.kind, 0) + one.bytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    totals: dict[str, int] = {}
+    for live in at_peak:
+        totals[live.kind] = totals.get(live.kind, 0) + live.bytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))

@@ -44,10 +44,10 @@ class Narrow:
 
     def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
         """Bytes of the operand of a collective as it is moved."""
-        made = self.local.values[start]
-        if start.target is not ALL_GATHER.op or not made or made[0].storage not in self.sources:
+        results = self.local.values[start]
+        if start.target is not ALL_GATHER.op or not results or results[0].storage not in self.sources:
             return num_bytes
-        return num_bytes * self.dtype.itemsize / made[0].dtype.itemsize
+        return num_bytes * self.dtype.itemsize / results[0].dtype.itemsize
 
     def works(self, kernel: Kernel, microbatch: int) -> Iterator[Work]:
         """The work of a kernel, with casts before matmuls that are done in the dtype."""

@@ -40,29 +40,29 @@ def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline
     return (*order, (UPDATE, 0))
 
 
-def told_of(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:
-    """By role the communications that bring losses to those who are told them, and what follows them to that end."""
-    found = [_told(role, ()) for role in roles]
-    keys = {node.args[-1] for nodes in found for node in nodes if node.target is transfer}
-    return [_told(role, keys) for role in roles]
+def loss_exchange(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:
+    """By role the communications that pass losses on to other stages, and the ops that only these need."""
+    received = [_loss_exchange_of(role, ()) for role in roles]
+    keys = {node.args[-1] for nodes in received for node in nodes if node.target is transfer}
+    return [_loss_exchange_of(role, keys) for role in roles]
 
 
-def _told(role: RankGraph, keys: Collection[Any]) -> frozenset[fx.Node]:
+def _loss_exchange_of(role: RankGraph, keys: Collection[Any]) -> frozenset[fx.Node]:
     """Of one role, that only receives losses, or that sends them by the transfers `keys`, too."""
     output = next(iter(reversed(role.graph.nodes)))
     pairs = zip(role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
     ends = [node for (kind, _), node in pairs if kind == "loss" and set(node.users) == {output}]  # type: ignore[union-attr]
     waits = (n for n in role.graph.nodes if n.target is WAIT and not n.users)
     ends += [n for n in waits if n.args[0].args[-1] in keys]  # type: ignore[union-attr]
-    found = set[fx.Node]()
+    exchange = set[fx.Node]()
     for node in ends:
         chain: list[fx.Node] = []
-        while node.op == "call_function" and (not chain or set(node.users) <= {*chain, *found}):  # type: ignore[union-attr]
+        while node.op == "call_function" and (not chain or set(node.users) <= {*chain, *exchange}):  # type: ignore[union-attr]
             chain.append(node)  # type: ignore[arg-type]
             operands = [n for n in node.all_input_nodes if n.target not in SYMBOLS]  # type: ignore[union-attr]
             if len(operands) != 1:
                 break
             (node,) = operands
         first = max((i for i, n in enumerate(chain) if n.target in STARTS), default=-1)
-        found.update(chain[: first + 1])
-    return frozenset(found)
+        exchange.update(chain[: first + 1])
+    return frozenset(exchange)

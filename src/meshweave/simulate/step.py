@@ -88,7 +88,7 @@ def _result(
     roles = tuple(
         RoleResult(
             i,
-            held.role.devices,
+            role.role.devices,
             exposure.compute[i],
             exposure.communication[i],
             exposure.total[i],
@@ -100,9 +100,9 @@ def _result(
             memory.at_peak,
             memory.curve,
         )
-        for i, (held, memory) in enumerate(zip(tasks.roles, memories, strict=True))
+        for i, (role, memory) in enumerate(zip(tasks.roles, memories, strict=True))
     )
-    flops = sum(_model_flops(held) * len(held.role.devices) for held in tasks.roles) * options.microbatches
+    flops = sum(_model_flops(role) * len(role.role.devices) for role in tasks.roles) * options.microbatches
     dtype = _matmul_dtype(tasks)
     peak_rate = profile.peak_flops(dtype) if dtype is not None else None
     return Simulation(
@@ -184,40 +184,40 @@ def _op_text(tasks: Tasks, index: int) -> str:
 
 def _producers(tasks: Tasks) -> list[list[int]]:
     """Per task the kernels and copies whose results it takes, past starts and waits."""
-    found: list[list[int]] = [[] for _ in tasks.tasks]
-    for held in tasks.roles:
-        made: dict[int, int] = {}  # storage -> task
-        for number in held.tasks:
+    producers: list[list[int]] = [[] for _ in tasks.tasks]
+    for role in tasks.roles:
+        producer_of: dict[int, int] = {}  # storage -> task
+        for number in role.tasks:
             task = tasks.tasks[number]
             if task.kernel is not None:
-                found[number] = [made[s] for s in sorted(held.storages_read(task)) if s in made]
-                made |= dict.fromkeys(held.storages_written(task), number)
+                producers[number] = [producer_of[s] for s in sorted(role.storages_read(task)) if s in producer_of]
+                producer_of |= dict.fromkeys(role.storages_written(task), number)
             elif task.kind == "start":
                 for copy in tasks.schedule.users[number]:
-                    found[copy] += [made[s] for s in sorted(held.storages_read(task)) if s in made]
+                    producers[copy] += [producer_of[s] for s in sorted(role.storages_read(task)) if s in producer_of]
             else:
                 for copy in tasks.schedule.needs[number]:
-                    made |= dict.fromkeys(held.storages_written(task), copy)
-    return found
+                    producer_of |= dict.fromkeys(role.storages_written(task), copy)
+    return producers
 
 
-def _model_flops(held: RoleTasks) -> float:
+def _model_flops(role: RoleTasks) -> float:
     """Flops of the model's mathematics in one microbatch on one device: the matmuls and attentions of forward once, and
     twice again for backward (the convention of PaLM, Chowdhery et al. 2022; a causal mask counts half)."""
-    forward = [item for item in items_by_part(held)[FORWARD] if isinstance(item, Kernel)]
+    forward = [item for item in items_by_part(role)[FORWARD] if isinstance(item, Kernel)]
     works = [work for kernel in forward for work in kernel.works]
     return 3.0 * sum(work.flops for work in works if isinstance(work, Matmul | Attention))
 
 
 def _matmul_dtype(tasks: Tasks) -> torch.dtype | None:
     """The dtype in which most matmul flops are done."""
-    found: dict[torch.dtype, float] = {}
-    for held in tasks.roles:
-        for kernel in held.kernels:
+    flops: dict[torch.dtype, float] = {}
+    for role in tasks.roles:
+        for kernel in role.kernels:
             for work in kernel.works:
                 if isinstance(work, Matmul):
-                    found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
-    return max(found, key=lambda d: found[d], default=None)
+                    flops[work.dtype] = flops.get(work.dtype, 0.0) + work.flops
+    return max(flops, key=lambda d: flops[d], default=None)
 
 
 def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:

@@ -27,7 +27,7 @@ from meshweave.simulate.buckets import Buckets, Member, check_buckets, grouped
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.simulate.launches import issued
 from meshweave.simulate.narrow import Narrow
-from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, passes_of, told_of
+from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, loss_exchange, passes_of
 
 Starts = dict[int, int]  # role -> its start, as a task
 
@@ -92,7 +92,9 @@ class _Lowering:
     passes: list[Passes]
     narrow: Sequence[Narrow] = ()
     is_buffered: bool = False
-    told: Sequence[frozenset[fx.Node]] = ()  # what tells stages the loss when all is done
+    loss_exchange: Sequence[
+        frozenset[fx.Node]
+    ] = ()  # by role the nodes that pass losses between stages, once all microbatches are done
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
     priced: dict[str, Task] = field(default_factory=dict)  # of transfers, by key
@@ -113,7 +115,7 @@ class _Lowering:
                 lines.setdefault(self.line_of(channel), []).append((starts[min(starts)], channel, starts))
         for line, waiting in lines.items():
             names.append(self.line_name(line))
-            waiting.sort(key=lambda one: one[0])
+            waiting.sort(key=lambda entry: entry[0])
             streams.append([self.copy(bucket) for bucket in self.bucketed(waiting)])
         schedule = Schedule(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
@@ -133,15 +135,15 @@ class _Lowering:
     def stream(self, number: int) -> list[int]:
         """The tasks of a role's compute stream, pass by pass."""
         begun: dict[tuple[fx.Node, int], int] = {}
-        found = []
+        numbers = []
         last = max((mb for _, mb in self.passes[number]), default=0)
         for part, microbatch, item in self.queue(number, last):
             if isinstance(item, Kernel):
-                found.append(self.add(self.kernel(number, item, microbatch)))
+                numbers.append(self.add(self.kernel(number, item, microbatch)))
                 continue
             kind: Any = "wait" if item.target is WAIT else "start"
             task = self.add(Task(kind, item, (number,), self.host_seconds, microbatch))
-            found.append(task)
+            numbers.append(task)
             if kind == "start":
                 begun[item, microbatch] = task
                 self.enter(number, item, task)
@@ -150,24 +152,24 @@ class _Lowering:
                 assert isinstance(started, fx.Node)
                 late = part == UPDATE and (started, last) in begun
                 self.waits.setdefault(begun[started, last if late else microbatch], task)
-        launches = issued([self.tasks[task].node for task in found], self.fusion, self.profile.eager_s)
-        for task, at in zip(found, launches, strict=True):
+        launches = issued([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
+        for task, at in zip(numbers, launches, strict=True):
             self.tasks[task] = replace(self.tasks[task], issued=at)
-        return found
+        return numbers
 
     def queue(self, number: int, last: int) -> Iterator[tuple[int, int, Kernel | fx.Node]]:
-        """What a role runs in its order: part, microbatch and item. In a pipeline stages tell each other the losses
+        """What a role runs in its order: part, microbatch and item. In a pipeline stages exchange losses
         when all microbatches are done, so that no forward waits for the last stage."""
-        held = self.roles[number]
-        parts = items_by_part(held)
-        told = self.told[number]
-        losses = [item for item in parts[FORWARD] if _node(item) in told]
+        role = self.roles[number]
+        parts = items_by_part(role)
+        exchange = self.loss_exchange[number]
+        losses = [item for item in parts[FORWARD] if _node(item) in exchange]
         for part, microbatch in self.passes[number]:
             if part == UPDATE:
                 yield from ((FORWARD, m, item) for m in range(last + 1) for item in losses)
             for item in parts[part]:
                 is_early = microbatch == last or origin_of(_node(item)).phase != "reduce"
-                if is_early and _node(item) not in told:
+                if is_early and _node(item) not in exchange:
                     yield part, microbatch, item
 
     def kernel(self, number: int, kernel: Kernel, microbatch: int) -> Task:
@@ -190,8 +192,12 @@ class _Lowering:
         """What a start queues in: the groups of its axes, with the roles that they reach into, or a transfer."""
         key = str(node.args[-1])
         if node.target is transfer:
-            made = agreed(self.graphs, key)
-            roles = self.members({*made.source.mesh.devices, *made.target.mesh.devices}) if not made.axes else (number,)
+            channel = agreed(self.graphs, key)
+            roles = (
+                self.members({*channel.source.mesh.devices, *channel.target.mesh.devices})
+                if not channel.axes
+                else (number,)
+            )
             return ("transfer", key, *roles)
         graph = self.graphs[number]
         return ("group", key, *self.members(set(graph.group_members(key, graph.devices[0]))))
@@ -205,8 +211,8 @@ class _Lowering:
         kind, key, *roles = channel
         if kind == "group":
             return channel
-        made = agreed(self.graphs, key)
-        return (kind, made.source.mesh, made.target.mesh, made.axes, *roles)
+        endpoints = agreed(self.graphs, key)
+        return (kind, endpoints.source.mesh, endpoints.target.mesh, endpoints.axes, *roles)
 
     def line_name(self, line: tuple[Any, ...]) -> str:
         if line[0] == "group":
@@ -227,8 +233,8 @@ class _Lowering:
             for task in (self.tasks[start],)
         ]
         is_own = all(channel[0] == "group" and len(starts) == 1 for _, channel, starts in waiting)
-        for found in grouped(members, self.buckets if is_own else "none"):
-            yield [waiting[i][1:] for i in found]
+        for bucket in grouped(members, self.buckets if is_own else "none"):
+            yield [waiting[i][1:] for i in bucket]
 
     def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
         """The task of a transfer, or of the collectives of a bucket, which run as one."""
@@ -239,11 +245,11 @@ class _Lowering:
         first = self.tasks[starts[roles[0]]]
         if kind == "transfer":
             self.priced[key] = self.priced.get(key) or self.transferred(key, roles, first)
-            made = replace(self.priced[key], node=first.node, microbatch=first.microbatch)
+            copy = replace(self.priced[key], node=first.node, microbatch=first.microbatch)
         else:
-            made = self.collective(key, roles, [self.tasks[each[roles[0]]] for _, each in bucket])
-        made, host = self.split(made)
-        task = self.add(made)
+            copy = self.collective(key, roles, [self.tasks[each[roles[0]]] for _, each in bucket])
+        copy, host = self.split(copy)
+        task = self.add(copy)
         for _, each in bucket:
             senders, takers = self.ends(kind, key, each)
             self.needs[task] += senders
@@ -254,25 +260,25 @@ class _Lowering:
         waits = [(s, self.waits[s]) for _, each in bucket for s in each.values() if s in self.waits]
         if self.buckets == "blocks" and kind == "group" and waits:
             self.flat.append(tuple(waits))
-        if len(bucket) > 1 and made.op == "all_gather" and waits:
-            self.lengthen(min(wait for _, wait in waits), self.unpacking(made, bucket))
+        if len(bucket) > 1 and copy.op == "all_gather" and waits:
+            self.lengthen(min(wait for _, wait in waits), self.unpacking(copy, bucket))
         return task
 
     def lengthen(self, task: int, seconds: float) -> None:
         self.tasks[task] = replace(self.tasks[task], seconds=self.tasks[task].seconds + seconds)
 
-    def unpacking(self, made: Task, bucket: Sequence[tuple[Channel, Starts]]) -> float:
+    def unpacking(self, task: Task, bucket: Sequence[tuple[Channel, Starts]]) -> float:
         """Seconds in which parameters are copied out of the buffer that a bucket is gathered into. What packs
         gradients is the cast that the program has before their reduction."""
         operand = sum(self.bytes_of(self.tasks[start]) for _, starts in bucket for start in starts.values())
-        size = int(2 * (operand + made.received))
+        size = int(2 * (operand + task.received))
         return self.profile.compute_seconds(Memory("copy", size, size // 2, torch.uint8))
 
     def bytes_of(self, start: Task) -> float:
         """Bytes that a device hands to a collective; 0 for a transfer."""
         operand, number = start.node.args[0], start.roles[0]
-        held = self.roles[number].local.one(operand) if isinstance(operand, fx.Node) else None
-        size = float(held.num_elements * held.dtype.itemsize) if held is not None else 0.0
+        value = self.roles[number].local.one(operand) if isinstance(operand, fx.Node) else None
+        size = float(value.num_elements * value.dtype.itemsize) if value is not None else 0.0
         return self.narrow[number].moved_bytes(start.node, size) if self.narrow else size
 
     def split(self, copy: Task) -> tuple[Task, float]:
@@ -289,9 +295,13 @@ class _Lowering:
         every = list(starts.values())
         if kind == "group" or not self.is_buffered:
             return every, every
-        made = agreed(self.graphs, key)
-        senders = [s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(made.source.mesh.devices)]
-        takers = [s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(made.target.mesh.devices)]
+        channel = agreed(self.graphs, key)
+        senders = [
+            s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(channel.source.mesh.devices)
+        ]
+        takers = [
+            s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(channel.target.mesh.devices)
+        ]
         return senders, takers
 
     def collective(self, key: str, roles: Sequence[int], starts: Sequence[Task]) -> Task:
@@ -307,11 +317,11 @@ class _Lowering:
 
     def transferred(self, key: str, roles: Sequence[int], start: Task) -> Task:
         """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""
-        made = agreed(self.graphs, key)
-        item = made.spec.dtype.itemsize
-        routes = made.routes
+        channel = agreed(self.graphs, key)
+        item = channel.spec.dtype.itemsize
+        routes = channel.routes
         best, usage, received = 0.0, tuple[tuple[str, float], ...](), 0.0
-        for messages in _samples(made):
+        for messages in _samples(channel):
             crossing = [m for m in messages if m.sender != m.receiver]
             sizes = [m.box.num_elements * item for m in crossing]
             ends = [(m.sender, m.receiver) for m in crossing]
@@ -323,7 +333,7 @@ class _Lowering:
             seconds = latency + sum(flows)
             if seconds > best:
                 best, usage = seconds, self.profile.transfer_usage(*ends[0])
-        received = max((float(routes.bytes_received(d, item)) for d in made.target.mesh.devices[:64]), default=0.0)
+        received = max((float(routes.bytes_received(d, item)) for d in channel.target.mesh.devices[:64]), default=0.0)
         return Task(
             "copy",
             start.node,
@@ -332,22 +342,22 @@ class _Lowering:
             start.microbatch,
             None,
             usage,
-            "permute" if made.axes else "transfer",
-            ",".join(made.axes),
+            "permute" if channel.axes else "transfer",
+            ",".join(channel.axes),
             received,
         )
 
 
-def _samples(made: Transfer) -> Iterator[Sequence[Any]]:
-    routes = made.routes
-    yield from (routes.received_by(device) for device in made.target.mesh.devices[:16])
-    yield from (routes.sent_by(device) for device in made.source.mesh.devices[:16])
+def _samples(transfer: Transfer) -> Iterator[Sequence[Any]]:
+    routes = transfer.routes
+    yield from (routes.received_by(device) for device in transfer.target.mesh.devices[:16])
+    yield from (routes.sent_by(device) for device in transfer.source.mesh.devices[:16])
 
 
-def items_by_part(held: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
+def items_by_part(role: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
     """Kernels, starts and waits of a role in their order, cut where the first node of backward and of update stands."""
-    nodes = list(held.role.graph.nodes)
-    items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in held.kernels]
+    nodes = list(role.role.graph.nodes)
+    items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in role.kernels]
     items += [(float(i), n) for i, n in enumerate(nodes) if n.target in STARTS or n.target is WAIT]
     items.sort(key=lambda item: item[0])
     run = [(i, origin_of(n).phase) for i, n in enumerate(nodes) if n.op == "call_function"]
@@ -382,5 +392,5 @@ def lower_tasks(
     passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
     is_buffered = pipeline != "sequential"
-    told = told_of(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
-    return _Lowering(graphs, profile, roles, passes, narrow, is_buffered, told, buckets, fusion).run()
+    exchange = loss_exchange(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
+    return _Lowering(graphs, profile, roles, passes, narrow, is_buffered, exchange, buckets, fusion).run()
