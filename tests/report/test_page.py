@@ -392,6 +392,20 @@ def test_it_fits_a_small_window(open_page: Open) -> None:
     assert page.evaluate("document.getElementById('timeline').clientWidth") > 400
 
 
+def test_a_narrow_page_scrolls_down_only_and_everything_is_on_it(open_page: Open) -> None:
+    step = sample()
+    page = open_page(step, moves_of(step), size=(400, 800))
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    width = "(box => [box.left, box.right])(document.querySelector('{}').getBoundingClientRect())"
+    for part in ("#cards", "#timeline", "#minimap", "#sheet", "#details"):
+        left, right = page.evaluate(width.format(part))
+        assert left >= 0, part
+        assert 360 <= right <= 400, (part, left, right)
+    box = page.evaluate(f"meshweave.zoomTo({most_exposed(step)}), meshweave.boxOf({most_exposed(step)})")
+    assert 0 < box["x"] < box["x"] + box["width"] < 400
+    assert box["width"] > 50
+
+
 def test_many_roles_begin_folded_and_open_when_a_task_is_selected(open_page: Open) -> None:
     step = sample(roles=12, layers=1)
     page = open_page(step)

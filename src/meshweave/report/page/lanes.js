@@ -1,7 +1,7 @@
 // The rows of the timeline: per role and run a header with the phases, its lanes, and its memory.
 
 const AXIS = 22; // pixels
-const GUTTER = 152;
+let GUTTER = 152; // narrower on a narrow page (fitCanvas)
 const HEIGHTS = { header: 19, compute: 25, lane: 18, memory: 52 };
 const collapsed = new Set();
 const MANY_ROLES = 8; // with more, only the first few are open at the beginning

@@ -14,6 +14,7 @@ function fitCanvas() {
   const ratio = window.devicePixelRatio || 1;
   $("spacer").style.height = "0px";
   height = scroller.clientHeight;
+  GUTTER = scroller.clientWidth < 560 ? 96 : 152;
   width = Math.max(50, scroller.clientWidth - GUTTER - 6);
   canvas.width = Math.round(scroller.clientWidth * ratio);
   canvas.height = Math.round(height * ratio);
