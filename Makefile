@@ -1,11 +1,11 @@
-# make setup | test | test-all | demo | check | clean
+# make setup | test | test-all | demo | docs | check | clean
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch==2.13.0
 
-.PHONY: setup test test-all demo check clean
+.PHONY: setup test test-all demo docs check clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ test-all: setup
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+docs: setup
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 check: setup
 	$(BIN)/ruff format --check .

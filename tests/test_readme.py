@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""What the README and the pages of docs/ show runs as it stands there; their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from meshweave.cli import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 
 
 def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    block, *_ = re.findall(r"```python\n(.*?)```", README, re.S)
+    block, _ = blocks_of("README.md")
     model, batch, _ = hugging_face("llama", batch=4, heads=4)
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"model": model, "batch": batch, "loader": [batch, batch]}
@@ -34,7 +39,7 @@ def test_the_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_block_on_moves_runs() -> None:
-    _, block, *_ = re.findall(r"```python\n(.*?)```", README, re.S)
+    (block,) = blocks_of("docs/moves.md")
     mesh = mw.Mesh("a=4,b=8")
     ends = {name: mw.Layout.parse(text, mesh) for name, text in (("source", "[{}, {b}]"), ("target", "[{b,a}, {}]"))}
     scope: dict[str, Any] = {"mw": mw, "torch": torch, **ends}
@@ -43,7 +48,7 @@ def test_the_block_on_moves_runs() -> None:
 
 
 def test_the_block_on_machines_runs(capsys: Any) -> None:
-    _, _, block, _ = re.findall(r"```python\n(.*?)```", README, re.S)
+    (block,) = blocks_of("docs/simulate.md")
     model, batch, loss = hugging_face("llama", batch=4, heads=4)
     step = mw.compile(model, loss=loss, example=batch, mesh="fsdp=4")
     scope: dict[str, Any] = {"mw": mw, "step": step}
@@ -54,7 +59,7 @@ def test_the_block_on_machines_runs(capsys: Any) -> None:
 
 def test_the_block_on_overlap_runs(capsys: Any) -> None:
     """The graph is what make_fx traces of a gather and a matmul; torch.compile makes no call here."""
-    *_, block = re.findall(r"```python\n(.*?)```", README, re.S)
+    _, block = blocks_of("README.md")
     c10d = torch.ops._c10d_functional
 
     def gathered(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -72,7 +77,10 @@ def test_the_block_on_overlap_runs(capsys: Any) -> None:
 
 # The check is run by tests/test_cli.py.
 @pytest.mark.parametrize(
-    "line", re.findall(r"^meshweave ((?:plan|run|move|simulate|explain) .*?)\s*(?:#.*)?$", README, re.M)
+    "line",
+    re.findall(
+        r"^meshweave ((?:plan|run|move|simulate|explain) .*?)\s*(?:#.*)?$", (ROOT / "docs" / "cli.md").read_text(), re.M
+    ),
 )
 def test_command_lines_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,9 +89,21 @@ def test_command_lines_run(line: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
 
 
-def test_the_readme_names_only_plans_that_exist() -> None:
-    from meshweave import Plan
+def test_the_page_on_plans_names_every_plan_and_operator() -> None:
+    page = (ROOT / "docs" / "plans.md").read_text()
+    constructors = {name for name, member in vars(mw.Plan).items() if isinstance(member, staticmethod)}
+    assert set(re.findall(r"`Plan\.(\w+)\(", page)) == constructors
+    assert all(callable(getattr(mw, name)) for name in re.findall(r"`mw\.(\w+)\(", page))
 
-    named = set(re.findall(r"`Plan\.(\w+)\(", README))
-    assert len(named) >= 6
-    assert all(callable(getattr(Plan, name)) for name in named)
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_site_has_every_page_and_every_public_name() -> None:
+    nav = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert nav == {page.name for page in PAGES} - {"README.md"} | {"index.md"}
+    named = re.findall(r"^::: (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted(named) == sorted(mw.__all__)
