@@ -7,10 +7,7 @@ compiled, so that a rank that does not come is an error with its name, never a h
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,33 +19,13 @@ from meshweave.interop.process_groups import default_store, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.overlap.figures import Figures
-
-TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
-_SHOWN = 16  # ranks that an error names
+from meshweave.runtime.exchange import TIMEOUT_SECONDS, Exchange, named
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What `ranks`, of which this process is `rank`, agree on through `store`, one exchange after the other.
+class Agreement(Exchange):
+    """What ranks that compile the same graph agree on, one exchange after the other."""
 
-    In an exchange every rank says something, the lowest of them judges what all said, and its verdict is what every
-    rank returns or raises. It waits `timeout_seconds` for the others, they twice as long for it, so that all learn who
-    is missing. Which exchange it is, each rank counts in the store itself: ranks come to their n-th exchange together.
-    """
-
-    store: Any  # a torch.distributed.Store
-    rank: int
-    ranks: tuple[int, ...]
-    timeout_seconds: float = TIMEOUT_SECONDS
-
-    def __post_init__(self) -> None:
-        if self.rank not in self.ranks or list(self.ranks) != sorted(set(self.ranks)) or not self.timeout_seconds > 0:
-            raise MeshweaveError(
-                "these ranks cannot agree",
-                where=f"rank {self.rank}",
-                got=f"ranks {self.ranks}, timeout {self.timeout_seconds:g} s",
-                expected="ranks in rising order, this one among them, and a timeout above 0 s",
-            )
+    __slots__ = ()
 
     def figures(self, mine: Figures, told: str = "") -> Figures:
         """The figures of the lowest rank. Raises MeshweaveError naming the ranks that did not come, that were `told`
@@ -60,7 +37,7 @@ class Agreement:
             if others:
                 raise MeshweaveError(
                     "ranks compile different graphs: their communications would not meet",
-                    where=_named(others),
+                    where=named(others),
                     got=f"graph {said[others[0]][0]} on rank {others[0]}",
                     expected=f"graph {mine.fingerprint}, as on rank {lead}",
                     hint="where ranks run different graphs (stages of a pipeline), pass ranks=, those with this one",
@@ -69,14 +46,14 @@ class Agreement:
             if others:
                 raise MeshweaveError(
                     "ranks were given different options",
-                    where=_named(others),
+                    where=named(others),
                     got=f"{said[others[0]][1]} on rank {others[0]}",
                     expected=f"{told}, as on rank {lead}",
                     hint="decide on one rank and broadcast: costs may differ between ranks, options may not",
                 )
             return mine.numbers
 
-        numbers = self._exchange([mine.fingerprint, told], judge)
+        numbers = self.exchange([mine.fingerprint, told], judge)
         return Figures(mine.fingerprint, tuple(numbers))
 
     def prove(self, graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -98,67 +75,7 @@ class Agreement:
             _judge_order(said, self.ranks[0])
             _judge_blocks(said)
 
-        self._exchange([digest, len(events), tables, blocks], judge)
-
-    def _exchange(self, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
-        """What `judge` makes, on the lowest rank, of what every rank said; values as JSON has them."""
-        lead = self.ranks[0]
-        try:
-            key = f"{self._prefix}/{self.store.add(f'{self._prefix}/turn/{self.rank}', 1)}"
-            if self.rank == lead:
-                verdict = self._verdict(key, said, judge)
-                self.store.set(f"{key}/verdict", json.dumps(verdict))
-            else:
-                self.store.set(f"{key}/{self.rank}", json.dumps(said))
-                if self._missing(key, ["verdict"], 2 * self.timeout_seconds):
-                    raise self._absent([lead], 2 * self.timeout_seconds)
-                verdict = json.loads(self.store.get(f"{key}/verdict"))
-        except RuntimeError as error:  # what stores raise where their server is gone
-            raise MeshweaveError(
-                "the store of torch.distributed cannot be reached",
-                where=f"rank {self.rank}",
-                got=str(error).splitlines()[0],
-                expected=f"an answer from {_named(self.ranks)}",
-                hint="the process that serves it, usually that of rank 0, has ended: see its log",
-            ) from error
-        if "error" in verdict:
-            raise MeshweaveError(**verdict["error"])
-        return verdict["said"]
-
-    @property
-    def _prefix(self) -> str:
-        """Keys of these ranks alone: others may have counted further."""
-        return f"meshweave/overlap/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]}"
-
-    def _verdict(self, key: str, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> dict[str, Any]:
-        others = self.ranks[1:]
-        try:
-            missing = self._missing(key, [str(rank) for rank in others], self.timeout_seconds)
-            if missing:
-                raise self._absent([int(rank) for rank in missing], self.timeout_seconds)
-            told = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in others}
-            return {"said": judge({self.ranks[0]: json.loads(json.dumps(said)), **told})}
-        except MeshweaveError as error:
-            parts = ("what", "where", "got", "expected", "hint")
-            return {"error": {part: getattr(error, part) for part in parts}}
-
-    def _missing(self, key: str, names: Sequence[str], seconds: float) -> list[str]:
-        """The names that nobody has set after `seconds`, none if all are there before."""
-        keys = [f"{key}/{name}" for name in names]
-        try:
-            self.store.wait(keys, timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return [name for name, one in zip(names, keys, strict=True) if not self.store.check([one])]
-        return []
-
-    def _absent(self, ranks: Sequence[int], seconds: float) -> MeshweaveError:
-        return MeshweaveError(
-            "ranks did not come to agree on the order of a graph's communications",
-            where=_named(ranks),
-            got=f"nothing in {seconds:g} s",
-            expected=f"{_named(self.ranks)} compiling the same graphs in the same order",
-            hint="a rank has failed, compiles other graphs (pass ranks=), or needs longer (pass timeout_seconds=)",
-        )
+        self.exchange([digest, len(events), tables, blocks], judge)
 
 
 def _judge_order(said: Mapping[int, Any], lead: int) -> None:
@@ -167,7 +84,7 @@ def _judge_order(said: Mapping[int, Any], lead: int) -> None:
     if others:
         raise MeshweaveError(
             "ranks would communicate in different orders, which can deadlock",
-            where=_named(others),
+            where=named(others),
             got=f"order {said[others[0]][0]} of {said[others[0]][1]} starts and waits on rank {others[0]}",
             expected=f"order {digest} of {count}, as on rank {lead}",
             hint="the same figures must give the same order: are all ranks of one version of meshweave and torch?",
@@ -183,7 +100,7 @@ def _judge_order(said: Mapping[int, Any], lead: int) -> None:
                 where=f"rank {rank}, group {i} in order of appearance",
                 got=f"ranks {members}" + ("" if other is None else f"; on rank {other} it is {said[other][2][i]}"),
                 expected="a group that each of its members has at this place",
-                hint=f"{_named(outside)} did not agree: add them to ranks=" if outside else "",
+                hint=f"{named(outside)} did not agree: add them to ranks=" if outside else "",
             )
 
 
@@ -203,11 +120,6 @@ def _judge_blocks(said: Mapping[int, Any]) -> None:
                         expected=f"{expected}, as rank {members[i]} has it",
                         hint="the sizes that a rank sends must be those that the others receive from it",
                     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 # Of an all-to-all whose blocks are not all of one size: the event, the channel, the place, rows received and sent.

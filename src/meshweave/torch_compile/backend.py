@@ -14,7 +14,7 @@ from meshweave.decompose import DecomposeOptions
 from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.overlap import OverlapOptions
-from meshweave.torch_compile.agreement import TIMEOUT_SECONDS
+from meshweave.runtime.exchange import TIMEOUT_SECONDS
 from meshweave.torch_compile.scheduling import Cost, Settings, settings
 
 # As aot_autograd takes them: of a graph and its (fake) inputs, what runs it.

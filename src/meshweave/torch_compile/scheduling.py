@@ -23,7 +23,8 @@ from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
 from meshweave.overlap import Figures, OverlapOptions, OverlapReport, overlap, overlap_graph
 from meshweave.overlap.decide import NoOrderError
-from meshweave.torch_compile.agreement import TIMEOUT_SECONDS, Agreement, world_agreement
+from meshweave.runtime.exchange import TIMEOUT_SECONDS
+from meshweave.torch_compile.agreement import Agreement, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 
 Report = OverlapReport | DecomposeReport | SplitReport
