@@ -176,11 +176,12 @@ def test_simulate_shows_before_and_after(net: str) -> None:
 
 
 def test_explain_finds_the_parts_of_what_was_merged(net: str) -> None:
-    found = answer("explain", net, "--mesh", "fsdp=4", "--overlap", "--why", "net.py")
-    merged = [row["merged"] for row in found["communications"] if "merged" in row]
+    """On 8 devices a layer weighs 16 KiB, next to nothing beside a latency: whatever the order, some is merged."""
+    explain = ("explain", net, "--mesh", "fsdp=8", "--overlap")
+    merged = [row["merged"] for row in answer(*explain)["communications"] if "merged" in row]
     assert merged
-    found = answer("explain", net, "--mesh", "fsdp=4", "--overlap", "--why", merged[0][-1])
-    assert merged[0] in [row["merged"] for row in found["communications"] if "merged" in row]
+    named = answer(*explain, "--why", merged[0][-1])["communications"]
+    assert merged[0] in [row["merged"] for row in named if "merged" in row]
 
 
 def test_run_and_check(net: str) -> None:

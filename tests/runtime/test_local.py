@@ -140,5 +140,11 @@ def test_a_local_world_holds_every_device_and_puts_pieces_together() -> None:
 
 
 def test_a_step_cannot_run_on_meta() -> None:
-    with pytest.raises(MeshError, match="cannot run on the meta device"):
+    with pytest.raises(MeshError) as error:
         LocalWorld(MESH, "meta")
+    assert str(error.value).splitlines() == [
+        "a step cannot run on this device",
+        "  where: device='meta'",
+        "  got: a meta device",
+        "  hint: leave device out, or name cpu or cuda",
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
@@ -23,8 +24,9 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.runtime.cluster import init_from_env, shutdown
+from meshweave.runtime.executor import Task
 from meshweave.runtime.measured import measured
-from meshweave.runtime.tracing import Change, DeviceTrace, Event
+from meshweave.runtime.tracing import Change, DeviceTrace, Event, HostClock, Recorder
 from meshweave.simulate.result import Simulation
 
 MESHES = ["", "dp=2", "tp=2", "fsdp=2,tp=2", "pp=2"]
@@ -156,6 +158,48 @@ def test_memory_is_that_of_the_values_that_were_held() -> None:
     assert role.peak_bytes == max(size for _, size in role.memory) > role.persistent_bytes
     assert sum(one.bytes for one in role.at_peak) <= role.peak_bytes
     assert {one.kind for one in role.at_peak} >= {"param", "state"}
+
+
+class LateClock(HostClock):
+    """Its marks count up, and works say that they are done only in `settle`, when the step has long ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now, self._late = 0, list[list[Any]]()
+
+    def mark(self) -> int:
+        self._now += 10**9
+        return self._now
+
+    def when_done(self, work: Any, into: list[Any]) -> None:
+        self._late.append(into)
+
+    def settle(self) -> None:
+        for into in self._late:
+            into.append(self.mark())
+
+
+def test_a_communication_has_ended_when_its_wait_returns() -> None:
+    """However late the backend's thread says so: posted from 1 to 2 and from 3 to 4, waited for from 5 to 6 and from 7
+    to 8; the first has a second round, which its wait posts."""
+    nodes = {n.name: n for n in waiting().graph.nodes if n.op == "call_function"}
+    starts = [n for n in nodes.values() if n.target in STARTS]
+    waits = [next(n for n in nodes.values() if n.target is WAIT and n.all_input_nodes == [start]) for start in starts]
+    recorder = Recorder(LateClock(), 1)
+
+    def run(node: fx.Node, works: Sequence[str]) -> None:
+        began = recorder.mark()
+        if works:
+            recorder.begun(works)
+        recorder.ran(0, Task(node, len, (), {}, 0, (), True, node in starts, node in waits), began)
+
+    for node, works in zip((*starts, *waits), (["a"], ["b"], ["c"], []), strict=True):
+        run(node, works)
+    (trace,) = recorder.traces([0], 0, recorder.mark())
+    assert [(e.name, e.begin, e.end) for e in trace.events if e.is_copy] == [
+        (starts[0].name, 1.0, 6.0),
+        (starts[1].name, 3.0, 8.0),
+    ]
 
 
 # What is made of given times

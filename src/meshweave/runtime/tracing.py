@@ -138,6 +138,25 @@ class DeviceClock:
 
 
 @dataclass(slots=True)
+class _Communication:
+    """A communication that `start` began at `began`. `rounds` are the times at which its works reported their end, on
+    a thread of the backend and perhaps late. `waited` is when its wait returned: it had ended by then."""
+
+    start: fx.Node
+    began: Mark
+    rounds: list[list[Mark]]
+    waited: Mark | None = None
+
+    def seconds(self, clock: Clock) -> tuple[float, float] | None:
+        """When it was under way; None where nothing had to move."""
+        done = [clock.seconds(mark) for marks in self.rounds for mark in marks]
+        if not done:
+            return None
+        latest = max(done) if self.waited is None else min(max(done), clock.seconds(self.waited))
+        return clock.seconds(self.began), latest
+
+
+@dataclass(slots=True)
 class Recorder:
     """Told by executors what they do, and a Meter. Several threads may tell it of different devices at once.
 
@@ -149,7 +168,7 @@ class Recorder:
     num_held: int
     posted: list[list[Mark]] = field(default_factory=list)
     _tasks: list[list[tuple[fx.Node, Mark, Mark]]] = field(init=False)
-    _copies: list[list[tuple[fx.Node, Mark, list[list[Mark]]]]] = field(init=False)  # rounds of works
+    _copies: list[list[_Communication]] = field(init=False)
     _values: list[list[tuple[fx.Node, Mark, tuple[tuple[int, int], ...] | None]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,21 +181,21 @@ class Recorder:
 
     def ran(self, index: int, task: Task, began: Mark) -> None:
         """A task of held device `index` ran from `began` until now."""
-        self._tasks[index].append((task.node, began, self.clock.mark()))
-        if not self.posted:
-            return
-        done, self.posted = self.posted, []
-        copies = self._copies[index]
-        if task.is_wait:  # a second round, of a communication that goes on
-            started = task.node.all_input_nodes[0]
-            own = next(copy for copy in reversed(copies) if copy[0] is started)
-            own[2].extend(done)
-        else:
-            copies.append((task.node, began, done))
+        now = self.clock.mark()
+        self._tasks[index].append((task.node, began, now))
+        posted, self.posted = self.posted, []
+        if task.is_wait:
+            start = task.node.all_input_nodes[0]
+            own = next((copy for copy in reversed(self._copies[index]) if copy.start is start), None)
+            if own is not None:  # None where nothing had to move
+                own.rounds.extend(posted)  # a second round, of a communication that goes on
+                own.waited = now
+        elif posted:
+            self._copies[index].append(_Communication(task.node, began, posted))
 
     def copied(self, index: int, start: fx.Node, began: Mark) -> None:
         """The communication that `start` began on held device `index` ran from `began` until now."""
-        self._copies[index].append((start, began, [[self.clock.mark()]]))
+        self._copies[index].append(_Communication(start, began, [[self.clock.mark()]]))
 
     def begun(self, works: Iterable[Any]) -> None:
         """Communications of torch.distributed have begun, as a part of the task that runs."""
@@ -215,9 +234,9 @@ class Recorder:
         traces = []
         for i, device in enumerate(devices):
             events = [Event(n.name, at(b), at(e), False) for n, b, e in self._tasks[i]]
-            for node, mark, rounds in self._copies[i]:
-                if done := [at(m) for marks in rounds for m in marks]:  # none where nothing had to move
-                    events.append(Event(node.name, at(mark), max(done), True))
+            for copy in self._copies[i]:
+                if (times := copy.seconds(self.clock)) is not None:
+                    events.append(Event(copy.start.name, *times, True))
             events.sort(key=lambda event: (event.begin, event.end))
             changes, before = _changes(self._values[i], at, at(began))
             reserved = self.clock.reserved_bytes()
