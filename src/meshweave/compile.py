@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.guards import check_autocast, check_not_compiled
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
@@ -19,7 +20,7 @@ from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import PlanError
 from meshweave.expand.expand import expand
-from meshweave.hardware import AlphaBeta, Costs, load_profile
+from meshweave.hardware import Costs
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -182,6 +183,9 @@ def compile(
     param_dtype: cast floating-point parameters to this dtype before the forward pass. What is stored, gradients as they
         are summed over devices, and optimizer state stay in the parameters' own dtype; batch and buffers stay theirs.
     profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of one ("h100") or its file.
+        Without one (or "auto") a job of several processes takes that of its GPUs where it is known, else measures
+        machine and links once (about 10 s) and keeps the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
+        and virtual devices, which have no links, use it. `program.costs_from` says which it was.
     prefetch: how many blocks ahead parameters are gathered: hides their gathers, holds that many more blocks whole.
     overlap: order the step and merge collectives, so that communication runs beside compute (see `OverlapOptions`). It
         needs a machine profile, by which it is never slower than it was; values are the same to the bit.
@@ -200,7 +204,6 @@ def compile(
     """
     mesh, plan = Mesh.of(mesh), plan_of(plan)
     check_not_compiled(model)
-    costs = load_profile(profile) if isinstance(profile, str) else profile or AlphaBeta()
     if optimizer is None and (clip_grad_norm is not None):
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
     spec = None if optimizer is None else read_optimizer(optimizer, model)
@@ -213,7 +216,11 @@ def compile(
     passes = Passes(
         splitting_of(split), DecomposeOptions.of(decompose), scheduling_of(overlap, memory_cap_bytes, keeps_gradients)
     )
-    program = build_program(model, loss, example, spec, mesh, plan, costs, options, forward, progress, prefetch, passes)
+    chosen = costs_for(profile, world, progress)
+    program = build_program(
+        model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, prefetch, passes
+    )
+    program = replace(program, costs_from=chosen.origin)
     progress("start")
     settings = Settings(accumulate, seed, keeps_gradients, check_finite)
     return TrainStep(program, model, optimizer, world, settings)

@@ -28,6 +28,7 @@ class Program:
     options: CaptureOptions
     contract: Contract
     accumulation: str = ""  # where gradients of several microbatches are added up, and why there
+    costs_from: str = ""  # the costs that it was planned by, and where they are from
 
     @property
     def roles(self) -> tuple[RankGraph, ...]:

@@ -240,7 +240,9 @@ def job_phases(pipe: Connection) -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         mesh, loss = mw.Mesh(pp=dist.get_world_size()), lambda out, _: out.square().mean()
-        return mw.compile(model, loss=loss, example=data[0], optimizer=optimizer, mesh=mesh, keep_gradients=True)
+        return mw.compile(
+            model, loss=loss, example=data[0], optimizer=optimizer, mesh=mesh, keep_gradients=True, profile="alpha-beta"
+        )
 
     made = torch.Generator().manual_seed(1)
     data = [(torch.randn(4, 4, generator=made),) for _ in range(2)]
@@ -358,6 +360,7 @@ def train(path: str) -> dict[str, Any]:
         optimizer=torch.optim.AdamW(made.parameters(), lr=1e-2),
         mesh="dp=2,tp=2",
         plan=mw.Plan.fsdp("dp") + mw.Plan.tp("tp", {"0": "colwise", "2": "rowwise"}),
+        profile="alpha-beta",
     )
     losses = [step(batch) for _ in range(3)]
     step.save(path)

@@ -33,7 +33,7 @@ def job_guarded(pipe: Connection, changing: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model, data = Scaled(4, 4), batches(3, (4, 4), (4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh="fsdp=2")
+    step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh="fsdp=2", profile="alpha-beta")
     step(data[0])
     model.epoch = dist.get_rank()  # tried on each rank, and harmless
     step(data[1])

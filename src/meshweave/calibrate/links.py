@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.calibrate.ops import Effort, Peers, timed, typical
+from meshweave.calibrate.ops import LEAST_ROUNDS, Effort, Peers, timed, typical
 from meshweave.hardware.collectives import bytes_received
 from meshweave.ir.collectives import OURS, RECEIVED
 from meshweave.ir.graph import Spec
@@ -25,7 +25,6 @@ OPS = tuple(RECEIVED)
 MOST_SLOWDOWN = 20.0
 _COVER = 2.5  # compute that should hide a communication lasts so many times as long
 _MOST_SLEEP_S = 0.5
-_HOST_ROUNDS = 3
 _WIDTH = 16  # columns of the operands: rows are what collectives cut
 
 
@@ -153,6 +152,7 @@ def time_links(
 ) -> list[MeasuredLink]:
     """Typical seconds of every op in every place where a device receives about so many bytes; sizes that would take too
     long are left out. The slowest rank counts."""
+    began = time.perf_counter()
     cases: list[tuple[Place, str, int, bool, Callable[[], Any], int, int]] = []
     for place in link_places:
         for op in OPS:
@@ -162,13 +162,13 @@ def time_links(
                 links.sample(start, 1)
                 (first,) = links.peers.most([min(links.sample(start, 1) for _ in range(2))])
                 repeats = max(1, min(effort.max_repeats, round(effort.block_seconds / first)))
-                rounds = max(3, min(effort.rounds, round(effort.case_seconds / (first * repeats))))
+                rounds = max(LEAST_ROUNDS, min(effort.rounds, round(effort.case_seconds / (first * repeats))))
                 is_held_out = received in held_out
                 cases.append((place, op, size, is_held_out, start, repeats, rounds))
                 if first * 3 > effort.case_seconds:
                     break
     samples: list[list[float]] = [[] for _ in cases]
-    for turn in range(max((case[-1] for case in cases), default=0)):
+    for turn in effort.turns(max((case[-1] for case in cases), default=0), began, links.peers):
         for case, sample in zip(cases, samples, strict=True):
             if turn < case[-1]:
                 sample.append(links.sample(case[4], case[5]))
@@ -176,7 +176,7 @@ def time_links(
     on_gpu = links.device.type == "cuda"  # there the caller only enqueues
     host = links.peers.mean(
         [
-            0.0 if on_gpu else median(links.host_seconds(case[4], total) for _ in range(_HOST_ROUNDS))
+            0.0 if on_gpu else median(links.host_seconds(case[4], total) for _ in range(effort.host_rounds))
             for case, total in zip(cases, seconds, strict=True)
         ]
     )

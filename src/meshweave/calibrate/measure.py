@@ -85,6 +85,22 @@ QUICK = MeasurementPlan(
     tuple(_KIB * n for n in (24, 1500)),
     True,
 )
+# What a job measures unasked before its first step: float32, nothing held out, and no more than seconds of it. Of the
+# links the sizes between those that cost their start and those that cost their bytes.
+BRIEF = MeasurementPlan(
+    Effort(5, 0.06, most_seconds=4.0),
+    Effort(5, 0.12, host_rounds=1, most_seconds=4.0),
+    (16, 128, 512, 1024),
+    (64,),
+    1e9,
+    (),
+    ((4, 4, 64, 64), (1, 8, 256, 64)),
+    tuple(_KIB << i for i in (0, 6, 9, 11, 14)),
+    (),
+    tuple(_KIB << i for i in (0, 5, 9, 12)),
+    (),
+    True,
+)
 _HELD_OUT_ATTENTION: tuple[Sizes, ...] = ((2, 4, 96, 64), (1, 4, 384, 64), (3, 4, 64, 48))
 
 
@@ -128,7 +144,7 @@ def _measured(
     reserved: float,
     say: Callable[[str], None],
 ) -> Calibration:
-    peers = ALONE if world is None else _peers(world)
+    peers = ALONE if world is None else peers_of(world)
     num_ranks = 1 if world is None else world.mesh.num_devices
     per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
     torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
@@ -177,7 +193,7 @@ def _beside(pool: Pool, device: torch.device) -> Callable[[], Any]:
     return run
 
 
-def _peers(world: ClusterWorld) -> Peers:
+def peers_of(world: ClusterWorld) -> Peers:
     def reduced(op: Any) -> Callable[[Sequence[float]], list[float]]:
         def over_all(values: Sequence[float]) -> list[float]:
             tensor = torch.tensor(list(values), dtype=torch.float64, device=world.device)

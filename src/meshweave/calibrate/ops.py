@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ from meshweave.runtime.executor import FORWARD, Compiled, Recorder, SerialExecut
 from meshweave.simulate.classify import work_of
 
 MOST_MEDIANS = 3.0
+LEAST_ROUNDS = 3
 _ALONE = Mesh("")
 
 
@@ -153,12 +155,24 @@ def _graph(case: OpCase, repeats: int) -> RankGraph:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: `rounds` over all cases at most, at most `case_seconds` in all on one case."""
+    """How much is measured: `rounds` over all cases at most, at most `case_seconds` in all on one case, and the
+    caller's part of a communication in `host_rounds`. After `most_seconds` of all, three rounds of each are enough."""
 
     rounds: int
     case_seconds: float
     block_seconds: float = 1e-3  # a block is so long that the clock and the loop around it do not count
     max_repeats: int = 50
+    host_rounds: int = 3
+    most_seconds: float = math.inf
+
+    def turns(self, most: int, began: float, peers: Peers) -> Iterator[int]:
+        """Numbers of the rounds, `most` of them where there is time since `began`: as many on all peers."""
+        for turn in range(most):
+            if turn >= LEAST_ROUNDS and self.most_seconds < math.inf:
+                (late,) = peers.most([float(time.perf_counter() - began > self.most_seconds)])
+                if late:
+                    return
+            yield turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +194,7 @@ ALONE = Peers(lambda: None, list, list)
 def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peers: Peers) -> list[Measured]:
     """Typical seconds of each case. Repetitions of all cases take turns, so that a disturbance hits few of each; where
     there are peers, all of them run the same case at the same time, and the mean over them counts."""
-    firsts = []
+    began, firsts = time.perf_counter(), []
     for case in cases:
         block = Block(case, 1, device)
         block.run()
@@ -189,9 +203,9 @@ def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peer
     for case, first in zip(cases, peers.mean(firsts), strict=True):
         repeats = max(len(case.operands), min(effort.max_repeats, round(effort.block_seconds / first)))
         blocks.append(Block(case, repeats, device))
-        rounds.append(max(3, min(effort.rounds, round(effort.case_seconds / (first * repeats)))))
+        rounds.append(max(LEAST_ROUNDS, min(effort.rounds, round(effort.case_seconds / (first * repeats)))))
     samples: list[list[float]] = [[] for _ in cases]
-    for turn in range(max(rounds, default=0)):
+    for turn in effort.turns(max(rounds, default=0), began, peers):
         for block, durations, count in zip(blocks, samples, rounds, strict=True):
             if turn < count:
                 peers.meet()

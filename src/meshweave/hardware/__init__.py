@@ -2,7 +2,7 @@
 
 from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.hardware.costs import Costs
-from meshweave.hardware.load import load_profile, profile_names
+from meshweave.hardware.load import load_profile, profile_names, profile_of_device
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 
@@ -16,4 +16,5 @@ __all__ = [
     "Work",
     "load_profile",
     "profile_names",
+    "profile_of_device",
 ]

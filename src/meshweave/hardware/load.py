@@ -8,6 +8,7 @@ import re
 import tomllib
 import types
 from dataclasses import MISSING, Field, fields, is_dataclass
+from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from importlib import resources
 from itertools import pairwise
@@ -25,6 +26,12 @@ Path_ = tuple[str | int, ...]  # keys and list indices from the root of a file t
 def profile_names() -> tuple[str, ...]:
     """The profiles that come with meshweave, by name."""
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in _DATA.iterdir() if entry.name.endswith(".toml")))
+
+
+def profile_of_device(device_name: str) -> str | None:
+    """The name of the profile that comes with meshweave for a device as torch.cuda names it; None without one."""
+    patterns = ((name, _named(name).device) for name in profile_names())
+    return next((name for name, pattern in patterns if pattern and fnmatchcase(device_name, pattern)), None)
 
 
 def load_profile(name_or_path: str | Path) -> MachineProfile:

@@ -40,7 +40,8 @@ class MachineProfile:
     at least, `eager_s` the time that the processor needs to launch an op in PyTorch's eager mode. `fusion` says
     whether chains of pointwise ops run as one kernel. Communication is priced by `collectives`
     (measured) where they hold the op on the level of links at hand, else by the model of `nccl`. `errors` is what a
-    calibration found of its own error. `num_devices` 0: as many as one likes.
+    calibration found of its own error. `num_devices` 0: as many as one likes. `device` is a pattern (fnmatch) of the
+    names that torch.cuda has for the device: a job on such devices uses the profile unasked.
 
     Hashable at little cost: by name and version. Equal means equal in every figure.
     """
@@ -59,6 +60,7 @@ class MachineProfile:
     links: Links
     eager_s: float = field(default=0.0, metadata=SECONDS)
     num_devices: int = field(default=0, metadata=figure("a whole number, 0 or more", 0))
+    device: str = field(default="", metadata=_TEXT)
     power: Power | None = None
     nccl: Nccl | None = None
     collectives: tuple[Fit, ...] = ()

@@ -1,0 +1,173 @@
+"""Costs of the machine at hand without being asked for: known by the name of its devices, kept from an earlier job, or
+measured before the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from meshweave.calibrate.kept import FORMAT, Entry, cache_directory, parsed
+from meshweave.calibrate.links import Links, Place, local_bytes_of
+from meshweave.calibrate.measure import BRIEF, calibrate, peers_of
+from meshweave.calibrate.ops import Effort, typical
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
+from meshweave.runtime.cluster import ClusterWorld
+from meshweave.runtime.world import World
+
+AUTO, ALPHA_BETA = "auto", "alpha-beta"
+# What is kept is used where a gather takes between 1/4 and 4 times as long as it says: 1 and 10 Gbit/s are further
+# apart (8 to 10 times), a machine that others use too is mostly nearer.
+_MOST_DRIFT = 4.0
+_PROBE_BYTES = 1 << 20
+_PROBE = Effort(5, 0.5, most_seconds=0.5)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenCosts:
+    """The costs that a program is planned by, and in words where they are from."""
+
+    costs: Costs
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank of a job runs: what its figures hang on."""
+
+    host: str
+    machine: str
+    device: str
+    threads: int
+    address: str  # by which it reaches the job's first rank: two links of one host have two
+    per_node: str
+
+    @staticmethod
+    def here(device: torch.device) -> Seat:
+        cuda = device.type == "cuda"
+        return Seat(
+            platform.node(),
+            f"{platform.machine()}, {os.cpu_count()} cores",
+            torch.cuda.get_device_name(device) if cuda else "cpu",
+            0 if cuda else torch.get_num_threads(),
+            _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+            os.environ.get("LOCAL_WORLD_SIZE", ""),
+        )
+
+
+def costs_for(
+    profile: Costs | str | None, world: World, progress: Callable[[str], None] = lambda stage: None
+) -> ChosenCosts:
+    """The costs that `profile` means on `world`. All ranks of a job call it together and get the same.
+
+    Costs are taken as they are; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and "auto"
+    are, in a job of several processes, the profile of its GPUs where it comes with meshweave, else one that is measured
+    once (about 10 s) and kept in `cache_directory()`, by hosts, devices, addresses, backend, number of processes and
+    versions. Virtual devices of one process have no links: what their moves cost relative to each other is all that
+    there is to choose by, and an AlphaBeta says that.
+    """
+    if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
+        costs = load_profile(profile)
+        return ChosenCosts(costs, f"profile {costs.name}, as asked")
+    if profile == ALPHA_BETA:
+        return ChosenCosts(AlphaBeta(), "alpha-beta, as asked")
+    if profile is not None and not isinstance(profile, str):
+        return ChosenCosts(profile, f"{profile.name}, as asked")
+    if not isinstance(world, ClusterWorld) or world.mesh.num_devices == 1:
+        return ChosenCosts(AlphaBeta(), "alpha-beta: devices of one process have no links to measure")
+    return _of_job(world, progress)
+
+
+def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts:
+    with world.guard():
+        seats = _gathered(Seat.here(world.device))
+    names = {seat.device for seat in seats}
+    known = profile_of_device(next(iter(names))) if len(names) == 1 else None
+    if known is not None:
+        return ChosenCosts(load_profile(known), f"profile {known}, of devices named {seats[0].device}")
+    entry = Entry(cache_directory() / "profiles", _key(seats))
+    is_first = dist.get_rank() == 0
+    with entry.lock() if is_first else nullcontext():
+        with world.guard():
+            text, trouble = _gathered(entry.read() if is_first else ("", ""))[0]
+        if text:
+            profile = parsed(text)
+            drift = _drift(profile, world)
+            if 1 / _MOST_DRIFT <= drift <= _MOST_DRIFT:
+                return ChosenCosts(profile, f"measured on this machine: {profile.version}, kept in {entry.path}")
+            trouble = f"a gather takes {drift:.2g} times as long as {entry.path} says"
+        return _measured(world, entry, trouble, progress)
+
+
+def _measured(world: ClusterWorld, entry: Entry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
+    """Costs measured now and kept; an AlphaBeta where that is not possible. `trouble` is why nothing kept was used."""
+    began = time.perf_counter()
+    why = f" ({trouble})" if trouble else ""
+    progress(f"calibrate{why}")
+    text, failure = "", ""
+    try:
+        name = f"{world.device.type}, {world.mesh.num_devices} processes"
+        text = calibrate(BRIEF, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}")).text
+    except (MeshweaveError, RuntimeError) as error:
+        failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+    with world.guard():
+        outcomes = _gathered((text, failure))
+    if failures := [error for _, error in outcomes if error]:
+        return ChosenCosts(AlphaBeta(), f"alpha-beta: this machine could not be measured ({failures[0]})")
+    text = outcomes[0][0]
+    with world.guard():
+        kept = _gathered(entry.write(text) if dist.get_rank() == 0 else "")[0] or f"kept in {entry.path}"
+    return ChosenCosts(parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
+
+
+def _drift(profile: MachineProfile, world: ClusterWorld) -> float:
+    """How many times as long as the profile says a gather over all ranks takes."""
+    place = Place("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
+    size = local_bytes_of("all_gather", place.size, _PROBE_BYTES)
+    with world.guard():
+        links = Links(world.mesh, world.rank, world.device, peers_of(world))
+        start = links.start(place, "all_gather", size)
+        links.sample(start, 1)
+        turns = _PROBE.turns(_PROBE.rounds, time.perf_counter(), links.peers)
+        (taken,) = links.peers.most([typical([links.sample(start, 1) for _ in turns])])
+    return taken / profile.seconds("all_gather", world.mesh, place.axes, size)
+
+
+def _key(seats: Sequence[Seat]) -> str:
+    """The conditions under which a profile holds, as text."""
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "torch": torch.__version__,
+            "backend": str(dist.get_backend_config()),
+            "seats": [asdict(seat) for seat in seats],
+        }
+    )
+
+
+def _gathered(own: T) -> list[T]:
+    """What every rank says, by rank. All ranks call it together."""
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, own)
+    return received
+
+
+def _address_towards(host: str) -> str:
+    """The address from which this machine sends to `host`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""

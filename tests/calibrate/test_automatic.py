@@ -1,0 +1,247 @@
+"""Costs without being asked for: which they are, what is kept of them, and where that is not to be used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.calibrate.test_calibrate import TINY
+from tests.runtime.test_cluster import Job, start  # noqa: F401
+from torch import nn
+
+import meshweave as mw
+from meshweave.calibrate import automatic, costs_for
+from meshweave.calibrate.kept import Entry, cache_directory
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import AlphaBeta, load_profile, profile_of_device
+from meshweave.hardware.load import _DATA
+from meshweave.runtime.cluster import ClusterWorld, shutdown
+from meshweave.runtime.world import LocalWorld
+
+SHORT = replace(TINY, matmul_sizes=(16,), held_out_shapes=(), attention=((1, 2, 16, 16),), memory=(1 << 10,),
+                held_out_memory=(), held_out_received=())  # fmt: skip
+TEXT = (_DATA / "cpu-gloo.toml").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> None:
+        raise AssertionError("nothing is to be measured")
+
+    monkeypatch.setattr(automatic, "calibrate", refused)
+
+
+# Which costs
+
+
+@pytest.mark.usefixtures("no_measuring")
+def test_virtual_devices_are_not_measured() -> None:
+    world = LocalWorld(mw.Mesh("dp=2"))
+    for asked in (None, "auto", "alpha-beta"):
+        assert costs_for(asked, world).costs == AlphaBeta()
+    assert "no links" in costs_for(None, world).origin
+    step = mw.compile(nn.Linear(2, 2), loss=lambda out, _: out.sum(), example=(torch.ones(4, 2),), mesh="dp=2")
+    assert "no links" in step.program.costs_from
+
+
+def test_costs_that_are_named_are_taken(tmp_path: Path) -> None:
+    world, own = LocalWorld(mw.Mesh("dp=2")), AlphaBeta(1e-3)
+    assert costs_for(own, world).costs is own
+    assert costs_for("h100", world) == automatic.ChosenCosts(load_profile("h100"), "profile h100, as asked")
+    (tmp_path / "machine.toml").write_text(TEXT)
+    assert costs_for(str(tmp_path / "machine.toml"), world).costs == load_profile("cpu-gloo")
+    with pytest.raises(MeshweaveError, match="no machine profile 'h1000'"):
+        costs_for("h1000", world)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),  # other links, other memory
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_devices_are_known_by_name(device: str, expected: str | None) -> None:
+    assert profile_of_device(device) == expected
+
+
+# Entries on disk
+
+
+def test_what_was_kept_is_read_back_to_the_letter(tmp_path: Path) -> None:
+    entry = Entry(tmp_path / "a" / "b", "here\nand now")
+    assert entry.read() == ("", "")
+    assert entry.write(TEXT) == ""
+    assert entry.read() == (TEXT, "")
+    assert [path.name for path in entry.directory.iterdir()] == [entry.path.name]
+    other = Entry(entry.directory, "elsewhere")
+    assert other.read() == ("", "")
+    other.path.write_bytes(entry.path.read_bytes())
+    assert "damaged" in other.read()[1]  # the file of another key
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda text: text[: len(text) // 2], "damaged"),
+        (lambda text: "", "damaged"),
+        (lambda text: re.sub("launch_s = .", "launch_s = 7", text), "damaged"),
+        (lambda text: b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_damaged_entry_is_not_used(tmp_path: Path, damage: Callable[[str], str | bytes], expected: str) -> None:
+    entry = Entry(tmp_path, "key")
+    assert entry.write(TEXT) == ""
+    left = damage(entry.path.read_text())
+    entry.path.write_bytes(left if isinstance(left, bytes) else left.encode())
+    text, trouble = entry.read()
+    assert text == ""
+    assert expected in trouble
+    assert str(entry.path) in trouble
+    assert entry.write(TEXT) == ""
+    assert entry.read() == (TEXT, "")
+
+
+def test_an_entry_of_another_format_is_not_used(tmp_path: Path) -> None:
+    entry = Entry(tmp_path, "key")
+    entry.write(TEXT.replace("launch_s", "launching_s"))
+    assert "no profile of this version ('launching_s' is unknown)" in entry.read()[1]
+
+
+def test_a_directory_that_takes_nothing_costs_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    entry = Entry(tmp_path / "file", "key")
+    with entry.lock():
+        assert entry.read()[0] == ""
+        assert "it could not be kept" in entry.write(TEXT)
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    entry = Entry(tmp_path / "full", "key")
+    assert "No space left on device" in entry.write(TEXT)
+    assert list(entry.directory.iterdir()) == []
+
+
+def hold(directory: Path, pipe: Connection) -> None:
+    """Say what is kept once the lock is there."""
+    entry = Entry(directory, "key")
+    pipe.send("waiting")
+    with entry.lock():
+        pipe.send(entry.read()[0])
+
+
+def test_a_second_job_waits_for_what_the_first_measures(tmp_path: Path) -> None:
+    entry, context = Entry(tmp_path, "key"), multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    with entry.lock():
+        other = context.Process(target=hold, args=(tmp_path, theirs))
+        other.start()
+        assert ours.recv() == "waiting"
+        assert not ours.poll(0.3)
+        entry.write(TEXT)
+    assert ours.recv() == TEXT
+    other.join()
+
+
+def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MESHWEAVE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_directory() == Path("/caches/meshweave")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "meshweave"
+    monkeypatch.setenv("MESHWEAVE_CACHE", "/own")
+    assert cache_directory() == Path("/own")
+
+
+# Jobs
+
+
+def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
+    """Compile without a profile five times: measured, kept, damaged, on another link, and not to be measured."""
+    os.environ["MESHWEAVE_CACHE"] = directory
+    automatic.BRIEF, automatic._MOST_DRIFT = SHORT, 1e3  # type: ignore[misc]
+    is_first = dist.get_rank() == 0
+    stages: list[str] = []
+
+    def compiled() -> mw.TrainStep:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        return mw.compile(
+            model, loss=lambda out, _: out.sum(), example=(torch.ones(4, 4),), mesh="dp=2", progress=stages.append
+        )
+
+    origins = [compiled().program.costs_from]
+    heard = [stage for stage in stages if stage.startswith("calibrate")]
+    stages.clear()
+    origins.append(compiled().program.costs_from)
+    again = [stage for stage in stages if stage.startswith("calibrate")]
+    if is_first:
+        (path,) = Path(directory, "profiles").glob("*.toml")
+        path.write_text(path.read_text()[:-40])
+    dist.barrier()
+    origins.append(compiled().program.costs_from)
+    if is_first:
+        (path,) = Path(directory, "profiles").glob("*.toml")
+        _, key, text = path.read_text().split("\n", 2)
+        slow = re.sub(r"\[(\d+), ([0-9.e-]+)\]", lambda m: f"[{m[1]}, {float(m[2]) + 1e6}]", text)
+        entry = Entry(path.parent, json.loads(key[2:]))
+        assert entry.path == path
+        assert entry.write(slow) == ""
+    dist.barrier()
+    origins.append(compiled().program.costs_from)
+    for path in Path(directory, "profiles").glob("*.toml"):
+        path.unlink(missing_ok=True)
+    dist.barrier()
+    world = ClusterWorld(mw.Mesh("dp=2"))
+
+    def impossible(*arguments: Any) -> None:
+        raise MeshweaveError("no clock" if is_first else "no memory")
+
+    automatic.calibrate = impossible  # type: ignore[assignment]
+    chosen = costs_for(None, world)
+    shutdown(world)
+    return {"origins": [*origins, chosen.origin], "heard": heard, "again": again, "costs": str(chosen.costs)}
+
+
+@pytest.mark.multiprocess
+def test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used(
+    start: Callable[..., Job],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    first, second = start("tests.calibrate.test_automatic:job_measures", 2, str(tmp_path)).finish(120)
+    assert "error" not in first, first
+    assert first["heard"] == [
+        "calibrate",
+        "calibrate: ops",
+        "calibrate: links",
+        "calibrate: compute beside communication",
+    ]
+    assert first["again"] == []
+    measured, kept, damaged, changed, impossible = first["origins"]
+    assert re.match(r"measured on this machine in \d+ s, kept in ", measured)
+    assert re.match(r"measured on this machine: \d+-.*, kept in ", kept)
+    assert re.match(r"measured on this machine in \d+ s \(.* is damaged\), kept in ", damaged)
+    assert re.match(r"measured on this machine in \d+ s \(a gather takes .* times as long as .* says\)", changed)
+    assert impossible == "alpha-beta: this machine could not be measured (MeshweaveError: no clock)"
+    assert first["costs"] == str(AlphaBeta())
+    assert [o.partition(" s")[2] for o in second["origins"]] == [o.partition(" s")[2] for o in first["origins"]]
