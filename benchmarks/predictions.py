@@ -27,6 +27,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.compile import build_program
 from meshweave.hardware import load_profile
+from meshweave.passes import pipeline_of
 from meshweave.program import Program
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation
@@ -144,9 +145,7 @@ def compiled(setup: Setup) -> Program:
     mesh = mw.Mesh(setup.mesh)
     ids = torch.empty(setup.batch * mesh.size("fsdp") * setup.accumulate, 8192, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(
-        clip_grad_norm=1.0, accumulate=setup.accumulate, recompute=setup.recompute, param_dtype=torch.bfloat16
-    )
+    options = CaptureOptions(clip_grad_norm=1.0, accumulate=setup.accumulate, param_dtype=torch.bfloat16)
     return build_program(
         model,
         lambda out, batch: out.loss,
@@ -156,7 +155,7 @@ def compiled(setup: Setup) -> Program:
         parse_plan(setup.plan),
         load_profile(setup.profile),
         options,
-        prefetch=setup.prefetch,
+        pipeline=pipeline_of(recompute=setup.recompute, prefetch=setup.prefetch),
     )
 
 

@@ -28,6 +28,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.compile import build_program
 from meshweave.hardware import MachineProfile, load_profile
+from meshweave.passes import pipeline_of
 from meshweave.program import Program
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation
@@ -180,12 +181,12 @@ def compiled(run: Run, profile: MachineProfile, layers: int) -> Program:
         clip_grad_norm=1.0,
         accumulate=run.accumulate,
         accumulate_in="shards",
-        recompute=run.recompute,
         param_dtype=dtype,
     )
     plan = parse_plan((MPT_PLAN if run.model in MPT else PLAN) + ("+dp:dp" if "dp" in mesh.axis_names else ""))
     example = {"input_ids": ids, "labels": ids}
-    return build_program(model, loss, example, optimizer, mesh, plan, profile, options, prefetch=1)
+    passes = pipeline_of(recompute=run.recompute, prefetch=1)
+    return build_program(model, loss, example, optimizer, mesh, plan, profile, options, pipeline=passes)
 
 
 def simulated(run: Run, layers: int) -> Simulation:

@@ -19,6 +19,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions
 from meshweave.compile import build_program
 from meshweave.hardware import load_profile
+from meshweave.passes import pipeline_of
 from meshweave.program import Program
 from meshweave.simulate.result import Simulation
 from meshweave.simulate.step import times_of
@@ -35,10 +36,11 @@ def compiled(mesh_text: str, microbatches: int) -> Program:
     mesh = mw.Mesh(mesh_text)
     ids = torch.empty(mesh.size("fsdp") * microbatches, 8192, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(clip_grad_norm=1.0, accumulate=microbatches, recompute="full", param_dtype=torch.bfloat16)
+    options = CaptureOptions(clip_grad_norm=1.0, accumulate=microbatches, param_dtype=torch.bfloat16)
     batch = {"input_ids": ids, "labels": ids}
+    passes = pipeline_of(recompute="full", prefetch=1)
     return build_program(
-        model, lambda out, batch: out.loss, batch, optimizer, mesh, None, load_profile("h100"), options, prefetch=1
+        model, lambda out, batch: out.loss, batch, optimizer, mesh, None, load_profile("h100"), options, pipeline=passes
     )
 
 

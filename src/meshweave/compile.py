@@ -14,8 +14,6 @@ from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.guards import check_autocast, check_not_compiled
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
-from meshweave.capture.recompute import recompute as recomputed
-from meshweave.capture.recompute_check import check_recompute
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import PlanError
@@ -30,9 +28,10 @@ from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
 from meshweave.overlap import OverlapOptions, settle
-from meshweave.overlap import prefetch as prefetched
-from meshweave.overlap.step import scheduling_of
-from meshweave.passes import Passes, accumulated, optimize, splitting_of
+from meshweave.passes import CapturedProgram, Pipeline, pipeline_of
+from meshweave.passes.accumulate import accumulated
+from meshweave.passes.options import Asked
+from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world
 from meshweave.runtime.session import Settings
@@ -83,13 +82,10 @@ def build_program(
     options: CaptureOptions,
     forward: Callable[[nn.Module, Any], Any] = call_model,
     progress: Callable[[str], None] = lambda stage: None,
-    prefetch: int = 0,
-    passes: Passes | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Program:
-    """Capture, place, plan, expand, optimize; the verifier runs after each. `progress(stage)` is called as each begins.
-
-    `prefetch`: how many blocks ahead parameters are gathered (see `overlap.prefetch`).
-    """
+    """Capture, place, plan, expand, optimize; the verifier runs after each and after every pass of `pipeline`.
+    `progress(stage)` is called as each begins."""
     progress("capture")
     resolved = resolve(plan, model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
@@ -99,8 +95,8 @@ def build_program(
     usual_stages(resolved, model, mesh, named)
     check_axes(resolved, mesh, named)
     progress("place")
-    passes = passes or Passes()
-    planner = _planner(profile, passes.room(profile))
+    pipeline = pipeline or Pipeline()
+    planner = _planner(profile, pipeline.room(profile))
     price = move_price(planner)
     units = infer_units(captured)
     homes = map_devices(captured, resolved.homes, mesh)
@@ -111,27 +107,20 @@ def build_program(
     # Without a plan, an axis that operators in the model use is theirs.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
         resolved = choose_tp(model, captured, resolved, axis, place_with, price)
-    step = _with_recompute(captured, options.recompute, resolved)
+    cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
+    step = pipeline.captured(CapturedProgram(captured, cuts), profile, progress)
     placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
 
     def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
         how = replace(placement, accumulate_in=accumulate_in)
         placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
         progress("expand")
-        roles = expand(verify_placed(placed), mesh, _proving(planner))
-        return placed, tuple(verify_rank(settle(prefetched(rank, prefetch))) for rank in roles)
+        roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), profile)
+        return placed, tuple(verify_rank(settle(role)) for role in roles)
 
-    placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, passes.room(profile))
-    made = optimize(placed, roles, mesh, profile, passes, options.accumulate, progress)
-    return Program(step, placed, made, placement, options, contract, told)
-
-
-def _with_recompute(captured: StepGraph, policy: str, resolved: Resolved) -> StepGraph:
-    """The step that is placed, proven to be the captured one."""
-    cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
-    step = recomputed(captured, policy, cuts)
-    check_recompute(captured, step, policy, cuts)
-    return verify_step(step)
+    placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(profile))
+    optimized = optimize(placed, roles, profile, pipeline, options.accumulate, progress)
+    return Program(step, placed, optimized, placement, options, contract, told)
 
 
 def compile(
@@ -151,6 +140,7 @@ def compile(
     reduce_after_cast: bool = False,
     recompute: str = "none",
     param_dtype: torch.dtype | None = None,
+    passes: Asked = None,
     prefetch: int = 0,
     overlap: bool | OverlapOptions | None = None,
     decompose: bool | DecomposeOptions | None = None,
@@ -186,6 +176,9 @@ def compile(
         Without one (or "auto") a job of several processes takes that of its GPUs where it is known, else measures
         machine and links once (about 10 s) and keeps the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
         and virtual devices, which have no links, use it. `program.costs_from` says which it was.
+    passes: what the step goes through, as a list of `meshweave.passes` or as text: "default" (carry, overlap: values
+        stay the same to the bit), "default,split=4,recompute=full", "none". The arguments recompute, prefetch, overlap,
+        decompose and split are short forms of the same list.
     prefetch: how many blocks ahead parameters are gathered: hides their gathers, holds that many more blocks whole.
     overlap: order the step and merge collectives, so that communication runs beside compute (see `OverlapOptions`). It
         needs a machine profile, by which it is never slower than it was; values are the same to the bit.
@@ -194,7 +187,7 @@ def compile(
     decompose: take collectives beside matmuls apart into messages between chunks of the matmuls, where the whole step
         is simulated faster so (see `DecomposeOptions`; it needs a machine profile, but with when="always"). Gathers
         stay exact; sums over devices may round otherwise.
-    split: run the rows of a device's batch in chunks (a number of them, True: 2), so that the tensor-parallel
+    split: run the rows of a device's batch in chunks (a number of them, True: 2 or 4), so that the tensor-parallel
         communication of one hides under the compute of another; where the simulated step is faster so (see
         `SplitOptions`). Sums over rows are added chunk by chunk, and may round otherwise.
     check_finite: raise before the update when the loss is NaN or infinite.
@@ -208,18 +201,21 @@ def compile(
         raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
     spec = None if optimizer is None else read_optimizer(optimizer, model)
     check_autocast(autocast)
-    options = CaptureOptions(
-        clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, recompute, param_dtype, accumulate_in
-    )
+    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, param_dtype, accumulate_in)
     world = make_world(mesh, device)
     keeps_gradients = keep_gradients or optimizer is None
-    passes = Passes(
-        splitting_of(split), DecomposeOptions.of(decompose), scheduling_of(overlap, memory_cap_bytes, keeps_gradients)
+    pipeline = pipeline_of(
+        passes,
+        recompute=recompute,
+        prefetch=prefetch,
+        split=split,
+        decompose=decompose,
+        overlap=overlap,
+        memory_cap_bytes=memory_cap_bytes,
+        keeps_gradients=keeps_gradients,
     )
     chosen = costs_for(profile, world, progress)
-    program = build_program(
-        model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, prefetch, passes
-    )
+    program = build_program(model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, pipeline)
     program = replace(program, costs_from=chosen.origin)
     progress("start")
     settings = Settings(accumulate, seed, keeps_gradients, check_finite)

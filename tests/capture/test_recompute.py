@@ -24,6 +24,7 @@ from meshweave.capture.step import CaptureOptions, capture
 from meshweave.cli import app
 from meshweave.errors import PlanError, VerifyError
 from meshweave.ir.graph import StepGraph, graph_text, op_name, origin_of
+from meshweave.passes import Recompute
 from meshweave.runtime.meter import StateMeter
 
 aten = torch.ops.aten
@@ -234,7 +235,7 @@ def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PlanError, match="'most' is no way to recompute") as error:
-        CaptureOptions(recompute="most")
+        Recompute("most")
     assert error.value.expected == "none, selective, full"
     with pytest.raises(PlanError, match="no way to recompute"):
         recompute(captured(nn.Sequential(Layer(), Layer())), "")

@@ -32,7 +32,7 @@ from meshweave.ir.verify import verify_rank
 from meshweave.overlap.carry import carriable, carried, uncarried
 from meshweave.overlap.step import Scheduling, overlap_roles
 from meshweave.overlap.unmerge import merged_results, unmerged
-from meshweave.passes import Passes
+from meshweave.passes import Carry, Overlap, pipeline_of
 from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import Settings
@@ -51,10 +51,10 @@ def built(
     """The program of a step, scheduled unless `carry` is None."""
     model, batch, loss = made
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    how = None if carry is None else Scheduling(mw.OverlapOptions(carry=carry, bucket=bucket))
+    how = None if carry is None else pipeline_of([Carry(carry), Overlap(bucket)])
     spec = read_optimizer(optimizer, model) if trained else None
     settings = CaptureOptions(**options)
-    return build_program(model, loss, batch, spec, mw.Mesh(mesh), None, H100, settings, passes=Passes(scheduling=how))
+    return build_program(model, loss, batch, spec, mw.Mesh(mesh), None, H100, settings, pipeline=how)
 
 
 # mlp has uneven pieces on four devices: its gathers are padded by sizes that differ between devices

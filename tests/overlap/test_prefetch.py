@@ -20,6 +20,7 @@ from meshweave.errors import PlanError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.graph import origin_of
+from meshweave.passes import pipeline_of
 from meshweave.program import Program
 from meshweave.runtime.session import Settings
 from meshweave.runtime.world import LocalWorld
@@ -34,7 +35,9 @@ def program(ahead: int, mesh: str = "fsdp=4") -> tuple[Program, torch.nn.Module,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spec = read_optimizer(optimizer, model)
     options = CaptureOptions()
-    made = build_program(model, loss, batch, spec, mw.Mesh(mesh), None, AlphaBeta(), options, prefetch=ahead)
+    made = build_program(
+        model, loss, batch, spec, mw.Mesh(mesh), None, AlphaBeta(), options, pipeline=pipeline_of(prefetch=ahead)
+    )
     return made, model, optimizer
 
 

@@ -25,7 +25,7 @@ from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
-from meshweave.overlap.step import Scheduling, overlap_role, overlap_roles, scheduling_of, tasks_of
+from meshweave.overlap.step import Scheduling, overlap_role, overlap_roles, tasks_of
 from meshweave.overlap.unmerge import merged_results, unmerged
 from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
@@ -249,15 +249,3 @@ def test_equal_inputs_give_equal_orders() -> None:
         overlap_role(role, H100)
         texts.add(role.text())
     assert len(texts) == 1
-
-
-def test_how_a_step_is_scheduled() -> None:
-    assert scheduling_of(None, None) is None
-    assert scheduling_of(False, None) is None
-    assert scheduling_of(True, None) == Scheduling()
-    assert scheduling_of(None, 5) == Scheduling(None, 5)
-    options = mw.OverlapOptions(bucket=False)
-    assert scheduling_of(options, None) == Scheduling(options)
-    for overlap, cap in ((False, 5), (True, 0), (None, -1)):
-        with pytest.raises(MeshweaveError, match="memory_cap_bytes"):
-            scheduling_of(overlap, cap)

@@ -19,6 +19,7 @@ import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import WAIT, collective_of, functional
 from meshweave.overlap import OverlapOptions, OverlapReport
+from meshweave.passes import Overlap
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.torch_compile.inductor import HoldOrder, OverlapPass, patches
 from meshweave.torch_compile.scheduling import Settings
@@ -113,7 +114,7 @@ def compiled_by(make: Callable[..., Any], group: str, **kwargs: Any) -> tuple[Te
 
 @pytest.mark.parametrize(("is_merged", "num_waits"), [(False, 8), (True, 7)])
 def test_the_generated_code_has_the_order_of_the_graph(group: str, is_merged: bool, num_waits: int) -> None:
-    result, graph, code = compiled_by(layers, group, options=OverlapOptions(bucket=is_merged))
+    result, graph, code = compiled_by(layers, group, passes=(Overlap(bucket=is_merged),))
     assert segments(code) == segments(graph)
     assert sum(event == "wait_tensor" for event in code) == num_waits
     with config.patch(fx_graph_cache=False):
@@ -332,13 +333,13 @@ def test_the_key_of_the_cache_covers_what_an_order_depends_on(group: str) -> Non
         key(cost=h100),
         key(cost=mw.load_profile("a100")),
         key(cost=h100, memory_cap_bytes=1),
-        key(cost=h100, options=OverlapOptions(communication_factor=2.0)),
+        key(cost=h100, passes=(Overlap(communication_factor=2.0),)),
         key(cost=h100, groups=(("0", (0, 1)),)),
     ]
     assert None not in keys
     assert len(set(keys)) == len(keys)
     assert key(cost=h100) == keys[1]
-    assert key(cost=h100, options=OverlapOptions(releasable=lambda node: True)) is None
+    assert key(cost=h100, passes=(Overlap(releasable=lambda node: True),)) is None
     # What may change unseen, and what must be called, is never taken from a cache.
     assert key(cost=seconds) is None
     assert key(cost=h100, report=print) is None

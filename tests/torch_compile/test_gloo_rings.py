@@ -20,6 +20,7 @@ from meshweave.decompose import DecomposeOptions, DecomposeReport, SplitReport
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
 from meshweave.overlap import OverlapReport
+from meshweave.passes import Decompose, Overlap, Split
 from meshweave.torch_compile import backend
 from meshweave.torch_compile.agreement import communications, world_agreement
 from meshweave.torch_compile.inductor import patches
@@ -189,12 +190,16 @@ def test_blocks_are_no_part_of_the_order() -> None:
 def test_options_that_say_nothing() -> None:
     with pytest.raises(MeshweaveError, match="a batch is split in two chunks or more"):
         backend(split=1)
-    with pytest.raises(MeshweaveError, match="a batch is split in two chunks or more"):
+    with pytest.raises(MeshweaveError, match="split says neither whether nor how"):
         backend(split="two")  # type: ignore[arg-type]
     with pytest.raises(MeshweaveError, match="decompose says neither whether nor how"):
         backend(decompose="direct")  # type: ignore[arg-type]
-    assert backend(decompose=True, split=True).settings.split == (2, 4)
-    assert backend(decompose=False, split=False).settings.decompose is None
+    with pytest.raises(MeshweaveError, match="of whole training steps"):
+        backend(passes="overlap,recompute")
+    assert backend(decompose=True, split=True).settings.passes == (Split(), Decompose(), Overlap())
+    assert backend(passes="default,split=4").settings.passes == (Split((4,)), Overlap())
+    assert backend(passes="none").settings.passes == ()
+    assert backend(decompose=False, split=False).settings.passes == (Overlap(),)
 
 
 def test_an_inductor_that_reads_messages_too_early_gets_no_rings(monkeypatch: pytest.MonkeyPatch) -> None:

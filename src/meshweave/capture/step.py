@@ -18,7 +18,6 @@ from meshweave.capture.functions import CapturedFunctions
 from meshweave.capture.normalize import normalize
 from meshweave.capture.optimizers import OptimizerSpec, update
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
-from meshweave.capture.recompute import check_policy
 from meshweave.capture.record import Record, storage_of
 from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
 from meshweave.errors import CaptureError, PlanError
@@ -35,21 +34,18 @@ Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
     """How the step is made from the model: clipping by global norm, microbatches per step, autocast dtype, seed,
-    whether sums over devices may be taken after a cast to a smaller dtype, what the backward pass makes again (see
-    `capture.recompute`), the dtype to which parameters are cast before they are used, and where gradients of
-    microbatches are added up (see `sharding.sums`)."""
+    whether sums over devices may be taken after a cast to a smaller dtype, the dtype to which parameters are cast
+    before they are used, and where gradients of microbatches are added up (see `sharding.sums`)."""
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
     autocast: torch.dtype | None = None
     seed: int = 0
     reduce_after_cast: bool = False
-    recompute: str = "none"
     param_dtype: torch.dtype | None = None
     accumulate_in: str = "auto"
 
     def __post_init__(self) -> None:
-        check_policy(self.recompute)
         if self.param_dtype is not None and not self.param_dtype.is_floating_point:
             raise PlanError("param_dtype is no dtype of floating-point numbers", got=str(self.param_dtype))
         if self.accumulate_in not in ("auto", "whole", "shards"):

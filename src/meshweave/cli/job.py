@@ -18,11 +18,9 @@ from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Stage
 from meshweave.compile import build_program
-from meshweave.decompose import DecomposeOptions
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
-from meshweave.overlap.step import scheduling_of
-from meshweave.passes import Passes, splitting_of
+from meshweave.passes import Pipeline, pipeline_of
 from meshweave.program import Program
 from meshweave.sharding.plan_text import data_parallel_size
 from meshweave.sharding.plans import Plan
@@ -69,6 +67,10 @@ class StepOptions(Options):
     prefetch: Annotated[
         int, typer.Option("--prefetch", min=0, help="blocks ahead of which parameters are gathered")
     ] = 0
+    passes: Annotated[
+        str,
+        typer.Option("--passes", help="what the step goes through, such as default or overlap,split=2,recompute=full"),
+    ] = "none"
     seed: Annotated[int, typer.Option("--seed", help="of parameters, data and dropout")] = 0
     overlap: Annotated[
         bool, typer.Option("--overlap", help="order the step so that communication runs beside compute")
@@ -105,18 +107,20 @@ class StepOptions(Options):
             self.accumulate,
             self.autocast,
             self.seed,
-            recompute=self.recompute,
             param_dtype=self.cast,
         )
 
     @property
-    def passes(self) -> Passes:
+    def pass_pipeline(self) -> Pipeline:
         """What the step goes through."""
-        cap = parse_bytes(self.memory_cap) if self.memory_cap else None
-        return Passes(
-            splitting_of(self.split or None),
-            DecomposeOptions.of(self.decompose),
-            scheduling_of(self.overlap or None, cap),
+        return pipeline_of(
+            self.passes,
+            recompute=self.recompute,
+            prefetch=self.prefetch,
+            split=self.split or None,
+            decompose=self.decompose,
+            overlap=self.overlap or None,
+            memory_cap_bytes=parse_bytes(self.memory_cap) if self.memory_cap else None,
         )
 
     def load(self, mesh: Mesh, plan: Plan | None, device: str = "cpu") -> Source:
@@ -161,8 +165,7 @@ def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer:
         costs,
         job.capture,
         progress=stage,
-        prefetch=job.prefetch,
-        passes=job.passes,
+        pipeline=job.pass_pipeline,
     )
 
 

@@ -18,7 +18,8 @@ from meshweave.decompose.report import DecomposeReport
 from meshweave.decompose.trials import Search
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
-from meshweave.overlap import OverlapOptions, OverlapReport, overlap
+from meshweave.overlap import OverlapReport, overlap
+from meshweave.overlap.decide import OrderOptions
 from meshweave.overlap.figures import Agree
 from meshweave.overlap.prices import Cost
 
@@ -31,7 +32,7 @@ def decompose_graph(
     rank: int | None = None,
     options: DecomposeOptions | None = None,
     memory_cap_bytes: int | None = None,
-    overlap_options: OverlapOptions | None = None,
+    overlap_options: OrderOptions | None = None,
     agree: Agree | None = None,
 ) -> tuple[fx.GraphModule, DecomposeReport]:
     """An equal graph in which collectives beside matmuls are taken apart, and what became of each; `gm` stays as it is.
@@ -64,7 +65,7 @@ def decompose_graph(
         made = work.written(first)
         return made.module, made.report
 
-    full = overlap_options or OverlapOptions()
+    full = overlap_options or OrderOptions()
     short = replace(full, bucket=False, choose="nominal")
 
     def judge(one: fx.GraphModule, in_short: bool) -> OverlapReport:

@@ -62,6 +62,10 @@ class SplitReport:
     seconds_before: float = 0.0
     seconds_after: float = 0.0
 
+    def left(self, reason: str) -> SplitReport:
+        """The same, of a graph that stays whole for this reason."""
+        return replace(self, is_taken=False, reason=reason) if self.is_taken else self
+
     def __str__(self) -> str:
         verdict = f"split in {self.num_chunks} chunks" if self.is_taken else "not split"
         lines = [f"{verdict}: {self.reason}"]

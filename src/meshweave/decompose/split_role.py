@@ -31,7 +31,7 @@ class SplitOptions:
     wherever it can be, in the first of `num_chunks`, and costs are not asked.
     """
 
-    num_chunks: tuple[int, ...] = (2,)
+    num_chunks: tuple[int, ...] = (2, 4)
     when: Literal["gain", "always"] = "gain"
 
     def __post_init__(self) -> None:

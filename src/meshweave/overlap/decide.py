@@ -16,7 +16,7 @@ from meshweave.overlap.merge import Merger
 from meshweave.overlap.play import live_at_peak, peak_of, play
 from meshweave.overlap.problem import Order
 from meshweave.overlap.read import Reading
-from meshweave.overlap.report import CandidateRow, Deferred, OverlapReport
+from meshweave.overlap.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.overlap.rewrite import rewrite
 from meshweave.overlap.scenarios import SCENARIOS
 from meshweave.overlap.search import Candidate, Choice, Search, choose
@@ -24,7 +24,6 @@ from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
 _SLACK_BYTES = 512 << 20
-INPUT = "the input order"
 
 
 class NoOrderError(MeshweaveError):
@@ -32,7 +31,7 @@ class NoOrderError(MeshweaveError):
 
 
 @dataclass(frozen=True, slots=True)
-class OverlapOptions:
+class OrderOptions:
     """How the pass looks for an order.
 
     bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger end of one.
@@ -43,8 +42,6 @@ class OverlapOptions:
         are named, waits may be; views stand where they are needed.
     releasable: says of a placeholder whether its memory is free after its last use. Default: in graphs with
         placeholders named tangents*, which torch.compile hands over for backward, all but primals*; in others none.
-    carry: for whole steps: how many blocks of the model, the first ones, have their parameters gathered among the
-        updates of the step before, and held from step to step. "auto": as many as the simulated step gains by.
     """
 
     bucket: bool = True
@@ -53,7 +50,6 @@ class OverlapOptions:
     choose: str = "regret"
     orders: tuple[tuple[str, ...], ...] = ()
     releasable: Callable[[fx.Node], bool] | None = field(default=None)
-    carry: int | Literal["auto"] = "auto"
 
     def check(self) -> None:
         if self.choose not in ("regret", "nominal"):
@@ -64,6 +60,20 @@ class OverlapOptions:
             )
         if not self.max_bucket_bytes >= 0:
             raise MeshweaveError("max_bucket_bytes is no size", got=f"{self.max_bucket_bytes}", expected="0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapOptions(OrderOptions):
+    """How a step is ordered: `OrderOptions`, and what it may take over from the step before.
+
+    carry: for whole steps: how many blocks of the model, the first ones, have their parameters gathered among the
+        updates of the step before, and held from step to step. "auto": as many as the simulated step gains by.
+    """
+
+    carry: int | Literal["auto"] = "auto"
+
+    def check(self) -> None:
+        OrderOptions.check(self)
         is_count = isinstance(self.carry, int) and not isinstance(self.carry, bool) and self.carry >= 0
         if not is_count and self.carry != "auto":
             raise MeshweaveError("carry is no number of blocks", got=repr(self.carry), expected='"auto", or 0 or more')
@@ -78,7 +88,7 @@ def decide(
     merger: Merger,
     slowdown: Slowdown | None,
     memory_cap_bytes: int | None,
-    options: OverlapOptions,
+    options: OrderOptions,
     orders: Sequence[tuple[str, Order]] = (),
     notes: tuple[str, ...] = (),
     ceiling: int | None = None,

@@ -15,7 +15,7 @@ from meshweave.interop.graphs import lazy_module_like
 from meshweave.ir.described import values_of
 from meshweave.ir.graph import copied_graph
 from meshweave.ir.values import Values
-from meshweave.overlap.decide import OverlapOptions, decide
+from meshweave.overlap.decide import OrderOptions, decide
 from meshweave.overlap.figures import Agree, priced
 from meshweave.overlap.merge import Merger
 from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, asked, priced_views, ranks_of
@@ -31,7 +31,7 @@ def overlap(
     cost: MachineProfile | Cost,
     memory_cap_bytes: int | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
-    options: OverlapOptions | None = None,
+    options: OrderOptions | None = None,
     agree: Agree | None = None,
 ) -> tuple[fx.GraphModule, OverlapReport]:
     """An equal graph in which communication runs beside compute, and what was done. `gm` stays as it is.
@@ -71,7 +71,7 @@ def overlap_graph(
     cost: MachineProfile | Cost,
     memory_cap_bytes: int | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
-    options: OverlapOptions | None = None,
+    options: OrderOptions | None = None,
     agree: Agree | None = None,
     values: Mapping[fx.Node, Values] | None = None,
 ) -> OverlapReport:
@@ -79,7 +79,7 @@ def overlap_graph(
 
     `values`: what every node makes, where its meta does not say it.
     """
-    options = options or OverlapOptions()
+    options = options or OrderOptions()
     options.check()
     with _without_collector():
         return _overlap(graph, cost, memory_cap_bytes, groups, options, agree, values)
@@ -102,7 +102,7 @@ def _overlap(
     cost: MachineProfile | Cost,
     memory_cap_bytes: int | None,
     groups: Mapping[str, Sequence[int]] | None,
-    options: OverlapOptions,
+    options: OrderOptions,
     agree: Agree | None,
     values: Mapping[fx.Node, Values] | None,
 ) -> OverlapReport:
@@ -130,7 +130,7 @@ def _prices(
     return CallablePrices(reading, asked(cost)), None
 
 
-def _orders(reading: Reading, options: OverlapOptions) -> list[list[int]]:
+def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
     """The orders that were handed in, as orders of the problem."""
     problem = reading.problem
     number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+INPUT = "the input order"
 
 
 class Deferred(Sequence[Any]):
@@ -100,6 +102,19 @@ class OverlapReport:
     @property
     def speedup(self) -> float:
         return self.seconds_before / self.seconds if self.seconds else 1.0
+
+    def left(self, reason: str) -> OverlapReport:
+        """The same, of a graph whose order stays as it was for this reason."""
+        return replace(
+            self,
+            seconds=self.seconds_before,
+            exposed_seconds=self.exposed_before,
+            peak_bytes=self.peak_before,
+            collectives=(),
+            merges=(),
+            candidates=tuple(replace(c, is_chosen=c.name == INPUT) for c in self.candidates),
+            notes=(*self.notes, f"{reason}: it stays as it was"),
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

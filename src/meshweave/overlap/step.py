@@ -15,7 +15,7 @@ from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.values import local_values, varying
 from meshweave.overlap.carry import Block, carriable, carried
-from meshweave.overlap.decide import INPUT, NoOrderError, OverlapOptions, decide
+from meshweave.overlap.decide import NoOrderError, OrderOptions, OverlapOptions, decide
 from meshweave.overlap.figures import priced
 from meshweave.overlap.merge import Merger
 from meshweave.overlap.phases import Marked, marking
@@ -40,21 +40,6 @@ class Scheduling:
     options: OverlapOptions | None = None
     memory_cap_bytes: int | None = None
     keeps_gradients: bool = False
-
-
-def scheduling_of(
-    overlap: bool | OverlapOptions | None, memory_cap_bytes: int | None, keeps_gradients: bool = False
-) -> Scheduling | None:
-    """How a step is scheduled; None: not at all. Raises MeshweaveError for a cap that is no size or without overlap."""
-    if memory_cap_bytes is not None and memory_cap_bytes <= 0:
-        raise MeshweaveError("memory_cap_bytes is no size", got=f"{memory_cap_bytes}", expected="more than 0")
-    if memory_cap_bytes is not None and overlap is False:
-        raise MeshweaveError(
-            "memory_cap_bytes is kept by the scheduler", got="overlap=False", expected="overlap=True, or left out"
-        )
-    if not overlap and memory_cap_bytes is None:
-        return None
-    return Scheduling(overlap if isinstance(overlap, OverlapOptions) else None, memory_cap_bytes, keeps_gradients)
 
 
 @dataclass(slots=True)
@@ -122,7 +107,7 @@ def overlap_role(
     role: RankGraph,
     profile: MachineProfile,
     memory_cap_bytes: int | None = None,
-    options: OverlapOptions | None = None,
+    options: OrderOptions | None = None,
     *,
     tasks: StepTasks | None = None,
     microbatches: int = 1,
@@ -138,10 +123,10 @@ def overlap_role(
     Raises MeshweaveError where no order is under the cap, naming the least peak and its tensors, and for an op that the
     profile has no cost for.
     """
-    options = options or OverlapOptions()
+    options = options or OrderOptions()
     options.check()
     if options.orders:
-        raise MeshweaveError("whole steps take no orders that are handed in", hint="leave OverlapOptions.orders out")
+        raise MeshweaveError("whole steps take no orders that are handed in", hint="leave OrderOptions.orders out")
     found = tasks or tasks_of((role,), profile)
     values = dict(local_values(role).values)
     uneven = varying(role) if options.bucket else frozenset()
@@ -187,7 +172,7 @@ def overlap_roles(
     is_forced = cap is not None and any(r.peak_before > cap for r in found.reports)
     if found.seconds <= before or is_forced:
         return found.roles, tuple(replace(r, notes=(*r.notes, told)) for r in found.reports)
-    return tuple(map(copied, roles)), tuple(_unchanged(r, told) for r in plain.reports)
+    return tuple(map(copied, roles)), tuple(r.left(told) for r in plain.reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,18 +275,4 @@ def _since(report: OverlapReport, plain: OverlapReport, note: str) -> OverlapRep
         exposed_before=plain.exposed_before,
         peak_before=plain.peak_before,
         notes=(*report.notes, note),
-    )
-
-
-def _unchanged(report: OverlapReport, told: str) -> OverlapReport:
-    """The report of an order that stays as it was, for the whole step would be slower."""
-    return replace(
-        report,
-        seconds=report.seconds_before,
-        exposed_seconds=report.exposed_before,
-        peak_bytes=report.peak_before,
-        collectives=(),
-        merges=(),
-        candidates=tuple(replace(c, is_chosen=c.name == INPUT) for c in report.candidates),
-        notes=(*report.notes, f"{told}: it stays as it was"),
     )

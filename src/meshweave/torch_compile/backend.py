@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.decompose import DecomposeOptions
+from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.overlap import OverlapOptions
+from meshweave.passes.options import Asked
 from meshweave.runtime.exchange import TIMEOUT_SECONDS
 from meshweave.torch_compile.scheduling import Cost, Settings, settings
 
@@ -99,8 +100,9 @@ def backend(
     report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    passes: Asked = None,
     decompose: DecomposeOptions | bool | None = None,
-    split: int | bool | None = None,
+    split: SplitOptions | int | bool | None = None,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=mw.backend())` that overlaps communication with compute.
 
@@ -109,6 +111,9 @@ def backend(
     "inductor", "aot_eager" (which runs it op by op) or a callable as aot_autograd takes it. `report` is called with the
     OverlapReport of every graph that communicates; with `decompose` and `split` also with the DecomposeReport and the
     SplitReport of each.
+
+    `passes`: what a graph goes through, as `compile` takes it: "default" (the same as without: overlap), or "overlap,
+    split=2,decompose". `options`, `split` and `decompose` are short forms of the same list.
 
     `split`: before forward and backward are parted, what goes row by row of the batch runs in so many chunks (True: 2
     or 4), so that the communication of one runs under the compute of another. `decompose`: collectives beside matmuls
@@ -129,7 +134,8 @@ def backend(
             "nothing compiles by this name", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
         )
     return Backend(
-        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, decompose, split), inner
+        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, passes, decompose, split),
+        inner,
     )
 
 
@@ -142,8 +148,9 @@ def inductor_pass(
     report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    passes: Asked = None,
     decompose: DecomposeOptions | bool | None = None,
-    split: int | bool | None = None,
+    split: SplitOptions | int | bool | None = None,
 ) -> AbstractContextManager[None]:
     """The pass of `backend` in Inductor, for all that is compiled in this thread while the context lasts.
 
@@ -156,5 +163,5 @@ def inductor_pass(
     from meshweave.torch_compile.inductor import installed
 
     return installed(
-        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, decompose, split)
+        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, passes, decompose, split)
     )

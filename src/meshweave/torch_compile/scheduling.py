@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import fx
 
 import meshweave.errors
-from meshweave.decompose import DecomposeOptions, DecomposeReport, SplitReport, decompose_graph, split_batch
+from meshweave.decompose import (
+    DecomposeOptions,
+    DecomposeReport,
+    SplitOptions,
+    SplitReport,
+    decompose_graph,
+    split_batch,
+)
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
@@ -23,13 +30,14 @@ from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
 from meshweave.overlap import Figures, OverlapOptions, OverlapReport, overlap, overlap_graph
 from meshweave.overlap.decide import NoOrderError
+from meshweave.passes import Carry, Decompose, Overlap, Pass, Split, pipeline_of
+from meshweave.passes.options import Asked
 from meshweave.runtime.exchange import TIMEOUT_SECONDS
 from meshweave.torch_compile.agreement import Agreement, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 
 Report = OverlapReport | DecomposeReport | SplitReport
 Cost = MachineProfile | Callable[..., float]
-_COUNTS = (2, 4)  # of chunks, where any will do: more make matmuls small
 # The profile of a machine that nobody described, by the type of device that the graph is for.
 _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
 
@@ -38,20 +46,30 @@ _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
 class Settings:
     """What `backend` and `inductor_pass` are told, checked. `notes` are put into every report on an order.
 
-    `decompose`: None leaves collectives whole; `split`: numbers of chunks of the batch to choose from, none for the
-    batch as it is.
+    `passes` are those over graphs: split, decompose, overlap.
     """
 
     cost: Cost | None = None
     memory_cap_bytes: int | None = None
-    options: OverlapOptions | None = None
+    passes: tuple[Pass[Any], ...] = (Overlap(),)
     groups: tuple[tuple[str, tuple[int, ...]], ...] | None = None
     report: Callable[[Any], object] | None = None
     ranks: tuple[int, ...] | None = None
     timeout_seconds: float = TIMEOUT_SECONDS
-    decompose: DecomposeOptions | None = None
-    split: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """How graphs are ordered; None: not at all."""
+        return next((one for one in self.passes if isinstance(one, Overlap)), None)
+
+    @property
+    def decompose(self) -> Decompose | None:
+        return next((one for one in self.passes if isinstance(one, Decompose)), None)
+
+    @property
+    def split(self) -> Split | None:
+        return next((one for one in self.passes if isinstance(one, Split)), None)
 
     def schedule(self, graph: fx.Graph) -> OverlapReport | None:
         """Order the communications of a graph in place. One without any stays as it is and has no report.
@@ -66,18 +84,21 @@ class Settings:
         with unset_fake_temporarily():  # compilers run under the fake mode of what they compile, ours makes tensors too
             if self.decompose is not None:
                 self._taken_apart(graph, self.decompose, cost, agreement)
-            report = overlap_graph(
-                graph,
-                cost=cost,
-                memory_cap_bytes=self.memory_cap_bytes,
-                groups=groups,
-                options=self.options,
-                agree=self._agree(agreement),
-            )
+            report = None
+            if self.overlap is not None:
+                report = overlap_graph(
+                    graph,
+                    cost=cost,
+                    memory_cap_bytes=self.memory_cap_bytes,
+                    groups=groups,
+                    options=self.overlap,
+                    agree=self._agree(agreement),
+                )
         if agreement is not None:
             agreement.prove(graph, groups)
-        report = replace(report, notes=(*report.notes, *notes))
-        self._tell(report)
+        if report is not None:
+            report = replace(report, notes=(*report.notes, *notes))
+            self._tell(report)
         return report
 
     def _taken_apart(self, graph: fx.Graph, options: DecomposeOptions, cost: Cost, agreement: Agreement | None) -> None:
@@ -89,7 +110,7 @@ class Settings:
             rank=None if dist.is_available() and dist.is_initialized() else (self.ranks or (0,))[0],
             options=options,
             memory_cap_bytes=self.memory_cap_bytes,
-            overlap_options=self.options,
+            overlap_options=self.overlap,
             agree=self._agree(agreement),
         )
         if report.num_taken:
@@ -99,7 +120,7 @@ class Settings:
     def split_rows(self, graph: fx.Graph) -> SplitReport | None:
         """Run the rows of a graph, forward with backward or by itself, in chunks, in place, where its simulated seconds
         are fewer then. A graph without communication stays as it is and has no report."""
-        if not self.split or not _communicates(graph):
+        if self.split is None or not _communicates(graph):
             return None
         cost, _ = self._priced(graph)
         groups = None if self.groups is None else dict(self.groups)
@@ -107,13 +128,15 @@ class Settings:
         def seconds(one: fx.GraphModule) -> float:
             cap = self.memory_cap_bytes
             try:
-                return overlap(one, cost=cost, memory_cap_bytes=cap, groups=groups, options=self.options)[1].seconds
+                return overlap(one, cost=cost, memory_cap_bytes=cap, groups=groups, options=self.overlap)[1].seconds
             except NoOrderError:
                 return float("inf")
 
         with unset_fake_temporarily():
             gm = module_of(graph)
-            made, report = split_batch(gm, self.split, seconds=seconds)
+            is_judged = self.split.when == "gain"
+            counts = self.split.num_chunks if is_judged else self.split.num_chunks[:1]
+            made, report = split_batch(gm, counts, seconds=seconds if is_judged else None)
             agreement = world_agreement(self.ranks, self.timeout_seconds)
             if agreement is not None:
                 mine = report.num_chunks if report.is_taken else 0
@@ -142,9 +165,8 @@ class Settings:
 
     def _told(self) -> str:
         """What else an order depends on and all ranks must have been told alike, as text."""
-        options = replace(self.options or OverlapOptions(), releasable=None)
-        more = f", {self.decompose}, split={self.split}" if self.decompose or self.split else ""
-        return f"memory_cap_bytes={self.memory_cap_bytes}, {options}{more}"
+        passes = tuple(replace(one, releasable=None) if isinstance(one, Overlap) else one for one in self.passes)
+        return f"memory_cap_bytes={self.memory_cap_bytes}, {passes}"
 
     def key(self) -> str | None:
         """Names everything that an order depends on besides the graph, for caches of compiled graphs; None where a
@@ -156,14 +178,14 @@ class Settings:
         if world_agreement(self.ranks, self.timeout_seconds) is not None or self.report is not None:
             return None
         if not (self.cost is None or isinstance(self.cost, MachineProfile)) or (
-            self.options and self.options.releasable
+            self.overlap and self.overlap.releasable
         ):
             return None
         said = [
             _sources(),
             torch.__version__,
             "" if self.cost is None else _figures(self.cost),
-            repr((self.memory_cap_bytes, self.options, self.groups, self.decompose, self.split, self.ranks)),
+            repr((self.memory_cap_bytes, self.passes, self.groups, self.ranks)),
             repr(ranks_of_groups()),  # a compiled graph names them, and one name may be another group next time
         ]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
@@ -177,11 +199,12 @@ def settings(
     report: Callable[[Any], object] | None,
     ranks: Sequence[int] | None,
     timeout_seconds: float,
+    passes: Asked = None,
     decompose: DecomposeOptions | bool | None = None,
-    split: int | bool | None = None,
+    split: SplitOptions | int | bool | None = None,
 ) -> Settings:
     """The settings of what a user said. Raises MeshweaveError for a profile that there is not, a cost that is none, and
-    for what says nothing of rings or of chunks."""
+    for what names no pass over graphs."""
     found = load_profile(cost) if isinstance(cost, (str, Path)) else cost
     if not (found is None or isinstance(found, MachineProfile) or callable(found)):
         raise MeshweaveError(
@@ -192,21 +215,17 @@ def settings(
         )
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
-    rings, chunks = DecomposeOptions.of(decompose), _chunks(split)
-    return Settings(found, memory_cap_bytes, options, table, report, chosen, timeout_seconds, rings, chunks)
-
-
-def _chunks(said: Any) -> tuple[int, ...]:
-    if said is None or isinstance(said, bool):
-        return _COUNTS if said else ()
-    if isinstance(said, int) and said > 1:
-        return (said,)
-    raise MeshweaveError(
-        "a batch is split in two chunks or more",
-        where="split=",
-        got=repr(said),
-        expected="a number from 2, True to have it chosen, or None to leave the batch whole",
-    )
+    overlap = options or (OverlapOptions() if passes is None else None)
+    asked = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
+    asked = tuple(one for one in asked if not isinstance(one, Carry))  # from step to step: of no graph by itself
+    if others := [one.name for one in asked if not isinstance(one, (Split, Decompose, Overlap))]:
+        raise MeshweaveError(
+            "this pass is of whole training steps, which torch.compile does not see",
+            where="passes=",
+            got=", ".join(others),
+            expected="split, decompose and overlap",
+        )
+    return Settings(found, memory_cap_bytes, asked, table, report, chosen, timeout_seconds)
 
 
 def _communicates(graph: fx.Graph) -> bool:

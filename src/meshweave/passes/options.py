@@ -1,0 +1,160 @@
+"""What `passes=`, `--passes` and the short forms of single passes ask for, as one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeGuard
+
+from meshweave.decompose import DecomposeOptions, SplitOptions
+from meshweave.errors import MeshweaveError
+from meshweave.overlap import OverlapOptions
+from meshweave.overlap.decide import OrderOptions
+from meshweave.passes.base import Pass
+from meshweave.passes.carry import Carry
+from meshweave.passes.decompose import Decompose
+from meshweave.passes.overlap import Overlap
+from meshweave.passes.pipeline import Pipeline
+from meshweave.passes.prefetch import Prefetch
+from meshweave.passes.recompute import Recompute
+from meshweave.passes.split import Split
+
+# All passes that a text can name, in the order in which they run.
+PASSES: Mapping[str, type[Pass[Any]]] = {
+    one.name: one for one in (Recompute, Prefetch, Split, Decompose, Carry, Overlap)
+}
+DEFAULT = ("carry", "overlap")  # those that change no value
+Asked = str | Sequence[Pass[Any]] | None
+
+
+def pipeline_of(
+    passes: Asked = None,
+    *,
+    recompute: str = "none",
+    prefetch: int = 0,
+    split: bool | int | SplitOptions | None = None,
+    decompose: bool | DecomposeOptions | None = None,
+    overlap: bool | OverlapOptions | None = None,
+    memory_cap_bytes: int | None = None,
+    keeps_gradients: bool = False,
+) -> Pipeline:
+    """The passes that a caller asks for: a list, or text, and the short forms of single passes.
+
+    `memory_cap_bytes` implies the overlap pass, which keeps to it. Raises MeshweaveError for what names no pass, for a
+    pass that is asked for twice, and for a cap that is no size or that no pass keeps to.
+    """
+    listed = pass_list(passes)
+    _check_cap(memory_cap_bytes, overlap)
+    names = [one.name for one in listed]
+    if memory_cap_bytes is not None and not overlap and Overlap.name not in names:
+        overlap = OverlapOptions()
+    short: tuple[Pass[Any], ...] = (
+        *([] if recompute == "none" else [Recompute(recompute)]),
+        *([Prefetch(prefetch)] if prefetch else []),
+        *_split(split),
+        *_decompose(decompose),
+        *_overlap(overlap),
+    )
+    return Pipeline((*listed, *short), memory_cap_bytes, keeps_gradients)
+
+
+def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
+    """The passes of a list, or of a text: names with commas between, in any order, each with a value for its first
+    option where one is due, and two names for several: "none" and "default" (carry, overlap).
+
+        "overlap"   "default,split=4"   "recompute=selective,prefetch=1"
+
+    Raises MeshweaveError for what names no pass or no value of its option.
+    """
+    if asked is None or isinstance(asked, str):
+        return tuple(_named(asked or "none"))
+    if not isinstance(asked, Sequence) or not all(_is_pass(one) for one in asked):
+        raise MeshweaveError(
+            "passes is no list of passes",
+            where="passes=",
+            got=repr(asked),
+            expected=f'[meshweave.passes.Overlap(), ...], or text such as "default,split=2" of {", ".join(PASSES)}',
+        )
+    return tuple(asked)  # type: ignore[arg-type]
+
+
+def _is_pass(one: Any) -> TypeGuard[Pass[Any]]:
+    return not isinstance(one, type) and all(hasattr(one, part) for part in ("name", "numerics", "stage", "run"))
+
+
+def _named(text: str) -> list[Pass[Any]]:
+    chosen: dict[str, Pass[Any]] = {}
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part == "none" and len(parts) == 1:
+            continue
+        for name in DEFAULT if part == "default" else (part,):
+            one = _pass(name)
+            if one.name in chosen:
+                raise MeshweaveError("a pass is asked for twice", where="passes=", got=text)
+            chosen[one.name] = one
+    return [chosen[name] for name in PASSES if name in chosen]
+
+
+def _pass(text: str) -> Pass[Any]:
+    name, equals, value = text.partition("=")
+    kind = PASSES.get(name)
+    if kind is None:
+        raise MeshweaveError(
+            "there is no such pass",
+            where="passes=",
+            got=repr(text),
+            expected=f"none, default, or some of {', '.join(PASSES)} with commas between",
+        )
+    if not equals:
+        return kind()
+    number = int(value) if value.isdecimal() else value
+    reads: dict[str, Callable[[Any], Pass[Any]]] = {
+        "recompute": Recompute,
+        "prefetch": Prefetch,
+        "carry": Carry,
+        "split": lambda count: _split(count)[0],
+    }
+    if name not in reads:
+        raise MeshweaveError("this pass takes no value in a text", where="passes=", got=text, expected=name)
+    return reads[name](number)
+
+
+def _split(asked: Any) -> list[Split]:
+    if asked is None or asked is False:
+        return []
+    if isinstance(asked, SplitOptions):
+        return [Split(*_options(asked, SplitOptions))]
+    if asked is True:
+        return [Split()]
+    if not isinstance(asked, int):
+        raise MeshweaveError(
+            "split says neither whether nor how", got=repr(asked), expected="True, False, a number or SplitOptions(...)"
+        )
+    return [Split((asked,))]
+
+
+def _decompose(asked: Any) -> list[Decompose]:
+    options = DecomposeOptions.of(asked)
+    return [] if options is None else [Decompose(*_options(options, DecomposeOptions))]
+
+
+def _overlap(asked: bool | OverlapOptions | None) -> list[Pass[Any]]:
+    if not asked:
+        return []
+    options = asked if isinstance(asked, OverlapOptions) else OverlapOptions()
+    options.check()
+    return [Carry(options.carry), Overlap(*_options(options, OrderOptions))]
+
+
+def _options(given: Any, kind: type[Any]) -> list[Any]:
+    return [getattr(given, one.name) for one in fields(kind)]
+
+
+def _check_cap(memory_cap_bytes: int | None, overlap: bool | OverlapOptions | None) -> None:
+    if memory_cap_bytes is not None and memory_cap_bytes <= 0:
+        raise MeshweaveError("memory_cap_bytes is no size", got=f"{memory_cap_bytes}", expected="more than 0")
+    if memory_cap_bytes is not None and overlap is False:
+        raise MeshweaveError(
+            "memory_cap_bytes is kept by the scheduler", got="overlap=False", expected="overlap=True, or left out"
+        )

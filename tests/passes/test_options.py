@@ -1,0 +1,148 @@
+"""Lists of passes: text, short forms, and passes of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tests.models import mlp
+
+import meshweave as mw
+from meshweave.cli.simulate import SimulateOptions
+from meshweave.errors import MeshweaveError, PlanError, VerifyError
+from meshweave.ir.collectives import COLLECTIVES
+from meshweave.ir.rank import copied
+from meshweave.passes import (
+    PASSES,
+    Carry,
+    Decompose,
+    MeshProgram,
+    Overlap,
+    Pass,
+    Prefetch,
+    Recompute,
+    Split,
+    pass_list,
+    pipeline_of,
+)
+from meshweave.passes.base import STAGES
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, ()),
+        ("none", ()),
+        ("default", (Carry(), Overlap())),
+        ("overlap,split", (Split(), Overlap())),
+        ("overlap, split=4 ,recompute=selective", (Recompute("selective"), Split((4,)), Overlap())),
+        ("prefetch=2,carry=1,decompose", (Prefetch(2), Decompose(), Carry(1))),
+        ([Overlap(bucket=False), Recompute()], (Overlap(bucket=False), Recompute())),
+    ],
+)
+def test_text_and_lists(text: Any, expected: tuple[Pass[Any], ...]) -> None:
+    assert pass_list(text) == expected
+
+
+def test_short_forms_are_the_same_list() -> None:
+    short = pipeline_of(
+        recompute="full", prefetch=1, split=2, decompose=True, overlap=mw.OverlapOptions(bucket=False, carry=3)
+    )
+    listed = [Overlap(bucket=False), Carry(3), Decompose(), Split((2,)), Prefetch(1), Recompute("full")]
+    assert set(pipeline_of(listed).passes) == set(short.passes)
+    assert [one.name for one in short.passes] == list(PASSES)
+    assert pipeline_of(split=True).passes == (Split(),)
+    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("default").passes
+    assert pipeline_of("overlap", memory_cap_bytes=1 << 30).passes == (Overlap(),)
+
+
+def test_every_pass_says_what_it_is() -> None:
+    assert [one.stage for one in PASSES.values()] == sorted((one.stage for one in PASSES.values()), key=STAGES.index)
+    for name, kind in PASSES.items():
+        assert name == kind.name
+        assert kind.numerics == ("reassociates" if name in ("split", "decompose") else "exact")
+        assert fields(kind)  # type: ignore[arg-type]
+        assert kind() == pass_list(name)[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"passes": "faster"}, "no such pass"),
+        ({"passes": "overlap,overlap"}, "asked for twice"),
+        ({"passes": "default", "overlap": True}, "asked for twice"),
+        ({"passes": [Split(), Split((4,))]}, "asked for twice"),
+        ({"passes": "split=1"}, "two chunks or more"),
+        ({"passes": "recompute=most"}, "no way to recompute"),
+        ({"passes": "carry=all"}, "no number of blocks"),
+        ({"passes": "overlap=2"}, "takes no value"),
+        ({"passes": [Overlap]}, "no list of passes"),
+        ({"passes": 3}, "no list of passes"),
+        ({"memory_cap_bytes": 0}, "no size"),
+        ({"memory_cap_bytes": 5, "overlap": False}, "kept by the scheduler"),
+    ],
+)
+def test_bad_input(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(MeshweaveError, match=message):
+        pipeline_of(**asked)
+
+
+def test_a_negative_number_of_blocks_is_refused() -> None:
+    with pytest.raises(PlanError, match="after they are needed"):
+        compiled(prefetch=-1)
+
+
+def test_the_command_line_takes_the_same_text() -> None:
+    asked = SimulateOptions(model="x", mesh=["dp=2"], passes="default,split=4", recompute="full", prefetch=1)
+    expected = pipeline_of("default,split=4", recompute="full", prefetch=1)
+    assert asked.job("dp=2", "").pass_pipeline == expected
+
+
+# passes of a user's own
+
+
+@dataclass(frozen=True, slots=True)
+class Double(Pass[MeshProgram]):
+    """Doubles the first sum over devices, or with `times` 1 nothing."""
+
+    name: ClassVar = "double"
+    numerics: ClassVar = "exact"
+    stage: ClassVar = "ordered"
+    times: int = 2
+
+    def run(self, program: MeshProgram, costs: Any) -> tuple[MeshProgram, tuple[Any, ...]]:
+        roles = tuple(copied(role) for role in program.roles)
+        node = next(n for n in roles[0].graph.nodes if n.target in COLLECTIVES)
+        source = node.args[0]
+        assert isinstance(source, torch.fx.Node)
+        with roles[0].graph.inserting_before(node):
+            made = roles[0].graph.call_function(torch.ops.aten.mul.Tensor, (source, self.times))
+        made.meta = dict(source.meta)
+        if self.times != 1:
+            node.args = (made, *node.args[1:])
+        else:
+            roles[0].graph.erase_node(made)
+        return replace(program, roles=roles), ()
+
+
+def compiled(**options: Any) -> mw.TrainStep:
+    model, batch, loss = mlp()
+    return mw.compile(
+        model, loss=loss, example=batch, optimizer=torch.optim.SGD(model.parameters()), mesh="dp=2", **options
+    )
+
+
+def test_a_pass_of_ones_own_runs_and_is_proven() -> None:
+    step = compiled(passes=[Double(1), Recompute("none")])
+    assert step.program.optimized.reports == {"double": ()}
+    assert step.program.roles is not step.program.expanded
+    with pytest.raises(VerifyError):
+        compiled(passes=[Double(2)])
+
+
+def test_progress_names_passes() -> None:
+    stages: list[str] = []
+    compiled(passes=[Double(1), Prefetch(1)], progress=stages.append)
+    assert stages == ["capture", "place", "expand", "double", "start"]
