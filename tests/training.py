@@ -60,7 +60,8 @@ def train(
     make: MakeOptimizer = sgd,
     **options: Any,
 ) -> tuple[mw.TrainStep, list[float]]:
-    """The compiled step after it has trained on `data`, and the losses."""
+    """A compiled step after it has trained a copy of the model on `data`, and the losses."""
+    model = copy.deepcopy(model)
     step = mw.compile(model, loss=loss, example=data[0], optimizer=make(model.parameters()), mesh=mesh, **options)
     return step, [step(batch) for batch in data]
 

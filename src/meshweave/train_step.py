@@ -42,8 +42,8 @@ class TrainStep:
         held = initial_state(optimizer, model, program.captured.updated) if optimizer is not None else None
         self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
         self.session.state.num_steps = held.num_steps if held else 0
-        values = lambda *key: self.session.state.matches(*key)  # noqa: E731 (a load gives the session another state)
-        self.guards = Guards(program.contract, program.options.autocast, values)
+        self.session.bindings.bind(self.session.state, model)
+        self.guards = Guards(program.contract, program.options.autocast, self.session.bindings.replace)
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
 
     def __call__(self, batch: Any) -> float:

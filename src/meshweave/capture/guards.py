@@ -24,34 +24,42 @@ from meshweave.errors import CaptureError, LayoutError, StepError
 from meshweave.interop.fake import FakeTensor
 from meshweave.interop.hooks import MODULE_HOOKS, TENSOR_HOOKS, hooks_of_all_modules
 from meshweave.interop.modules import compiled_modules
+from meshweave.interop.storages import version_of
 
-Matches = Callable[[str, str, Tensor], bool]
+Rebind = Callable[[str, str, Tensor], None]
 _AGAIN = "compile again for it: step.save(path), mw.compile(...), step.load(path)"
 
 
 @dataclass(slots=True)
 class _Marks:
-    """What is compared of tensors: whether they were written, replaced, frozen, given hooks. `names` are by id."""
+    """What is compared of tensors: whether they were frozen or given hooks; of those without a name, which are neither
+    parameters nor buffers, whether they were written, too. `names` are by id."""
 
     tensors: list[Tensor]
     names: Mapping[int, tuple[str, str]]
+    others: list[Tensor] = field(init=False)
     stored: list[Tensor] = field(init=False)
     flags: list[Any] = field(init=False)
+    versions: list[int] = field(init=False)
     addresses: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stored = [t for t in self.tensors if not (isinstance(t, FakeTensor) or t.is_meta)]
+        self.others = [t for t in self.tensors if id(t) not in self.names and not t.is_inference()]
+        self.stored = [t for t in self.others if not (isinstance(t, FakeTensor) or t.is_meta)]
         self.flags = [tuple(dict(v) if isinstance(v, dict) else v for v in flag) for flag in self._flags()]
-        self.addresses = self._addresses()
+        self.versions, self.addresses = self._versions(), self._addresses()
 
     def _flags(self) -> list[Any]:
         return list(map(_FLAGS, self.tensors))
+
+    def _versions(self) -> list[int]:
+        return list(map(version_of, self.others))
 
     def _addresses(self) -> list[int]:
         return list(map(Tensor.data_ptr, self.stored))
 
     def is_current(self) -> bool:
-        return self._flags() == self.flags and self._addresses() == self.addresses
+        return self._flags() == self.flags and self._versions() == self.versions and self._addresses() == self.addresses
 
     def check_flags(self) -> None:
         """StepError for a tensor that was frozen or unfrozen, or has other hooks."""
@@ -59,27 +67,27 @@ class _Marks:
             kind, name = self.names.get(id(tensor), ("tensor", ""))
             if old[0] != new[0] and kind == "param":
                 raise _changed(f"requires_grad of the parameter '{name}'", old[0], new[0])
-            for i, method in enumerate(TENSOR_HOOKS.values(), start=2):
+            for i, method in enumerate(TENSOR_HOOKS.values(), start=1):
                 if (old[i] or {}) != (new[i] or {}):
                     raise _changed(f"{method} on {kind} '{name}'", "no such hook", "a hook, which would not run")
 
     def written(self) -> list[Tensor]:
-        """Tensors whose values may have changed."""
-        now = zip(self.tensors, self.flags, self._flags(), strict=True)
-        written = [t for t, old, new in now if old[1] != new[1]]
+        """Tensors without a name whose values may have changed."""
+        now = zip(self.others, self.versions, self._versions(), strict=True)
+        written = [t for t, old, new in now if old != new]
         moved = zip(self.stored, self.addresses, self._addresses(), strict=True)
         return [*written, *(t for t, old, new in moved if old != new and not any(t is w for w in written))]
 
 
-_FLAGS = attrgetter("requires_grad", "_version", *TENSOR_HOOKS)
+_FLAGS = attrgetter("requires_grad", *TENSOR_HOOKS)
 
 
 class Guards:
-    """The guards of one compiled step. `matches(kind, name, tensor)` says whether a full parameter or buffer has the
-    values that the step has now; `autocast` is the dtype that the step was compiled with."""
+    """The guards of one compiled step. `rebind(kind, name, tensor)` takes the tensor that was assigned to a buffer;
+    `autocast` is the dtype that the step was compiled with."""
 
-    def __init__(self, contract: Contract, autocast: torch.dtype | None, matches: Matches) -> None:
-        self.contract, self.autocast, self.matches = contract, autocast, matches
+    def __init__(self, contract: Contract, autocast: torch.dtype | None, rebind: Rebind) -> None:
+        self.contract, self.autocast, self.rebind = contract, autocast, rebind
         self.batch = contract.batch
         self._unread: set[str] = set()  # places that forward and loss are known not to read
         self._refresh()
@@ -90,8 +98,7 @@ class Guards:
         named = {id(p): ("param", n) for n, p in model.named_parameters()}
         named |= {id(b): ("buffer", n) for n, b in model.named_buffers()}
         reached = {id(t): t for _, _, t in self.snapshot.tensors}
-        tracked = [t for t in reached.values() if not t.is_inference()]  # which have no version
-        self.marks = _Marks(tracked, named)
+        self.marks = _Marks(list(reached.values()), named)
         self.hooks = [dict(hooks) for hooks in hooks_of_all_modules()]
 
     def check(self, batch: Batch) -> None:
@@ -143,27 +150,29 @@ class Guards:
             if kind in MODULE_HOOKS:
                 raise _changed(change.place, "the hooks when the step was compiled", "others")
             (replaced if isinstance(change.old, Tensor) and kind in _TENSORS else others).append(change)
-        for change in replaced:
-            self._check_replaced(change)
-        for tensor in self.marks.written():
-            kind, name = self.marks.names.get(id(tensor), ("", ""))
-            if kind and not self._has_values(kind, name, tensor):
-                raise _written(kind, name)
+        buffers = [(self._replaced(change), change.new) for change in replaced]
         places = {id(t): (i, k) for i, k, t in self.snapshot.tensors}
         for tensor in self.marks.written():
-            if id(tensor) not in self.marks.names:
-                container, key = places[id(tensor)]
-                others.append(Change(self.snapshot.place(container, key), tensor, tensor, container, key))
+            container, key = places[id(tensor)]
+            others.append(Change(self.snapshot.place(container, key), tensor, tensor, container, key))
         self._try(others, self._with)
+        for name, tensor in buffers:
+            self.rebind("buffer", name, tensor)
         self._refresh()
 
-    def _check_replaced(self, change: Change) -> None:
+    def _replaced(self, change: Change) -> str:
+        """The name of a buffer to which another tensor was assigned. StepError for a parameter."""
         kind, name = self.marks.names.get(id(change.old), ("", ""))
-        if kind != "buffer" or not isinstance(change.new, Tensor) or not self._has_values(kind, name, change.new):
-            raise _written(kind, name)
-
-    def _has_values(self, kind: str, name: str, tensor: Tensor) -> bool:
-        return tensor.is_meta or self.matches(kind, name, tensor)
+        if kind != "buffer" or not isinstance(change.new, Tensor):
+            raise StepError(
+                f"the {'parameter' if kind == 'param' else 'buffer'} '{name}' of the model was replaced after compile",
+                where=change.place,
+                got=shown(change.new),
+                expected="the same parameter, with whatever values",
+                hint="write into it (load_state_dict, copy_, p.data = ...), as the optimizer still has the old "
+                f"parameter; or {_AGAIN}",
+            )
+        return name
 
     def _with(self, values: Sequence[tuple[Change, Any]]) -> Batch | None:
         done = [self.snapshot.set(change, value) for change, value in values]
@@ -221,15 +230,6 @@ def _changed(place: str, old: Any, new: Any) -> StepError:
         got=shown(new) if not isinstance(new, str) else new,
         expected=shown(old) if not isinstance(old, str) else old,
         hint=_AGAIN,
-    )
-
-
-def _written(kind: str, name: str) -> StepError:
-    return StepError(
-        f"the {'parameter' if kind == 'param' else 'buffer'} '{name}' of the model was changed after compile",
-        got="values that are neither those when the step was compiled nor those that it has now",
-        expected="the model as it was: a compiled step has parameters and buffers of its own",
-        hint="call load_state_dict (or whatever writes to the model) before mw.compile, or use step.load",
     )
 
 

@@ -20,11 +20,12 @@ from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, Task, compile_tasks
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
-from meshweave.runtime.state import Key, State
+from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
@@ -59,6 +60,8 @@ class Session:
             early = self._compiled({"loss", "buffer", "acc"}, is_last=False)
             self._early: Executor = world.executor(self.roles, early, meter)
         self.state = State(self.roles, world.devices, world.device)
+        self.bindings = Bindings(world)
+        self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
         self.carries = Carries(self.roles, world)
         self.metrics: dict[str, float] = {}
         self.progress = Progress(settings.accumulate)
@@ -113,6 +116,7 @@ class Session:
         held_meter = self.executor.meter
         with self.world.guard():
             self.state.check_usable()
+            self.bindings.take_over(self.state)
             recorder.hold(self.state, self.ranks, self.carries.ready(self.state))
             self.world.meet()
             began = recorder.mark()
@@ -134,6 +138,8 @@ class Session:
         self.progress.check("forward")
         self.state.check_usable()
         with self._attempt("forward"):
+            if not self.progress.num_done:
+                self.bindings.take_over(self.state)
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
             if not self.progress.num_done:
                 self._between, self._losses = [{} for _ in self.ranks], []
@@ -266,7 +272,7 @@ class Session:
     def _update(self, lrs: Sequence[float]) -> None:
         numbers = {"step": float(self.state.num_steps + 1), **{f"lr.{g}": lr for g, lr in enumerate(lrs)}}
         scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
-        replaced: list[dict[int, tuple[list[Any], int]]] = []  # per device: slot -> where its new value is kept
+        replaced: list[dict[int, tuple[Key, int]]] = []  # per device: slot -> which value it is of, and which piece
         new: dict[Key, list[Any]] = {}
         for rank, env in zip(self.ranks, self._envs, strict=True):
             for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True):
@@ -276,14 +282,16 @@ class Session:
             for key, slot in outputs(rank):
                 if key[0] in ("param", "state"):
                     cells = new.setdefault(key, [])
-                    targets[slot] = (cells, len(cells))
+                    targets[slot] = (key, len(cells))
                     cells.append(None)
             replaced.append(targets)
 
         def commit(i: int, task: Task) -> None:
             target = replaced[i].get(task.out)
             if target is not None:
-                target[0][target[1]] = self._envs[i][task.out]
+                key, index = target
+                self.state.pieces[key][index] = piece = self._envs[i][task.out]
+                self.bindings.renew(key, piece)
 
         buffers = [(key, v) for held in self._between for key, v in held.items() if key[0] == "buffer"]
         with _uninterrupted():
@@ -295,6 +303,7 @@ class Session:
             for key, piece in buffers:
                 renewed.setdefault(key, []).append(piece.clone())  # it may be a view of the batch, the caller's
             self.state.pieces.update(renewed)
+            self.bindings.publish(self.state, self._lasting_outputs)
             self.carries.keep(self.state, self.ranks, self._envs)
             self.state.num_steps += 1
             self.state.torn = False
@@ -344,6 +353,7 @@ class Session:
             loaded = self.state.blank()
             loaded.load(path, self.settings.seed)
             self.state = loaded
+            self.bindings.publish(loaded)
 
 
 def outputs(rank: Compiled) -> Iterator[tuple[Key, int]]:
