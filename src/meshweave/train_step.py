@@ -42,7 +42,7 @@ class TrainStep:
         held = initial_state(optimizer, model, program.captured.updated) if optimizer is not None else None
         self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
         self.session.state.num_steps = held.num_steps if held else 0
-        self.session.bindings.bind(self.session.state, model)
+        self.session.bindings.bind(self.session.state, model, optimizer)
         self.guards = Guards(program.contract, program.options.autocast, self.session.bindings.replace)
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 # What the planners plan between.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -79,6 +79,17 @@ def link_priced_cost(
         return None
     topology = _collective_utils.MeshTopoInfo(mesh, [*mesh.shape], [*bandwidths], [*latencies])
     return lambda old, new, dim, gib: float(price(old, new, topology, dim, gib)[0])
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The memory of a DTensor's piece. `to_local` gives a view of it, with autograd."""
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, piece: torch.Tensor) -> None:
+    """Give a DTensor another piece of the same size: the object stays the same, and nothing is copied. FSDP2 does so
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
+    tensor._local_tensor = piece
 
 
 @contextmanager

@@ -3,8 +3,9 @@ into them counts in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +20,55 @@ from meshweave.runtime.world import World
 Mark = tuple[int, int]  # address and count of writes: what tells a tensor that somebody has written from one that not
 
 
+Form = Literal["shared", "dtensor", "copy"]
+
+
 @dataclass(slots=True)
 class Bound:
     """A tensor of the module that stands for a value of the state.
 
-    `is_shared`: its memory is that of the piece held here, which is the whole value. Otherwise it is a copy, whole,
-    beside the pieces. `mark` is that of the tensor when the step last wrote or read it.
+    `form`: "shared", it has the memory of the piece held here, which is the whole value; "dtensor", it is a DTensor
+    with the memory of the piece held here, if there is one; "copy", it is whole beside the pieces. `mark` is that of
+    the tensor when the step last wrote or read it.
     """
 
     item: Input
     layout: Layout
     tensor: Tensor
-    is_shared: bool
+    form: Form
     mark: Mark = (0, -1)
 
     @property
     def key(self) -> Key:
         return self.item.kind, self.item.name
 
+    @property
+    def memory(self) -> Tensor:
+        """The tensor, or this rank's piece of it."""
+        if self.form != "dtensor":
+            return self.tensor
+        from meshweave.runtime.dtensor_parameters import piece_of
+
+        return piece_of(self.tensor)
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether nobody has written since `settle`, as far as counts of writes and addresses say."""
+        return self.mark == mark_of(self.memory)
+
     def share(self, piece: Tensor) -> None:
         """Let the tensor have the memory of a piece. The tensor stays the same object, whoever holds it."""
-        set_values(self.tensor, piece)
-        self.mark = mark_of(self.tensor)
+        if self.form == "dtensor":
+            from meshweave.runtime.dtensor_parameters import set_piece
+
+            set_piece(self.tensor, piece)
+        else:
+            set_values(self.tensor, piece)
+        self.settle()
+
+    def settle(self) -> None:
+        """The tensor is now as the step has it."""
+        self.mark = mark_of(self.memory)
 
 
 @dataclass(slots=True)
@@ -50,52 +78,100 @@ class Bindings:
     world: World
     bound: dict[Key, Bound] = field(default_factory=dict)
 
-    def bind(self, state: State, model: nn.Module) -> None:
-        """Bind the parameters and buffers of `model` to a state that is filled. All processes call it."""
+    def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Bind the parameters and buffers of `model` to a state that is filled. All processes call it.
+
+        On a cluster parameters become DTensors when one of them is sharded: all of them, for PyTorch mixes plain
+        tensors and DTensors in hardly any op. What DTensor cannot express is kept whole on every rank.
+        """
         named: dict[Key, Tensor] = {("param", n): p for n, p in model.named_parameters()}
         named |= {("buffer", n): b for n, b in model.named_buffers()}
-        for item, layout in state.items:
-            if (tensor := named.get((item.kind, item.name))) is not None:
-                holders = state.holders(layout)
-                is_shared = len(holders) == 1 and layout.box_of(item.spec.shape, holders[0]).size == item.spec.shape
-                self.bound[item.kind, item.name] = Bound(item, layout, tensor, is_shared)
-        self.publish(state)
+        chosen = [(item, layout) for item, layout in state.items if item.kind != "state"]
+        params = [(item, layout) for item, layout in chosen if item.kind == "param"]
+        if self.world.is_distributed and not all(self._is_whole(*entry) for entry in params):
+            self._distribute(state, model, optimizer, params)
+        for item, layout in chosen:
+            key = item.kind, item.name
+            if key not in self.bound:
+                form: Form = "shared" if self._is_whole(item, layout) else "copy"
+                bound = self.bound[key] = Bound(item, layout, named[key], form)
+                self._bring(state, bound)
+
+    def _distribute(
+        self,
+        state: State,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        params: Sequence[tuple[Input, Layout]],
+    ) -> None:
+        """Make the parameters DTensors, and let the module be loaded from full tensors all the same."""
+        from meshweave.runtime import dtensor_parameters as made  # DTensor takes long to import, here and below
+        from meshweave.runtime.dtensor import has_placements, make_device_meshes
+
+        known, device = dict(model.named_parameters()), self.world.device.type
+        make_device_meshes((layout for _, layout in params), device)
+        chosen = [(item, layout) for item, layout in params if has_placements(layout, item.spec.shape)]
+        replaced: dict[Tensor, Tensor] = {}
+        for item, layout in chosen:
+            piece = next(iter(state.pieces[item.kind, item.name]), None)
+            own = made.dtensor_parameter(known[item.name], piece, item, layout, device)
+            bound = self.bound[item.kind, item.name] = Bound(item, layout, own, "dtensor")
+            bound.settle()
+            if own is not known[item.name]:
+                replaced[known[item.name]] = own
+        made.replace_parameters(model, optimizer, replaced)
+        made.accept_full_tensors(model, {item.name: layout for item, layout in chosen})
+
+    def _is_whole(self, item: Input, layout: Layout) -> bool:
+        """Whether every process holds the whole value, once."""
+        if self.world.is_distributed:
+            mesh = layout.mesh
+            return mesh.covers(self.world.mesh.devices) and all(mesh.size(axis) == 1 for axis in layout.sharded_axes)
+        held = [device for device in self.world.devices if device in layout.mesh]
+        return len(held) == 1 and layout.box_of(item.spec.shape, held[0]).size == item.spec.shape
 
     def renew(self, key: Key, piece: Tensor) -> None:
         """An update has made a new piece: a tensor that shares the old one's memory lets go of it at once."""
         bound = self.bound.get(key)
-        if bound is not None and bound.is_shared:
+        if bound is not None and bound.form != "copy":
             bound.share(piece)
 
-    def publish(self, state: State, keys: Iterable[Key] | None = None) -> None:
+    def publish(self, state: State, keys: Collection[Key] | None = None) -> None:
         """Bring the state's values, or those of `keys`, into the module's tensors. All processes call it."""
-        chosen = None if keys is None else set(keys)
         for key, bound in self.bound.items():
-            if chosen is not None and key not in chosen:
-                continue
-            if bound.is_shared:
-                bound.share(state.pieces[key][0])
-                continue
-            whole = self.world.assemble(bound.item.spec, bound.layout, state.pieces[key])
+            if keys is None or key in keys:
+                self._bring(state, bound)
+
+    def _bring(self, state: State, bound: Bound) -> None:
+        pieces = state.pieces[bound.key]
+        if bound.form == "copy":
+            whole = self.world.assemble(bound.item.spec, bound.layout, pieces)
             if bound.tensor.is_meta:
                 set_values(bound.tensor, whole)
             else:
                 bound.tensor.detach().copy_(whole)
-            bound.mark = mark_of(bound.tensor)
+            bound.settle()
+        elif pieces:
+            bound.share(pieces[0])
 
     def take_over(self, state: State) -> None:
         """Cut new pieces of the tensors that somebody has written since the step last did: load_state_dict, weights
         swapped with their average, an assignment to `.data`. StepError for another shape or dtype."""
-        for key, bound in self.bound.items():
-            if bound.mark == mark_of(bound.tensor) and (bound.is_shared or self._is_same(state, bound)):
+        for bound in self.bound.values():
+            if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
                 continue
             _check_spec(bound.item, bound.tensor)
-            if not bound.is_shared:
-                state.put(bound.item, bound.layout, bound.tensor)
-                bound.mark = mark_of(bound.tensor)
-                continue
-            state.pieces[key] = [bound.tensor.detach().to(state.device).contiguous()]
-            bound.share(state.pieces[key][0])
+            self._take(state, bound)
+
+    def _take(self, state: State, bound: Bound) -> None:
+        if bound.form == "copy":
+            state.put(bound.item, bound.layout, bound.tensor)
+            bound.settle()
+        for piece in state.pieces[bound.key] if bound.form != "copy" else ():
+            if bound.memory.shape != piece.shape:
+                raise _another(bound.item, f"a piece of shape {list(bound.memory.shape)}", f"{list(piece.shape)}")
+            state.pieces[bound.key] = [bound.memory.detach().to(state.device).contiguous()]
+            bound.share(*state.pieces[bound.key])
 
     def replace(self, kind: str, name: str, tensor: Tensor) -> None:
         """Bind another tensor, which the user has assigned to a buffer of the module. StepError for another shape or
@@ -127,9 +203,13 @@ def set_values(tensor: Tensor, piece: Tensor) -> None:
 def _check_spec(item: Input, tensor: Tensor) -> None:
     got = Spec(tuple(tensor.shape), tensor.dtype)
     if got != item.spec:
-        raise StepError(
-            f"the {'parameter' if item.kind == 'param' else 'buffer'} '{item.name}' of the model has become another",
-            got=str(got),
-            expected=str(item.spec),
-            hint="values may change between steps, shapes and dtypes may not: compile again for others",
-        )
+        raise _another(item, str(got), str(item.spec))
+
+
+def _another(item: Input, got: str, expected: str) -> StepError:
+    return StepError(
+        f"the {'parameter' if item.kind == 'param' else 'buffer'} '{item.name}' of the model has become another",
+        got=got,
+        expected=expected,
+        hint="values may change between steps, shapes and dtypes may not: compile again for others",
+    )

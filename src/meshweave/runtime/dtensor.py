@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.errors import LayoutError, MeshError
-from meshweave.ir.graph import Input
+from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import placements_from_layout
@@ -70,8 +71,7 @@ def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> D
             got=f"shape {tuple(piece.shape)}",
             expected="no piece: the mesh lacks this rank" if box is None else f"shape {box.size}",
         )
-    stride = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return _dtensor(piece, device_mesh, placements, shape)
 
 
 def dtensors_from_pieces(
@@ -80,9 +80,41 @@ def dtensors_from_pieces(
     """DTensors by name of the values of which this rank has a piece. All ranks call it together, with the same values
     in the same order, and make the DeviceMeshes of all, whether or not they are of them."""
     listed = list(values)
-    for mesh in dict.fromkeys(layout.mesh for _, layout, _ in listed):
-        _device_mesh(_with_axis(mesh), device_type, _current_job())
+    make_device_meshes((layout for _, layout, _ in listed), device_type)
     return {v.name: dtensor_from_piece(pieces[0], layout, v.spec.shape) for v, layout, pieces in listed if pieces}
+
+
+def unheld_dtensor(layout: Layout, spec: Spec, device_type: str) -> DTensor:
+    """The DTensor of a value on a rank that is not of its mesh. All ranks have made the mesh together already."""
+    device_mesh = _device_mesh(_with_axis(layout.mesh), device_type, _current_job())
+    placements = dtensor_placements(layout, spec.shape)
+    nothing = torch.empty(0, dtype=spec.dtype, device=device_type)
+    return _dtensor(nothing, device_mesh, placements, spec.shape)
+
+
+def make_device_meshes(layouts: Iterable[Layout], device_type: str) -> None:
+    """Make the DeviceMeshes of all layouts. All ranks call it together, with the same layouts."""
+    for mesh in dict.fromkeys(layout.mesh for layout in layouts):
+        _device_mesh(_with_axis(mesh), device_type, _current_job())
+
+
+def has_placements(layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether DTensor can express a layout."""
+    try:
+        dtensor_placements(layout, shape)
+    except LayoutError:
+        return False
+    return True
+
+
+def dtensor_placements(layout: Layout, shape: Sequence[int]) -> tuple[Placement, ...]:
+    """The placements of a layout on the DeviceMesh that it has here. LayoutError where DTensor cannot express it."""
+    return placements_from_layout(replace(layout, mesh=_with_axis(layout.mesh)), shape)
+
+
+def _dtensor(piece: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    stride = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
+    return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _with_axis(mesh: Mesh) -> Mesh:

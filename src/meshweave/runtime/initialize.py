@@ -54,11 +54,17 @@ def _walk(
 ) -> Iterator[tuple[str, Tensor]]:
     for owner in owners:
         names = [name for name, _ in owner.tensors if name in requested]
-        yield from ((name, real[name].detach().cpu()) for name in names if name in real)
+        yield from ((name, full_values(real[name]).cpu()) for name in names if name in real)
         if any(name not in real for name in names):
             tensors = _make(owner, [name for name, _ in owner.tensors if name not in real], seed)
             yield from ((name, tensors.pop(name)) for name in names if name not in real)
             del tensors  # or what was not asked for would live on while the next module is made
+
+
+def full_values(tensor: Any) -> Tensor:
+    """A tensor's values; of a DTensor, which all ranks ask for together, those of the full tensor."""
+    values: Tensor = tensor.detach()
+    return values.full_tensor() if hasattr(values, "full_tensor") else values
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -1,0 +1,109 @@
+"""The module's tensors are the step's state on a cluster: DTensors where parameters are sharded, plain where not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.test_bindings import DATA, Script, Tied, adamw
+from tests.runtime.test_cluster import Job, start  # noqa: F401
+from tests.training import assert_tensors, mse
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim.swa_utils import AveragedModel
+
+import meshweave as mw
+from meshweave.runtime.cluster import shutdown
+
+pytestmark = pytest.mark.multiprocess
+
+
+def full(x: Tensor) -> Tensor:
+    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
+def full_dict(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(value).clone() for name, value in model.state_dict().items()}
+
+
+@torch.no_grad()
+def average(script: Script) -> list[Tensor]:
+    mean = script.extra.setdefault("mean", [p.clone() for p in script.model.parameters()])
+    for m, p in zip(mean, script.model.parameters(), strict=True):
+        m.lerp_(p, 0.3)
+    return mean
+
+
+def between(script: Script, i: int) -> None:
+    """What a script does after step i, as it is written for FSDP2 and for one device."""
+    mean = average(script)
+    by_torch = script.extra.setdefault("torch", AveragedModel(script.model))
+    by_torch.update_parameters(script.model)
+    script.seen = [full(m).clone() for m in (*mean, *by_torch.module.parameters())]
+    if i == 0:
+        script.extra["kept"] = full_dict(script.model)
+        script.extra["own"] = copy.deepcopy(script.model.state_dict())
+    if i == 1:
+        with torch.no_grad():
+            script.model.middle.weight.mul_(0.5)
+    if i == 2:
+        script.model.load_state_dict(script.extra["kept"])
+    if i == 3:
+        for m, p in zip(mean, script.model.parameters(), strict=True):
+            p.data.copy_(m)
+    if i == 4:
+        script.model.load_state_dict(script.extra["own"])
+
+
+def job_script(pipe: Connection, mesh: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Tied()
+    twin = copy.deepcopy(model)
+    optimizer = adamw(model)
+    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
+    identities = [id(p) for p in model.parameters()]
+    ours, eager = Script(model, optimizer, step), Script(twin, adamw(twin))
+    for i, batch in enumerate(DATA):
+        assert ours.train(batch) == pytest.approx(eager.train(batch), rel=1e-5)
+        for script in (ours, eager):
+            between(script, i)
+        torch.testing.assert_close(ours.seen, eager.seen, rtol=1e-4, atol=1e-5)
+        assert_tensors(full_dict(model), full_dict(twin), 1e-4)
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == identities
+    assert [id(p) for p in model.parameters()] == identities
+    assert model.again.weight is model.middle.weight
+    with torch.no_grad(), implicit_replication():
+        torch.testing.assert_close(full(model.eval()(DATA[0]["x"])), twin.eval()(DATA[0]["x"]), rtol=1e-4, atol=1e-5)
+    options = StateDictOptions(full_state_dict=True)
+    saved = get_model_state_dict(model, options=options)
+    assert_tensors({k: v.clone() for k, v in saved.items()}, dict(twin.state_dict()), 1e-4)
+    halves = {k: v * 0.5 for k, v in saved.items()}
+    if "tp" in mesh:  # torch 2.13 cuts no uneven dim over two axes (_StridedShard._shard_tensor)
+        model.load_state_dict(halves)
+    else:
+        set_model_state_dict(model, halves, options=options)
+    twin.load_state_dict({k: v * 0.5 for k, v in twin.state_dict().items()})
+    for script in (ours, eager):
+        script.model.train()
+    assert ours.train(DATA[0]) == pytest.approx(eager.train(DATA[0]), rel=1e-5)
+    pieces = step.session.state.pieces
+    shared = all(
+        (p.to_local() if isinstance(p, DTensor) else p).data_ptr() == pieces["param", name][0].data_ptr()
+        for name, p in model.named_parameters()
+    )
+    shutdown(step.session.world)
+    return {"dtensors": {type(p) is not nn.Parameter for p in model.parameters()}, "shared": shared}
+
+
+@pytest.mark.parametrize(("mesh", "num_ranks"), [("dp=2", 2), ("fsdp=2", 2), ("fsdp=2,tp=2", 4)])
+def test_scripts_for_fsdp2_see_and_change_the_weights(start: Callable[..., Job], mesh: str, num_ranks: int) -> None:  # noqa: F811
+    outcomes = start("tests.runtime.test_bindings_cluster:job_script", num_ranks, mesh).finish(120)
+    for outcome in outcomes:
+        assert "error" not in outcome, outcome["text"]
+        assert outcome == {"dtensors": {"fsdp" in mesh}, "shared": True}
