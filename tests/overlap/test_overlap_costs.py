@@ -14,10 +14,10 @@ from tests.overlap.graphs import ATEN, STARTS, Builder, assert_same_values, by_n
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.described import values_of
+from meshweave.ir.from_graph import graph_program
 from meshweave.overlap import overlap
 from meshweave.overlap.prices import CallablePrices, asked
-from meshweave.overlap.read import read, releasable_of
+from meshweave.overlap.read import read
 
 RATE = 3e12  # bytes/s of the memory in these tests
 
@@ -89,7 +89,7 @@ def test_the_rate_of_copies_is_one_that_memory_has(is_fused: bool) -> None:
             nodes = tuple(n for n in nodes if n in (product, between, chain[-1]))
         return sum(n.meta["val"].nbytes for n in nodes) / RATE + 1e-12
 
-    reading = read(gm.graph, values_of(gm.graph), releasable_of(gm.graph))
+    reading = read(graph_program(gm.graph))
     prices = CallablePrices(reading, asked(seconds))
     reading.problem.seconds = [0.0 if i in reading.rows else seconds(node) for i, node in enumerate(reading.nodes)]
     assert prices.copy_rate() == pytest.approx(RATE, rel=1e-3)

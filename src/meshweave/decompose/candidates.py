@@ -10,12 +10,14 @@ from torch import fx
 from meshweave.decompose.chunks import Shapes
 from meshweave.decompose.decompose import DecomposeOptions, Pass, Pick
 from meshweave.decompose.lower import lower
-from meshweave.decompose.plain import PlainFrame, plain_frame
+from meshweave.decompose.plain import RingGraph, ring_graph
 from meshweave.decompose.price import Prices
 from meshweave.decompose.report import DecomposeReport
 from meshweave.decompose.share import share_gathers
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import copied_module, module_like
+
+_ORDER_OF_SUMS = "sums in the order in which messages come, another for each chunk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +39,19 @@ class Work:
     options: DecomposeOptions
     profile: MachineProfile | None
 
-    def frame(self) -> PlainFrame:
-        return plain_frame(self.gm.graph, self.groups, self.rank)
+    def rings(self) -> RingGraph:
+        return ring_graph(self.gm.graph, self.groups, self.rank)
 
     def written(self, pick: Pick) -> Made:
-        frame = self.frame()
-        shared = share_gathers(frame) if self.options.share else ()
-        shapes, prices = Shapes(frame.local), None
+        rings = self.rings()
+        program = rings.program
+        shared = share_gathers(program) if self.options.share else ()
+        shapes, prices = Shapes(dict(program.values)), None
         if self.profile is not None and self.options.when == "gain":
-            order = {node: i for i, node in enumerate(frame.graph.nodes)}
-            prices = Prices(frame, self.profile, shapes, order)
-        done = Pass(frame, self.options, shapes, prices, pick)
+            prices = Prices(program, self.profile, shapes, rings.kernels(self.profile))
+        done = Pass(program, self.options, shapes, prices, pick, _ORDER_OF_SUMS)
         report = done.run(shared)
         if not report.num_taken:
             return Made(copied_module(self.gm), report, tuple(done.decisions))
-        lower(frame)
-        return Made(module_like(self.gm, frame.graph), report, tuple(done.decisions))
+        lower(rings)
+        return Made(module_like(self.gm, program.graph), report, tuple(done.decisions))

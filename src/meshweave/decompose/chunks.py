@@ -29,7 +29,7 @@ from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import RANK_CHANGES
-from meshweave.ir.values import NOTHING, Local, Value, Values
+from meshweave.ir.values import NOTHING, Value, Values
 
 aten = torch.ops.aten
 
@@ -39,11 +39,11 @@ class Shapes:
     """Local shapes of values, as ops of the table see them. `uneven`: the dims that have another size on another
     device."""
 
-    local: Local
+    values: dict[fx.Node, Values]
     uneven: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Shape:
-        made = self.local.values.get(node, NOTHING)  # what rings have written is not there
+        made = self.values.get(node, NOTHING)  # what rings have written is not there
         if len(made) != 1:
             raise NoCut("it is several tensors, or none that is known")
         return made[0].shape
@@ -56,7 +56,7 @@ class Shapes:
 
     def take_over(self, made: fx.Node, values: Values, old: fx.Node) -> None:
         """Note what a new node makes, out of what `old` does: the dims that are uneven are its own."""
-        self.local.values[made] = values
+        self.values[made] = values
         if old in self.uneven:
             self.uneven[made] = self.uneven[old]
 

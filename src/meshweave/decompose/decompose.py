@@ -14,20 +14,22 @@ from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream
 from meshweave.decompose.cut import operands_of
 from meshweave.decompose.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.decompose.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
-from meshweave.decompose.frame import Frame, RoleFrame
 from meshweave.decompose.price import Estimate, Prices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.decompose.proof import prove_rings
 from meshweave.decompose.report import DecomposeReport, Row, gain_text, joined_reasons, no_gain_text, shared_row
 from meshweave.decompose.rewrite import Way, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
 from meshweave.decompose.share import Shared, share_gathers
-from meshweave.decompose.writer import Ring, RingKind, Writer
+from meshweave.decompose.writer import Ring, RingKind, Writer, ring_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.collectives import ALL_TO_ALL
-from meshweave.ir.graph import Spec, origin_of
+from meshweave.ir.device_program import DeviceProgram
+from meshweave.ir.from_role import role_program
+from meshweave.ir.graph import Spec, origin_of, place_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied
-from meshweave.ir.values import local_values, uneven_dims
+from meshweave.ir.values import Local, local_values, uneven_dims
 from meshweave.ir.verify import verify_rank
+from meshweave.simulate.kernels import Fusion, kernels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,37 +127,39 @@ class Pass:
     """Goes through the collectives of a graph in order, `pick` deciding what becomes of each. What it has decided is
     in `decisions`: per collective that could be taken apart the number of the choice, -1 where it was left."""
 
-    frame: Frame
+    program: DeviceProgram
     options: DecomposeOptions
     shapes: Shapes
     prices: Prices | None
     pick: Pick
+    order_of_sums: str = ""  # over a group, where it is not as the algorithm says
     decisions: list[int] = field(default_factory=list)
     write: Writer = field(init=False)
     returned: dict[fx.Node, Row] = field(default_factory=dict)  # all-to-alls that went with an earlier one
     halves: list[fx.Node] = field(default_factory=list)  # gathers that all-reduces have become
 
     def __post_init__(self) -> None:
-        self.write = Writer(self.frame.graph, next(iter(self.frame.graph.nodes)))
+        self.write = Writer(self.program.graph, next(iter(self.program.graph.nodes)))
 
     def run(self, shared: Sequence[Shared] = ()) -> DecomposeReport:
         rows = [shared_row(*one) for one in shared]
-        for start in starts_of(self.frame.graph):
+        for start in starts_of(self.program.graph):
             rows.append(self.returned.get(start) or self.collective(start))
             while self.halves:
                 rows.append(self.collective(self.halves.pop()))
-        prove_rings(self.frame)
+        prove_rings(self.program)
         return DecomposeReport(tuple(rows))
 
     def collective(self, start: fx.Node) -> Row:
-        kind, place = KINDS[start.target], self.frame.place(start)
-        if problem := self.frame.refused(start):
+        kind = KINDS[start.target]
+        place = str(start.meta["origin"]) if "origin" in start.meta else place_of(start)
+        if problem := self.program.refused(start):
             return Row(start.name, kind, str(start.args[-1]), place, reason=problem)
-        ring, ways = self.frame.ring(start), self.ways(kind)
+        ring, ways = ring_of(self.program, start), self.ways(kind)
         row = Row(start.name, kind, ring.group, place)
         if problem := self.refused(start, ring, ways):
             return replace(row, reason=problem)
-        order = {node: i for i, node in enumerate(self.frame.graph.nodes)}
+        order = {node: i for i, node in enumerate(self.program.graph.nodes)}
         why: list[str] = []
         choices = list(self.choices(start, ring, ways, order, why))
         if not choices:
@@ -250,7 +254,7 @@ class Pass:
         return exchange_estimate(self.prices, start, found, ring, way) if self.prices is not None else None
 
     def dtype(self, start: fx.Node) -> torch.dtype:
-        return self.shapes.local.values[wait_of(start)][0].dtype
+        return self.shapes.values[wait_of(start)][0].dtype
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         return self.options.accumulate or wide_dtype(dtype)
@@ -291,7 +295,7 @@ class Pass:
             is_summed = "sum" in found.consumers.values()
         told = way.row.numerics if way.row is not None else "as by the collective"
         if is_summed and way.row is not None and not isinstance(found, Downstream):
-            told = self.frame.order_of_sums or told
+            told = self.order_of_sums or told
         sums = f"; sums in {str(wide).removeprefix('torch.')}" if is_summed else ""
         return f"{told}{sums}; a matmul of fewer rows may round otherwise than the whole"
 
@@ -338,17 +342,25 @@ def decompose(
             hint='or DecomposeOptions(when="always")',
         )
     made = copied(role)
-    frame, prices = RoleFrame(made), None
+    shared = share_gathers(role_program(made, {}, {})) if options.share else ()
+    local, uneven = local_values(made), uneven_dims(made)
+    program = role_program(made, local.values, uneven)
+    shapes, prices = Shapes(dict(local.values), uneven), None
     pick: Pick = first
-    shared = share_gathers(frame) if options.share else ()
-    shapes = Shapes(local_values(made), uneven_dims(made))
     if options.when == "gain":
-        order = {node: i for i, node in enumerate(made.graph.nodes)}
-        prices = Prices(frame, costs, shapes, order)  # type: ignore[arg-type]
+        assert isinstance(costs, MachineProfile)
+        prices = Prices(program, costs, shapes, _kernels(made, costs, local))
         pick = by_gain(options.margin)
-    report = Pass(frame, options, shapes, prices, pick).run(shared)
+    report = Pass(program, options, shapes, prices, pick).run(shared)
     _tell_specs(made)
     return verify_rank(made), report
+
+
+def _kernels(role: RankGraph, profile: MachineProfile, local: Local) -> list[tuple[float, float]]:
+    """Position (among those of the nodes) and seconds of every kernel."""
+    fusion: Fusion = "compiled" if profile.fusion == "pointwise" else "ops"
+    kernels, _ = kernels_of(role, local, fusion)
+    return [(one.position, sum(map(profile.compute_seconds, one.works))) for one in kernels]
 
 
 def _tell_specs(role: RankGraph) -> None:

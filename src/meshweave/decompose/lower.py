@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from meshweave.decompose.cut import FIXED, LOOSE
-from meshweave.decompose.plain import PlainFrame
+from meshweave.decompose.plain import RingGraph
 from meshweave.decompose.split_write import memory_order
 from meshweave.decompose.writer import Number, kept_meta
 from meshweave.errors import VerifyError
@@ -30,9 +30,9 @@ aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 
 
-def lower(frame: PlainFrame) -> None:
+def lower(rings: RingGraph) -> None:
     """Write in place what the pass has left in the vocabulary of rank graphs, with fake tensors in meta["val"]."""
-    _Lowering(frame.graph, frame).run()
+    _Lowering(rings.program.graph, rings).run()
 
 
 def lower_blocks(graph: fx.Graph) -> None:
@@ -43,7 +43,7 @@ def lower_blocks(graph: fx.Graph) -> None:
 @dataclass(slots=True)
 class _Lowering:
     graph: fx.Graph
-    frame: PlainFrame | None  # that of rings
+    rings: RingGraph | None
     like: Any = None  # a fake tensor of the graph
     place: fx.Node = field(init=False)
 
@@ -106,9 +106,9 @@ class _Lowering:
         if isinstance(value, int):
             return value
         assert value.target is ring_index
-        assert self.frame is not None
+        assert self.rings is not None
         axes, sizes, *rest = value.args
-        index = self.frame.index(",".join(axes))
+        index = self.rings.index(",".join(axes))
         return ring_index({axes[0]: index}, axes[:1], sizes, *rest)
 
     # what stands in the graph
@@ -188,8 +188,8 @@ class _Lowering:
         return [self.call(aten.slice.Tensor, x, dim, i * size, (i + 1) * size) for i in range(count)]
 
     def permute(self, node: fx.Node, x: fx.Node, to: Any, group: str) -> fx.Node:
-        assert self.frame is not None
-        size, rank, rows = len(self.frame.members[group]), self.frame.index(group), x.meta["val"].shape[0]
+        assert self.rings is not None
+        size, rank, rows = len(self.rings.members[group]), self.rings.index(group), x.meta["val"].shape[0]
         sends = destinations(to, size)
         received = [rows * (i == sends.index(rank)) for i in range(size)]
         sent = [rows * (i == sends[rank]) for i in range(size)]

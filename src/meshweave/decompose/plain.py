@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -11,94 +12,70 @@ from torch import fx
 from meshweave.decompose.blocks import raise_blocks
 from meshweave.decompose.cut import FIXED, LOOSE
 from meshweave.decompose.find import KINDS
-from meshweave.decompose.frame import made_of
-from meshweave.decompose.writer import Ring
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import WAIT
-from meshweave.ir.described import is_symbolic, values_of
+from meshweave.ir.described import is_symbolic
+from meshweave.ir.device_program import DeviceProgram
+from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import copied_graph, place_of
-from meshweave.ir.mesh import Mesh
-from meshweave.ir.values import Local, Values
-from meshweave.overlap.prices import ProfilePrices, ranks_of
-from meshweave.overlap.read import Reading, read, releasable_of
-
-_GROUP = "group"  # the one axis of the mesh that a group is
+from meshweave.ir.values import Values
+from meshweave.overlap.prices import ProfilePrices
+from meshweave.overlap.read import Reading, read
 
 
-@dataclass(slots=True)
-class PlainFrame:
-    """A graph of ATen ops and functional collectives, as `rank` runs it. `members` are the ranks by name of group."""
+@dataclass(frozen=True, slots=True)
+class RingGraph:
+    """A graph in which `rank` may have its collectives taken apart. `members` are the ranks by name of group."""
 
-    graph: fx.Graph
-    rank: int
+    program: DeviceProgram
     reading: Reading
+    rank: int
     members: Mapping[str, tuple[int, ...]]
-    meshes: dict[str, Mesh] = field(default_factory=dict)
-
-    @property
-    def order_of_sums(self) -> str:
-        return "sums in the order in which messages come, another for each chunk"
-
-    @property
-    def local(self) -> Local:
-        return Local(self.rank, dict(self.reading.values), {})
 
     def index(self, group: str) -> int:
         """The place of this rank in a group."""
         return self.members[group].index(self.rank)
 
-    def ring(self, start: fx.Node) -> Ring:
-        group = str(start.args[-1])
-        return Ring(group, (len(self.members[group]),))
-
-    def where(self, start: fx.Node) -> tuple[Mesh, tuple[str, ...]]:
-        group = str(start.args[-1])
-        if group not in self.meshes:
-            ranks = self.members[group]
-            self.meshes[group] = Mesh({_GROUP: len(ranks)}, devices=ranks)
-        return self.meshes[group], (_GROUP,)
-
-    def refused(self, start: fx.Node) -> str:
-        users = list(start.users)
-        if start.kwargs or not isinstance(start.args[-1], str) or start.args[-1] not in self.members:
-            return "its group is not handed over by name"
-        if len(users) != 1 or users[0].target is not WAIT:
-            return "it is waited for more than once, or not here"
-        for node in (start, users[0]):
-            if FIXED in node.meta:
-                return f"it {node.meta[FIXED]}"
-        return ""
-
-    def place(self, node: fx.Node) -> str:
-        return place_of(node)
-
-    def lasting(self) -> set[fx.Node]:
-        """Which inputs are parameters a graph does not say: all may be."""
-        return made_of(self.graph, set(self.graph.find_nodes(op="placeholder")))
-
-    def kernels(self, profile: MachineProfile, local: Local) -> list[tuple[float, float]]:
-        prices = ProfilePrices(self.reading, profile, self.members)
-        order = {node: i for i, node in enumerate(self.graph.nodes)}
+    def kernels(self, profile: MachineProfile) -> list[tuple[float, float]]:
+        """Position (among those of the nodes) and seconds of every kernel."""
+        prices = ProfilePrices(self.reading, profile)
+        order = {node: i for i, node in enumerate(self.program.graph.nodes)}
         computed = ((i, node) for i, node in enumerate(self.reading.nodes) if i not in self.reading.rows)
         return [(float(order[node]), prices.compute(node)) for _, node in computed]
 
 
-def plain_frame(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: int) -> PlainFrame:
+def ring_graph(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: int) -> RingGraph:
     """A copy of a graph, as the pass takes it. Raises VerifyError as `mw.overlap` does, and MeshweaveError for a group
     of a collective that is unknown or that `rank` is not in."""
     graph = copied_graph(old)
     raise_blocks(graph)
-    reading = read(graph, values_of(graph), releasable_of(graph))
+    program = graph_program(graph, groups)
+    reading = read(program)
     members: dict[str, tuple[int, ...]] = {}
     for i in reading.rows:
         node, name = reading.nodes[i], reading.problem.channels[reading.problem.channel[i]]
         if node.target in KINDS and name not in members:
-            members[name] = ranks_of(reading, i, groups or {})
+            members[name] = program.group_of(node)[0].devices
             _expect_member(node, name, members[name], rank)
     _fix(graph, reading.values)
-    return PlainFrame(graph, rank, reading, members)
+    lasting = frozenset(graph.find_nodes(op="placeholder"))  # which of them are parameters a graph does not say
+    program = replace(program, sources=lasting, refused=partial(_refused, members))
+    return RingGraph(program, reading, rank, members)
+
+
+def _refused(members: Mapping[str, Sequence[int]], start: fx.Node) -> str:
+    """Why a start stays as it is whatever the costs; "" if it need not."""
+    users = list(start.users)
+    if start.kwargs or not isinstance(start.args[-1], str) or start.args[-1] not in members:
+        return "its group is not handed over by name"
+    if len(users) != 1 or users[0].target is not WAIT:
+        return "it is waited for more than once, or not here"
+    for node in (start, users[0]):
+        if FIXED in node.meta:
+            return f"it {node.meta[FIXED]}"
+    return ""
 
 
 def _expect_member(node: fx.Node, name: str, ranks: tuple[int, ...], rank: int) -> None:

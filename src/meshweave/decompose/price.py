@@ -12,13 +12,13 @@ from meshweave.decompose.chunks import Downstream, Shapes, Upstream, kept, part_
 from meshweave.decompose.cut import Cut, Sum, is_same, kind_of, operands_of
 from meshweave.decompose.exchange import Region
 from meshweave.decompose.find import KINDS
-from meshweave.decompose.frame import Frame
 from meshweave.decompose.play import Message, play_exchange, play_gather, play_reduce
 from meshweave.decompose.rewrite import Way, wait_of
 from meshweave.decompose.writer import Ring
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
 from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
+from meshweave.ir.device_program import DeviceProgram
 from meshweave.simulate.classify import work_of
 
 
@@ -56,19 +56,19 @@ class Estimate:
 class Prices:
     """What a graph's work and communication cost on a machine."""
 
-    frame: Frame
+    program: DeviceProgram
     profile: MachineProfile
     shapes: Shapes
-    order: dict[fx.Node, int]
-    _kernels: list[tuple[float, float]] = field(default_factory=list)
+    kernels: Sequence[tuple[float, float]]  # position (among those of the nodes) and seconds of each
+    order: dict[fx.Node, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kernels = self.frame.kernels(self.profile, self.shapes.local)
+        self.order = {node: i for i, node in enumerate(self.program.graph.nodes)}
 
     def between(self, first: fx.Node, last: fx.Node) -> float:
         """Compute that stands between two nodes."""
         low, high = self.order[first], self.order[last]
-        return sum(seconds for position, seconds in self._kernels if low < position < high)
+        return sum(seconds for position, seconds in self.kernels if low < position < high)
 
     @property
     def launch(self) -> float:
@@ -77,7 +77,7 @@ class Prices:
 
     def op(self, node: fx.Node, cuts: Sequence[Cut | None] = (), result: Cut | None = None) -> float:
         """An op, or what it takes on chunks of its operands for a chunk of its result."""
-        values, operands = self.shapes.local.values, operands_of(node)
+        values, operands = self.shapes.values, operands_of(node)
         if values[node][0].storage in {values[n][0].storage for n in operands}:
             return self.launch  # a view
         taken = [part_of(values[n][0], cut) for n, cut in zip(operands, cuts or [None] * len(operands), strict=True)]
@@ -107,7 +107,7 @@ class Prices:
 
     def copy(self, node: fx.Node, times: float = 1.0, kind: str = "strided") -> float:
         """Reading and writing the value of a node."""
-        value = self.shapes.local.values[node][0]
+        value = self.shapes.values[node][0]
         work = Memory(kind, int(2 * times * value.bytes), value.num_elements, value.dtype)
         return self.profile.compute_seconds(work)
 
@@ -117,7 +117,7 @@ class Prices:
     def named(self, start: fx.Node, op: str, num_bytes: float) -> Message:
         """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
         of a start and a wait: as simulate.tasks has it), and what it takes from compute beside it."""
-        profile, where = self.profile, self.frame.where(start)
+        profile, where = self.profile, self.program.group_of(start)
         launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
         levels = frozenset(level for level, _ in profile.usage(op, *where))
         host = profile.host_seconds(op, *where, seconds) + launches
@@ -133,7 +133,7 @@ class Prices:
 
     def bytes(self, start: fx.Node) -> int:
         """What a device hands in to a start."""
-        value = self.shapes.local.values[operands_of(start)[0]][0]
+        value = self.shapes.values[operands_of(start)[0]][0]
         return value.num_elements * value.dtype.itemsize
 
 

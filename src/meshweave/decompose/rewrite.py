@@ -38,7 +38,7 @@ def wait_of(start: fx.Node) -> fx.Node:
 
 def inherit(made: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
     """`made` stands for `old` from now on."""
-    shapes.take_over(made, shapes.local.values[old], old)
+    shapes.take_over(made, shapes.values[old], old)
     made.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
     old.replace_all_uses_with(made)
     return made
@@ -149,7 +149,7 @@ def rewrite_scatter(
     assert isinstance(operand, fx.Node)
     products = Products(write, shapes, found, operand)
     if way.row is not None:
-        dtype = shapes.local.values[operand][0].dtype
+        dtype = shapes.values[operand][0].dtype
         made = write_reduce(write, way.row, ring, products, dtype, wide, wait)
     else:
         made = _write_parts_reduced(write, start, products, way, _of_piece(found.cuts[operand], ring))
@@ -170,13 +170,13 @@ def rewrite_reduce(
     if way.row is None:
         made = _write_parts_reduced(write, start, products, way, cut)
     else:
-        dtype = shapes.local.values[operand][0].dtype
+        dtype = shapes.values[operand][0].dtype
         own = write_reduce(write, way.row, ring, products, dtype, wide)
         gather = ALL_GATHER.op
         begun = write.call(gather, write.contiguous(own), ring.size, ring.group)
         write.place = wait
         made = write.wait(begun)
-        part = part_of(shapes.local.values[operand][0], cut)
+        part = part_of(shapes.values[operand][0], cut)
         stacked = shaped(part, (ring.size * part.shape[0], *part.shape[1:]))
         shapes.take_over(operands_of(begun)[0], (part,), operand)
         shapes.take_over(made, (stacked,), operand)

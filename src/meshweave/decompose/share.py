@@ -8,36 +8,36 @@ import torch
 from torch import fx
 
 from meshweave.decompose.cut import kind_of
-from meshweave.decompose.frame import Frame
 from meshweave.decompose.rewrite import erase_unused, wait_of
 from meshweave.ir.collectives import ALL_GATHER
+from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import origin_of
 
 aten = torch.ops.aten
 Shared = tuple[str, str, str]  # a gather that is gone: its name, its group, and the name of the one that stands for it
 
 
-def share_gathers(frame: Frame) -> tuple[Shared, ...]:
+def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
     """Let those gathers of a phase that gather the same activation over the same group be the first of them. Per gather
     that is gone: its name, its group, and the name of the one that stands for it.
 
     Parameters are left: how long they live gathered is decided where they are moved.
     """
     first: dict[Any, fx.Node] = {}
-    lasting, gone = frame.lasting(), list[Shared]()
-    for start in [node for node in frame.graph.nodes if node.target is ALL_GATHER.op]:
-        if start in lasting or frame.refused(start):
+    lasting, gone = program.lasting(), list[Shared]()
+    for start in [node for node in program.graph.nodes if node.target is ALL_GATHER.op]:
+        if start in lasting or program.refused(start):
             continue
         kept = first.setdefault((_text(start.args[0]), start.args[1:], origin_of(start).phase), start)
         if kept is start:
             continue
         wait, its = wait_of(start), wait_of(kept)
-        order = {node: i for i, node in enumerate(frame.graph.nodes)}
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
         if order[wait] < order[its]:
             wait.prepend(its)
         wait.replace_all_uses_with(its)
         gone.append((start.name, str(start.args[-1]), kept.name))
-        erase_unused(frame.graph, [wait])
+        erase_unused(program.graph, [wait])
     return tuple(gone)
 
 

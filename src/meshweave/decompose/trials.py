@@ -64,7 +64,7 @@ class Search:
         whole = self.judge(self.work.gm, False)
         found, seconds = self.best(whole)
         if agree is not None:
-            mark = fingerprint(self.work.frame().reading)
+            mark = fingerprint(self.work.rings().reading)
             told = tuple(map(int, agree(Figures(mark, tuple(map(float, found.decisions)))).numbers))
             if told != found.decisions:
                 found = self.work.written(_again(told))

@@ -12,6 +12,7 @@ from torch import fx
 
 from meshweave.decompose.algorithms import Index
 from meshweave.ir.collectives import STARTS, WAIT
+from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.rank import ring_index
 
 aten = torch.ops.aten
@@ -33,6 +34,12 @@ class Ring:
     @property
     def size(self) -> int:
         return torch.Size(self.sizes).numel()
+
+
+def ring_of(program: DeviceProgram, start: fx.Node) -> Ring:
+    """The group of a start."""
+    mesh, axes = program.group_of(start)
+    return Ring(str(start.args[-1]), tuple(map(mesh.size, axes)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.gloo import let_gathers_overlap_in
 from meshweave.interop.graphs import lazy_module_like
-from meshweave.ir.described import values_of
+from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.ir.values import Values
-from meshweave.overlap.decide import OrderOptions, decide
-from meshweave.overlap.figures import Agree, priced
-from meshweave.overlap.merge import Merger
-from meshweave.overlap.prices import CallablePrices, Cost, ProfilePrices, asked, priced_views, ranks_of
-from meshweave.overlap.problem import Problem
-from meshweave.overlap.read import Reading, read, releasable_of
+from meshweave.overlap.decide import OrderOptions
+from meshweave.overlap.figures import Agree
+from meshweave.overlap.order import order_program, without_collector
+from meshweave.overlap.prices import Cost, costs_of
 from meshweave.overlap.report import OverlapReport
-from meshweave.simulate.clock import Slowdown
 
 
 def overlap(
@@ -54,7 +48,7 @@ def overlap(
     before its wait, and a buffer that is touched in flight; MeshweaveError for a cost that is no duration, an unknown
     group, and when no order is under the cap: it says the least peak that was found and the tensors that make it.
     """
-    with _without_collector():
+    with without_collector():
         graph = copied_graph(gm.graph)
     graph.owning_module = gm
     report = overlap_graph(
@@ -79,84 +73,6 @@ def overlap_graph(
 
     `values`: what every node makes, where its meta does not say it.
     """
-    options = options or OrderOptions()
-    options.check()
-    with _without_collector():
-        return _overlap(graph, cost, memory_cap_bytes, groups, options, agree, values)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """The pass makes many small lists and no cycles: a third of its time would go to looking for them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _overlap(
-    graph: fx.Graph,
-    cost: MachineProfile | Cost,
-    memory_cap_bytes: int | None,
-    groups: Mapping[str, Sequence[int]] | None,
-    options: OrderOptions,
-    agree: Agree | None,
-    values: Mapping[fx.Node, Values] | None,
-) -> OverlapReport:
-    releasable = options.releasable or releasable_of(graph)
-    views = frozenset() if isinstance(cost, MachineProfile) else priced_views(graph, asked(cost))
-    reading = read(graph, values if values is not None else values_of(graph), releasable, views)
-    prices, slowdown = _prices(reading, cost, groups or {})
-    costs = priced(reading, prices, options.communication_factor, agree)
-    unknown = prices.unknown if isinstance(prices, ProfilePrices) else {}
-    told = f"priced by bytes moved: {', '.join(sorted(unknown))}; mw.register_rule(op, ..., cost=...) says more"
-    orders = [(f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))]
-    merger = Merger(reading, costs)
-    return decide(merger, slowdown, memory_cap_bytes, options, orders, (told,) if unknown else ())
-
-
-def _prices(
-    reading: Reading, cost: MachineProfile | Cost, groups: Mapping[str, Sequence[int]]
-) -> tuple[ProfilePrices | CallablePrices, Slowdown | None]:
-    """Prices, and by how much compute is slower beside communication where the costs say it."""
-    if isinstance(cost, MachineProfile):
-        return ProfilePrices(reading, cost, groups), cost.compute_slowdown
-    if groups:  # a callable needs no ranks, but a group that the caller's table lacks is a mistake
-        for i in reading.rows:
-            ranks_of(reading, i, groups)
-    return CallablePrices(reading, asked(cost)), None
-
-
-def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
-    """The orders that were handed in, as orders of the problem."""
-    problem = reading.problem
-    number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}
-    number |= {wait.name: ~c for c, waits in reading.waits.items() for wait in waits[:1]}
-    later = {wait.name for waits in reading.waits.values() for wait in waits[1:]}
-    free = {node.name for node in reading.graph.nodes} - set(number) | later
-    made = []
-    for k, names in enumerate(options.orders):
-        if strange := [name for name in names if name not in number and name not in free]:
-            raise MeshweaveError(f"order {k} names no node of the graph", got=strange[0])
-        order = _with_waits(problem, [number[name] for name in names if name in number])
-        if wrong := problem.check(order):
-            raise MeshweaveError(f"order {k} is no order of the graph", got=wrong)
-        made.append(order)
-    return made
-
-
-def _with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
-    """An order with the waits that it leaves out, each before the first item that needs it."""
-    found: list[int] = []
-    waited = {~x for x in order if x < 0}
-    for x in order:
-        if x >= 0:
-            for c in problem.waits[x]:
-                if c not in waited:
-                    waited.add(c)
-                    found.append(~c)
-        found.append(x)
-    return [*found, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]
+    with without_collector():
+        program = graph_program(graph, groups, values)
+        return order_program(program, costs_of(cost), memory_cap_bytes, options, agree)

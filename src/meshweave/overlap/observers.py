@@ -15,9 +15,9 @@ from torch import fx
 from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import WAIT, collective_of
+from meshweave.ir.from_role import begin
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.values import Values
-from meshweave.overlap.phases import begin
 
 # Namespaces whose ops see elements alone, and the ops there that do not: they name an offset into the storage, exchange
 # or resize it, or need an offset that is a multiple of a larger element.

@@ -6,26 +6,25 @@ from __future__ import annotations
 import inspect
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from numbers import Real
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory, Work
-from meshweave.interop.process_groups import ranks_of_group
 from meshweave.ir.aliases import is_view_op
+from meshweave.ir.collectives import transfer
 from meshweave.ir.graph import argument, place_of
-from meshweave.ir.mesh import Mesh
 from meshweave.overlap.read import Reading
 from meshweave.simulate.classify import known_kind, memory_work, work_of
+from meshweave.simulate.clock import Slowdown
 
 Cost = Callable[..., float]
 SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is known: 1 KiB to 8 GiB
@@ -55,8 +54,10 @@ class Curve:
 
 
 class Prices(Protocol):
-    """What the scheduler asks of costs."""
+    """What the scheduler asks of the costs of one program. `notes`: what a reader must know of them."""
 
+    @property
+    def notes(self) -> tuple[str, ...]: ...
     def compute(self, node: fx.Node) -> float: ...
     def start(self, item: int, num_bytes: float) -> float: ...
     def curve(self, item: int) -> Curve: ...
@@ -130,6 +131,10 @@ class CallablePrices:
     ask: Asked
     known: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def compute(self, node: fx.Node) -> float:
         return self.ask(node)
 
@@ -200,19 +205,34 @@ def _arguments(cost: Cost) -> tuple[int, int]:
     return sum(p.default is p.empty for p in plain), len(plain)
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedSeconds:
+    """What the simulator of whole steps says of the nodes of a program: seconds (of starts and kernels; what is not
+    there costs nothing), and of starts the links that they use."""
+
+    seconds: Mapping[fx.Node, float]
+    usage: Mapping[fx.Node, tuple[tuple[str, float], ...]]
+
+
 @dataclass(slots=True)
 class ProfilePrices:
     """Costs of a machine. Communication is priced on the ranks of its group; chains of pointwise ops count as the
     kernel that a compiler makes of them, where the profile's machine runs one: what only they read is neither written
-    nor read."""
+    nor read. What `simulated` says of nodes as they are goes before."""
 
     reading: Reading
     profile: MachineProfile
-    groups: Mapping[str, Sequence[int]]
+    simulated: SimulatedSeconds | None = None
     unknown: dict[str, None] = field(default_factory=dict)  # ops that were priced as memory traffic alone
-    meshes: dict[int, Mesh] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        names = ", ".join(sorted(self.unknown))
+        return (f"priced by bytes moved: {names}; mw.register_rule(op, ..., cost=...) says more",) if names else ()
 
     def compute(self, node: fx.Node) -> float:
+        if self.simulated is not None:
+            return self.simulated.seconds.get(node, 0.0)  # a fence, or an op that a compiler makes once
         return sum(self.profile.compute_seconds(work) for work in self.work(node))
 
     def work(self, node: fx.Node) -> tuple[Work, ...]:
@@ -242,22 +262,24 @@ class ProfilePrices:
             for user in node.users
         )
 
-    def mesh(self, item: int) -> Mesh:
-        channel = self.reading.problem.channel[item]
-        if channel not in self.meshes:
-            ranks = ranks_of(self.reading, item, self.groups)
-            self.meshes[channel] = Mesh({"group": len(ranks)}, devices=ranks)
-        return self.meshes[channel]
-
     def start(self, item: int, num_bytes: float) -> float:
+        node = self.reading.nodes[item]
+        return self.simulated.seconds[node] if self.simulated is not None else self.collective(item, num_bytes)
+
+    def collective(self, item: int, num_bytes: float) -> float:
         row, node = self.reading.rows[item], self.reading.nodes[item]
-        return collective_seconds(self.profile, node, row, self.mesh(item), ("group",), num_bytes)
+        return collective_seconds(self.profile, node, row, *self.reading.program.group_of(node), num_bytes)
 
     def curve(self, item: int) -> Curve:
-        return Curve(tuple(self.start(item, size) for size in SIZES))
+        if self.reading.nodes[item].target is transfer:  # it is never merged
+            return Curve((self.start(item, 0.0),) * len(SIZES))
+        return Curve(tuple(self.collective(item, size) for size in SIZES))
 
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:
-        return self.profile.usage(self.reading.rows[item].cost_name, self.mesh(item), ("group",))
+        node = self.reading.nodes[item]
+        if self.simulated is not None:
+            return self.simulated.usage[node]
+        return self.profile.usage(self.reading.rows[item].cost_name, *self.reading.program.group_of(node))
 
     def copy_rate(self) -> float:
         return copy_rate_of(self.profile)
@@ -269,40 +291,56 @@ def copy_rate_of(profile: MachineProfile) -> float:
     return _COPIED / profile.compute_seconds(work)
 
 
-def ranks_of(reading: Reading, item: int, groups: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
-    """The ranks of the group of a start: as the caller says, else as torch.distributed knows them. Raises
-    MeshweaveError, naming the node, for a group that neither knows, and where the op's own group size says
-    otherwise."""
-    node, channel = reading.nodes[item], reading.problem.channel[item]
-    name = reading.problem.channels[channel]
-    found = tuple(groups[name]) if name in groups else _registered(reading.groups[channel])
-    if not found:
-        raise MeshweaveError(
-            "the group of a collective is unknown",
-            where=place_of(node),
-            got=repr(name),
-            expected=f"one of {', '.join(map(repr, groups))}" if groups else "a group of torch.distributed",
-            hint="pass groups={name: ranks}, or a cost callable, which needs no ranks",
-        )
-    row = reading.rows[item]
-    said = argument(node, row.size) if row.size >= 0 else None
-    if isinstance(said, int) and said != len(found):
-        raise MeshweaveError(
-            "a collective's group size is not that of its group",
-            where=place_of(node),
-            got=f"group_size {said}",
-            expected=f"{len(found)}, the size of group {name!r}: ranks {found[:8]}",
-        )
-    return found
+class CostModel(Protocol):
+    """Where costs come from. `slowdown`: by how much compute is slower beside communication; `capacity`: bytes of a
+    device. None where it is not known."""
+
+    @property
+    def slowdown(self) -> Slowdown | None: ...
+    @property
+    def capacity(self) -> int | None: ...
+    def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
+        """The view ops that cost something."""
+
+    def prices(self, reading: Reading) -> Prices: ...
 
 
-def _registered(group: Any) -> tuple[int, ...]:
-    """The ranks of a group that torch.distributed knows; none where it does not."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ()
-    if not isinstance(group, str):
-        return ranks_of_group(group)
-    try:
-        return ranks_of_group(group)
-    except (RuntimeError, ValueError, KeyError):
-        return ()
+@dataclass(frozen=True, slots=True)
+class ProfileCosts:
+    """Costs of a machine profile; `simulated`: what the simulator has said of the program as it is."""
+
+    profile: MachineProfile
+    simulated: SimulatedSeconds | None = None
+
+    @property
+    def slowdown(self) -> Slowdown | None:
+        return self.profile.compute_slowdown
+
+    @property
+    def capacity(self) -> int | None:
+        return int(self.profile.usable_bytes)
+
+    def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
+        return frozenset()
+
+    def prices(self, reading: Reading) -> Prices:
+        return ProfilePrices(reading, self.profile, self.simulated)
+
+
+@dataclass(frozen=True, slots=True)
+class CallableCosts:
+    """Costs that a callable of the caller's gives."""
+
+    ask: Asked
+    slowdown: Slowdown | None = None
+    capacity: int | None = None
+
+    def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
+        return priced_views(graph, self.ask)
+
+    def prices(self, reading: Reading) -> Prices:
+        return CallablePrices(reading, self.ask)
+
+
+def costs_of(cost: MachineProfile | Cost) -> CostModel:
+    return ProfileCosts(cost) if isinstance(cost, MachineProfile) else CallableCosts(asked(cost))

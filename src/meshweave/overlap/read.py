@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,12 @@ from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir.aliases import is_view_op, written_of
 from meshweave.ir.collectives import WAIT, Collective, collective_of, group_of
+from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import place_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values
+from meshweave.overlap.fences import hold_fences
 from meshweave.overlap.problem import Problem
 
 Sources = tuple[frozenset[int], frozenset[int]]  # items, and starts whose communication must be complete
@@ -31,14 +33,21 @@ class Reading:
     """A graph as a problem. `nodes[i]` is item i; `rows[i]` its row where it starts a communication; `waits[i]` its
     wait nodes. Nodes that are neither are free: views, symbols and the like, which stand where they are needed."""
 
-    graph: fx.Graph
-    values: Mapping[fx.Node, Values]
+    program: DeviceProgram
     problem: Problem = field(default_factory=Problem)
     nodes: list[fx.Node] = field(default_factory=list)
     rows: dict[int, Collective] = field(default_factory=dict)
     waits: dict[int, list[fx.Node]] = field(default_factory=dict)
     groups: list[Any] = field(default_factory=list)  # by channel: the argument that names it
     free: dict[fx.Node, None] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.program.graph
+
+    @property
+    def values(self) -> Mapping[fx.Node, Values]:
+        return self.program.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,6 @@ class _Op:
 @dataclass(slots=True)
 class _Reader:
     made: Reading
-    is_releasable: Callable[[fx.Node], bool]
     priced_views: Collection[Any] = ()
     sources: dict[fx.Node, Sources] = field(default_factory=dict)
     begun: dict[fx.Node, int] = field(
@@ -92,7 +100,7 @@ class _Reader:
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.sources[node] = _NONE
-                self.place(node, before=True, kept=not self.is_releasable(node))
+                self.place(node, before=True, kept=not self.made.program.is_releasable(node))
             elif node.op == "get_attr":
                 self.sources[node] = _NONE
                 self.made.free[node] = None
@@ -372,21 +380,10 @@ def _join(sources: Sequence[Sources]) -> Sources:
     return frozenset().union(*[s[0] for s in sources]), frozenset().union(*[s[1] for s in sources])
 
 
-def read(
-    graph: fx.Graph,
-    values: Mapping[fx.Node, Values],
-    is_releasable: Callable[[fx.Node], bool],
-    priced_views: Collection[Any] = (),
-) -> Reading:
-    """The problem of a graph, without costs; ops among `priced_views` are kernels though they make views. Raises
+def read(program: DeviceProgram, priced_views: Collection[Any] = ()) -> Reading:
+    """The problem of a program, without costs; ops among `priced_views` are kernels though they make views. Raises
     VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before its
     wait, and for a buffer that is touched while a communication is in flight."""
-    return _Reader(Reading(graph, values), is_releasable, priced_views).run()
-
-
-def releasable_of(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Which placeholders may be freed after their last use: in a backward graph of torch.compile, which is handed saved
-    activations and tangents in a list that it empties, all but the parameters."""
-    names = [n.name for n in graph.nodes if n.op == "placeholder"]
-    is_backward = any(name.startswith("tangents") for name in names)
-    return lambda node: is_backward and not node.name.startswith("primals")
+    reading = _Reader(Reading(program), priced_views).run()
+    hold_fences(reading.problem, [(reading.nodes.index(one.node), one.gathers_pass) for one in program.fences])
+    return reading

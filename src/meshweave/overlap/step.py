@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
-from meshweave.ir.collectives import TABLE, transfer
+from meshweave.ir.from_role import role_form
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, copied
-from meshweave.ir.values import local_values, varying
 from meshweave.overlap.carry import Block, carriable, carried
-from meshweave.overlap.decide import NoOrderError, OrderOptions, OverlapOptions, decide
-from meshweave.overlap.figures import priced
-from meshweave.overlap.merge import Merger
-from meshweave.overlap.phases import Marked, marking
-from meshweave.overlap.prices import SIZES, Curve, copy_rate_of
-from meshweave.overlap.read import Reading, read
+from meshweave.overlap.decide import NoOrderError, OrderOptions, OverlapOptions
+from meshweave.overlap.order import order_program
+from meshweave.overlap.prices import ProfileCosts, SimulatedSeconds
 from meshweave.overlap.report import OverlapReport
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.step import SimulateOptions, simulate_roles
@@ -54,6 +49,11 @@ class StepTasks:
     lines: dict[fx.Node, str] = field(default_factory=dict)  # of starts: the queue that they go into
     shared: set[fx.Node] = field(default_factory=set)  # starts that several roles meet in
 
+    def seconds_of(self, nodes: Mapping[fx.Node, fx.Node]) -> SimulatedSeconds:
+        """Of the nodes that stand for those of a role."""
+        seconds = {nodes[node]: held for node, held in self.seconds.items() if node in nodes}
+        return SimulatedSeconds(seconds, {nodes[node]: held for node, held in self.usage.items() if node in nodes})
+
 
 def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
     """Raises MeshweaveError for an op, dtype or link that the profile has no cost for."""
@@ -73,36 +73,6 @@ def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class StepPrices:
-    """The costs of one role's graph (`overlap.prices.Prices`)."""
-
-    role: RankGraph
-    profile: MachineProfile
-    tasks: StepTasks
-    reading: Reading
-
-    def compute(self, node: fx.Node) -> float:
-        return self.tasks.seconds.get(node, 0.0)  # a fence, or an op that a compiler makes once
-
-    def start(self, item: int, num_bytes: float) -> float:
-        return self.tasks.seconds[self.reading.nodes[item]]
-
-    def curve(self, item: int) -> Curve:
-        node = self.reading.nodes[item]
-        if node.target is transfer:  # it is never merged
-            return Curve((self.tasks.seconds[node],) * len(SIZES))
-        mesh, axes = self.role.group_axes(str(node.args[-1]))
-        row = TABLE[node.target]
-        return Curve(tuple(collective_seconds(self.profile, node, row, mesh, axes, size) for size in SIZES))
-
-    def usage(self, item: int) -> tuple[tuple[str, float], ...]:
-        return self.tasks.usage[self.reading.nodes[item]]
-
-    def copy_rate(self) -> float:
-        return copy_rate_of(self.profile)
-
-
 def overlap_role(
     role: RankGraph,
     profile: MachineProfile,
@@ -112,8 +82,8 @@ def overlap_role(
     tasks: StepTasks | None = None,
     microbatches: int = 1,
     keeps_gradients: bool = False,
-) -> OverlapReport:
-    """Put the graph of a role in the order that the scheduler finds, in place, and merge its collectives.
+) -> tuple[RankGraph, OverlapReport]:
+    """The role in the order that the scheduler finds, its collectives merged, and what was done; `role` stays as it is.
 
     Parts of the step stay one after the other, but gathers that backward needs may start in forward, and what a
     communication brings may be waited for in a later part (with several `microbatches`
@@ -124,30 +94,13 @@ def overlap_role(
     profile has no cost for.
     """
     options = options or OrderOptions()
-    options.check()
     if options.orders:
         raise MeshweaveError("whole steps take no orders that are handed in", hint="leave OrderOptions.orders out")
-    found = tasks or tasks_of((role,), profile)
-    values = dict(local_values(role).values)
-    uneven = varying(role) if options.bucket else frozenset()
-    with marking(Marked(role, values, found.lines, found.shared, microbatches, keeps_gradients)) as marked:
-        reading = read(role.graph, values, options.releasable or marked.releasable())
-        marked.hold(reading)
-        prices = StepPrices(role, profile, found, reading)
-        merger = Merger(reading, priced(reading, prices, options.communication_factor, None))
-        _keep_even(merger, uneven)
-        ceiling = int(profile.usable_bytes)
-        return decide(merger, profile.compute_slowdown, memory_cap_bytes, options, ceiling=ceiling)
-
-
-def _keep_even(merger: Merger, uneven: frozenset[fx.Node]) -> None:
-    """Merge only what has one shape on every device, for a merged collective is written in numbers."""
-    for key, starts in list(merger.kinds.items()):
-        able = [c for c in starts if merger.reading.nodes[c].args[0] not in uneven]
-        if able:
-            merger.kinds[key] = able
-        else:
-            del merger.kinds[key]
+    tasks = tasks or tasks_of((role,), profile)
+    form = role_form(role, tasks.lines, tasks.shared, microbatches, keeps_gradients, with_uneven=options.bucket)
+    costs = ProfileCosts(profile, tasks.seconds_of(form.nodes))
+    report = order_program(form.program, costs, memory_cap_bytes, options)
+    return form.role(), report
 
 
 def overlap_roles(
@@ -192,9 +145,8 @@ def _ordered(
     caps: Sequence[int | None] | None = None,
 ) -> _Ordered:
     """`caps` are those of each role in bytes; without them all have that of `how`."""
-    made = tuple(copied(role) for role in roles)
-    tasks = tasks_of(made, profile)
-    reports = tuple(
+    tasks = tasks_of(roles, profile)
+    ordered = [
         overlap_role(
             role,
             profile,
@@ -204,8 +156,10 @@ def _ordered(
             microbatches=microbatches,
             keeps_gradients=how.keeps_gradients,
         )
-        for role, cap in zip(made, caps or [how.memory_cap_bytes] * len(made), strict=True)
-    )
+        for role, cap in zip(roles, caps or [how.memory_cap_bytes] * len(roles), strict=True)
+    ]
+    made = tuple(role for role, _ in ordered)
+    reports = tuple(report for _, report in ordered)
     return _Ordered(made, reports, simulate_roles(made, profile, SimulateOptions(microbatches=microbatches)).seconds)
 
 

@@ -1,9 +1,8 @@
-"""A rank graph as the scheduler may see it: fences between the parts of a step, one order of what roles meet in."""
+"""A rank graph as a device program: fences between the parts of a step, one order of what roles meet in; and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT, transfer
-from meshweave.ir.graph import origin_of
+from meshweave.ir.device_program import DeviceProgram, Fence, Group
+from meshweave.ir.graph import copied_graph, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
-from meshweave.ir.values import NOTHING, Values
-from meshweave.overlap.problem import Problem
-from meshweave.overlap.read import Reading
+from meshweave.ir.values import NOTHING, Values, local_values, uneven_dims
 
 _BETWEEN = "between roles"  # the channel of communications that several roles meet in
 _BEFORE = {"backward": "forward", "update": "backward"}  # phases that begin a part of the step, and those before them
@@ -28,11 +26,28 @@ def begin(phase: str, *needed: Any) -> None:
     raise AssertionError("a fence is taken out before the graph is run")
 
 
+@dataclass(frozen=True, slots=True)
+class RoleForm:
+    """A role as a device program. `nodes`: by node of the role that of the program.
+
+    A fence stands where backward and where update begin; what roles meet in are messages of one channel, which keep
+    their order; gradients that nobody keeps are not among the outputs, and it is as the last microbatch runs it, which
+    leaves no sums of gradients.
+    """
+
+    program: DeviceProgram
+    nodes: Mapping[fx.Node, fx.Node]
+    marks: _Marks
+
+    def role(self) -> RankGraph:
+        """The role that the program is by now, in whatever order; the program is used up."""
+        self.marks.restore()
+        return self.marks.role
+
+
 @dataclass(slots=True)
-class Marked:
-    """A role whose graph is marked: with a fence where backward and where update begin; with what roles meet in as
-    messages of one channel, which keep their order; without gradients that nobody keeps among its outputs, and as the
-    last microbatch runs it, which leaves no sums of gradients."""
+class _Marks:
+    """What a role's graph has in it as a device program, and how to take it out again."""
 
     role: RankGraph
     values: dict[fx.Node, Values]
@@ -101,6 +116,9 @@ class Marked:
             self.values[self.dropped[i]] = self.values[node]
         self.end.args = (kept,)
 
+    def group_of(self, start: fx.Node) -> Group:
+        return self.role.group_axes(str(start.args[-1]))
+
     def releasable(self) -> Callable[[fx.Node], bool]:
         """Which inputs die with their last use: those that an output of their name replaces (`runtime.executor`). What
         is carried from the step before serves all microbatches."""
@@ -109,14 +127,6 @@ class Marked:
         kinds = [kind for kind in _REPLACED if kind != "carry" or self.microbatches == 1]
         replaced = {key for key in self.role.outputs if key[0] in kinds}
         return lambda node: keys[node] in replaced
-
-    def hold(self, reading: Reading) -> None:
-        """Let fences hold in the problem of the graph."""
-        first = -1
-        for phase in (phase for phase in _BEFORE if phase in self.fences):
-            fence = reading.nodes.index(self.fences[phase])
-            _hold(reading.problem, first, fence, gathers_pass=phase == "backward")
-            first = fence
 
     def restore(self) -> None:
         """Take the marks out of the graph, in whatever order it is by now."""
@@ -133,37 +143,55 @@ class Marked:
             self.role.graph.erase_node(fence)
 
 
-@contextmanager
-def marking(marked: Marked) -> Iterator[Marked]:
-    """The role's graph is marked within the block."""
-    marked.mark()
-    try:
-        yield marked
-    finally:
-        marked.restore()
+def role_program(
+    role: RankGraph, values: Mapping[fx.Node, Values], uneven: Mapping[fx.Node, frozenset[int]]
+) -> DeviceProgram:
+    """A role in its own vocabulary, symbols and transfers included: for passes that write other ops into its graph.
+    `values` and `uneven` are those of its nodes (ir/values.py)."""
+    sources = (node for node in role.graph.nodes if node.op == "placeholder")
+    lasting = (node for node, item in zip(sources, role.inputs, strict=True) if item.kind != "batch")
+
+    def refused(start: fx.Node) -> str:
+        """Devices of other roles would not know of its new messages."""
+        return "" if role.has_all_of(str(start.args[-1])) else "its group has devices of other roles"
+
+    return DeviceProgram(
+        role.graph,
+        values,
+        lambda start: role.group_axes(str(start.args[-1])),
+        lambda node: False,
+        uneven=uneven,
+        is_whole=True,
+        sources=frozenset(lasting),
+        refused=refused,
+    )
 
 
-def _hold(problem: Problem, first: int, fence: int, gathers_pass: bool) -> None:
-    """Let item `fence` stand behind all after item `first`, and before all behind it.
-
-    Kernels that need nothing but inputs and lead to one other item, as the cast of a parameter to its gather, go with
-    that: held themselves, they could be folded into nothing. `gathers_pass`: communications that need no more than that
-    may start before the fence.
-    """
-    users: list[set[int]] = [set() for _ in problem.names]
-    for i, (deps, waits) in enumerate(zip(problem.deps, problem.waits, strict=True)):
-        for d in (*deps, *waits):
-            users[d].add(i)
-    last = (i for i in range(first + 1, fence) if all(u > fence for u in users[i]))
-    problem.deps[fence] = tuple(sorted({*problem.deps[fence], *last}))
-    loose = set[int]()
-    for i in range(fence + 1, problem.num_items):
-        deps = problem.deps[i]
-        passes = gathers_pass if problem.channel[i] >= 0 else len(users[i]) == 1
-        if passes and not problem.waits[i] and all(d in loose for d in deps):
-            loose.add(i)
-        elif all(d < fence or d in loose for d in deps):
-            problem.deps[i] = tuple(sorted({*deps, fence}))
+def role_form(
+    role: RankGraph,
+    lines: Mapping[fx.Node, str],
+    shared: Collection[fx.Node],
+    microbatches: int = 1,
+    keeps_gradients: bool = False,
+    with_uneven: bool = True,
+) -> RoleForm:
+    """A role as a device program; it stays as it is itself. `lines`: the queues that starts go into; `shared`: starts
+    that several roles meet in; `with_uneven`: whether to find the nodes that make other shapes on other devices."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    own = replace(role, graph=copied_graph(role.graph, nodes))
+    uneven = uneven_dims(own) if with_uneven else {}
+    marks = _Marks(
+        own,
+        dict(local_values(own).values),
+        {nodes[start]: line for start, line in lines.items() if start in nodes},
+        frozenset(nodes[start] for start in shared if start in nodes),
+        microbatches,
+        keeps_gradients,
+    )
+    marks.mark()
+    fences = tuple(Fence(marks.fences[phase], phase == "backward") for phase in _BEFORE if phase in marks.fences)
+    program = DeviceProgram(own.graph, marks.values, marks.group_of, marks.releasable(), fences, uneven, is_whole=True)
+    return RoleForm(program, nodes, marks)
 
 
 def _settle(graph: fx.Graph, phase: str, fence: fx.Node) -> None:
