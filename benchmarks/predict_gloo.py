@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 4, 12
 RATE = "1gbit"
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -65,41 +65,36 @@ CONFIGS = (
 
 @dataclass(frozen=True)
 class Link:
-    """How the two processes reach each other: what stands before each command, and their environment."""
+    """How processes reach each other: what stands before each command, and their environment."""
 
     name: str
-    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+    prefixes: tuple[tuple[str, ...], ...]
     address: str
     per_node: int
-    interfaces: tuple[str, str]
+    interfaces: tuple[str, ...]
 
     def run(self, *command: str) -> str:
-        """stdout of rank 0, when both have ended. Raises RuntimeError when one fails or takes too long."""
+        """stdout of rank 0, when all have ended. Raises RuntimeError when one fails or they take too long."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            port = _free_port()
-            jobs = [
-                subprocess.Popen(
-                    [*self.prefixes[rank], sys.executable, *command],
-                    stdout=out if rank == 0 else subprocess.DEVNULL,
-                    stderr=errors,
-                    env=self._environment(rank, port),
-                    cwd=ROOT,
+            port, jobs = _free_port(), []
+            for rank, prefix in enumerate(self.prefixes):
+                stdout = out if rank == 0 else subprocess.DEVNULL
+                line = [*prefix, sys.executable, *command]
+                jobs.append(
+                    subprocess.Popen(line, stdout=stdout, stderr=errors, env=self._environment(rank, port), cwd=ROOT)
                 )
-                for rank in (0, 1)
-            ]
             end = time.monotonic() + TIMEOUT_S
-            try:
-                codes = [job.wait(max(1.0, end - time.monotonic())) for job in jobs]
-            except subprocess.TimeoutExpired:
-                codes = [-1]
-            finally:
-                for job in jobs:
-                    if job.poll() is None:
-                        job.kill()
-                        job.wait()
+            while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.2)
+            codes = [job.poll() for job in jobs]
+            for job in jobs:
+                job.kill()
+                job.wait()
             out.seek(0)
             errors.seek(0)
-            if any(codes):
+            if any(code != 0 for code in codes):
                 raise RuntimeError(f"{' '.join(command[:3])} on {self.name}: {codes}\n{errors.read()[-3000:]}")
             return out.read()
 
@@ -108,7 +103,7 @@ class Link:
         return {
             **os.environ,
             "RANK": str(rank),
-            "WORLD_SIZE": "2",
+            "WORLD_SIZE": str(len(self.prefixes)),
             "LOCAL_RANK": str(rank % self.per_node),
             "LOCAL_WORLD_SIZE": str(self.per_node),
             "MASTER_ADDR": self.address,
@@ -126,12 +121,18 @@ def _free_port() -> int:
 
 
 @contextmanager
-def loopback() -> Iterator[Link]:
-    yield Link("loopback", ((), ()), "127.0.0.1", 2, ("lo", "lo"))
+def loopback(count: int = 2) -> Iterator[Link]:
+    yield Link("loopback", ((),) * count, "127.0.0.1", count, ("lo",) * count)
+
+
+def shape_of(gbit: int) -> tuple[str, ...]:
+    """Arguments of `tc qdisc add` for a link of so many Gbit/s. The burst is what passes in 2 ms: less would be below
+    the timer's resolution."""
+    return ("root", "tbf", "rate", f"{gbit}gbit", "burst", f"{256 * gbit}kb", "latency", "50ms")
 
 
 @contextmanager
-def shaped() -> Iterator[Link]:
+def shaped(gbit: int = 1) -> Iterator[Link]:
     """Two network namespaces with a shaped link between them, gone afterwards."""
     names = [f"meshweave{os.getpid()}{side}" for side in "ab"]
     devices = [f"mw{os.getpid()}{side}" for side in "ab"]
@@ -144,11 +145,9 @@ def shaped() -> Iterator[Link]:
             _ip("-n", name, "addr", "add", f"10.77.0.{i}/24", "dev", device)
             _ip("-n", name, "link", "set", device, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            # A burst of 256 KB is what passes in 2 ms: less would be below the timer's resolution at this rate.
-            shape = ("root", "tbf", "rate", RATE, "burst", "256kb", "latency", "50ms")
-            _checked("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, *shape)
+            _checked("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, *shape_of(gbit))
         prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Link("1 Gbit/s", prefixes, "10.77.0.1", 1, (devices[0], devices[1]))  # type: ignore[arg-type]
+        yield Link(f"{gbit} Gbit/s", prefixes, "10.77.0.1", 1, (devices[0], devices[1]))
     finally:
         for name in names:  # the devices go with them
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)

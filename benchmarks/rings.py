@@ -25,7 +25,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from predict_gloo import RATE, ROOT, TIMEOUT_S, Link, _checked, _free_port, _ip, running, shaped
+from predict_gloo import Link, _checked, _ip, running, shape_of, shaped
 from rings_worker import ALONE, COMPUTE, KINDS, PROCESSOR, STAND_IN, WHOLE, coarse, worker
 
 TABLE = Path(__file__).parent / "results" / "rings.md"
@@ -44,40 +43,11 @@ NEAR = 1.05  # a choice is right if nothing that was measured is faster by more
 COVERED_EFFICIENCY, RIGHT_SHARE = 0.85, 0.9
 
 
-class Star(Link):
-    """Any number of processes, each with a link of its own."""
-
-    def run(self, *command: str) -> str:
-        """stdout of rank 0, when all have ended. Raises RuntimeError when one fails or they take too long."""
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            port, jobs = _free_port(), []
-            for rank, prefix in enumerate(self.prefixes):
-                environment = {**self._environment(rank, port), "WORLD_SIZE": str(len(self.prefixes))}
-                stdout = out if rank == 0 else subprocess.DEVNULL
-                line = [*prefix, sys.executable, *command]
-                jobs.append(subprocess.Popen(line, stdout=stdout, stderr=errors, env=environment, cwd=ROOT))
-            end = time.monotonic() + TIMEOUT_S
-            while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
-                if time.monotonic() > end:
-                    break
-                time.sleep(0.2)
-            codes = [job.poll() for job in jobs]
-            for job in jobs:
-                job.kill()
-                job.wait()
-            out.seek(0)
-            errors.seek(0)
-            if any(code != 0 for code in codes):
-                raise RuntimeError(f"{' '.join(command[:3])} on {self.name}: {codes}\n{errors.read()[-3000:]}")
-            return out.read()
-
-
 @contextmanager
-def star(count: int) -> Iterator[Link]:
+def star(count: int, gbit: int = 1) -> Iterator[Link]:
     """Network namespaces around one with a bridge, each at the end of a shaped link, gone afterwards."""
     hub, names = f"meshweave{os.getpid()}hub", [f"meshweave{os.getpid()}n{i}" for i in range(count)]
     outer, inner = ([f"mw{os.getpid()}{side}{i}" for i in range(count)] for side in "on")
-    shape = ("root", "tbf", "rate", RATE, "burst", "256kb", "latency", "50ms")  # as in predict_gloo.shaped
     try:
         for name in (hub, *names):
             _ip("netns", "add", name)
@@ -92,17 +62,17 @@ def star(count: int) -> Iterator[Link]:
             _ip("-n", name, "link", "set", inner[i], "up")
             _ip("-n", name, "link", "set", "lo", "up")
             for space, device in ((name, inner[i]), (hub, outer[i])):
-                _checked("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, *shape)
+                _checked("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, *shape_of(gbit))
         prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Star("1 Gbit/s", prefixes, "10.78.0.1", 1, tuple(inner))  # type: ignore[arg-type]
+        yield Link(f"{gbit} Gbit/s", prefixes, "10.78.0.1", 1, tuple(inner))  # type: ignore[arg-type]
     finally:
         for name in (hub, *names):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
 @contextmanager
-def joined(count: int) -> Iterator[Link]:
-    with shaped() if count == 2 else star(count) as link:
+def joined(count: int, gbit: int = 1) -> Iterator[Link]:
+    with shaped(gbit) if count == 2 else star(count, gbit) as link:
         yield link
 
 
@@ -276,7 +246,7 @@ def page(rows: Sequence[dict[str, Any]], is_quick: bool) -> str:
         "# Matmuls beside collectives, taken apart",
         "",
         f"`python benchmarks/rings.py{' --quick' if is_quick else ''}`, {time.strftime('%Y-%m-%d')}: "
-        f"{' and '.join(map(str, counts))} processes on {os.cpu_count()} cores, {RATE[0]} Gbit/s between them,",
+        f"{' and '.join(map(str, counts))} processes on {os.cpu_count()} cores, 1 Gbit/s between them,",
         ABOUT,
         "",
         *must_lines(demanded(rows)),

@@ -216,7 +216,7 @@ def compile(
     )
     chosen = costs_for(profile, world, progress)
     program = build_program(model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, pipeline)
-    program = replace(program, costs_from=chosen.origin)
+    program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
     progress("start")
     settings = Settings(accumulate, seed, keeps_gradients, check_finite)
     return TrainStep(program, model, optimizer, world, settings)

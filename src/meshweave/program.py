@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshweave.capture.contract import Contract
 from meshweave.capture.step import CaptureOptions
+from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
@@ -28,7 +29,8 @@ class Program:
     options: CaptureOptions
     contract: Contract
     accumulation: str = ""  # where gradients of several microbatches are added up, and why there
-    costs_from: str = ""  # the costs that it was planned by, and where they are from
+    costs: Costs | None = None  # that it was planned by
+    costs_from: str = ""  # which they are, and where they come from
 
     @property
     def roles(self) -> tuple[RankGraph, ...]:

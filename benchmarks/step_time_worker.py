@@ -1,0 +1,256 @@
+"""One process of a job of step_time.py: every way to train one model, all in turns on the same weights and batches."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import meshweave as mw
+from meshweave.runtime.cluster import init_from_env, shutdown
+
+OURS, OURS_MEMORY = "meshweave", "peak_bytes"
+Step = Callable[[Tensor], float]
+LR = 1e-2
+
+
+@dataclass(frozen=True)
+class Config:
+    """`batch`: sequences of a data-parallel device (under TP: of the group)."""
+
+    scheme: str
+    batch: int
+    family: str = "llama"
+    layers: int = 6
+    hidden: int = 512
+    vocabulary: int = 4096
+    sequence: int = 256
+    steps: int = 8
+    warm_up: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.layers} x {self.hidden}, {self.scheme}, batch {self.batch} x {self.sequence}"
+
+
+def make_model(config: Config) -> nn.Module:
+    """The same weights each time."""
+    import transformers
+
+    torch.manual_seed(0)
+    heads = config.hidden // 64
+    if config.family == "gpt2":
+        gpt2 = transformers.GPT2Config(
+            n_embd=config.hidden, n_layer=config.layers, n_head=heads, vocab_size=config.vocabulary,
+            n_positions=config.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(gpt2).float()
+    llama = transformers.LlamaConfig(
+        hidden_size=config.hidden, intermediate_size=3 * config.hidden, num_hidden_layers=config.layers,
+        num_attention_heads=heads, num_key_value_heads=heads, vocab_size=config.vocabulary,
+        max_position_embeddings=config.sequence, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(llama).float()
+
+
+def blocks_of(model: Any) -> Any:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+# Ways to train. A step takes the global batch and returns the loss of its rows here.
+
+
+def meshes(scheme: str, num_ranks: int) -> str:
+    """The mesh of meshweave's row."""
+    return {
+        "solo": "",
+        "ddp": f"dp={num_ranks}",
+        "fsdp": f"fsdp={num_ranks}",
+        "tp": f"tp={num_ranks}",
+        "fsdp+tp": f"fsdp={num_ranks // 2},tp=2",
+    }[scheme]
+
+
+def variants(config: Config, num_ranks: int) -> dict[str, Callable[[], Step]]:
+    """Makers of steps by name, ours first."""
+    makers: dict[str, Callable[[], Step]] = {OURS: lambda: ours(config, num_ranks)}
+    peers = {
+        "solo": (("eager", solo),),
+        "ddp": (("DDP", ddp),),
+        "fsdp": (("FSDP2", fsdp2),),
+        "tp": (("TP", tp),),
+        "fsdp+tp": (("FSDP2+TP", fsdp2_tp),),
+    }[config.scheme]
+    for name, make in peers:
+        makers[name] = lambda make=make: make(config, False)  # type: ignore[misc]
+        makers[f"{name}, compiled"] = lambda make=make: make(config, True)  # type: ignore[misc]
+    return makers
+
+
+def ours(config: Config, num_ranks: int) -> Step:
+    """As it comes: no profile, no passes named."""
+    model = make_model(config)
+    batch = next(batches(config, num_ranks))
+    step = mw.compile(
+        model,
+        loss=lambda out, _: out.loss,
+        example={"input_ids": batch, "labels": batch},
+        optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+        mesh=meshes(config.scheme, num_ranks),
+        forward=lambda m, b: m(**b, use_cache=False),
+    )
+
+    def run(batch: Tensor) -> float:
+        return step({"input_ids": batch, "labels": batch})
+
+    run.compiled = step  # type: ignore[attr-defined]
+    return run
+
+
+def _trained(model: nn.Module, rows: slice) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def step(batch: Tensor) -> float:
+        own = batch[rows]
+        loss = model(input_ids=own, labels=own, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _rows(config: Config, index: int) -> slice:
+    return slice(index * config.batch, (index + 1) * config.batch)
+
+
+def solo(config: Config, is_compiled: bool) -> Step:
+    model = make_model(config)
+    if is_compiled:
+        model.compile()
+    return _trained(model, slice(None))
+
+
+def ddp(config: Config, is_compiled: bool) -> Step:
+    model = make_model(config)
+    if is_compiled:
+        model.compile()
+    return _trained(nn.parallel.DistributedDataParallel(model), _rows(config, dist.get_rank()))
+
+
+def fsdp2(config: Config, is_compiled: bool) -> Step:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return _trained(_sharded(make_model(config), mesh, is_compiled), _rows(config, dist.get_rank()))
+
+
+def _sharded(model: nn.Module, mesh: DeviceMesh, is_compiled: bool) -> nn.Module:
+    """As torchtitan does: each block compiled, then sharded, then the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks_of(model):
+        if is_compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tp(config: Config, is_compiled: bool) -> Step:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = _parallel(make_model(config), mesh)
+    for block in blocks_of(model) if is_compiled else ():
+        block.compile()
+    return _trained(model, slice(None))
+
+
+def _parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Column- and row-wise linear layers of every block, and the output layer by columns."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {
+        f"model.layers.*.{name}": ColwiseParallel()
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    }
+    plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    return parallelize_module(model, mesh, plan)
+
+
+def fsdp2_tp(config: Config, is_compiled: bool) -> Step:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = _sharded(_parallel(make_model(config), mesh["tp"]), mesh["dp"], is_compiled)
+    return _trained(model, _rows(config, mesh.get_local_rank("dp")))
+
+
+# The job
+
+
+def batches(config: Config, num_ranks: int) -> Iterator[Tensor]:
+    """Global batches, the same on every rank."""
+    replicas = {"solo": 1, "tp": 1, "fsdp+tp": num_ranks // 2}.get(config.scheme, num_ranks)
+    made = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randint(0, config.vocabulary, (replicas * config.batch, config.sequence), generator=made)
+
+
+def worker(config: Config, only: str = "") -> None:
+    """Train every way in turns; rank 0 prints what it took as JSON. `only`: one way alone, for its peak memory."""
+    rank, num_ranks = init_from_env()
+    makers = variants(config, num_ranks)
+    if only:
+        makers = {only: makers[only]}
+    names, source = tuple(makers), batches(config, num_ranks)
+    first = next(source)
+    steps: dict[str, Step] = {}
+    starts, seconds, losses = {}, {name: [] for name in names}, {name: [] for name in names}
+    for name, make in makers.items():
+        dist.barrier()
+        began = time.perf_counter()
+        steps[name] = make()
+        losses[name].append(_mean(steps[name](first)))
+        starts[name] = time.perf_counter() - began
+    for i in range(config.warm_up - 1 + config.steps):
+        batch = next(source)
+        gc.collect()
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            dist.barrier()
+            began = time.perf_counter()
+            loss = steps[name](batch)
+            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)  # a step ends when the slowest process has ended it
+            losses[name].append(_mean(loss))
+            if i >= config.warm_up - 1:
+                seconds[name].append(float(took))
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, dtype=torch.int64)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    if rank == 0:
+        said = described(steps[OURS].compiled) if OURS in steps else {}  # type: ignore[attr-defined]
+        print(json.dumps({"seconds": seconds, "losses": losses, "starts": starts, "peak_bytes": int(peak), **said}))
+    shutdown()
+
+
+def _mean(loss: float) -> float:
+    """The loss of the global batch: ranks have as many tokens each."""
+    held = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(held)
+    return float(held) / dist.get_world_size()
+
+
+def described(step: mw.TrainStep) -> dict[str, Any]:
+    """What our row rests on, and what the simulator says of it."""
+    from meshweave.hardware import MachineProfile
+    from meshweave.whatif import simulate
+
+    program = step.program
+    modelled = isinstance(program.costs, MachineProfile)
+    predicted = simulate(program, program.costs).seconds if modelled else None
+    return {"costs": program.costs_from, "passes": program.optimized.name, "predicted": predicted}
