@@ -18,7 +18,7 @@ from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import PlanError
 from meshweave.expand.expand import expand
-from meshweave.hardware import Costs
+from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -28,13 +28,14 @@ from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
 from meshweave.overlap import OverlapOptions, settle
-from meshweave.passes import CapturedProgram, Pipeline, pipeline_of
+from meshweave.passes import Budget, CapturedProgram, Pipeline, pass_list, pipeline_of
 from meshweave.passes.accumulate import accumulated
 from meshweave.passes.options import Asked
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
-from meshweave.runtime.cluster import make_world
+from meshweave.runtime.cluster import make_world, on_any
 from meshweave.runtime.session import Settings
+from meshweave.runtime.world import World
 from meshweave.sharding.assign import Price
 from meshweave.sharding.decide import decide, infer_units
 from meshweave.sharding.hooks import pinning
@@ -123,6 +124,21 @@ def build_program(
     return Program(step, placed, optimized, placement, options, contract, told)
 
 
+def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:
+    """The pipeline of a step for which nobody named a pass that is chosen by gain: "default" where there is real
+    communication whose costs are known, tried for so many seconds; else as it is."""
+    if not world.is_distributed or world.mesh.num_devices == 1 or not isinstance(costs, MachineProfile):
+        return pipeline
+    own = {one.name for one in pipeline.passes}
+    usual = tuple(one for one in pass_list("default") if one.name not in own)
+    return replace(
+        pipeline,
+        passes=(*pipeline.passes, *usual),
+        is_default=True,
+        budget=Budget(seconds, lambda is_late: on_any(world, is_late)),
+    )
+
+
 def compile(
     model: nn.Module,
     *,
@@ -141,6 +157,7 @@ def compile(
     recompute: str = "none",
     param_dtype: torch.dtype | None = None,
     passes: Asked = None,
+    passes_seconds: float = 60.0,
     prefetch: int = 0,
     overlap: bool | OverlapOptions | None = None,
     decompose: bool | DecomposeOptions | None = None,
@@ -176,9 +193,13 @@ def compile(
         Without one (or "auto") a job of several processes takes that of its GPUs where it is known, else measures
         machine and links once (about 10 s) and keeps the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
         and virtual devices, which have no links, use it. `program.costs_from` says which it was.
-    passes: what the step goes through, as a list of `meshweave.passes` or as text: "default" (carry, overlap: values
-        stay the same to the bit), "default,split=4,recompute=full", "none". The arguments recompute, prefetch, overlap,
-        decompose and split are short forms of the same list.
+    passes: what the step goes through, as a list of `meshweave.passes` or as text: "exact" (carry, overlap: values stay
+        the same to the bit), "default" (these, decompose and split: sums may round otherwise), "none",
+        "default,split=4,recompute=full". The arguments recompute, prefetch, overlap, decompose and split are short
+        forms of the same list. Where none of them is given (recompute aside), a job of several processes whose costs
+        are a machine profile has "default", and keeps what is simulated fastest, be it the plain step; virtual devices,
+        on which nothing is hidden, have "none". `program.optimized` says what was compared.
+    passes_seconds: no further way to write such a step is tried after so long, if "default" was not asked for.
     prefetch: how many blocks ahead parameters are gathered: hides their gathers, holds that many more blocks whole.
     overlap: order the step and merge collectives, so that communication runs beside compute (see `OverlapOptions`). It
         needs a machine profile, by which it is never slower than it was; values are the same to the bit.
@@ -204,6 +225,7 @@ def compile(
     options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, param_dtype, accumulate_in)
     world = make_world(mesh, device)
     keeps_gradients = keep_gradients or optimizer is None
+    chosen = costs_for(profile, world, progress)
     pipeline = pipeline_of(
         passes,
         recompute=recompute,
@@ -214,8 +236,10 @@ def compile(
         memory_cap_bytes=memory_cap_bytes,
         keeps_gradients=keeps_gradients,
     )
-    chosen = costs_for(profile, world, progress)
+    if passes is None and not prefetch and overlap is decompose is split is None:
+        pipeline = by_default(pipeline, world, chosen.costs, passes_seconds)
     program = build_program(model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, pipeline)
+    program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
     program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
     progress("start")
     settings = Settings(accumulate, seed, keeps_gradients, check_finite)

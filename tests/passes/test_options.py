@@ -35,7 +35,9 @@ from meshweave.passes.base import STAGES
     [
         (None, ()),
         ("none", ()),
-        ("default", (Carry(), Overlap())),
+        ("exact", (Carry(), Overlap())),
+        ("default", (Split(), Decompose(), Carry(), Overlap())),
+        ("default,split=4", (Split((4,)), Decompose(), Carry(), Overlap())),
         ("overlap,split", (Split(), Overlap())),
         ("overlap, split=4 ,recompute=selective", (Recompute("selective"), Split((4,)), Overlap())),
         ("prefetch=2,carry=1,decompose", (Prefetch(2), Decompose(), Carry(1))),
@@ -54,7 +56,7 @@ def test_short_forms_are_the_same_list() -> None:
     assert set(pipeline_of(listed).passes) == set(short.passes)
     assert [one.name for one in short.passes] == list(PASSES)
     assert pipeline_of(split=True).passes == (Split(),)
-    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("default").passes
+    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("exact").passes
     assert pipeline_of("overlap", memory_cap_bytes=1 << 30).passes == (Overlap(),)
 
 
@@ -72,6 +74,8 @@ def test_every_pass_says_what_it_is() -> None:
     [
         ({"passes": "faster"}, "no such pass"),
         ({"passes": "overlap,overlap"}, "asked for twice"),
+        ({"passes": "split=2,split=4"}, "asked for twice"),
+        ({"passes": "default,default"}, "asked for twice"),
         ({"passes": "default", "overlap": True}, "asked for twice"),
         ({"passes": [Split(), Split((4,))]}, "asked for twice"),
         ({"passes": "split=1"}, "two chunks or more"),

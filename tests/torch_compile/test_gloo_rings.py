@@ -197,7 +197,7 @@ def test_options_that_say_nothing() -> None:
     with pytest.raises(MeshweaveError, match="of whole training steps"):
         backend(passes="overlap,recompute")
     assert backend(decompose=True, split=True).settings.passes == (Split(), Decompose(), Overlap())
-    assert backend(passes="default,split=4").settings.passes == (Split((4,)), Overlap())
+    assert backend(passes="exact,split=4").settings.passes == (Split((4,)), Overlap())
     assert backend(passes="none").settings.passes == ()
     assert backend(decompose=False, split=False).settings.passes == (Overlap(),)
 

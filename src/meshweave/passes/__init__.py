@@ -6,13 +6,14 @@ from meshweave.passes.carry import Carry
 from meshweave.passes.decompose import Decompose
 from meshweave.passes.options import PASSES, pass_list, pipeline_of
 from meshweave.passes.overlap import Overlap
-from meshweave.passes.pipeline import Optimized, Pipeline, Variant, prove
+from meshweave.passes.pipeline import Budget, Optimized, Pipeline, Variant, prove
 from meshweave.passes.prefetch import Prefetch
 from meshweave.passes.recompute import Recompute
 from meshweave.passes.split import Split
 
 __all__ = [
     "PASSES",
+    "Budget",
     "CapturedProgram",
     "Carry",
     "Decompose",

@@ -23,7 +23,10 @@ from meshweave.passes.split import Split
 PASSES: Mapping[str, type[Pass[Any]]] = {
     one.name: one for one in (Recompute, Prefetch, Split, Decompose, Carry, Overlap)
 }
-DEFAULT = ("carry", "overlap")  # those that change no value
+GROUPS = {
+    "exact": ("carry", "overlap"),  # those that change no value
+    "default": ("split", "decompose", "carry", "overlap"),  # all that are taken by gain
+}
 Asked = str | Sequence[Pass[Any]] | None
 
 
@@ -60,7 +63,8 @@ def pipeline_of(
 
 def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
     """The passes of a list, or of a text: names with commas between, in any order, each with a value for its first
-    option where one is due, and two names for several: "none" and "default" (carry, overlap).
+    option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (these, split and
+    decompose). What is named by itself replaces what a name for several brings.
 
         "overlap"   "default,split=4"   "recompute=selective,prefetch=1"
 
@@ -83,17 +87,15 @@ def _is_pass(one: Any) -> TypeGuard[Pass[Any]]:
 
 
 def _named(text: str) -> list[Pass[Any]]:
-    chosen: dict[str, Pass[Any]] = {}
     parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if part == "none" and len(parts) == 1:
-            continue
-        for name in DEFAULT if part == "default" else (part,):
-            one = _pass(name)
-            if one.name in chosen:
-                raise MeshweaveError("a pass is asked for twice", where="passes=", got=text)
-            chosen[one.name] = one
-    return [chosen[name] for name in PASSES if name in chosen]
+    if parts == ["none"]:
+        return []
+    single = [_pass(part) for part in parts if part not in GROUPS]
+    by_name = {one.name: one for part in parts for one in map(_pass, GROUPS.get(part, ()))}
+    if len(set(parts)) < len(parts) or len({one.name for one in single}) < len(single):
+        raise MeshweaveError("a pass is asked for twice", where="passes=", got=text)
+    by_name |= {one.name: one for one in single}
+    return [by_name[name] for name in PASSES if name in by_name]
 
 
 def _pass(text: str) -> Pass[Any]:
@@ -104,7 +106,7 @@ def _pass(text: str) -> Pass[Any]:
             "there is no such pass",
             where="passes=",
             got=repr(text),
-            expected=f"none, default, or some of {', '.join(PASSES)} with commas between",
+            expected=f"none, exact, default, or some of {', '.join(PASSES)} with commas between",
         )
     if not equals:
         return kind()

@@ -3,6 +3,8 @@ the one that is taken still does what it did."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +13,7 @@ from meshweave.check.completeness import Completeness, check_complete
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.same import check_same
 from meshweave.decompose import DecomposeReport, SplitReport, prove_rings
-from meshweave.errors import MeshweaveError
+from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
@@ -26,15 +28,31 @@ AS_IT_IS = "as it is"  # the name of a program in which no ops are written anew
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """How long programs are tried beside the first. `agreed` makes what one process finds late the word of all of them,
+    which call it together."""
+
+    seconds: float = math.inf
+    agreed: Callable[[bool], bool] = bool
+
+    def is_over(self, began: float) -> bool:
+        return self.seconds < math.inf and self.agreed(time.monotonic() - began > self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """Passes, in the order of their stages and else as listed, and what holds for all of them.
 
     memory_cap_bytes: the most that a device may hold at once; keeps_gradients: those of a step live to its end.
+    is_default: nobody asked for the passes over rank graphs, and where they cannot do with a program or its costs it
+    stays as it is.
     """
 
     passes: tuple[Pass[Any], ...] = ()
     memory_cap_bytes: int | None = None
     keeps_gradients: bool = False
+    is_default: bool = False
+    budget: Budget = Budget()
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.passes]
@@ -161,8 +179,28 @@ def optimize(
 
     What a pass does by gain is taken only if the whole step, behind all passes, is simulated faster and stays under the
     cap: of all variants the fastest is taken, the first of equals. Raises MeshweaveError for costs that the passes
-    cannot do with, and NoOrderError where no variant is under the cap.
+    cannot do with, and NoOrderError where no variant is under the cap. Passes that nobody asked for leave the roles as
+    they are in place of the first, and the name of the result says why.
     """
+    if not pipeline.is_default:
+        return _optimized(placed, roles, costs, pipeline, microbatches, progress)
+    try:
+        return _optimized(placed, roles, costs, pipeline, microbatches, progress)
+    except (NoOrderError, VerifyError):
+        raise
+    except MeshweaveError as error:
+        return Optimized(roles, roles, roles, name=f"{AS_IT_IS}: {error.what}")
+
+
+def _optimized(
+    placed: StepGraph,
+    roles: tuple[RankGraph, ...],
+    costs: Costs,
+    pipeline: Pipeline,
+    microbatches: int,
+    progress: Progress,
+) -> Optimized:
+    began, untried = time.monotonic(), dict[str, Variant]()
     passes = pipeline.of("written", "ordered")
     for one in passes:
         _check_costs(one, roles, costs)
@@ -170,8 +208,16 @@ def optimize(
     candidates = [_Candidate(AS_IT_IS, program, roles)]
     for one in passes:
         progress(one.name)
-        candidates = [behind for candidate in candidates for behind in candidate.behind(one, costs)]
-    chosen, variants = _fastest(candidates, costs) if len(candidates) > 1 else (candidates[0], ())
+        behind: list[_Candidate] = []
+        for i, candidate in enumerate(candidates):
+            if i and pipeline.budget.is_over(began):
+                reason = f"not tried: {pipeline.budget.seconds:g} s were over"
+                untried[candidate.name] = Variant(candidate.name, reason=reason)
+            else:
+                behind += candidate.behind(one, costs)
+        candidates = behind
+    chosen, variants = _fastest(candidates, costs) if len(candidates) > 1 or untried else (candidates[0], ())
+    variants += tuple(untried.values())
     if chosen.unfit is not None:
         raise chosen.unfit
     optimized = Optimized(chosen.program.roles, roles, chosen.written, chosen.reports, chosen.name, variants)

@@ -229,6 +229,16 @@ def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
     return LocalWorld(mesh, device)
 
 
+def on_any(world: World, flag: bool) -> bool:
+    """Whether any process of the world says so. All of them call it together."""
+    if not world.is_distributed:
+        return flag
+    with world.guard():
+        flags = torch.tensor(int(flag), dtype=torch.int32, device=world.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
+
+
 def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[int, int]:
     """Join the job that torchrun's environment describes: NCCL where there is CUDA, else Gloo. Rank and world size.
 

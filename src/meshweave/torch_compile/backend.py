@@ -112,8 +112,9 @@ def backend(
     OverlapReport of every graph that communicates; with `decompose` and `split` also with the DecomposeReport and the
     SplitReport of each.
 
-    `passes`: what a graph goes through, as `compile` takes it: "default" (the same as without: overlap), or "overlap,
-    split=2,decompose". `options`, `split` and `decompose` are short forms of the same list.
+    `passes`: what a graph goes through, as `compile` takes it: "exact" (the same as without: overlap), "default"
+    (overlap, split, decompose) or "overlap,split=2". `options`, `split` and `decompose` are short forms of the same
+    list.
 
     `split`: before forward and backward are parted, what goes row by row of the batch runs in so many chunks (True: 2
     or 4), so that the communication of one runs under the compute of another. `decompose`: collectives beside matmuls

@@ -1,0 +1,99 @@
+"""What a step goes through when nobody says: what is simulated faster, on virtual devices nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.test_cluster import Job, start  # noqa: F401
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.passes import Budget, pipeline_of
+from meshweave.passes.pipeline import optimize
+from meshweave.runtime.cluster import shutdown
+from meshweave.whatif import simulate
+
+PROFILE = "cpu-gloo"
+
+
+def compiled(mesh: str, dtype: torch.dtype = torch.float32, **options: Any) -> mw.TrainStep:
+    torch.manual_seed(0)
+    layers = [nn.Linear(96, 96, dtype=dtype) for _ in range(4)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mw.compile(model, loss=loss, example=batch(dtype), optimizer=optimizer, mesh=mesh, **options)
+
+
+def loss(out: Tensor, batch: Any) -> Tensor:
+    return ((out - batch[1]) ** 2).mean()
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(32, 96, generator=made).to(dtype), torch.randn(32, 96, generator=made).to(dtype)
+
+
+def job_default(pipe: Connection, mesh: str) -> dict[str, Any]:
+    """Steps as they come, and plain; the same to rounding, and simulated no slower."""
+    fast, plain = compiled(mesh, profile=PROFILE), compiled(mesh, profile=PROFILE, passes="none")
+    exact = compiled(mesh, profile=PROFILE, passes="exact")
+    losses = {name: [step(batch()) for _ in range(3)] for name, step in (("fast", fast), ("plain", plain))}
+    losses["exact"] = [exact(batch()) for _ in range(3)]
+    lacking = replace(mw.load_profile(PROFILE), version="0", peak=(("float32", 1e11),))
+    unpriced = compiled(mesh, torch.float64, profile=lacking)
+    shutdown(fast.session.world)
+    return {
+        "losses": losses,
+        "ran": [len(step.program.overlap) for step in (fast, plain, exact)],
+        "variants": len(fast.program.optimized.variants),
+        "seconds": [simulate(step.program, PROFILE).seconds for step in (fast, plain)],
+        "unpriced": (unpriced.program.optimized.name, len(unpriced.program.overlap)),
+    }
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_several_processes_take_what_is_simulated_faster(start: Callable[..., Job], mesh: str) -> None:  # noqa: F811
+    first, second = start("tests.test_default_passes:job_default", 2, mesh).finish(90)
+    assert "error" not in first, first
+    assert first == second
+    losses = first["losses"]
+    assert losses["exact"] == losses["plain"]
+    assert losses["fast"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["fast"][2] < losses["fast"][0]
+    assert first["ran"] == [1, 0, 1]
+    fast, plain = first["seconds"]
+    assert fast <= plain
+    assert re.match("as it is: .*float64", first["unpriced"][0])
+    assert first["unpriced"][1] == 0
+
+
+def test_what_there_is_no_time_for_is_said_and_left() -> None:
+    """The first way to write the step goes through all passes, whatever the time."""
+    step = compiled("tp=2", profile="h100", passes="none")
+    profile, asked = mw.load_profile("h100"), []
+    for seconds in (60.0, -1.0):
+        budget = Budget(seconds, lambda is_late: asked.append(is_late) or is_late)
+        pipeline = replace(pipeline_of("default"), budget=budget)
+        found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
+        reasons = {variant.name: variant.reason for variant in found.variants}
+        tried = [name for name, reason in reasons.items() if not reason]
+        if seconds > 0:
+            assert len(tried) == len(reasons) > 1
+            assert asked
+            assert not any(asked)
+        else:
+            assert tried == ["as it is"]
+            assert set(reasons.values()) == {"", "not tried: -1 s were over"}
+        assert len(found.overlap) == 1
+
+
+def test_virtual_devices_take_the_plain_step() -> None:
+    assert compiled("dp=2", profile=PROFILE).program.overlap == ()
+    assert compiled("dp=2").program.overlap == ()
