@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
-from meshweave.capture.optimizers import current_lrs, initial_state
+from meshweave.capture.optimizers import counts, current_lrs, initial_state
 from meshweave.errors import LayoutError
 from meshweave.interop.optimizer import mark_stepped
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
+from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session, Settings
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
@@ -45,6 +46,9 @@ class TrainStep:
         self.session.bindings.bind(self.session.state, model, optimizer)
         self.guards = Guards(program.contract, program.options.autocast, self.session.bindings.replace)
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
+        self._own_state = None if optimizer is None else OptimizerState.of(self.session.bindings, optimizer, model)
+        if held:
+            self._publish()
 
     def __call__(self, batch: Any) -> float:
         """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
@@ -55,8 +59,7 @@ class TrainStep:
         with self.session.world.guard():
             micros = self._micros(batch, self.program.options.accumulate)
             loss = self.session.run(micros, self._lrs())
-        if self.optimizer is not None:
-            mark_stepped(self.optimizer)
+            self._stepped()
         return loss
 
     def trace(self, batch: Any) -> Simulation:
@@ -69,8 +72,7 @@ class TrainStep:
             micros = self._micros(batch, self.program.options.accumulate)
             tokens = tokens_of(self.program.captured) * len(micros)
             found = self.session.trace(micros, self._lrs(), tokens=tokens)
-        if self.optimizer is not None:
-            mark_stepped(self.optimizer)
+            self._stepped()
         return found
 
     def forward(self, batch: Any) -> float:
@@ -91,12 +93,12 @@ class TrainStep:
         """New parameters and optimizer state, when every microbatch has gone backward."""
         with self.session.world.guard():
             self.session.update(self._lrs())
-        if self.optimizer is not None:
-            mark_stepped(self.optimizer)
+            self._stepped()
 
     def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
         held = Batch.of(batch)
         self.guards.check(held)
+        self._take_over()
         return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
 
     def _lrs(self) -> list[float]:
@@ -104,6 +106,26 @@ class TrainStep:
             return []
         self.optimizer_guard.check()
         return current_lrs(self.optimizer_guard.optimizer)
+
+    def _take_over(self) -> None:
+        """What the user has loaded into the optimizer, or written into its state, counts from now on."""
+        if self.optimizer is None or self._own_state is None or self.session.progress.num_done:
+            return
+        if self._own_state.take_over(self.session.state):
+            names = {id(p): name for name, p in self._own_state.params.items()}
+            held = initial_state(self.optimizer, names, self.program.captured.updated)
+            self.session.state.num_steps = held.num_steps if held else 0
+
+    def _stepped(self) -> None:
+        if self.optimizer is not None:
+            mark_stepped(self.optimizer)
+            self._publish()
+
+    def _publish(self) -> None:
+        """Bring the optimizer's state into `optimizer.state`."""
+        if self._own_state is not None and self.optimizer is not None:
+            numbers = counts(self.optimizer, self.program.captured.updated, self.num_steps)
+            self._own_state.publish(self.session.state, numbers)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -146,6 +168,7 @@ class TrainStep:
     def load(self, path: str) -> None:
         """Continue from a checkpoint of the same model, saved on any mesh. Nothing in it is unpickled as code."""
         self.session.load(path)
+        self._publish()
 
     def explain(self) -> list[MoveRow]:
         """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""

@@ -71,14 +71,6 @@ def set_option(name: str, value: Any) -> Callable[[Run], None]:
     return lambda run: run.optimizer.param_groups[0].__setitem__(name, value)
 
 
-def load_optimizer(run: Run) -> None:
-    twin = copy.deepcopy(run.model)
-    other = torch.optim.AdamW(twin.parameters(), lr=0.1, weight_decay=0.1)
-    mse(twin(DATA[0]["x"]), DATA[0]).backward()
-    other.step()
-    run.optimizer.load_state_dict(other.state_dict())
-
-
 def replace_step(run: Run) -> None:
     run.optimizer.step = lambda: None
 
@@ -152,7 +144,6 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], type[MeshweaveError], str]] = {
         StepError,
         "got: 2 groups",
     ),
-    "the optimizer's state": (load_optimizer, StepError, "call optimizer.load_state_dict before mw.compile"),
     "a hook before the optimizer": (
         lambda r: r.optimizer.register_step_pre_hook(lambda *a: None),
         PlanError,

@@ -1,5 +1,5 @@
-"""What is checked of the optimizer before every step: its options, but for the learning rate, its parameters, its
-state and its hooks are those that were compiled."""
+"""What is checked of the optimizer before every step: its options, but for the learning rate, its parameters and
+its hooks are those that were compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from meshweave.capture.optimizers import check_hooks, check_options, hyper_names, plain_option
 from meshweave.errors import StepError
-from meshweave.interop.storages import version_of
 
 _AGAIN = "step.save(path), compile again with it, step.load(path)"
 
@@ -23,8 +22,6 @@ class OptimizerGuard:
         self.names = hyper_names(optimizer)
         self.options = [self._options(group) for group in optimizer.param_groups]
         self.params = [list(group["params"]) for group in optimizer.param_groups]
-        self.state = {param: dict(kept) for param, kept in optimizer.state.items()}
-        self.versions = self._versions()
 
     def check(self) -> None:
         """Raises StepError for what has changed; PlanError for hooks and options that are not supported."""
@@ -40,16 +37,9 @@ class OptimizerGuard:
                 name, old, new = next(z for z in zip(self.names, options, now, strict=True) if z[1] != z[2])
                 hint = f"between steps only the learning rate may change; for another {name}: {_AGAIN}"
                 raise self._changed(f"param_groups[{i}]", f"{name}={new}", f"{name}={old}", hint)
-        if not _equal(self.optimizer.state, self.state) or self._versions() != self.versions:
-            hint = "call optimizer.load_state_dict before mw.compile, or load a checkpoint into the step: step.load"
-            raise self._changed("state", "another state", "the state when the step was compiled", hint)
 
     def _options(self, group: dict[str, Any]) -> list[Any]:
         return [plain_option(group[n]) if isinstance(group.get(n), Tensor) else group.get(n) for n in self.names]
-
-    def _versions(self) -> list[int]:
-        kept = self.optimizer.state.values()
-        return [version_of(v) for slots in kept for v in slots.values() if isinstance(v, Tensor)]
 
     def _changed(self, what: str, got: str, expected: str, hint: str) -> StepError:
         where = f"{type(self.optimizer).__name__}, {what}"

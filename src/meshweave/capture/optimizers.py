@@ -220,6 +220,13 @@ def current_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+def counts(optimizer: torch.optim.Optimizer, names: Iterable[str], num_steps: int) -> dict[str, dict[str, Tensor]]:
+    """What PyTorch's optimizer of this kind keeps of parameters beside tensors of their shape, after so many steps."""
+    if KINDS[_kind(optimizer)].hyper is not AdamHyper:
+        return {}
+    return {name: {"step": torch.tensor(float(num_steps))} for name in names}
+
+
 def initial_state(
     optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str], updated: Iterable[str] = ()
 ) -> OptimizerState | None:

@@ -93,8 +93,7 @@ class Bindings:
         for item, layout in chosen:
             key = item.kind, item.name
             if key not in self.bound:
-                form: Form = "shared" if self._is_whole(item, layout) else "copy"
-                bound = self.bound[key] = Bound(item, layout, named[key], form)
+                bound = self.bound[key] = Bound(item, layout, named[key], self.form_of(item, layout))
                 self._bring(state, bound)
 
     def _distribute(
@@ -121,6 +120,14 @@ class Bindings:
                 replaced[known[item.name]] = own
         made.replace_parameters(model, optimizer, replaced)
         made.accept_full_tensors(model, {item.name: layout for item, layout in chosen})
+
+    def form_of(self, item: Input, layout: Layout, as_dtensor: bool = False) -> Form:
+        """How a tensor can stand for a value."""
+        if as_dtensor:
+            from meshweave.runtime.dtensor import has_placements
+
+            return "dtensor" if has_placements(layout, item.spec.shape) else "copy"
+        return "shared" if self._is_whole(item, layout) else "copy"
 
     def _is_whole(self, item: Input, layout: Layout) -> bool:
         """Whether every process holds the whole value, once."""
@@ -157,7 +164,7 @@ class Bindings:
     def take_over(self, state: State) -> None:
         """Cut new pieces of the tensors that somebody has written since the step last did: load_state_dict, weights
         swapped with their average, an assignment to `.data`. StepError for another shape or dtype."""
-        for bound in self.bound.values():
+        for bound in (b for b in self.bound.values() if b.item.kind != "state"):
             if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
                 continue
             _check_spec(bound.item, bound.tensor)

@@ -21,15 +21,19 @@ def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: L
     """A DTensor parameter with the memory of `piece` (None on a rank that has none); `like` itself where it is one with
     the same placements."""
     if isinstance(like, DTensor) and _is_placed(like, layout, item.spec.shape):
-        own = like
-    elif piece is None:
-        own = unheld_dtensor(layout, item.spec, device_type)
+        own: Tensor = like
     else:
-        own = dtensor_from_piece(piece, layout, item.spec.shape)
-    made = own if own is like else nn.Parameter(own, requires_grad=like.requires_grad)
+        own = nn.Parameter(dtensor_of(piece, item, layout, device_type), requires_grad=like.requires_grad)
     if piece is not None:
-        set_piece(made, piece)
-    return made
+        set_piece(own, piece)
+    return own
+
+
+def dtensor_of(piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> DTensor:
+    """A DTensor with the memory of `piece`; None on a rank that has none."""
+    if piece is None:
+        return unheld_dtensor(layout, item.spec, device_type)
+    return dtensor_from_piece(piece, layout, item.spec.shape)
 
 
 def replace_parameters(

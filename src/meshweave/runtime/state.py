@@ -15,6 +15,7 @@ from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.initialize import full_values
 from meshweave.runtime.world import boxes_of
 
 if TYPE_CHECKING:
@@ -70,8 +71,13 @@ class State:
                 self.put(
                     item,
                     layout,
-                    torch.zeros((), dtype=item.spec.dtype).expand(item.spec.shape) if held is None else held,
+                    self.zeros(item) if held is None else full_values(held),
                 )
+
+    @staticmethod
+    def zeros(item: Input) -> Tensor:
+        """A full tensor of zeros that takes no memory."""
+        return torch.zeros((), dtype=item.spec.dtype).expand(item.spec.shape)
 
     def put(self, item: Input, layout: Layout, value: Tensor) -> None:
         """Hold the pieces of one full tensor."""
