@@ -121,7 +121,7 @@ def build_program(
 
     placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(profile))
     optimized = optimize(placed, roles, profile, pipeline, options.accumulate, progress)
-    return Program(step, placed, optimized, placement, options, contract, told)
+    return Program(step, placed, optimized, placement, options, contract, optimizer, told)
 
 
 def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:
@@ -175,8 +175,9 @@ def compile(
     loss: (outputs, batch) -> scalar. With accumulation it should be a mean: microbatches are averaged.
     example: dict or tuple of tensors with the global shapes and dtypes of every batch. The model is called with the
         keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says otherwise.
-    optimizer: a torch SGD, Adam or AdamW over the model's parameters; its learning rates are read at every step, so
-        schedulers work. Without one, the step computes loss and gradients.
+    optimizer: any optimizer whose step() updates each parameter by its gradient and state: those of torch.optim but for
+        LBFGS and SparseAdam, subclasses, your own. Its param_groups are read at every step, so schedulers work. Without
+        one, the step computes loss and gradients.
     mesh, plan: "dp=2,tp=2", {"dp": 2, "tp": 2} or a Mesh; a `Plan`, or its text ("fsdp:dp+hf_tp:tp", a file). Without a
         plan the axes dp, fsdp, tp and pp mean the usual.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshweave.capture.contract import Contract
+from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions
 from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
@@ -28,6 +29,7 @@ class Program:
     placement: Placement
     options: CaptureOptions
     contract: Contract
+    optimizer: OptimizerSpec | None = None
     accumulation: str = ""  # where gradients of several microbatches are added up, and why there
     costs: Costs | None = None  # that it was planned by
     costs_from: str = ""  # which they are, and where they come from

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
-from meshweave.capture.optimizers import counts, current_lrs, initial_state
+from meshweave.capture.optimizers import StepNumbers, initial_state
 from meshweave.errors import LayoutError
 from meshweave.interop.optimizer import mark_stepped
 from meshweave.ir.graph import tokens_of
@@ -40,11 +40,15 @@ class TrainStep:
     ) -> None:
         self.program, self.optimizer = program, optimizer
         self.session = Session(program.roles, world, settings)
-        held = initial_state(optimizer, model, program.captured.updated) if optimizer is not None else None
+        spec = program.optimizer
+        held = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
         self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
         self.session.state.num_steps = held.num_steps if held else 0
         self.session.bindings.bind(self.session.state, model, optimizer)
         self.guards = Guards(program.contract, program.options.autocast, self.session.bindings.replace)
+        self.numbers = None
+        if optimizer is not None and spec is not None:
+            self.numbers = StepNumbers(spec, optimizer, model, program.captured.updated)
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
         self._own_state = None if optimizer is None else OptimizerState.of(self.session.bindings, optimizer, model)
         if held:
@@ -58,7 +62,7 @@ class TrainStep:
         """
         with self.session.world.guard():
             micros = self._micros(batch, self.program.options.accumulate)
-            loss = self.session.run(micros, self._lrs())
+            loss = self.session.run(micros, self._numbers())
             self._stepped()
         return loss
 
@@ -71,7 +75,7 @@ class TrainStep:
         with self.session.world.guard():
             micros = self._micros(batch, self.program.options.accumulate)
             tokens = tokens_of(self.program.captured) * len(micros)
-            found = self.session.trace(micros, self._lrs(), tokens=tokens)
+            found = self.session.trace(micros, self._numbers(), tokens=tokens)
             self._stepped()
         return found
 
@@ -92,7 +96,7 @@ class TrainStep:
     def update(self) -> None:
         """New parameters and optimizer state, when every microbatch has gone backward."""
         with self.session.world.guard():
-            self.session.update(self._lrs())
+            self.session.update(self._numbers())
             self._stepped()
 
     def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
@@ -101,31 +105,35 @@ class TrainStep:
         self._take_over()
         return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
 
-    def _lrs(self) -> list[float]:
-        if self.optimizer_guard is None:
-            return []
+    def _numbers(self) -> dict[str, float]:
+        """What the optimizer's code computes for the next step, from its options as they are now."""
+        if self.optimizer_guard is None or self.numbers is None:
+            return {}
         self.optimizer_guard.check()
-        return current_lrs(self.optimizer_guard.optimizer)
+        numbers, fills = self.numbers.next()
+        self.session.state.refill(fills)
+        return numbers
 
     def _take_over(self) -> None:
         """What the user has loaded into the optimizer, or written into its state, counts from now on."""
-        if self.optimizer is None or self._own_state is None or self.session.progress.num_done:
+        if self.optimizer is None or self._own_state is None or self.numbers is None or self.session.progress.num_done:
             return
         if self._own_state.take_over(self.session.state):
             names = {id(p): name for name, p in self._own_state.params.items()}
-            held = initial_state(self.optimizer, names, self.program.captured.updated)
+            held = initial_state(self.optimizer, self.numbers.spec, names)
             self.session.state.num_steps = held.num_steps if held else 0
+            self.numbers.read()
 
     def _stepped(self) -> None:
-        if self.optimizer is not None:
+        if self.optimizer is not None and self.numbers is not None:
+            self.numbers.commit()
             mark_stepped(self.optimizer)
             self._publish()
 
     def _publish(self) -> None:
         """Bring the optimizer's state into `optimizer.state`."""
-        if self._own_state is not None and self.optimizer is not None:
-            numbers = counts(self.optimizer, self.program.captured.updated, self.num_steps)
-            self._own_state.publish(self.session.state, numbers)
+        if self._own_state is not None and self.numbers is not None:
+            self._own_state.publish(self.session.state, self.numbers.kept(self.program.captured.updated))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -163,11 +171,14 @@ class TrainStep:
 
     def save(self, path: str) -> None:
         """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
+        self.session.state.numbers = self.numbers.values() if self.numbers is not None else {}
         self.session.save(path)
 
     def load(self, path: str) -> None:
         """Continue from a checkpoint of the same model, saved on any mesh. Nothing in it is unpickled as code."""
         self.session.load(path)
+        if self.numbers is not None:
+            self.numbers.load(self.session.state.numbers, self.session.state.num_steps)
         self._publish()
 
     def explain(self) -> list[MoveRow]:

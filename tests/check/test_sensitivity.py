@@ -6,20 +6,24 @@ A mutant is the source of a function with one place changed. Each makes the chec
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import adam as torch_adam
+from torch.optim import sgd as torch_sgd
 from torch.utils.checkpoint import checkpoint
 
 import meshweave as mw
-from meshweave.capture import optimizers, step
+from meshweave.capture import optimizer_arithmetic, step
+from meshweave.capture.optimizer_arithmetic import ARITHMETIC
+from meshweave.capture.optimizer_stand_ins import StandIns
 from meshweave.capture.trace import Provenance
 from meshweave.check.numerics import CHECK_LR, NumericsReport, check_numerics
 from meshweave.check.runs import Recipe, widened
@@ -109,31 +113,36 @@ class Mutant:
         return scope[self.function.__name__]
 
 
-adam, sgd, clipped = partial(Mutant, optimizers._update_adam), partial(Mutant, optimizers._update_sgd), step._clipped
+adam, sgd = partial(Mutant, torch_adam._single_tensor_adam), partial(Mutant, torch_sgd._single_tensor_sgd)
+row, clipped = partial(Mutant, optimizer_arithmetic._addcdiv), step._clipped
 MUTANTS = [
-    adam("p * (1 - lr * h.weight_decay)", "p * 1.0"),
-    adam("1 - lr * h.weight_decay", "1 - h.weight_decay"),
-    adam("scaled + h.eps", "scaled"),
-    adam("lr / _bias_correction(beta1, step)", "lr"),
-    adam("root / _bias_correction(beta2, step).sqrt()", "root"),
-    adam("root / _bias_correction(beta2, step).sqrt()", "root / _bias_correction(beta2, step)"),
-    adam("_bias_correction(beta1, step)", "_bias_correction(beta1, step + 1)"),
-    adam("g, 1 - beta1)", "g, beta1)"),
-    adam("(1 - beta2) * g * g", "g * g"),
-    adam("g + h.weight_decay * p", "g", partial(ADAM, weight_decay=0.01)),
-    adam('torch.maximum(state["max_exp_avg_sq"], square)', "square * 1.0", partial(ADAM, amsgrad=True)),
-    adam("-grad if h.maximize else grad", "grad", partial(ADAMW, maximize=True)),
-    sgd("g + h.weight_decay * p", "g", SGD),
-    sgd("h.momentum * state", "0.0 * state", SGD),
-    sgd("(1 - h.dampening) * g", "g", partial(SGD, dampening=0.1)),
-    sgd("if h.dampening:", "if False:", partial(SGD, dampening=0.1)),
-    sgd("if h.nesterov else buffer", "if False else buffer", partial(SGD, nesterov=True)),
-    sgd("-grad if h.maximize else grad", "grad", partial(SGD, maximize=True)),
+    adam("param.mul_(1 - lr * weight_decay)", "pass"),
+    adam("1 - lr * weight_decay", "1 - weight_decay"),
+    adam("(exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)", "exp_avg_sq.sqrt() / bias_correction2_sqrt"),
+    adam("value=-step_size", "value=-lr"),
+    adam("bias_correction2_sqrt = bias_correction2**0.5", "bias_correction2_sqrt = 1.0"),
+    adam("bias_correction2_sqrt = bias_correction2**0.5", "bias_correction2_sqrt = bias_correction2"),
+    adam("step = _get_value(step_t)", "step = _get_value(step_t) + 1"),
+    adam("lerp_(grad, 1 - device_beta1)", "lerp_(grad, device_beta1)"),
+    adam("addcmul_(grad, grad, value=1 - beta2)  #", "addcmul_(grad, grad)  #"),
+    adam("if weight_decay != 0:", "if False:", partial(ADAM, weight_decay=0.01)),
+    adam(
+        "torch.maximum(max_exp_avg_sqs[i], exp_avg_sq, out", "torch.add(exp_avg_sq, 0, out", partial(ADAM, amsgrad=True)
+    ),
+    adam("grads[i] if not maximize else -grads[i]", "grads[i]", partial(ADAMW, maximize=True)),
+    sgd("if weight_decay != 0:", "if False:", SGD),
+    sgd("buf.mul_(momentum)", "buf.mul_(0.0)", SGD),
+    sgd("alpha=1 - dampening", "alpha=1", partial(SGD, dampening=0.1)),
+    sgd("buf = grad.detach().clone()", "buf = grad * (1 - dampening)", partial(SGD, dampening=0.1)),
+    sgd("grad = grad.add(buf, alpha=momentum)", "grad = buf", partial(SGD, nesterov=True)),
+    sgd("grads[i] if not maximize else -grads[i]", "grads[i]", partial(SGD, maximize=True)),
     Mutant(clipped, "norm + 1e-6", "norm", SGD, 0.1),
     Mutant(clipped, "g * scale", "g", SGD, 0.1),
     Mutant(clipped, "g * scale", "g", ADAMW, 0.1),
     Mutant(clipped, "max=1.0", "max=2.0", SGD, 1e3),
     Mutant(clipped, "square_sum(norms).sqrt()", "norms.max()", SGD, 0.1),
+    row("value * a / b", "a / b"),
+    row("value * a / b", "value * a"),
 ]
 QUICK = (0, 18)
 SLOW = [pytest.param(m, id=str(m), marks=() if i in QUICK else pytest.mark.slow) for i, m in enumerate(MUTANTS)]
@@ -143,9 +152,17 @@ def apply(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
     if mutant.function is clipped:
         monkeypatch.setattr(step, "_clipped", mutant.changed())
         return
-    kinds = {name: replace(kind, update=mutant.changed()) if kind.update is mutant.function else kind
-             for name, kind in optimizers.KINDS.items()}  # fmt: skip
-    monkeypatch.setattr(optimizers, "KINDS", MappingProxyType(kinds))
+    if mutant.function is optimizer_arithmetic._addcdiv:
+        monkeypatch.setattr(optimizer_arithmetic, "ARITHMETIC", {**ARITHMETIC, "addcdiv": mutant.changed()})
+        return
+    run, module = StandIns._run, sys.modules[mutant.function.__module__]
+
+    def captured(self: StandIns, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, mutant.function.__name__, mutant.changed())
+            return run(self, *args)
+
+    monkeypatch.setattr(StandIns, "_run", captured)
 
 
 @pytest.mark.parametrize("mutant", SLOW)

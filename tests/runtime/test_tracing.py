@@ -16,7 +16,6 @@ from tests.training import batches, train
 from torch import fx, nn
 
 import meshweave as mw
-from meshweave.capture.optimizers import current_lrs
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import Input, Origin, Spec, op_name
@@ -52,7 +51,7 @@ def compiled(mesh: str, accumulate: int = 1) -> tuple[mw.TrainStep, list[Any]]:
 
 def traced(step: mw.TrainStep, batch: Any, devices: tuple[int, ...] = ()) -> Simulation:
     micros = step._micros(batch, step.program.options.accumulate)
-    return step.session.trace(micros, current_lrs(step.optimizer), devices)
+    return step.session.trace(micros, step._numbers(), devices)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -16,7 +16,7 @@ from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
 from meshweave.capture.normalize import normalize
-from meshweave.capture.optimizers import OptimizerSpec, update
+from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
 from meshweave.capture.record import Record, storage_of
 from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
@@ -175,11 +175,11 @@ def capture_source(
 def _describe(
     model: nn.Module, example: Any, optimizer: OptimizerSpec | None, options: CaptureOptions
 ) -> tuple[Input, ...]:
-    def spec(x: Tensor) -> Spec:
+    def spec_like(x: Tensor) -> Spec:
         return Spec(tuple(x.shape), x.dtype)
 
     _check_hooks(model)
-    params = {n: Input("param", n, spec(p), p.requires_grad) for n, p in model.named_parameters()}
+    params = {n: Input("param", n, spec_like(p), p.requires_grad) for n, p in model.named_parameters()}
     trained = [p for p in params.values() if p.requires_grad]
     if not trained:
         raise CaptureError("the model has no parameter to train", hint="set requires_grad on what should be trained")
@@ -187,13 +187,12 @@ def _describe(
     scalars = [Input("scalar", "draw", Spec((), torch.int64))]
     state: list[Input] = []
     if optimizer is not None:
-        scalars.append(Input("scalar", "step", Spec((), torch.float64)))
-        scalars += [Input("scalar", f"lr.{g}", Spec((), torch.float64)) for g in range(len(optimizer.groups))]
-        for p in (p for p in trained if p.name in optimizer.group_of):
-            state += [Input("state", state_name(slot, p.name), p.spec) for slot in optimizer.slots(p.name)]
+        scalars += [Input("scalar", name, Spec((), torch.float64)) for name in optimizer.numbers()]
+        for p in (p for p in trained if p.name in optimizer.kind_of):
+            state += [Input("state", state_name(slot, p.name), spec) for slot, spec in optimizer.slots(p.name).items()]
     acc = [Input("acc", p.name, p.spec) for p in trained] if options.accumulate > 1 else []
-    buffers = [Input("buffer", n, spec(b)) for n, b in model.named_buffers()]
-    inputs = [Input("batch", n, spec(t)) for n, t in zip(batch.names, batch.tensors, strict=True)]
+    buffers = [Input("buffer", n, spec_like(b)) for n, b in model.named_buffers()]
+    inputs = [Input("batch", n, spec_like(t)) for n, t in zip(batch.names, batch.tensors, strict=True)]
     return (*params.values(), *buffers, *state, *acc, *inputs, *scalars)
 
 
@@ -374,18 +373,10 @@ def _update(
     results: dict[tuple[str, str], Tensor] = {}
     if options.clip_grad_norm is not None:
         results["norm", ""], grads = _clipped(grads, options.clip_grad_norm)
-    for name in (n for n in grads if n in optimizer.group_of):
+    for name in (n for n in grads if n in optimizer.kind_of):
         tracker.modules = [name]
         state = {slot: values.state[state_name(slot, name)] for slot in optimizer.slots(name)}
-        new, new_state = update(
-            optimizer.kind,
-            optimizer.hyper(name),
-            values.params[name],
-            grads[name],
-            state,
-            values.scalars[f"lr.{optimizer.group_of[name]}"],
-            values.scalars["step"],
-        )
+        new, new_state = optimizer.update(name, values.params[name], grads[name], state, values.scalars)
         results["param", name] = new
         results |= {("state", state_name(slot, name)): s for slot, s in new_state.items()}
     tracker.modules = []

@@ -94,8 +94,9 @@ class Session:
 
     # running
 
-    def run(self, micros: Sequence[Mapping[str, Tensor]], lrs: Sequence[float]) -> float:
-        """One step over its microbatches; the loss is their mean. `lrs` are the learning rates of the groups.
+    def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float]) -> float:
+        """One step over its microbatches; the loss is their mean. `numbers` are those of
+        the optimizer (`capture.optimizers.StepNumbers`).
 
         Raises StepError when the loss is not finite, before anything is updated.
         """
@@ -104,11 +105,15 @@ class Session:
             for batch in micros:
                 self.forward(batch)
                 self.backward()
-            self.update(lrs)
+            self.update(numbers)
         return self.metrics["loss"]
 
     def trace(
-        self, micros: Sequence[Mapping[str, Tensor]], lrs: Sequence[float], devices: Sequence[int] = (), tokens: int = 0
+        self,
+        micros: Sequence[Mapping[str, Tensor]],
+        numbers: Mapping[str, float],
+        devices: Sequence[int] = (),
+        tokens: int = 0,
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the whole picture."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
@@ -124,7 +129,7 @@ class Session:
             for executor in self._executors:
                 executor.record(recorder)
             try:
-                self.run(micros, lrs)
+                self.run(micros, numbers)
             finally:
                 self.executor.meter = held_meter
                 for executor in self._executors:
@@ -165,7 +170,7 @@ class Session:
             if not self._is_last:
                 self._running.end()
 
-    def update(self, lrs: Sequence[float]) -> None:
+    def update(self, numbers: Mapping[str, float]) -> None:
         """New parameters and optimizer state, after every microbatch of the step has gone backward."""
         self.progress.check("update")
         with self._attempt("update"):
@@ -177,7 +182,7 @@ class Session:
                     hint="lower the learning rate, clip gradients or look at the batch; "
                     "check_finite=False carries on regardless",
                 )
-            self._update(lrs)
+            self._update(numbers)
             if self.settings.keep_gradients:
                 self._gradients = self._held("grad")
             has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
@@ -269,28 +274,30 @@ class Session:
             return value.to(self.world.device)
         raise _other_batch(item, value, self.settings)
 
-    def _update(self, lrs: Sequence[float]) -> None:
-        numbers = {"step": float(self.state.num_steps + 1), **{f"lr.{g}": lr for g, lr in enumerate(lrs)}}
+    def _update(self, numbers: Mapping[str, float]) -> None:
         scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
-        replaced: list[dict[int, tuple[Key, int]]] = []  # per device: slot -> which value it is of, and which piece
+        replaced: list[dict[int, list[tuple[Key, int]]]] = []  # per device: slot -> the values and pieces that it is
         new: dict[Key, list[Any]] = {}
         for rank, env in zip(self.ranks, self._envs, strict=True):
             for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True):
                 if item.kind == "scalar" and item.name in scalars:
                     env[slot] = scalars[item.name]
-            targets = {}
+            targets: dict[int, list[tuple[Key, int]]] = {}
             for key, slot in outputs(rank):
                 if key[0] in ("param", "state"):
                     cells = new.setdefault(key, [])
-                    targets[slot] = (key, len(cells))
+                    targets.setdefault(slot, []).append((key, len(cells)))
                     cells.append(None)
             replaced.append(targets)
 
         def commit(i: int, task: Task) -> None:
-            target = replaced[i].get(task.out)
-            if target is not None:
-                key, index = target
-                self.state.pieces[key][index] = piece = self._envs[i][task.out]
+            keep(i, task.out)
+
+        def keep(i: int, slot: int) -> None:
+            """A new value; what is kept of it more than once has storages of its own."""
+            for number, (key, index) in enumerate(replaced[i].pop(slot, ())):
+                piece = self._envs[i][slot].clone() if number else self._envs[i][slot]
+                self.state.pieces[key][index] = piece
                 self.bindings.renew(key, piece)
 
         buffers = [(key, v) for held in self._between for key, v in held.items() if key[0] == "buffer"]
@@ -299,6 +306,10 @@ class Session:
             for key in new:
                 self.state.pieces[key] = new[key]
             self.executor.run(UPDATE, commit)
+            for i, targets in enumerate(replaced):
+                for slot in list(targets):  # values that no task of the update makes
+                    self._envs[i][slot] = self._envs[i][slot].clone()
+                    keep(i, slot)
             renewed: dict[Key, list[Tensor]] = {}
             for key, piece in buffers:
                 renewed.setdefault(key, []).append(piece.clone())  # it may be a view of the batch, the caller's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ LASTING = ("param", "buffer", "state")
 @dataclass(slots=True)
 class State:
     """Pieces by (kind, name), one per held device that is of the value's mesh, and the number of completed steps.
+    `numbers` are the optimizer's own of each parameter (counts of steps and the like), by parameter and slot.
 
     While an update runs, old pieces are given up one by one as new ones appear; `torn` is set meanwhile. A state
     that an interrupted update left torn refuses to be used.
@@ -39,6 +41,7 @@ class State:
     pieces: dict[Key, list[Tensor]] = field(default_factory=dict)
     num_steps: int = 0
     torn: bool = False
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def items(self) -> Iterable[tuple[Input, Layout]]:
@@ -85,6 +88,12 @@ class State:
             value[box.slices()].detach().to(self.device, copy=True).contiguous() for box in self.boxes(item, layout)
         ]
 
+    def refill(self, values: Mapping[tuple[str, str], float]) -> None:
+        """State that holds one number everywhere, by slot and parameter."""
+        for (slot, param), value in values.items():
+            for piece in self.pieces.get(("state", f"{slot}/{param}"), []):
+                piece.fill_(value)
+
     def matches(self, kind: str, name: str, value: Tensor) -> bool:
         """Whether the pieces held here are those of a full tensor."""
         item, layout = next((i, at) for i, at in self.items if (i.kind, i.name) == (kind, name))
@@ -130,7 +139,7 @@ class State:
         from meshweave.runtime.checkpoint import save  # takes long to import, and few programs do
 
         self.check_usable()
-        save(path, self.views(), {"num_steps": self.num_steps, "seed": seed})
+        save(path, self.views(), {"num_steps": self.num_steps, "seed": seed, "optimizer": json.dumps(self.numbers)})
 
     def load(self, path: str | os.PathLike[str], seed: int) -> None:
         """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for one of another seed."""
@@ -146,6 +155,7 @@ class State:
                 hint="compile with that seed, so that dropout goes on as it would have",
             )
         self.num_steps = int(info["num_steps"])
+        self.numbers = json.loads(str(info["optimizer"]))
 
     @property
     def num_bytes(self) -> list[int]:

@@ -40,15 +40,30 @@ def decide(
         )
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
     axes = tuple(a for a in mesh.axis_names if a in resolved.batch_axes)
+    params = {i.name: i.spec.shape for i in step.inputs if i.kind == "param"}
     for item in step.inputs:
         rank = len(item.spec.shape)
         if item.kind == "state":
-            stored["state", item.name] = stored["param", item.name.partition("/")[2]]
+            stored["state", item.name] = _state_layout(stored["param", item.name.partition("/")[2]], params, item)
         elif item.kind == "buffer":
             stored["buffer", item.name] = Layout.replicated(at["buffer", item.name], rank)
         elif item.kind == "batch" and rank and item.spec.shape[0] == size:
             stored["batch", item.name] = Layout.of(mesh, rank, {0: axes}).normalized(item.spec.shape)
     return Placement(mesh, stored, used, homes, frozenset(resolved.kept), accumulate_in)
+
+
+def _state_layout(layout: Layout, params: Mapping[str, tuple[int, ...]], item: Input) -> Layout:
+    """The layout of optimizer state, where its parameter is stored in `layout`: the same in dims of the same size.
+
+    Adafactor keeps a row and a column of each matrix: a dim of size 1, or a dim less, is replicated.
+    """
+    shape, of_param = item.spec.shape, params[item.name.partition("/")[2]]
+    if shape == of_param:
+        return layout
+    if len(shape) != len(of_param):
+        return Layout.replicated(layout.mesh, len(shape))
+    dims = [dim if a == b else DimSharding() for a, b, dim in zip(shape, of_param, layout.dims, strict=True)]
+    return Layout(layout.mesh, tuple(dims)).normalized(shape)
 
 
 def _used_layout(resolved: Resolved, item: Input, mesh: Mesh, units: Sequence[int]) -> Layout:

@@ -1,0 +1,136 @@
+"""Ops with numbers, as ops with 0-dim float64 tensors in the numbers' place: so that numbers are inputs of a graph.
+
+Each row rounds as ATen's kernel does that takes the number: operands of 16 bits are computed in float32 and rounded
+once at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.interop.ops import is_mutable, operator_name
+
+aten = torch.ops.aten
+
+
+def _add(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
+    return x + (y if isinstance(alpha, int) and alpha == 1 else y * alpha)
+
+
+def _sub(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
+    return x - (y if isinstance(alpha, int) and alpha == 1 else y * alpha)
+
+
+def _rsub(x: Tensor, y: Any, alpha: Any = 1) -> Tensor:
+    return y - (x if isinstance(alpha, int) and alpha == 1 else x * alpha)
+
+
+def _addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
+    return x + value * a * b
+
+
+def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
+    return x + value * a / b
+
+
+def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """ATen's lerp with a number changes its formula at 0.5 (aten/src/ATen/native/Lerp.h), so that it is exact at both
+    ends. So is this one, which has one formula for numbers that are known only when the step runs."""
+    return start * (1 - weight) + end * weight
+
+
+def _addmm(x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    return beta * x + alpha * (a @ b)
+
+
+def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    x = x if min is None else torch.maximum(x, _like(min, x))
+    return x if max is None else torch.minimum(x, _like(max, x))
+
+
+def _like(number: Any, x: Tensor) -> Tensor:
+    return number.to(x.dtype) if isinstance(number, Tensor) else torch.full((), number, dtype=x.dtype, device=x.device)
+
+
+def _full_like(x: Tensor, value: Tensor, **_: Any) -> Tensor:
+    return value.to(x.dtype).expand(x.shape).clone()
+
+
+def _new_full(x: Tensor, size: Any, value: Tensor, **_: Any) -> Tensor:
+    return value.expand(size).clone()
+
+
+def _full(size: Any, value: Tensor, **_: Any) -> Tensor:
+    return value.expand(size).clone()
+
+
+def _index_put(x: Tensor, indices: Any, value: Any, accumulate: bool = False) -> Tensor:
+    return aten.index_put(x, list(indices), _like(value, x), accumulate)
+
+
+# Name of an op without overload -> the op on tensors alone.
+ARITHMETIC: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {
+        "add": _add,
+        "sub": _sub,
+        "rsub": _rsub,
+        "mul": lambda x, y: x * y,
+        "div": lambda x, y, rounding_mode=None: torch.div(x, y, rounding_mode=rounding_mode),
+        "addcmul": _addcmul,
+        "addcdiv": _addcdiv,
+        "lerp": _lerp,
+        "addmm": _addmm,
+        "mm": lambda a, b: a @ b,
+        "bmm": lambda a, b: a @ b,
+        "pow": torch.pow,
+        "clamp": _clamp,
+        "clamp_min": _clamp,
+        "clamp_max": lambda x, max: _clamp(x, None, max),
+        "maximum": lambda x, y: torch.maximum(x, _like(y, x)),
+        "minimum": lambda x, y: torch.minimum(x, _like(y, x)),
+        "fill": _full_like,
+        "full_like": _full_like,
+        "new_full": _new_full,
+        "full": _full,
+        "index_put": _index_put,
+        "masked_fill": lambda x, mask, value: torch.where(mask, _like(value, x), x),
+        "copy": lambda x, y: _full_like(x, y),
+        **{name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "where")},
+    }
+)
+
+
+# Sums of products of 16 bits are added in float32 and rounded once, on any mesh: Muon multiplies in bfloat16.
+SUMS = frozenset({"mm", "bmm"})
+
+
+def base_of(func: Any) -> str:
+    """The name of an op without namespace and overload, and without the mark of ops that write in place."""
+    return operator_name(func).rstrip("_")
+
+
+def in_place(func: Any) -> bool:
+    return is_mutable(func)
+
+
+def _widened(operands: list[Any]) -> list[Any]:
+    """Floating-point operands in the dtype in which ATen's kernels compute: that of all of them, float32 at least."""
+    dtypes = [x.dtype for x in operands if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
+    if not dtypes:
+        return operands
+    wide = reduce(torch.promote_types, [torch.float32 if d.itemsize < 4 else d for d in dtypes])
+    return [x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() else x for x in operands]
+
+
+def scaled(base: str, args: Any, kwargs: Mapping[str, Any], into: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The op by its row, its result in `dtype`; written into a tensor where that is what the op does."""
+    result = ARITHMETIC[base](*_widened(list(args)), **kwargs)
+    is_comparison = result.dtype == torch.bool
+    result = result if result.dtype == dtype or is_comparison else result.to(dtype)
+    return result if into is None else into.copy_(result)

@@ -1,0 +1,245 @@
+"""The update of one parameter as a graph of values: records made functional, and all that a step may do merged in it.
+
+Values are hash-consed, so that what two records have in common is one value. Where they differ, a `where` chooses; as
+far down as it can, so that of two ways to compute one number the number alone is chosen.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from meshweave.capture.decompositions import decomposition_table
+from meshweave.capture.optimizer_arithmetic import SUMS, base_of, in_place, scaled
+from meshweave.capture.optimizer_record import Call, Decision, Key, Num, Record, Ref
+from meshweave.interop import pytree
+from meshweave.interop.fake import FakeTensorMode
+from meshweave.ir.graph import Spec, map_nodes
+from meshweave.ir.traits import is_pointwise
+
+aten = torch.ops.aten
+
+_IDENTITIES = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a number comes from: a variant of the update, a path through it, and its place in that path's record."""
+
+    variant: int
+    path: tuple[bool, ...]
+    index: int
+
+
+Number = frozenset[Source]  # of different variants: the number of that which a step takes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """One value: an op on others, or an input where `target` is None and `args` is its key or its `Number`."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    spec: Spec | None
+    uses: tuple[Value, ...]
+
+
+Outputs = dict[Key, Value]
+
+
+@dataclass(slots=True)
+class Values:
+    """Makes values, each once."""
+
+    known: dict[Any, Value] = field(default_factory=dict)
+    _merged: dict[Any, Value] = field(default_factory=dict)
+
+    def input(self, key: Any, spec: Spec) -> Value:
+        return self.known.setdefault(("input", key), Value(None, (key,), (), spec, ()))
+
+    def op(self, target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], spec: Spec | None) -> Value:
+        uses: list[Value] = []
+
+        def described(x: Any) -> Any:
+            if isinstance(x, Value):
+                uses.append(x)
+                return ("value", id(x))
+            if isinstance(x, (list, tuple)):
+                return tuple(described(y) for y in x)
+            return (type(x).__name__, repr(x))
+
+        key = (target, described(args), described([v for _, v in kwargs]), tuple(k for k, _ in kwargs), spec)
+        if key not in self.known:
+            self.known[key] = Value(target, args, kwargs, spec, tuple(uses))
+        return self.known[key]
+
+    def merge(self, condition: Value, yes: Value, no: Value, of_variants: bool) -> Value:
+        """`where(condition, yes, no)`, pushed down. Between variants two numbers are one input, that of the variant at
+        hand."""
+        if yes is no:
+            return yes
+        key = (id(condition), id(yes), id(no))
+        if key not in self._merged:
+            self._merged[key] = self._choose(condition, yes, no, of_variants)
+        return self._merged[key]
+
+    def _choose(self, condition: Value, yes: Value, no: Value, of_variants: bool) -> Value:
+        if of_variants and _is_number(yes) and _is_number(no):
+            return self.input(yes.args[0] | no.args[0], Spec((), torch.float64))
+        if _same_op(yes, no):
+            differing = [i for i, (a, b) in enumerate(zip(yes.uses, no.uses, strict=True)) if a is not b]
+            large = [i for i in differing if not _may_merge(yes.uses[i], no.uses[i], of_variants)]
+            if len(large) <= 1 and all(yes.uses[i].spec == no.uses[i].spec for i in differing):
+                merged = [self.merge(condition, a, b, of_variants) for a, b in zip(yes.uses, no.uses, strict=True)]
+                return self.op(yes.target, *_with_uses(yes, merged), yes.spec)
+        return self.op(aten.where.self, (condition, yes, no), (), yes.spec)
+
+
+def _is_number(value: Value) -> bool:
+    return value.target is None and isinstance(value.args[0], frozenset)
+
+
+def _may_merge(a: Value, b: Value, of_variants: bool) -> bool:
+    """Whether a choice between two values costs next to nothing."""
+    both_numbers = of_variants and _is_number(a) and _is_number(b)
+    return both_numbers or (a.spec is not None and not a.spec.shape and b.spec is not None and not b.spec.shape)
+
+
+def _same_op(a: Value, b: Value) -> bool:
+    if a.target is None or a.target is not b.target or a.spec != b.spec or not is_pointwise(a.target):
+        return False
+    blank = lambda v: str(_with_uses(v, [None] * len(v.uses)))  # noqa: E731
+    return blank(a) == blank(b)
+
+
+def _with_uses(value: Value, uses: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """The arguments of a value with other values in their place."""
+    left = iter(uses)
+
+    def replaced(x: Any) -> Any:
+        if isinstance(x, Value):
+            return next(left)
+        return type(x)(replaced(y) for y in x) if isinstance(x, (list, tuple)) else x
+
+    return replaced(value.args), tuple((k, replaced(v)) for k, v in value.kwargs)
+
+
+def values_of(values: Values, record: Record, specs: Mapping[Key, Spec], number: Callable[[int], Value]) -> Outputs:
+    """The outputs of a record, and its branches' conditions under ("condition", place, "")."""
+    keys = [*record.inputs]
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [torch.empty(specs[k].shape, dtype=specs[k].dtype) for k in keys]
+        fakes += [torch.empty((), dtype=torch.float64) for _ in record.numbers]
+    found: list[Key] = []
+
+    def run(*flat: Tensor) -> list[Tensor]:
+        results = replay(record, dict(zip(keys, flat, strict=False)), flat[len(keys) :])
+        found[:] = list(results)
+        return list(results.values())
+
+    with mode:
+        graph = make_fx(torch.func.functionalize(run), decomposition_table=decomposition_table())(*fakes).graph
+    inputs = [values.input(k, specs[k]) for k in keys] + [number(i) for i in range(len(record.numbers))]
+    return dict(zip(found, _import(values, graph, inputs), strict=True))
+
+
+def replay(record: Record, inputs: Mapping[Key, Tensor], numbers: Sequence[Tensor]) -> dict[Key, Tensor]:
+    """The run again, on other tensors and numbers, which are left as they are."""
+    env = {index: inputs[key].clone() for key, index in record.inputs.items()}
+    results: dict[Key, Tensor] = {}
+
+    def value(x: Any) -> Any:
+        if isinstance(x, Ref):
+            return env[x.index]
+        if isinstance(x, Num):
+            return numbers[x.index]
+        return [value(y) for y in x] if isinstance(x, tuple) else x
+
+    for call in record.calls:
+        if isinstance(call, Decision):
+            results["condition", len(results), ""] = env[call.condition.index].clone()
+            continue
+        out = _called(call, [value(x) for x in call.args], {k: value(x) for k, x in call.kwargs})
+        tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        env |= {ref.index: x for ref, x in zip(call.results, tensors, strict=True)}
+    return results | {key: env[index] for key, index in record.outputs.items()}
+
+
+def _called(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    has_number = any(isinstance(x, Num) for x in pytree.tree_leaves((call.args, [v for _, v in call.kwargs])))
+    if not has_number and base_of(call.func) not in SUMS:
+        return call.func(*args, **kwargs)
+    into = args[0] if in_place(call.func) else None
+    return scaled(base_of(call.func), args, kwargs, into, call.dtypes[0])
+
+
+def _import(values: Values, graph: fx.Graph, inputs: Sequence[Value]) -> list[Value]:
+    env: dict[fx.Node, Any] = {}
+    left = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(left)
+        elif node.op == "call_function":
+            args, kwargs = map_nodes(node, lambda n: env[n])
+            if node.target in _IDENTITIES:
+                env[node] = args[0]
+            elif node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+                env[node] = args[0][args[1]]
+            else:
+                options = tuple((k, v) for k, v in kwargs.items() if k not in ("device", "pin_memory", "memory_format"))
+                env[node] = values.op(node.target, tuple(args), options, _spec(node))
+    return [env[n] for n in next(iter(reversed(graph.nodes))).args[0]]
+
+
+def _spec(node: fx.Node) -> Spec | None:
+    value = node.meta.get("val")
+    return Spec(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+
+
+def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> Outputs:
+    """The outputs, whichever way branches on data go. `paths` are complete: for every branch both ways."""
+
+    def at(depth: int, chosen: list[tuple[bool, ...]]) -> Outputs:
+        if len(chosen) == 1 and len(chosen[0]) == depth:
+            return {k: v for k, v in paths[chosen[0]].items() if k[0] != "condition"}
+        condition = paths[chosen[0]]["condition", depth, ""]
+        no, yes = (at(depth + 1, [p for p in chosen if p[depth] is way]) for way in (False, True))
+        return {k: values.merge(condition, yes[k], no[k], False) for k in yes}
+
+    return at(0, list(paths))
+
+
+def ordered(outputs: Iterable[Value]) -> list[Value]:
+    """All values that outputs need, each after what it uses."""
+    done: dict[Value, None] = {}
+    stack = [(v, False) for v in reversed(list(outputs))]
+    while stack:
+        value, is_ready = stack.pop()
+        if value in done:
+            continue
+        if is_ready:
+            done[value] = None
+            continue
+        stack.append((value, True))
+        stack += [(u, False) for u in reversed(value.uses)]
+    return list(done)
+
+
+def evaluate(outputs: Mapping[Key, Value], inputs: Callable[[Any], Tensor]) -> dict[Key, Tensor]:
+    """The outputs of a graph. `inputs(key)` gives what a key or a `Number` stands for."""
+    env: dict[Value, Tensor] = {}
+    for value in ordered(outputs.values()):
+        if value.target is None:
+            env[value] = inputs(value.args[0])
+        else:
+            args, kwargs = _with_uses(value, [env[u] for u in value.uses])
+            env[value] = value.target(*args, **dict(kwargs))
+    return {key: env[value] for key, value in outputs.items()}

@@ -1,0 +1,205 @@
+"""A user's optimizer over stand-ins: its own class, options and attributes, on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.capture.optimizer_record import DataNumber, Key, Prepared, Recorder, every_path, line_of, prepared
+from meshweave.errors import CaptureError, MeshweaveError, PlanError
+from meshweave.ir.graph import Spec
+
+# Options that choose among implementations of one update: the plain loop over parameters is traced.
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """State of one parameter between steps: its tensors, by slot, and what the optimizer's code computes itself (counts
+    of steps, 0-dim tensors)."""
+
+    tensors: Mapping[str, Spec] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in self.numbers.items()}
+        return f"{sorted(self.tensors.items())} {sorted(numbers.items())}"
+
+
+class StandIns:
+    """A copy of `optimizer` that shares nothing with it. `names`: id of a parameter -> its name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        self.source = optimizer
+        self.params: dict[str, nn.Parameter] = {}
+        self.group_of: dict[str, int] = {}
+        memo: dict[int, Any] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                stand_in = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+                memo[id(p)] = self.params[names[id(p)]] = stand_in
+                self.group_of[names[id(p)]] = index
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        memo[id(optimizer.state)] = state
+        attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step")}
+        self.optimizer = object.__new__(type(optimizer))
+        try:
+            self.optimizer.__dict__.update(copy.deepcopy(attributes, memo), state=state)
+        except Exception as error:
+            raise CaptureError(
+                "the optimizer cannot be copied, to trace its step without data",
+                where=type(optimizer).__name__,
+                got=f"{type(error).__name__}: {error}",
+                hint="keep in the optimizer's attributes only what copy.deepcopy copies",
+            ) from error
+        self.groups = list(self.optimizer.param_groups)
+        self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
+        for name, param in self.params.items():
+            param.grad = self.grads[name]
+        self._tensors: dict[tuple[str, str], Tensor] = {}
+        self._runs: dict[tuple[str, tuple[bool, ...]], tuple[Recorder, Prepared]] = {}
+
+    def take_options(self) -> None:
+        """The options of every group as they are now."""
+        for own, group in zip(self.groups, self.source.param_groups, strict=True):
+            options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+            own.update(options | {k: False for k in _IMPLEMENTATIONS if k in group})
+
+    def step(self, name: str, kept: Kept) -> tuple[list[Prepared], Kept]:
+        """One step of one parameter, by every path through it, and what it keeps after it."""
+        after: list[Kept] = []
+
+        def run(decisions: Sequence[bool]) -> Prepared:
+            path, left = self._run(name, kept, decisions)
+            after.append(left)
+            return path
+
+        records = every_path(run)
+        if any(left.shown != after[0].shown for left in after[1:]):
+            raise CaptureError(
+                "the optimizer keeps a number that depends on data",
+                where=type(self.source).__name__,
+                got=" or ".join(sorted({left.shown for left in after})),
+                hint="keep it as a tensor: in optimizer.state[param], made from the parameter or its gradient",
+            )
+        return records, after[0]
+
+    def _run(self, name: str, kept: Kept, decisions: Sequence[bool]) -> tuple[Prepared, Kept]:
+        key, param = (name, tuple(decisions)), self.params[name]
+        before, path = self._runs.get(key, (None, None))
+        recorder = Recorder(decisions, before if kept.tensors or kept.numbers else None)
+        group = self.groups[self.group_of[name]]
+        self.optimizer.param_groups[:] = [group]
+        group["params"] = [param]
+        self.optimizer.state.clear()
+        if kept.tensors or kept.numbers:
+            tensors = {slot: self._tensor(name, slot, spec) for slot, spec in kept.tensors.items()}
+            self.optimizer.state[param].update(tensors | copy.deepcopy(dict(kept.numbers)))
+            for slot, tensor in tensors.items():
+                recorder.record.inputs["state", 0, slot] = recorder.know(tensor)
+        recorder.record.inputs |= {
+            ("param", 0, ""): recorder.know(param),
+            ("grad", 0, ""): recorder.know(self.grads[name]),
+        }
+        with self._errors(), recorder.running():
+            self.optimizer.step()
+        recorder.record.outputs["param", 0, ""] = recorder.know(param)
+        left = self._left(name, recorder)
+        path = path.again(recorder.record) if path and recorder.is_repeated else prepared(recorder.record)
+        self._runs[key] = recorder, path
+        recorder.before = None
+        return path, left
+
+    def _tensor(self, name: str, slot: str, spec: Spec) -> Tensor:
+        """The stand-in of a state tensor, the same in all runs."""
+        made = self._tensors.get((name, slot))
+        if made is None or (tuple(made.shape), made.dtype) != (spec.shape, spec.dtype):
+            made = self._tensors[name, slot] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        return made
+
+    def _left(self, name: str, recorder: Recorder) -> Kept:
+        tensors: dict[str, Spec] = {}
+        numbers: dict[str, Any] = {}
+        for slot, value in self.optimizer.state.get(self.params[name], {}).items():
+            if recorder.is_known(value):
+                tensors[slot] = Spec(tuple(value.shape), value.dtype)
+                recorder.record.outputs["state", 0, slot] = recorder.know(value)
+            elif isinstance(value, DataNumber) or (isinstance(value, Tensor) and value.numel() != 1):
+                raise CaptureError(
+                    f"the optimizer keeps '{slot}' in a way that cannot be traced",
+                    where=type(self.source).__name__,
+                    got="a number from .item()" if isinstance(value, DataNumber) else f"shape {tuple(value.shape)}",
+                    expected="a tensor made from the parameter or its gradient, or a number",
+                )
+            elif value is not None:
+                numbers[slot] = value.detach().clone() if isinstance(value, Tensor) else value
+        return Kept(tensors, numbers)
+
+    def _errors(self) -> _Errors:
+        return _Errors(type(self.source).__name__)
+
+    def trained(self) -> list[str]:
+        return [name for name, param in self.params.items() if param.requires_grad]
+
+    def check_apart(self) -> None:
+        """Raises CaptureError where the update of one parameter depends on another."""
+        recorder, owner = Recorder(), dict[int, str]()
+        names = self.trained()
+        self.optimizer.state.clear()
+        for i, group in enumerate(self.groups):
+            group["params"] = [self.params[n] for n in names if self.group_of[n] == i]
+        self.optimizer.param_groups[:] = self.groups
+        for name in names:
+            param = self.params[name]
+            owner |= {recorder.know(param): name, recorder.know(self.grads[name]): name}
+        with self._errors(), recorder.running():
+            self.optimizer.step()
+        recorder.check_owners(owner)
+
+
+class _Errors:
+    """What an optimizer raises as it is traced becomes a CaptureError with its line."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, MeshweaveError):
+            raise CaptureError(
+                f"the step of the optimizer {self.name} cannot be captured",
+                where=line_of(error),
+                got=f"{type(error).__name__}: {error}",
+                hint="its step() has to run on tensors alone, without closure, for dense gradients",
+            ) from error
+
+
+def check_callable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PlanError for an optimizer whose step needs the loss again."""
+    step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
+    needed = [
+        p.name
+        for p in list(inspect.signature(step).parameters.values())[1:]
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise PlanError(
+            f"the optimizer {type(optimizer).__name__} evaluates the loss several times in a step",
+            where=f"{step.__code__.co_filename}:{step.__code__.co_firstlineno} in {step.__name__}",
+            got=f"step({', '.join(needed)})",
+            expected="an optimizer whose step() takes the gradients of one backward pass",
+            hint="train with such an optimizer (SGD, Adam, Muon, ...), or this one in eager PyTorch",
+        )
+
+
+__all__ = ["Kept", "Key", "StandIns", "check_callable"]
