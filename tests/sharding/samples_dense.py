@@ -120,6 +120,7 @@ SCANS = [
     sample(aten._fft_c2r.default, F(5, 3, 3, dtype=torch.complex64), [2], 0, 4, exact=False),
     sample(aten.cumprod.default, F(5, 4), -1),
     sample(aten.cummax.default, R(5, 4), 0),
+    sample(aten.cummin.default, R(5, 4), 0),
     sample(aten.sort.default, R(5, 4)),
     sample(aten.sort.default, R(5, 4), 0, True),
     sample(aten.sort.stable, F(5, 4), stable=True, dim=0),

@@ -97,6 +97,8 @@ REDUCTIONS = [
     sample(aten.prod.default, F(5, 3)),
     sample(aten.prod.dim_int, F(5, 3), 1),
     sample(aten.median.dim, R(5, 3), 0),
+    sample(aten.nanmedian.dim, R(5, 3), 0),
+    sample(aten.nanmedian.default, R(5, 3)),
     sample(aten.median.default, R(5, 3)),
     sample(aten.mode.default, I(5, 4)),
     sample(aten.mode.default, I(5, 4), 0, True),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.sharding.conformance import Case, F, I, R, Sample, build_case, check, one_axis, roles_of, sample, two_axes
 from tests.sharding.samples_dense import DENSE, UNEQUAL_HEADS
+from tests.sharding.samples_linalg import LINALG, WHOLE
 from tests.sharding.samples_pointwise import POINTWISE
 from tests.sharding.samples_shape import SHAPE
 from tests.sharding.samples_vision import VISION
@@ -19,7 +20,7 @@ from meshweave.sharding.registry import POINTWISE as POINTWISE_ROW
 from meshweave.sharding.registry import TABLE, Row, RuleFunction, row_for
 
 aten = torch.ops.aten
-SAMPLES = [*DENSE, *SHAPE, *VISION, *POINTWISE]
+SAMPLES = [*DENSE, *LINALG, *WHOLE, *SHAPE, *VISION, *POINTWISE]
 NUM_PAIRS = 4  # assignments of two axes per sample in the default run; all of them with -m slow
 
 NAMES = [f"{i}-{s}" for i, s in enumerate(SAMPLES)]

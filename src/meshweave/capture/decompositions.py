@@ -161,6 +161,105 @@ def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return torch.where(at == index, torch.full((), value, dtype=x.dtype, device=x.device), x)
 
 
+def _std_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(x.to(_wide(x.dtype)), dim, correction=correction, keepdim=keepdim)
+    return var.sqrt().to(x.dtype), mean.to(x.dtype)
+
+
+def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.sum.dim_IntList(aten.bmm(a, b), [0])
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+def _trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    sums: Sequence[int],
+    unroll: int = 1,
+) -> Tensor:
+    """The product of three operands, each with dims of size 1 put in where `expand` says, summed over `sums`."""
+    product: Tensor | None = None
+    for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)):
+        for dim in dims:
+            x = x.unsqueeze(dim)
+        product = x if product is None else product * x
+    assert product is not None
+    return aten.sum.dim_IntList(product, list(sums)) if sums else product
+
+
+def _bags(offsets: Tensor, count: int, include_last: bool) -> Tensor:
+    """The bag of each of `count` indices, where bags begin at `offsets`."""
+    begins = aten.slice.Tensor(offsets, 0, 0, offsets.shape[0] - 1) if include_last else offsets
+    place = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
+    return aten.sum.dim_IntList((begins.unsqueeze(0) <= place.unsqueeze(1)).to(offsets.dtype), [1]) - 1
+
+
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample: Tensor | None = None,
+    include_last: bool = False,
+    padding: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums and means of the rows of each bag; the largest of a bag (mode 2) stays an op without a rule."""
+    if mode == 2 or sparse or scale_grad:
+        return NotImplemented
+    bag_of = _bags(offsets, indices.shape[0], include_last)
+    num_bags = offsets.shape[0] - include_last
+    counted = (indices != padding).to(weight.dtype)
+    rows = aten.embedding.default(weight, indices)
+    rows = rows * (counted if per_sample is None else counted * per_sample).unsqueeze(1)
+    members = (bag_of.unsqueeze(0) == torch.arange(num_bags, device=bag_of.device).unsqueeze(1)).to(weight.dtype)
+    sizes = aten.sum.dim_IntList(members * counted, [1])
+    out = aten.mm.default(members, rows)
+    out = out / sizes.clamp(min=1).unsqueeze(1) if mode == 1 else out
+    return out, bag_of, sizes.to(offsets.dtype), torch.zeros_like(offsets)
+
+
+def _embedding_bag_dense_backward(
+    grad: Tensor,
+    indices: Tensor,
+    bag_of: Tensor,
+    sizes: Tensor,
+    largest: Tensor,
+    num_rows: int,
+    scale_grad: bool,
+    mode: int,
+    per_sample: Tensor | None,
+    padding: int = -1,
+) -> Tensor:
+    if mode == 2 or scale_grad:
+        return NotImplemented
+    grad = grad / sizes.clamp(min=1).to(grad.dtype).unsqueeze(1) if mode == 1 else grad
+    rows = aten.index_select.default(grad, 0, bag_of)
+    rows = rows if per_sample is None else rows * per_sample.unsqueeze(1)
+    return aten.embedding_dense_backward.default(rows, indices, num_rows, padding, False)
+
+
+def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    flat = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return flat.reshape(x.shape)
+
+
+def _max_unpool(x: Tensor, indices: Tensor, size: Sequence[int], spatial: int) -> Tensor:
+    """Each plane's values, written where `indices` say, on zeros."""
+    planes = x.shape[: x.dim() - spatial]
+    flat = torch.zeros((*planes, prod(size)), dtype=x.dtype, device=x.device)
+    at, values = (t.reshape(*planes, -1) for t in (indices, x))
+    return aten.scatter.src(flat, len(planes), at, values).reshape(*planes, *size)
+
+
 _FROM_TORCH = [
     aten._log_softmax,
     aten._log_softmax_backward_data,
@@ -209,6 +308,38 @@ _FROM_TORCH = [
     aten.select_scatter,
     aten.eye,
     aten.linspace,
+    aten.addmv,
+    aten.addr,
+    aten.aminmax,
+    aten.block_diag,
+    aten.diag_embed,
+    aten.dist,
+    aten.index_copy,
+    aten.index_fill,
+    aten.index_reduce,
+    aten.linalg_cross,
+    aten.multilabel_margin_loss_forward,
+    aten.nansum,
+    aten.renorm,
+    aten.rot90,
+    aten.take,
+    aten.trace,
+    aten.vdot,
+    aten._unsafe_masked_index,
+    aten._unsafe_masked_index_put_accumulate,
+    aten.expand_copy,
+    aten.narrow_copy,
+    aten.permute_copy,
+    aten.split_with_sizes_copy,
+    aten.squeeze_copy,
+    aten.t_copy,
+    aten.transpose_copy,
+    aten.unbind_copy,
+    aten.view_copy,
+    aten.alias_copy,
+    aten.pixel_shuffle,
+    aten.pixel_unshuffle,
+    aten.channel_shuffle,
 ]
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -231,6 +362,22 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.index_put.default: _index_put,
     aten.scatter.value: _scatter_value,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split_with_sizes,
+    aten.std_mean.correction: _std_mean,
+    aten.addbmm.default: _addbmm,
+    aten._trilinear.default: _trilinear,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag,
+    aten._embedding_bag_dense_backward.default: _embedding_bag_dense_backward,
+    aten.put.default: _put,
+    aten.max_unpool2d.default: lambda x, indices, size: _max_unpool(x, indices, size, 2),
+    aten.max_unpool3d.default: lambda x, indices, size, *_: _max_unpool(x, indices, size, 3),
+    aten.unfold_copy.default: lambda x, *args: aten.unfold.default(x, *args),
+    aten.view_as_complex.default: lambda x: torch.complex(aten.select.int(x, -1, 0), aten.select.int(x, -1, 1)),
+    aten._efficientzerotensor.default: lambda size, **options: aten.full.default(
+        size, 0, dtype=options.get("dtype"), device=options.get("device")
+    ),
     aten.zero.default: lambda x: torch.zeros_like(x),
     aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape).clone(),
 }

@@ -49,11 +49,13 @@ _WORK = {
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
         "native_layer_norm native_layer_norm_backward prod square_sum sum var extreme _adaptive_avg_pool2d "
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d "
-        "adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices histc dot"
+        "adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices fractional_max_pool2d "
+        "fractional_max_pool3d multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward histc dot "
+        "_embedding_bag _embedding_bag_per_sample_weights_backward"
     ),
     "scan": (
-        "cummax cumprod cumsum logcumsumexp sort topk kthvalue median mode _fft_c2c _fft_c2r _fft_r2c "
-        "_cdist_forward _cdist_backward"
+        "cummax cummin cumprod cumsum logcumsumexp sort topk kthvalue median nanmedian mode _fft_c2c _fft_c2r _fft_r2c "
+        "_cdist_forward _cdist_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss_backward"
     ),
     "strided": (
         "as_strided cat col2im constant_pad_nd contiguous diagonal diagonal_copy diagonal_scatter expand flip "
@@ -76,7 +78,9 @@ _WORK = {
     "scatter": (
         "_unsafe_index_put adaptive_max_pool2d_backward adaptive_max_pool3d_backward embedding_backward "
         "embedding_dense_backward grid_sampler_2d_backward grid_sampler_3d_backward index_put masked_scatter "
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward scatter scatter_add scatter_reduce"
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward scatter scatter_add scatter_reduce "
+        "fractional_max_pool2d_backward fractional_max_pool3d_backward masked_scatter_backward index_reduce "
+        "_embedding_bag_dense_backward"
     ),
     "fill": "arange full zeros ones empty",
     "random": "uniform",

@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
-from meshweave.sharding import rules_vision  # noqa: F401  (fills the table)
+from meshweave.sharding import rules_linalg, rules_vision  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
 from meshweave.sharding.registry import add, argument, broadcast, pointwise, result_specs
 
@@ -223,6 +223,7 @@ add(aten._cdist_forward.default, _distances)
 add(aten._cdist_backward.default, _distances_backward)
 add([aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default], _spectrum, localize="guarded")
 add([aten.logcumsumexp.default, aten.cumprod.default, aten.sort.default, aten.sort.stable, aten.cummax.default], _scan)
+add(aten.cummin.default, _scan)
 add(aten.cumsum.default, _linear_scan)
 add(aten.topk.default, _top)
 

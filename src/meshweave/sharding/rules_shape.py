@@ -199,7 +199,27 @@ add(aten.diagonal_scatter.default, _diagonal_scatter)
 add(aten.as_strided.default, _refused)
 add([aten.view_as_real.default, aten.view_as_complex.default], partial(_last_whole, linear=sums({0})))
 add(aten.view.dtype, _last_whole)
-add([aten.masked_scatter.default, aten.histc.default], _whole)
+add(
+    [
+        aten.masked_scatter.default,
+        aten.masked_scatter_backward.default,
+        aten.histc.default,
+        aten.multi_margin_loss.default,
+        aten.multi_margin_loss_backward.default,
+        aten.multilabel_margin_loss_backward.default,
+        aten._pdist_forward.default,
+        aten._pdist_backward.default,
+        aten._ctc_loss.default,
+        aten._ctc_loss.Tensor,
+        aten._ctc_loss_backward.default,
+        aten._ctc_loss_backward.Tensor,
+        aten._embedding_bag.default,
+        aten._embedding_bag_dense_backward.default,
+        aten._embedding_bag_per_sample_weights_backward.default,
+        aten.index_reduce.default,
+    ],
+    _whole,
+)
 add(aten.slice.Tensor, _slice)
 add(aten.slice_scatter.default, _slice_scatter)
 add(aten.cat.default, _cat)
@@ -275,6 +295,8 @@ add(
         aten.prod.dim_int,
         aten.median.default,
         aten.median.dim,
+        aten.nanmedian.default,
+        aten.nanmedian.dim,
     ],
     _whole_reduction,
 )

@@ -73,12 +73,12 @@ def _planes(node: fx.Node, spatial: int, linear: tuple[Linear, ...] = ()) -> Rul
 _OF_ONE = sums({0})  # linear in operand 0: the values, or the gradient
 
 add(
-    [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default],
+    [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default, aten.fractional_max_pool2d.default],
     partial(_planes, spatial=2),
     localize="guarded",
 )
 add(
-    [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default],
+    [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default, aten.fractional_max_pool3d.default],
     partial(_planes, spatial=3),
     localize="guarded",
 )
@@ -99,6 +99,7 @@ add(
     [
         aten.max_pool2d_with_indices_backward.default,
         aten.adaptive_max_pool2d_backward.default,
+        aten.fractional_max_pool2d_backward.default,
         aten.avg_pool2d.default,
         aten.avg_pool2d_backward.default,
         aten._adaptive_avg_pool2d.default,
@@ -123,6 +124,7 @@ add(
     [
         aten.max_pool3d_with_indices_backward.default,
         aten.adaptive_max_pool3d_backward.default,
+        aten.fractional_max_pool3d_backward.default,
         aten.avg_pool3d.default,
         aten.avg_pool3d_backward.default,
         aten._adaptive_avg_pool3d.default,
