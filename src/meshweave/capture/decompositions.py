@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshweave.capture.embedding_bags import EMBEDDING_BAGS
 from meshweave.interop.tracing import get_decompositions
 
 aten = torch.ops.aten
@@ -194,57 +195,32 @@ def _trilinear(
     return aten.sum.dim_IntList(product, list(sums)) if sums else product
 
 
-def _bags(offsets: Tensor, count: int, include_last: bool) -> Tensor:
-    """The bag of each of `count` indices, where bags begin at `offsets`."""
-    begins = aten.slice.Tensor(offsets, 0, 0, offsets.shape[0] - 1) if include_last else offsets
-    place = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
-    return aten.sum.dim_IntList((begins.unsqueeze(0) <= place.unsqueeze(1)).to(offsets.dtype), [1]) - 1
-
-
-def _embedding_bag(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample: Tensor | None = None,
-    include_last: bool = False,
-    padding: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums and means of the rows of each bag; the largest of a bag (mode 2) stays an op without a rule."""
-    if mode == 2 or sparse or scale_grad:
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """Windows along the last dim of a contiguous tensor (what stft cuts a signal into); other strides stay refused."""
+    if x.dim() == 0 or not x.is_contiguous() or offset not in (None, 0) or x.storage_offset() != 0:
         return NotImplemented
-    bag_of = _bags(offsets, indices.shape[0], include_last)
-    num_bags = offsets.shape[0] - include_last
-    counted = (indices != padding).to(weight.dtype)
-    rows = aten.embedding.default(weight, indices)
-    rows = rows * (counted if per_sample is None else counted * per_sample).unsqueeze(1)
-    members = (bag_of.unsqueeze(0) == torch.arange(num_bags, device=bag_of.device).unsqueeze(1)).to(weight.dtype)
-    sizes = aten.sum.dim_IntList(members * counted, [1])
-    out = aten.mm.default(members, rows)
-    out = out / sizes.clamp(min=1).unsqueeze(1) if mode == 1 else out
-    return out, bag_of, sizes.to(offsets.dtype), torch.zeros_like(offsets)
-
-
-def _embedding_bag_dense_backward(
-    grad: Tensor,
-    indices: Tensor,
-    bag_of: Tensor,
-    sizes: Tensor,
-    largest: Tensor,
-    num_rows: int,
-    scale_grad: bool,
-    mode: int,
-    per_sample: Tensor | None,
-    padding: int = -1,
-) -> Tensor:
-    if mode == 2 or scale_grad:
+    if list(size) == list(x.shape) and list(stride) == list(x.stride()):
+        return aten.view.default(x, list(size))
+    batch = x.dim() - 1
+    is_windows = len(size) == batch + 2 and list(size[:batch]) == list(x.shape[:batch]) and stride[-1] == 1
+    if not is_windows or any(a != b for a, b, n in zip(stride, x.stride(), size[:batch], strict=False) if n > 1):
         return NotImplemented
-    grad = grad / sizes.clamp(min=1).to(grad.dtype).unsqueeze(1) if mode == 1 else grad
-    rows = aten.index_select.default(grad, 0, bag_of)
-    rows = rows if per_sample is None else rows * per_sample.unsqueeze(1)
-    return aten.embedding_dense_backward.default(rows, indices, num_rows, padding, False)
+    count, window, hop = size[batch], size[batch + 1], stride[batch]
+    if hop < 1 or (x.shape[-1] - window) // hop + 1 < count:
+        return NotImplemented
+    return aten.slice.Tensor(aten.unfold.default(x, batch, window, hop), batch, 0, count)
+
+
+def _window(*coefficients: float) -> Callable[..., Tensor]:
+    """A window of cosines, as torch's hann_window and its like make it."""
+
+    def make(size: int, periodic: bool = True, **options: Any) -> Tensor:
+        dtype, device = options.get("dtype") or torch.get_default_dtype(), options.get("device")
+        angle = torch.arange(size, dtype=dtype, device=device) * (2 * torch.pi / max(size - (not periodic), 1))
+        waves = [c * torch.cos(i * angle) for i, c in enumerate(coefficients) if i]
+        return coefficients[0] + sum(waves, torch.zeros_like(angle)) if size > 1 else torch.ones_like(angle)
+
+    return make
 
 
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
@@ -362,14 +338,16 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.index_put.default: _index_put,
     aten.scatter.value: _scatter_value,
+    **EMBEDDING_BAGS,
+    **dict.fromkeys((aten.hann_window.default, aten.hann_window.periodic), _window(0.5, -0.5)),
+    **dict.fromkeys((aten.hamming_window.default, aten.hamming_window.periodic), _window(0.54, -0.46)),
+    **dict.fromkeys((aten.blackman_window.default, aten.blackman_window.periodic), _window(0.42, -0.5, 0.08)),
     aten.unsafe_split.Tensor: _split,
     aten.unsafe_split_with_sizes.default: _split_with_sizes,
     aten.std_mean.correction: _std_mean,
     aten.addbmm.default: _addbmm,
     aten._trilinear.default: _trilinear,
-    aten._embedding_bag.default: _embedding_bag,
-    aten._embedding_bag_forward_only.default: _embedding_bag,
-    aten._embedding_bag_dense_backward.default: _embedding_bag_dense_backward,
+    aten.as_strided.default: _as_strided,
     aten.put.default: _put,
     aten.max_unpool2d.default: lambda x, indices, size: _max_unpool(x, indices, size, 2),
     aten.max_unpool3d.default: lambda x, indices, size, *_: _max_unpool(x, indices, size, 3),

@@ -1,0 +1,173 @@
+"""PyTorch's own database of ops (OpInfo): what an op's sample gives on a mesh is what it gives in eager PyTorch.
+
+Float operands are parameters, the others buffers; the loss weighs every element of every result by another number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+
+import meshweave as mw
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of ops that are in beta or deprecated
+
+# What does not run, with the beginning of the error that says so.
+DATA = "the shape of a result depends on data"
+CONTROL = "the model's control flow depends on data"
+STRIDES = "aten.as_strided reads memory by its strides"
+REFUSED = {
+    "allclose": DATA,
+    "argwhere": DATA,
+    "as_strided": STRIDES,
+    "as_strided.partial_views": STRIDES,
+    "as_strided_copy": "no sharding rule for aten.as_strided_copy",
+    "as_strided_scatter": "no sharding rule for aten.as_strided_scatter",
+    "combinations": DATA,
+    "corrcoef": "the training step cannot be captured",
+    "cov": "the training step cannot be captured",
+    "equal": DATA,
+    "istft": STRIDES,
+    "item": CONTROL,
+    "masked_select": DATA,
+    "multinomial": "aten.multinomial.default has no mesh-independent form",
+    "nn.functional.ctc_loss": DATA,  # lengths of sequences as tensors: as lists of numbers it runs
+    "nn.functional.gaussian_nll_loss": CONTROL,  # it looks whether a variance is negative
+    "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
+    "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
+    "nn.functional.rrelu": "aten.rrelu_with_noise.default has no mesh-independent form",
+    "nonzero": DATA,
+    "normal": "aten.normal.Tensor_Tensor has no mesh-independent form",
+    "normal.number_mean": "aten.normal.float_Tensor has no mesh-independent form",
+    "randint_like": "aten.randint_like.default has no mesh-independent form",
+    "stft": STRIDES,  # the gradient of the signal: signals of the batch run
+    "tensor_split": "the training step cannot be captured",  # with the places in a tensor
+    "to_sparse": "no sharding rule for aten._to_sparse",
+}
+RANDOM = {"bernoulli", "nn.functional.dropout", "uniform", "exponential", "geometric", "cauchy", "log_normal"}
+# Layouts of memory and sparse tensors, which are not what a mesh divides; samples whose loss is NaN or infinite.
+SKIPPED = {"sparse.sampled_addmm", "sparse.mm.reduce", "__rpow__", "special.entr", "masked.sum", "masked.logsumexp"}
+
+
+def name_of(op: Any) -> str:
+    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+
+
+OPS = {name_of(op): op for op in op_db if name_of(op) not in SKIPPED}
+
+
+class Sampled(nn.Module):
+    """An op on its sample's operands."""
+
+    def __init__(self, op: Any, sample: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.leaves, self.tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        for i, x in enumerate(self.leaves):
+            if isinstance(x, Tensor):
+                x = x.detach().clone().contiguous()
+                if x.is_floating_point():
+                    self.register_parameter(f"x{i}", nn.Parameter(x))
+                else:
+                    self.register_buffer(f"x{i}", x)
+                self.leaves[i] = f"tensor x{i}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_tensor = [isinstance(v, str) and v.startswith("tensor x") for v in self.leaves]
+        leaves = [getattr(self, v[7:]) if t else v for v, t in zip(self.leaves, is_tensor, strict=True)]
+        first, args, options = pytree.tree_unflatten(leaves, self.tree)
+        total = x.sum() * 0
+        for out in pytree.tree_leaves(self.op(first, *args, **options)):
+            if isinstance(out, Tensor):
+                out = (torch.view_as_real(out) if out.is_complex() else out).float()
+                weight = torch.arange(1, out.numel() + 1, dtype=torch.float32) / max(out.numel(), 1)
+                total = total + (out.reshape(-1) * weight).sum()
+        return total
+
+
+def sampled(op: Any) -> Sampled | None:
+    """The first sample of two dims or more, else the first; None where eager PyTorch has no gradient for it."""
+    if not op.supports_dtype(torch.float32, "cpu"):
+        return None
+    torch.manual_seed(0)
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+    filled = [s for s in samples if all(x.numel() for x in pytree.tree_leaves(s.input) if isinstance(x, Tensor))]
+    wide = [s for s in filled if isinstance(s.input, Tensor) and s.input.dim() >= 2]
+    if not filled:
+        return None
+    model = Sampled(op, (wide or filled)[0])
+    try:
+        out = model(torch.ones(4))
+        out.backward()
+    except (RuntimeError, TypeError):
+        return None
+    return model if any(p.grad is not None for p in model.parameters()) else None
+
+
+def compared(name: str, mesh: str) -> None:
+    """Raises what compile and step raise; fails where loss or gradients are not eager PyTorch's."""
+    model = sampled(OPS[name])
+    if model is None:
+        pytest.skip("eager PyTorch has no gradient for it on this device")
+    expected = model(torch.ones(4)).item()
+    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    batch = {"x": torch.ones(4)}
+    step = mw.compile(model, loss=lambda out, batch: out, example=batch, mesh=mesh)
+    loss = step(batch)
+    if name not in RANDOM:
+        assert loss == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        for key, grad in grads.items():
+            torch.testing.assert_close(step.gradients()[key], grad, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def judged(name: str, mesh: str) -> None:
+    if name not in REFUSED:
+        return compared(name, mesh)
+    with pytest.raises(mw.MeshweaveError) as raised:
+        compared(name, mesh)
+    assert str(raised.value).startswith(REFUSED[name])
+
+
+# One of each kind of decomposition and rule that nothing else in the quick tests covers.
+QUICK = [
+    "addmv",
+    "addbmm",
+    "aminmax",
+    "block_diag",
+    "cholesky_solve",
+    "cross",
+    "diag_embed",
+    "index_copy",
+    "index_reduce.amax",
+    "linalg.solve",
+    "linalg.svd",
+    "nanmedian",
+    "nn.functional.bilinear",
+    "nn.functional.embedding_bag",
+    "nn.functional.max_unpool2d",
+    "nn.functional.pixel_shuffle",
+    "put",
+    "std_mean",
+    "take",
+    "view_as_complex",
+    "as_strided",
+    "masked_select",
+]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_sample_of_the_database(name: str) -> None:
+    judged(name, "fsdp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2"])
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_the_database(name: str, mesh: str) -> None:
+    judged(name, mesh)
