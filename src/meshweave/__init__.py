@@ -23,6 +23,7 @@ from meshweave.ir.pieces import Box
 from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.overlap import OverlapOptions, OverlapReport, overlap
 from meshweave.program import Program
+from meshweave.runtime.rows import batch_shard
 from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule
@@ -62,6 +63,7 @@ __all__ = [
     "TrainStep",
     "VerifyError",
     "backend",
+    "batch_shard",
     "combine",
     "compile",
     "inductor_pass",

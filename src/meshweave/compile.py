@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,11 @@ from meshweave.passes.options import Asked
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, on_any
+from meshweave.runtime.identity import argument_texts, program_texts
+from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import Settings
+from meshweave.runtime.together import together
+from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World
 from meshweave.sharding.assign import Price
 from meshweave.sharding.decide import decide, infer_units
@@ -167,14 +171,17 @@ def compile(
     keep_gradients: bool = False,
     check_finite: bool = True,
     device: torch.device | str | None = None,
+    batch: Literal["global", "local"] = "global",
+    on_different_weights: Literal["broadcast", "error"] = "broadcast",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> TrainStep:
     """A training step of `model` on `mesh`.
 
     model: any nn.Module, also on the meta device (its parameters are then made piece by piece from `seed`).
     loss: (outputs, batch) -> scalar. With accumulation it should be a mean: microbatches are averaged.
-    example: dict or tuple of tensors with the global shapes and dtypes of every batch. The model is called with the
-        keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says otherwise.
+    example: dict or tuple of tensors with the global shapes (see `batch`) and dtypes of every batch. The model is
+        called with the keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says
+        otherwise.
     optimizer: any optimizer whose step() updates each parameter by its gradient and state: those of torch.optim but for
         LBFGS and SparseAdam, subclasses, your own. Its param_groups are read at every step, so schedulers work. Without
         one, the step computes loss and gradients.
@@ -213,35 +220,52 @@ def compile(
         communication of one hides under the compute of another; where the simulated step is faster so (see
         `SplitOptions`). Sums over rows are added chunk by chunk, and may round otherwise.
     check_finite: raise before the update when the loss is NaN or infinite.
+    batch: on several processes, whether `example` is the global batch, the same on every rank, or ("local") the rows
+        of this rank alone, as DistributedSampler makes them (see docs/ranks.md).
+    on_different_weights: where ranks hold other weights, buffers or optimizer state than the first rank, its are copied
+        to all ("broadcast", with a warning), or it is an error.
 
-    Runs on virtual devices in this process, or, when torch.distributed is initialised, on this rank of it.
+    Runs on virtual devices in this process, or as one rank of a job: where torch.distributed is initialised, or
+    torchrun started several processes (then it is initialised here). Ranks must agree on all of the above but for the
+    values of the example; a rank that differs or fails is an error on every rank.
     Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
     """
-    mesh, plan = Mesh.of(mesh), plan_of(plan)
-    check_not_compiled(model)
-    if optimizer is None and (clip_grad_norm is not None):
-        raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
-    spec = None if optimizer is None else read_optimizer(optimizer, model)
-    check_autocast(autocast)
-    options = CaptureOptions(clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, param_dtype, accumulate_in)
-    world = make_world(mesh, device)
-    keeps_gradients = keep_gradients or optimizer is None
-    chosen = costs_for(profile, world, progress)
-    pipeline = pipeline_of(
-        passes,
-        recompute=recompute,
-        prefetch=prefetch,
-        split=split,
-        decompose=decompose,
-        overlap=overlap,
-        memory_cap_bytes=memory_cap_bytes,
-        keeps_gradients=keeps_gradients,
-    )
-    if passes is None and not prefetch and overlap is decompose is split is None:
-        pipeline = by_default(pipeline, world, chosen.costs, passes_seconds)
-    program = build_program(model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, pipeline)
-    program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
-    program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
-    progress("start")
-    settings = Settings(accumulate, seed, keeps_gradients, check_finite)
-    return TrainStep(program, model, optimizer, world, settings)
+    with together(device) as ranks:
+        mesh, plan = Mesh.of(mesh), plan_of(plan)
+        check_not_compiled(model)
+        if optimizer is None and (clip_grad_norm is not None):
+            raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
+        spec = None if optimizer is None else read_optimizer(optimizer, model)
+        check_autocast(autocast)
+        options = CaptureOptions(
+            clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, param_dtype, accumulate_in
+        )
+        keeps_gradients = keep_gradients or optimizer is None
+        pipeline = pipeline_of(
+            passes,
+            recompute=recompute,
+            prefetch=prefetch,
+            split=split,
+            decompose=decompose,
+            overlap=overlap,
+            memory_cap_bytes=memory_cap_bytes,
+            keeps_gradients=keeps_gradients,
+        )
+        settings = Settings(accumulate, seed, keeps_gradients, check_finite)
+        same: dict[str, Any] = {"mesh": (mesh, mesh.devices), "plan": plan, "profile": profile}
+        same |= {"options": (options, pipeline, settings, batch, on_different_weights, device)}
+        ranks.agree(argument_texts(model, optimizer, example, {"loss": loss, "forward": forward}, same))
+        world = make_world(mesh, device)
+        align_weights(model, optimizer, ranks, world, on_different_weights)
+        example = global_example(example, batch, batch_shard(mesh, plan)[0])
+        with world.guard():  # ranks measure and choose together
+            chosen = costs_for(profile, world, progress)
+            if passes is None and not prefetch and overlap is decompose is split is None:
+                pipeline = by_default(pipeline, world, chosen.costs, passes_seconds)
+            program = build_program(
+                model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, pipeline
+            )
+            program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
+            progress("start")
+        ranks.agree(program_texts(program.captured, program.roles))
+        return TrainStep(program, model, optimizer, world, settings)

@@ -19,6 +19,7 @@ from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
 from meshweave.runtime.optimizer_state import OptimizerState
+from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session, Settings
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
@@ -53,6 +54,7 @@ class TrainStep:
         self._own_state = None if optimizer is None else OptimizerState.of(self.session.bindings, optimizer, model)
         if held:
             self._publish()
+        self.rows = _rows_check(program, world)
 
     def __call__(self, batch: Any) -> float:
         """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
@@ -102,6 +104,8 @@ class TrainStep:
     def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
         held = Batch.of(batch)
         self.guards.check(held)
+        if self.rows is not None:
+            self.rows.check(held, self.optimizer.param_groups if self.optimizer is not None else ())
         self._take_over()
         return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
 
@@ -184,3 +188,12 @@ class TrainStep:
     def explain(self) -> list[MoveRow]:
         """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""
         return move_rows(self.program.placed, self.program.mesh)
+
+
+def _rows_check(program: Program, world: World) -> RowsCheck | None:
+    """What compares the batches that ranks hand in; None where one process has all devices."""
+    if not world.is_distributed:
+        return None
+    specs = {item.name: item.spec for item in program.captured.inputs if item.kind == "batch"}
+    layouts = {name: program.placement.layout("batch", name, spec) for name, spec in specs.items()}
+    return RowsCheck(world, layouts, {n: spec.shape for n, spec in specs.items()}, program.options.accumulate)

@@ -69,6 +69,22 @@ class ClusterWorld:
         """Wait until every rank is here."""
         dist.barrier()
 
+    def gather(self, numbers: Tensor) -> dict[int, Tensor]:
+        """By rank what each has in a one-dimensional tensor, on CPU. All ranks call it with tensors of one shape."""
+        axes = tuple(a for a in self.mesh.axis_names if self.mesh.size(a) > 1)
+        (members,) = self.mesh.groups(axes)
+        with self.guard():
+            started = self.communicator.collect(
+                ALL_GATHER.op, self.communicator.group(axes), numbers.to(self.device), [len(members)]
+            )
+            gathered = self.communicator.wait(started).cpu()
+        return dict(zip(members, gathered.view(len(members), -1), strict=True))
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        """What the first rank has in a tensor, on every rank, on the world's device. All ranks call it."""
+        with self.guard():
+            return self.communicator.broadcast(value.to(self.device, copy=True), min(self.mesh.devices))
+
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         """The full tensor, bit for bit, on every process: pieces are gathered over the axes that shard the value.
 
@@ -231,12 +247,9 @@ def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
 
 def on_any(world: World, flag: bool) -> bool:
     """Whether any process of the world says so. All of them call it together."""
-    if not world.is_distributed:
+    if not isinstance(world, ClusterWorld):
         return flag
-    with world.guard():
-        flags = torch.tensor(int(flag), dtype=torch.int32, device=world.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags)
+    return any(map(bool, world.gather(torch.tensor([int(flag)])).values()))
 
 
 def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import default_store
 
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
-_LOOK_SECONDS = 1.0  # how often a waiting rank calls `check`
+_LOOK_SECONDS = 0.1  # the longest pause between two looks at the store
 _SHOWN = 16  # ranks that an error names
 _PARTS = ("what", "where", "got", "expected", "hint")
 
@@ -112,16 +111,14 @@ class Exchange:
 
     def _missing(self, key: str, names: Sequence[str], seconds: float) -> list[str]:
         """The names that nobody has set after `seconds`, none if all are there before."""
-        keys, end = [f"{key}/{name}" for name in names], time.monotonic() + seconds
-        while True:
-            left = max(0.001, end - time.monotonic())
-            try:
-                self.store.wait(keys, timedelta(seconds=min(left, _LOOK_SECONDS)))
-                return []
-            except dist.DistStoreError:
-                if left <= _LOOK_SECONDS:
-                    return [name for name, wanted in zip(names, keys, strict=True) if not self.store.check([wanted])]
+        keys, end, pause = [f"{key}/{name}" for name in names], time.monotonic() + seconds, 0.001
+        while keys and not self.store.check(keys):  # `wait` with a short timeout would log each time that it ends
+            if time.monotonic() > end:
+                return [name for name, wanted in zip(names, keys, strict=True) if not self.store.check([wanted])]
             self.check()
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LOOK_SECONDS)
+        return []
 
     def _failed(self, rank: int, text: str) -> MeshweaveError:
         return MeshweaveError(

@@ -29,6 +29,13 @@ def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
     return sum((usual[axis](axis) for axis in known if axis != "pp" or mesh.size(axis) > 1), Plan())
 
 
+def batch_axes(mesh: Mesh, plan: Plan | None) -> tuple[str, ...]:
+    """The axes that cut the rows of a batch, first the slowest."""
+    entries = (plan or Plan()).entries
+    named = {"dp", "fsdp"} if plan is None else {entry.axis for entry in entries if entry.kind == "batch"}
+    return tuple(axis for axis in mesh.axis_names if axis in named)
+
+
 def hf_tp_plan(model: nn.Module) -> dict[str, str]:
     """The tp plan of a Hugging Face model, module glob -> style name; empty where it has none."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}

@@ -1,0 +1,201 @@
+"""Rows of a batch over ranks: which are a rank's own, and that ranks which need the same ones hand in the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.capture.batch import Batch, batch_size
+from meshweave.errors import LayoutError, PlanError, StepError
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.runtime.exchange import named, ranks_of_job
+from meshweave.runtime.fingerprint import fingerprint, text_number
+from meshweave.runtime.together import join
+from meshweave.sharding.plan_text import plan_of
+from meshweave.sharding.plans import Plan
+from meshweave.sharding.resolve import batch_axes
+
+BATCHES = ("global", "local")
+ALWAYS_FIRST = 16  # calls in which batches are compared
+THEN_EVERY = 32  # and after them every so many calls
+MOST_WORDS = 1 << 16  # 8-byte words of a tensor that are compared: all of up to 512 KiB
+
+
+def batch_shard(mesh: Mesh | str | Mapping[str, int], plan: Plan | str | None = None) -> tuple[int, int]:
+    """Into how many parts a batch is cut on `mesh`, and which is this rank's: what DistributedSampler takes as
+    num_replicas and rank. Ranks that differ only along tp, pp or cp have the same part. (1, 0) in a single process."""
+    join(None)
+    job = ranks_of_job()
+    if job is None:
+        return 1, 0
+    mesh = Mesh.of(mesh)
+    axes, at = batch_axes(mesh, plan_of(plan)), mesh.coordinates(mesh.index(job[1]))
+    index = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + at[axis]
+    return prod(mesh.size(axis) for axis in axes), index
+
+
+def global_example(example: Any, batch: str, num_parts: int) -> Any:
+    """The global batch of which `example` is one rank's rows: each entry with rows repeated `num_parts` times; the
+    example itself with batch="global". Values don't matter. PlanError for another word, or an entry that would then be
+    taken for one with rows."""
+    if batch not in BATCHES:
+        raise PlanError("unknown kind of batch", got=f"batch={batch!r}", expected=" or ".join(BATCHES))
+    if batch == "global" or num_parts == 1:
+        return example
+    local = Batch.of(example)
+    rows = batch_size(t.shape for t in local.tensors)
+    for name, tensor in zip(local.names, local.tensors, strict=True):
+        if rows is not None and tensor.dim() and tensor.shape[0] == rows * num_parts:
+            raise PlanError(
+                "an entry without rows has as many as the global batch",
+                where=f"entry '{name}'",
+                got=f"{list(tensor.shape)} beside {rows} rows on each of {num_parts} ranks",
+                hint="pass it as a buffer of the model, or hand in global batches with batch='global'",
+            )
+    has_rows = [t.dim() > 0 and t.shape[0] == rows for t in local.tensors]
+    whole = [torch.cat([t] * num_parts) if is_cut else t for t, is_cut in zip(local.tensors, has_rows, strict=True)]
+    return local.rebuild(whole)
+
+
+class RowsCheck:
+    """Compares over all ranks what they hand in: whole batches are the same everywhere, own rows on ranks that are at
+    one place of the batch axes; and numbers of the optimizer's groups everywhere.
+
+    By a fingerprint, in the first ALWAYS_FIRST calls and then in each THEN_EVERY-th: one all-gather of 24 bytes per
+    entry and one wait for it. All ranks raise the same error, so that the job can go on.
+    """
+
+    def __init__(
+        self, world: Any, layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]], accumulate: int
+    ) -> None:
+        """`shapes` are those of the entries in a microbatch, `layouts` how they are stored."""
+        self.world, self.num_calls = world, 0
+        self.names = tuple(layouts)
+        self.ranks: tuple[int, ...] = world.mesh.devices
+        size = batch_size(shapes.values())
+        self.whole = {
+            name: (shape[0] * accumulate, *shape[1:]) if shape and shape[0] == size else shape
+            for name, shape in shapes.items()
+        }
+        # Per entry the place of each rank's rows: ranks at one place hold the same ones.
+        self.places = {
+            name: {rank: layout.box_of(self.whole[name], rank).offset[:1] for rank in self.ranks}
+            for name, layout in layouts.items()
+        }
+        self.warned = False
+
+    def check(self, batch: Batch, groups: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Compare this call's batch, where it is this call's turn. Raises LayoutError or StepError on every rank."""
+        is_due = self.num_calls < ALWAYS_FIRST or self.num_calls % THEN_EVERY == 0
+        self.num_calls += 1
+        if not is_due:
+            return
+        tensors = dict(zip(batch.names, batch.tensors, strict=True))
+        numbers = [torch.tensor([text_number(_settings_text(groups))])]
+        for name in self.names:
+            value = tensors[name]
+            rows = value.shape[0] if value.dim() else -1
+            numbers += [torch.tensor([rows, text_number(f"{value.dtype}{list(value.shape)}")])]
+            numbers += [fingerprint(value, MOST_WORDS).reshape(1).cpu()]
+        said = self.world.gather(torch.cat(numbers))
+        self._judge({rank: numbers.tolist() for rank, numbers in said.items()})
+
+    def _judge(self, said: Mapping[int, Sequence[int]]) -> None:
+        settings = {rank: numbers[0] for rank, numbers in said.items()}
+        if others := _others(settings):
+            raise StepError(
+                "ranks have different settings of the optimizer",
+                where=named(others),
+                got="other numbers in optimizer.param_groups than on the first rank",
+                hint="schedule from what all ranks know alike: step numbers, or a metric reduced over the ranks",
+            )
+        alike = []
+        for i, name in enumerate(self.names):
+            parts = [{rank: numbers[1 + 3 * i + part] for rank, numbers in said.items()} for part in range(3)]
+            alike.append(self._judge_entry(name, *parts))
+        if alike.count(True) and not alike.count(False) and not self.warned and self.world.rank == self.ranks[0]:
+            self.warned = True
+            warnings.warn(_ALIKE, stacklevel=4)
+
+    def _judge_entry(
+        self, name: str, rows: Mapping[int, int], shapes: Mapping[int, int], contents: Mapping[int, int]
+    ) -> bool | None:
+        """Raises where ranks differ. Returns whether all handed in the same as their own rows; None without such."""
+        if others := _others(shapes):
+            raise self._other_size(name, others, rows)
+        num_rows, places = rows[self.ranks[0]], self.places[name]
+        num_whole, num_places = (self.whole[name] or (-1,))[0], len(set(places.values()))
+        if num_rows == num_whole:
+            if others := _others(contents):
+                raise self._other_whole(name, others)
+            return None
+        for place in dict.fromkeys(places.values()):
+            mine = {rank: contents[rank] for rank, at in places.items() if at == place}
+            if others := _others(mine):
+                raise self._other_rows(name, min(mine), others)
+        return not _others(contents) if num_rows * num_places == num_whole else None
+
+    def _other_size(self, name: str, others: Sequence[int], rows: Mapping[int, int]) -> LayoutError:
+        first = self.ranks[0]
+        return LayoutError(
+            "ranks hand in batches of different sizes",
+            where=f"entry '{name}', {named(others)}",
+            got=f"{rows[others[0]]} rows on rank {others[0]}, {rows[first]} on rank {first}",
+            expected="one shape and dtype on every rank",
+            hint="drop_last=True in the loader (DistributedSampler has it too) drops the short last batch on all ranks",
+        )
+
+    def _other_whole(self, name: str, others: Sequence[int]) -> StepError:
+        num_places = len(set(self.places[name].values()))
+        part = f", of which each rank would use {self.whole[name][0] // num_places} rows" if num_places > 1 else ""
+        hint = f"where each rank loads its own rows (DistributedSampler), mw.compile(..., batch='local'); {_SEED}"
+        return StepError(
+            "ranks hand in different batches",
+            where=f"entry '{name}', {named(others)}",
+            got=f"other values than on rank {self.ranks[0]}",
+            expected=f"the same {self.whole[name][:1] or ''} rows on every rank: the global batch{part}",
+            hint=hint if num_places > 1 else _SEED,
+        )
+
+    def _other_rows(self, name: str, first: int, others: Sequence[int]) -> StepError:
+        return StepError(
+            "ranks that share their rows hand in different ones",
+            where=f"entry '{name}', {named(others)}",
+            got=f"other values than on rank {first}, which is at the same place of the batch",
+            expected="the same rows on all ranks that differ only along axes which don't cut the batch (tp, pp, cp)",
+            hint=f"DistributedSampler(data, *mw.batch_shard(mesh)) gives them the same; {_SEED}",
+        )
+
+
+_SEED = "seed the loader alike on every rank: generator=torch.Generator().manual_seed(0), sampler.set_epoch(epoch)"
+_ALIKE = (
+    "meshweave: every rank handed in the same rows as its own; each is to load others "
+    "(DistributedSampler), or pass batch='global' to mw.compile"
+)
+
+
+def _others(values: Mapping[int, int]) -> list[int]:
+    """The keys whose values are not that of the first."""
+    first = next(iter(values.values()))
+    return [rank for rank, value in values.items() if value != first]
+
+
+def _settings_text(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The numbers of an optimizer's groups; single numbers in tensors too, which are read from CPU alone."""
+    return repr([[(key, _number(group[key])) for key in sorted(group) if key != "params"] for group in groups])
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, (list, tuple)):
+        return [_number(part) for part in value]
+    return value if isinstance(value, (bool, int, float, type(None))) else None

@@ -1,0 +1,132 @@
+"""The ranks of a job compile together: what differs between them, or fails on one, is an error on every one."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshweave.errors import MeshweaveError
+from meshweave.runtime.cluster import init_from_env, shutdown
+from meshweave.runtime.exchange import Exchange, named, ranks_of_job
+
+_SHOWN = 300  # characters of a line that an error shows
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The ranks that compile together, in one process after another's turn; without an exchange this process is alone.
+
+    `ended` is what an exchange raised: every rank has it already.
+    """
+
+    exchange: Exchange | None = None
+    ended: BaseException | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        return self.exchange is None
+
+    @property
+    def is_first(self) -> bool:
+        return self.exchange is None or self.exchange.rank == self.exchange.ranks[0]
+
+    def fail(self, error: MeshweaveError) -> None:
+        """Raise what every rank raises here."""
+        self.ended = error
+        raise error
+
+    def say(self, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
+        """What `judge` makes of what every rank says (see `Exchange`)."""
+        assert self.exchange is not None
+        try:
+            return self.exchange.exchange(said, judge)
+        except MeshweaveError as error:
+            self.ended = error
+            raise
+
+    def meet(self) -> None:
+        """Wait until every rank is here. Raises where one has failed."""
+        if not self.is_alone:
+            self.say(None, lambda said: None)
+
+    def agree(self, texts: Mapping[str, str]) -> None:
+        """Check that every rank has the same texts. Each is a topic, described line by line.
+
+        Digests are compared; the first topic that differs is then shown. Raises MeshweaveError naming the topic, the
+        ranks where it is another than on the first rank, and the first line that differs.
+        """
+        if self.exchange is None:
+            return
+        digests = {topic: hashlib.sha256(text.encode()).hexdigest()[:24] for topic, text in texts.items()}
+        lead = self.exchange.ranks[0]
+
+        def differing(said: Mapping[int, dict[str, str]]) -> Any:
+            for topic, digest in said[lead].items():
+                others = [rank for rank, its in said.items() if its.get(topic) != digest]
+                if others:
+                    return [topic, others]
+            return None
+
+        found = self.say(digests, differing)
+        if found is not None:
+            topic, others = found
+            shown = texts.get(topic, "") if self.exchange.rank in (lead, others[0]) else ""
+            self.say(shown, lambda said: _raise_difference(topic, others, said, lead))
+
+
+def _raise_difference(topic: str, others: Sequence[int], said: Mapping[int, str], lead: int) -> None:
+    expected, got = said[lead].splitlines(), said[others[0]].splitlines()
+    lines = zip(expected, got, strict=False)
+    longer = (expected[len(got) :] or ["nothing more"])[0], (got[len(expected) :] or ["nothing more"])[0]
+    want, have = next(((a, b) for a, b in lines if a != b), longer)
+    raise MeshweaveError(
+        f"ranks compile with another {topic}: they would not train one model",
+        where=named(others),
+        got=f"{have[:_SHOWN]}, on rank {others[0]}",
+        expected=f"{want[:_SHOWN]}, as on rank {lead}",
+        hint="every rank runs one script with the same arguments; what depends on the rank is its rows of the batch",
+    )
+
+
+@contextmanager
+def together(device: torch.device | str | None = None) -> Iterator[Ranks]:
+    """A block that every rank of the job runs through, or none: a failure on one is an error on all when they next
+    meet, at the end of the block at the latest.
+
+    Joins the job that torchrun describes where this process has not done so.
+    """
+    join(device)
+    job = ranks_of_job()
+    if job is None:
+        yield Ranks()
+        return
+    store, rank, members = job
+    ranks = Ranks(Exchange(store, rank, members, purpose="compile"))
+    assert ranks.exchange is not None
+    try:
+        yield ranks
+        ranks.meet()
+    except BaseException as error:
+        if error is not ranks.ended:
+            with suppress(RuntimeError):  # the store is gone: the others learn it from that
+                ranks.exchange.leave(error)
+        raise
+
+
+def join(device: torch.device | str | None) -> None:
+    """Initialise torch.distributed where torchrun (or what sets RANK and WORLD_SIZE as it does) started several
+    processes and nobody has: NCCL for CUDA, Gloo for cpu. The job is left when the process ends."""
+    if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return
+    if "RANK" not in os.environ:
+        return
+    init_from_env("gloo" if str(device or "").startswith("cpu") else None)
+    atexit.register(shutdown)

@@ -1,0 +1,82 @@
+"""Parameters, buffers and optimizer state are the same on every rank before the first step, or made so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.errors import MeshweaveError, PlanError
+from meshweave.runtime.exchange import named
+from meshweave.runtime.fingerprint import fingerprint, text_number
+from meshweave.runtime.identity import is_comparable
+from meshweave.runtime.together import Ranks
+
+WAYS = ("broadcast", "error")
+
+
+def align_weights(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, world: Any, on_different: str
+) -> None:
+    """Compare tensors of model and optimizer over ranks by fingerprint, and copy those of the first rank, in place,
+    where they differ; as DistributedDataParallel does without asking.
+
+    Meta tensors are left out (all ranks make them from the seed), and so are DTensors, whose pieces differ. With
+    on_different="error" MeshweaveError instead, on every rank, naming tensors and ranks.
+    """
+    if on_different not in WAYS:
+        raise PlanError("unknown on_different_weights", got=repr(on_different), expected=" or ".join(WAYS))
+    if ranks.is_alone:
+        return
+    tensors = _tensors(model, optimizer)
+    numbers = {name: int(fingerprint(value)) for name, value in tensors.items()}
+    differing = _differing(numbers, ranks)
+    if not differing:
+        return
+    shown = ", ".join(f"'{name}'" for name in [*differing][:3])
+    others = sorted({rank for its in differing.values() for rank in its})
+    if on_different == "error":
+        ranks.fail(
+            MeshweaveError(
+                "ranks hold different weights",
+                where=named(others),
+                got=f"{len(differing)} of {len(tensors)} tensors are others than on the first rank: {shown}",
+                expected="one model on every rank",
+                hint="seed every rank alike, load the same checkpoint, or leave on_different_weights at 'broadcast'",
+            )
+        )
+    with world.guard(), torch.no_grad():  # world is a ClusterWorld where ranks are not alone
+        for name in differing:
+            tensors[name].copy_(world.broadcast(tensors[name].detach()))
+    if ranks.is_first:
+        warnings.warn(
+            f"meshweave: {named(others)} held other weights than the first rank, whose are now used on all "
+            f"({len(differing)} of {len(tensors)} tensors: {shown}); on_different_weights='error' stops instead",
+            stacklevel=3,
+        )
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Every real, whole tensor by name: that of a parameter or buffer, or its slot in the optimizer's state."""
+    found: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for param, slots in () if optimizer is None else optimizer.state.items():
+        found |= {f"{key} of {names.get(id(param), '?')}": value for key, value in slots.items()}
+    return {name: value.detach() for name, value in found.items() if is_comparable(value)}
+
+
+def _differing(numbers: Mapping[str, int], ranks: Ranks) -> dict[str, list[int]]:
+    """Names of tensors to the ranks where they are others than on the first; asked in full where a digest differs."""
+    whole = text_number(repr(numbers))
+    if not ranks.say(whole, lambda said: len(set(said.values())) > 1):
+        return {}
+
+    def judge(said: Mapping[int, dict[str, int]]) -> dict[str, list[int]]:
+        lead = said[min(said)]
+        found = {n: [rank for rank, its in said.items() if its.get(n) != value] for n, value in lead.items()}
+        return {name: others for name, others in found.items() if others}
+
+    return dict(ranks.say(dict(numbers), judge))
