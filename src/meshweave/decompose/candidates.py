@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from meshweave.decompose.chunks import Shapes
-from meshweave.decompose.decompose import DecomposeOptions, Pass, Pick
+from meshweave.decompose.decompose import DecomposeOptions, Pick, take_apart
 from meshweave.decompose.lower import lower
 from meshweave.decompose.plain import RingGraph, ring_graph
-from meshweave.decompose.price import Prices
 from meshweave.decompose.report import DecomposeReport
 from meshweave.decompose.share import share_gathers
 from meshweave.hardware.profile import MachineProfile
@@ -44,14 +42,12 @@ class Work:
 
     def written(self, pick: Pick) -> Made:
         rings = self.rings()
-        program = rings.program
-        shared = share_gathers(program) if self.options.share else ()
-        shapes, prices = Shapes(dict(program.values)), None
+        shared = share_gathers(rings.program) if self.options.share else ()
+        costing = None
         if self.profile is not None and self.options.when == "gain":
-            prices = Prices(program, self.profile, shapes, rings.kernels(self.profile))
-        done = Pass(program, self.options, shapes, prices, pick, _ORDER_OF_SUMS)
-        report = done.run(shared)
+            costing = self.profile, rings.kernels(self.profile)
+        report, decisions = take_apart(rings.program, self.options, pick, costing, shared, _ORDER_OF_SUMS)
         if not report.num_taken:
-            return Made(copied_module(self.gm), report, tuple(done.decisions))
+            return Made(copied_module(self.gm), report, decisions)
         lower(rings)
-        return Made(module_like(self.gm, program.graph), report, tuple(done.decisions))
+        return Made(module_like(self.gm, rings.program.graph), report, decisions)

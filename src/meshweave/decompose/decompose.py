@@ -14,7 +14,7 @@ from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream
 from meshweave.decompose.cut import operands_of
 from meshweave.decompose.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.decompose.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
-from meshweave.decompose.price import Estimate, Prices, exchange_estimate, gather_estimate, reduce_estimate
+from meshweave.decompose.price import Estimate, Kernels, Prices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.decompose.proof import prove_rings
 from meshweave.decompose.report import DecomposeReport, Row, gain_text, joined_reasons, no_gain_text, shared_row
 from meshweave.decompose.rewrite import Way, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
@@ -123,7 +123,7 @@ def by_gain(margin: float) -> Pick:
 
 
 @dataclass(slots=True)
-class Pass:
+class RingRewriter:
     """Goes through the collectives of a graph in order, `pick` deciding what becomes of each. What it has decided is
     in `decisions`: per collective that could be taken apart the number of the choice, -1 where it was left."""
 
@@ -321,6 +321,28 @@ def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: Way) -> Row:
     return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
 
+Costing = tuple[MachineProfile, Kernels]
+
+
+def take_apart(
+    program: DeviceProgram,
+    options: DecomposeOptions,
+    pick: Pick,
+    costing: Costing | None,
+    shared: Sequence[Shared],
+    order_of_sums: str = "",
+) -> tuple[DecomposeReport, tuple[int, ...]]:
+    """Rewrite the graph of a program in place; what became of each collective, and the decisions that do it again.
+
+    `costing`: a machine and the kernels of the graph; None: costs are not asked. `shared`: gathers that have become
+    one. `order_of_sums`: over a group, where it is not as the algorithm says.
+    """
+    shapes = Shapes(dict(program.values), dict(program.uneven))
+    prices = None if costing is None else Prices(program, costing[0], shapes, costing[1])
+    rewriter = RingRewriter(program, options, shapes, prices, pick, order_of_sums)
+    return rewriter.run(shared), tuple(rewriter.decisions)
+
+
 def decompose(
     role: RankGraph, costs: object = None, options: DecomposeOptions | None = None
 ) -> tuple[RankGraph, DecomposeReport]:
@@ -343,21 +365,20 @@ def decompose(
         )
     made = copied(role)
     shared = share_gathers(role_program(made, {}, {})) if options.share else ()
-    local, uneven = local_values(made), uneven_dims(made)
-    program = role_program(made, local.values, uneven)
-    shapes, prices = Shapes(dict(local.values), uneven), None
+    local = local_values(made)
+    program = role_program(made, local.values, uneven_dims(made))
+    costing: Costing | None = None
     pick: Pick = first
     if options.when == "gain":
         assert isinstance(costs, MachineProfile)
-        prices = Prices(program, costs, shapes, _kernels(made, costs, local))
-        pick = by_gain(options.margin)
-    report = Pass(program, options, shapes, prices, pick).run(shared)
+        costing, pick = (costs, _kernels(made, costs, local)), by_gain(options.margin)
+    report, _ = take_apart(program, options, pick, costing, shared)
     _tell_specs(made)
     return verify_rank(made), report
 
 
-def _kernels(role: RankGraph, profile: MachineProfile, local: Local) -> list[tuple[float, float]]:
-    """Position (among those of the nodes) and seconds of every kernel."""
+def _kernels(role: RankGraph, profile: MachineProfile, local: Local) -> Kernels:
+    """The kernels of a role, as the simulator has them."""
     fusion: Fusion = "compiled" if profile.fusion == "pointwise" else "ops"
     kernels, _ = kernels_of(role, local, fusion)
     return [(one.position, sum(map(profile.compute_seconds, one.works))) for one in kernels]

@@ -52,6 +52,9 @@ class Estimate:
         return self.played + self.losses
 
 
+Kernels = Sequence[tuple[float, float]]  # position (among those of the nodes) and seconds of each
+
+
 @dataclass(slots=True)
 class Prices:
     """What a graph's work and communication cost on a machine."""
@@ -59,7 +62,7 @@ class Prices:
     program: DeviceProgram
     profile: MachineProfile
     shapes: Shapes
-    kernels: Sequence[tuple[float, float]]  # position (among those of the nodes) and seconds of each
+    kernels: Kernels
     order: dict[fx.Node, int] = field(init=False)
 
     def __post_init__(self) -> None:
