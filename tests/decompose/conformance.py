@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from meshweave.decompose.algorithms import Algorithm
 from meshweave.decompose.emit import write_exchange, write_gather, write_reduce
-from meshweave.decompose.writer import Ring, Writer
+from meshweave.decompose.writer import ChunkWriter, Ring
 from meshweave.ir import local_ops
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
@@ -71,7 +71,7 @@ def _written(case: Case, every: Tensor) -> RankGraph:
     rows = every.flatten(0, 1)
     role = program(case.mesh, {"x": (rows, "[{" + axes + "}, {}, {}]")}, lambda call, x: [call(aten.neg.default, x)])
     old = next(n for n in role.graph.nodes if n.target is aten.neg.default)
-    write, (x,), ring = Writer(role.graph, old), old.args, case.ring
+    write, (x,), ring = ChunkWriter(role.graph, old), old.args, case.ring
     write.follow(old, old)
     assert isinstance(x, fx.Node)
 

@@ -4,7 +4,7 @@ from meshweave.decompose.algorithms import ALGORITHMS, Algorithm, Index, Step, a
 from meshweave.decompose.anyones import decompose_graph
 from meshweave.decompose.decompose import DecomposeOptions, decompose
 from meshweave.decompose.proof import prove_rings
-from meshweave.decompose.report import DecomposeReport, Row
+from meshweave.decompose.report import DecomposeReport, RingRow
 from meshweave.decompose.split import SplitReport, split_batch
 from meshweave.decompose.split_role import SplitOptions, split_role
 
@@ -14,7 +14,7 @@ __all__ = [
     "DecomposeOptions",
     "DecomposeReport",
     "Index",
-    "Row",
+    "RingRow",
     "SplitOptions",
     "SplitReport",
     "Step",

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import fx
 
-from meshweave.decompose.candidates import Work
+from meshweave.decompose.candidates import CandidateWriter
 from meshweave.decompose.decompose import DecomposeOptions, first
 from meshweave.decompose.report import DecomposeReport
-from meshweave.decompose.trials import Search
+from meshweave.decompose.trials import CandidateSearch
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.overlap import OverlapReport, overlap
@@ -60,7 +60,7 @@ def decompose_graph(
             expected="a machine profile, or a callable that gives a node's seconds",
             hint='or DecomposeOptions(when="always")',
         )
-    work = Work(gm, groups, _rank(rank), options, cost if isinstance(cost, MachineProfile) else None)
+    work = CandidateWriter(gm, groups, _rank(rank), options, cost if isinstance(cost, MachineProfile) else None)
     if options.when == "always":
         made = work.written(first)
         return made.module, made.report
@@ -73,7 +73,7 @@ def decompose_graph(
         chosen = short if in_short else full
         return overlap(one, cost=cost, groups=groups, memory_cap_bytes=memory_cap_bytes, options=chosen)[1]
 
-    return Search(work, judge).run(agree)
+    return CandidateSearch(work, judge).run(agree)
 
 
 def _rank(rank: int | None) -> int:

@@ -19,7 +19,7 @@ _ORDER_OF_SUMS = "sums in the order in which messages come, another for each chu
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class RingCandidate:
     """A candidate: the graph, what became of its collectives, and the decisions that make it again."""
 
     module: fx.GraphModule
@@ -28,7 +28,7 @@ class Made:
 
 
 @dataclass(slots=True)
-class Work:
+class CandidateWriter:
     """Writes candidates of a graph."""
 
     gm: fx.GraphModule
@@ -40,7 +40,7 @@ class Work:
     def rings(self) -> RingGraph:
         return ring_graph(self.gm.graph, self.groups, self.rank)
 
-    def written(self, pick: Pick) -> Made:
+    def written(self, pick: Pick) -> RingCandidate:
         rings = self.rings()
         shared = share_gathers(rings.program) if self.options.share else ()
         costing = None
@@ -48,6 +48,6 @@ class Work:
             costing = self.profile, rings.kernels(self.profile)
         report, decisions = take_apart(rings.program, self.options, pick, costing, shared, _ORDER_OF_SUMS)
         if not report.num_taken:
-            return Made(copied_module(self.gm), report, decisions)
+            return RingCandidate(copied_module(self.gm), report, decisions)
         lower(rings)
-        return Made(module_like(self.gm, rings.program.graph), report, decisions)
+        return RingCandidate(module_like(self.gm, rings.program.graph), report, decisions)

@@ -24,7 +24,7 @@ from meshweave.decompose.cut import (
     kind_of,
     operands_of,
 )
-from meshweave.decompose.writer import Number, Writer
+from meshweave.decompose.writer import ChunkWriter, Number
 from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS
@@ -242,7 +242,7 @@ def _drop_bare(found: Upstream, order: Mapping[fx.Node, int]) -> None:
 class Chunker:
     """Writes what makes one chunk of values."""
 
-    write: Writer
+    write: ChunkWriter
     shapes: Shapes
     number: Number
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)

@@ -14,12 +14,12 @@ from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream
 from meshweave.decompose.cut import operands_of
 from meshweave.decompose.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.decompose.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
-from meshweave.decompose.price import Estimate, Kernels, Prices, exchange_estimate, gather_estimate, reduce_estimate
+from meshweave.decompose.price import Estimate, Kernels, RingPrices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.decompose.proof import prove_rings
-from meshweave.decompose.report import DecomposeReport, Row, gain_text, joined_reasons, no_gain_text, shared_row
-from meshweave.decompose.rewrite import Way, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
+from meshweave.decompose.report import DecomposeReport, RingRow, gain_text, joined_reasons, no_gain_text, shared_row
+from meshweave.decompose.rewrite import RingWay, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
 from meshweave.decompose.share import Shared, share_gathers
-from meshweave.decompose.writer import Ring, RingKind, Writer, ring_of
+from meshweave.decompose.writer import ChunkWriter, Ring, RingKind, ring_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.collectives import ALL_TO_ALL
@@ -81,7 +81,7 @@ class DecomposeOptions:
 class Choice:
     """A way that can be gone, and what it costs."""
 
-    way: Way
+    way: RingWay
     found: Downstream | Upstream | Region
     num_steps: int
     estimate: Estimate | None
@@ -130,16 +130,16 @@ class RingRewriter:
     program: DeviceProgram
     options: DecomposeOptions
     shapes: Shapes
-    prices: Prices | None
+    prices: RingPrices | None
     pick: Pick
     order_of_sums: str = ""  # over a group, where it is not as the algorithm says
     decisions: list[int] = field(default_factory=list)
-    write: Writer = field(init=False)
-    returned: dict[fx.Node, Row] = field(default_factory=dict)  # all-to-alls that went with an earlier one
+    write: ChunkWriter = field(init=False)
+    returned: dict[fx.Node, RingRow] = field(default_factory=dict)  # all-to-alls that went with an earlier one
     halves: list[fx.Node] = field(default_factory=list)  # gathers that all-reduces have become
 
     def __post_init__(self) -> None:
-        self.write = Writer(self.program.graph, next(iter(self.program.graph.nodes)))
+        self.write = ChunkWriter(self.program.graph, next(iter(self.program.graph.nodes)))
 
     def run(self, shared: Sequence[Shared] = ()) -> DecomposeReport:
         rows = [shared_row(*one) for one in shared]
@@ -150,13 +150,13 @@ class RingRewriter:
         prove_rings(self.program)
         return DecomposeReport(tuple(rows))
 
-    def collective(self, start: fx.Node) -> Row:
+    def collective(self, start: fx.Node) -> RingRow:
         kind = KINDS[start.target]
         place = str(start.meta["origin"]) if "origin" in start.meta else place_of(start)
         if problem := self.program.refused(start):
-            return Row(start.name, kind, str(start.args[-1]), place, reason=problem)
+            return RingRow(start.name, kind, str(start.args[-1]), place, reason=problem)
         ring, ways = ring_of(self.program, start), self.ways(kind)
-        row = Row(start.name, kind, ring.group, place)
+        row = RingRow(start.name, kind, ring.group, place)
         if problem := self.refused(start, ring, ways):
             return replace(row, reason=problem)
         order = {node: i for i, node in enumerate(self.program.graph.nodes)}
@@ -173,18 +173,18 @@ class RingRewriter:
         numerics = self.rewrite(start, ring, best, order)
         return replace(row, is_taken=True, reason=gain_text(best.way, best.estimate, best.more), numerics=numerics)
 
-    def ways(self, kind: str) -> list[Way]:
+    def ways(self, kind: str) -> list[RingWay]:
         names: tuple[str, ...] = getattr(self.options, kind)
         table = "reduce_scatter" if kind == "all_reduce" else kind
         found = []
         for name in names:
             if name == "pipelined":
-                found += [Way(None, count) for count in self.options.num_chunks if count > 1]
+                found += [RingWay(None, count) for count in self.options.num_chunks if count > 1]
             else:
-                found.append(Way(algorithm(table, name), 0))  # type: ignore[arg-type]
+                found.append(RingWay(algorithm(table, name), 0))  # type: ignore[arg-type]
         return found
 
-    def refused(self, start: fx.Node, ring: Ring, ways: list[Way]) -> str:
+    def refused(self, start: fx.Node, ring: Ring, ways: list[RingWay]) -> str:
         """Why nothing is tried, if so."""
         if not ways:
             return "the options leave it as it is"
@@ -197,7 +197,7 @@ class RingRewriter:
         return ""
 
     def choices(
-        self, start: fx.Node, ring: Ring, ways: list[Way], order: dict[fx.Node, int], why: list[str]
+        self, start: fx.Node, ring: Ring, ways: list[RingWay], order: dict[fx.Node, int], why: list[str]
     ) -> Iterator[Choice]:
         kind = KINDS[start.target]
         for way in ways:
@@ -223,12 +223,12 @@ class RingRewriter:
                 more = self.second_half(start, made, ring, order) if kind == "all_reduce" and way.row else 0.0
                 yield Choice(way, made, steps, self.reduce_estimate(start, made, ring, way), more)
 
-    def gather_estimate(self, start: fx.Node, found: Downstream, ring: Ring, way: Way) -> Estimate | None:
+    def gather_estimate(self, start: fx.Node, found: Downstream, ring: Ring, way: RingWay) -> Estimate | None:
         if self.prices is None:
             return None
         return gather_estimate(self.prices, start, found, ring, way)
 
-    def reduce_estimate(self, start: fx.Node, found: Upstream, ring: Ring, way: Way) -> Estimate | None:
+    def reduce_estimate(self, start: fx.Node, found: Upstream, ring: Ring, way: RingWay) -> Estimate | None:
         if self.prices is None:
             return None
         dtype = self.dtype(start)
@@ -250,7 +250,7 @@ class RingRewriter:
                 gains.append(estimate.before - estimate.after)
         return max(gains)
 
-    def exchange_estimate(self, start: fx.Node, found: Region, ring: Ring, way: Way) -> Estimate | None:
+    def exchange_estimate(self, start: fx.Node, found: Region, ring: Ring, way: RingWay) -> Estimate | None:
         return exchange_estimate(self.prices, start, found, ring, way) if self.prices is not None else None
 
     def dtype(self, start: fx.Node) -> torch.dtype:
@@ -289,7 +289,7 @@ class RingRewriter:
             order = self.prices.order
             order |= {begun: order[start], wait_of(begun): order[wait]}
 
-    def numerics(self, kind: str, way: Way, found: Downstream | Upstream | Region, wide: torch.dtype) -> str:
+    def numerics(self, kind: str, way: RingWay, found: Downstream | Upstream | Region, wide: torch.dtype) -> str:
         is_summed = way.row is not None and kind in ("reduce_scatter", "all_reduce")
         if isinstance(found, Downstream):
             is_summed = "sum" in found.consumers.values()
@@ -308,16 +308,16 @@ _RINGS: dict[str, RingKind] = {
 }
 
 
-def described(row: Row, best: Choice) -> Row:
+def described(row: RingRow, best: Choice) -> RingRow:
     row = replace(row, matmuls=tuple(n.name for n in best.matmuls), way=str(best.way), num_steps=best.num_steps)
     if best.estimate is None:
         return row
     return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
 
 
-def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: Way) -> Row:
+def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: RingWay) -> RingRow:
     reason = f"{way}: it takes back the chunks that {start.name} brings, each as soon as it is computed"
-    row = Row(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(way), num_steps=ring.size)
+    row = RingRow(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(way), num_steps=ring.size)
     return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
 
@@ -338,7 +338,7 @@ def take_apart(
     one. `order_of_sums`: over a group, where it is not as the algorithm says.
     """
     shapes = Shapes(dict(program.values), dict(program.uneven))
-    prices = None if costing is None else Prices(program, costing[0], shapes, costing[1])
+    prices = None if costing is None else RingPrices(program, costing[0], shapes, costing[1])
     rewriter = RingRewriter(program, options, shapes, prices, pick, order_of_sums)
     return rewriter.run(shared), tuple(rewriter.decisions)
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from meshweave.decompose.algorithms import Algorithm, Index, Step
-from meshweave.decompose.writer import Number, Ring, Writer
+from meshweave.decompose.writer import ChunkWriter, Number, Ring
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import BROADCAST, permute
 
@@ -24,7 +24,7 @@ Consume = Callable[[Number, fx.Node], None]  # the number of a chunk, and the ch
 
 @dataclass(slots=True)
 class _Emission:
-    write: Writer
+    write: ChunkWriter
     row: Algorithm
     ring: Ring
     steps: tuple[Step, ...] = ()
@@ -52,7 +52,7 @@ class _Emission:
 
 
 def write_gather(
-    write: Writer, row: Algorithm, ring: Ring, piece: fx.Node, consume: Consume, early: fx.Node | None = None
+    write: ChunkWriter, row: Algorithm, ring: Ring, piece: fx.Node, consume: Consume, early: fx.Node | None = None
 ) -> None:
     """An all-gather of every device's `piece`: `consume(number, chunk)` is called for every chunk, in the order of the
     steps. The first messages are started before `early`, if given."""
@@ -77,7 +77,7 @@ def write_gather(
 
 
 def write_reduce(
-    write: Writer,
+    write: ChunkWriter,
     row: Algorithm,
     ring: Ring,
     produce: Produce,
@@ -116,13 +116,13 @@ def _summed(done: _Emission, step: Step, own: fx.Node, wide: torch.dtype) -> fx.
     return done.write.call(local_ops.sum_parts, parts, numbers, wide)
 
 
-def blocks_of(write: Writer, x: fx.Node, ring: Ring) -> Produce:
+def blocks_of(write: ChunkWriter, x: fx.Node, ring: Ring) -> Produce:
     """Makes the blocks that x is stacked of along dim 0, one for each device."""
     return lambda number: write.call(local_ops.take_chunk, x, 0, 1, ring.size, number)
 
 
 def write_exchange(
-    write: Writer, row: Algorithm, ring: Ring, produce: Produce, consume: Consume, early: fx.Node | None = None
+    write: ChunkWriter, row: Algorithm, ring: Ring, produce: Produce, consume: Consume, early: fx.Node | None = None
 ) -> None:
     """An all-to-all of what `produce(number)` makes for each device: `consume(number, chunk)` is called for the chunk
     of every device. What is sent in the next step is made and sent before a chunk is waited for; the first message is

@@ -12,8 +12,8 @@ from meshweave.decompose.chunks import Chunker, Downstream, Shapes, Upstream, cu
 from meshweave.decompose.cut import Cut, NoCut, kind_of, operands_of
 from meshweave.decompose.emit import blocks_of, write_exchange
 from meshweave.decompose.find import earlier, needed
-from meshweave.decompose.rewrite import Products, Way, erase_unused, finish, inherit, wait_of
-from meshweave.decompose.writer import Number, Ring, Writer
+from meshweave.decompose.rewrite import Products, RingWay, erase_unused, finish, inherit, wait_of
+from meshweave.decompose.writer import ChunkWriter, Number, Ring
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_TO_ALL, permute
 from meshweave.ir.graph import origin_of
@@ -86,7 +86,9 @@ def _followed(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: l
     return made if all(cuts.get(n, cut) == cut for n, cut in zip(operands, taken, strict=True)) else None
 
 
-def rewrite_exchange(write: Writer, start: fx.Node, found: Region, ring: Ring, way: Way, shapes: Shapes) -> None:
+def rewrite_exchange(
+    write: ChunkWriter, start: fx.Node, found: Region, ring: Ring, way: RingWay, shapes: Shapes
+) -> None:
     """Chunks of a device are sent back to it as soon as they are computed. Values that others read are put together."""
     assert way.row is not None
     wait, last = wait_of(start), wait_of(found.back)
@@ -116,7 +118,7 @@ def rewrite_exchange(write: Writer, start: fx.Node, found: Region, ring: Ring, w
     erase_unused(write.graph, [last, *found.kept])
 
 
-def rewrite_deal(write: Writer, start: fx.Node, found: Upstream, ring: Ring, way: Way, shapes: Shapes) -> None:
+def rewrite_deal(write: ChunkWriter, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, shapes: Shapes) -> None:
     """What matmuls make for each device is sent as soon as it is made, the own chunk last."""
     assert way.row is not None
     wait, (operand,) = wait_of(start), operands_of(start)

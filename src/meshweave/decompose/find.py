@@ -9,7 +9,7 @@ from torch import fx
 
 from meshweave.decompose.chunks import Downstream, Shapes, Upstream, downstream, upstream
 from meshweave.decompose.cut import FIXED, LOOSE, Cut, Shape, Sum, kind_of, operands_of
-from meshweave.decompose.rewrite import Way, wait_of
+from meshweave.decompose.rewrite import RingWay, wait_of
 from meshweave.decompose.writer import Ring
 from meshweave.ir.collectives import ALL_REDUCE, OURS, STARTS, WAIT
 
@@ -21,7 +21,7 @@ def starts_of(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target in KINDS]
 
 
-def gathered(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Downstream:
+def gathered(start: fx.Node, way: RingWay, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Downstream:
     """What is made of the chunks of a gather (or an all-to-all), as far as it can be made where that is waited for."""
     wait = wait_of(start)
     last = Downstream({})
@@ -36,7 +36,7 @@ def gathered(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mappin
     return last
 
 
-def _cuts(way: Way, ring: Ring, shape: Shape) -> list[Cut]:
+def _cuts(way: RingWay, ring: Ring, shape: Shape) -> list[Cut]:
     """How blocks stacked along dim 0 may be cut: into themselves, or into parts of all of them along some dim."""
     if not shape:
         return []
@@ -124,7 +124,7 @@ def hoisted(found: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> I
                         yield one
 
 
-def reduced(start: fx.Node, way: Way, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
+def reduced(start: fx.Node, way: RingWay, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
     """What makes the chunks of a reduction's operand: of an all-reduce those along the first dim that has matmuls."""
     operand = start.args[0]
     assert isinstance(operand, fx.Node)

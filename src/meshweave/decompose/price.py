@@ -13,7 +13,7 @@ from meshweave.decompose.cut import Cut, Sum, is_same, kind_of, operands_of
 from meshweave.decompose.exchange import Region
 from meshweave.decompose.find import KINDS
 from meshweave.decompose.play import Message, play_exchange, play_gather, play_reduce
-from meshweave.decompose.rewrite import Way, wait_of
+from meshweave.decompose.rewrite import RingWay, wait_of
 from meshweave.decompose.writer import Ring
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import Memory
@@ -56,7 +56,7 @@ Kernels = Sequence[tuple[float, float]]  # position (among those of the nodes) a
 
 
 @dataclass(slots=True)
-class Prices:
+class RingPrices:
     """What a graph's work and communication cost on a machine."""
 
     program: DeviceProgram
@@ -141,7 +141,7 @@ class Prices:
 
 
 def gather_estimate(
-    prices: Prices, start: fx.Node, found: Downstream, ring: Ring, way: Way, second_half: bool = False
+    prices: RingPrices, start: fx.Node, found: Downstream, ring: Ring, way: RingWay, second_half: bool = False
 ) -> Estimate:
     """Of an all-gather or all-to-all taken apart, or of the second half of an all-reduce. Results, and what others read
     of the values on the way, are put together or added up."""
@@ -169,7 +169,7 @@ def gather_estimate(
 
 
 def reduce_estimate(
-    prices: Prices, start: fx.Node, found: Upstream, ring: Ring, way: Way, wide_factor: float
+    prices: RingPrices, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, wide_factor: float
 ) -> Estimate:
     """Of a reduce-scatter, all-reduce or all-to-all taken apart. `wide_factor`: bytes of a message per byte of the
     operand."""
@@ -192,7 +192,7 @@ def reduce_estimate(
     return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
 
 
-def exchange_estimate(prices: Prices, start: fx.Node, found: Region, ring: Ring, way: Way) -> Estimate:
+def exchange_estimate(prices: RingPrices, start: fx.Node, found: Region, ring: Ring, way: RingWay) -> Estimate:
     """Of two all-to-alls with what is computed between them, taken apart by peer."""
     wait, last, back = wait_of(start), wait_of(found.back), found.back
     compute, chunk = prices.along({node: cut for node, cut in found.cuts.items() if node is not wait})
@@ -218,7 +218,7 @@ def exchange_estimate(prices: Prices, start: fx.Node, found: Region, ring: Ring,
 
 
 def _estimate(
-    prices: Prices,
+    prices: RingPrices,
     start: fx.Node,
     whole: Message,
     compute: float,
@@ -234,14 +234,14 @@ def _estimate(
     )
 
 
-def _steps(ring: Ring, way: Way) -> tuple[Step, ...]:
+def _steps(ring: Ring, way: RingWay) -> tuple[Step, ...]:
     """Those of the algorithm, or a message (a collective) for every part."""
     if way.row is not None:
         return way.row.steps(ring.size)
     return tuple(Step(Index(0, i), root=0) for i in range(way.num_chunks))
 
 
-def _message(prices: Prices, start: fx.Node, ring: Ring, way: Way, num_bytes: float) -> Message:
+def _message(prices: RingPrices, start: fx.Node, ring: Ring, way: RingWay, num_bytes: float) -> Message:
     """One message of a device. They share its links, and go one after the other."""
     if way.row is None:
         parts = way.num_chunks

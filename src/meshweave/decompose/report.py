@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshweave.decompose.price import Estimate
-from meshweave.decompose.rewrite import Way
+from meshweave.decompose.rewrite import RingWay
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RingRow:
     """A collective, and what became of it. Seconds are 0 where costs were not asked; `matmuls` are those of `way`, the
     best that there was ("" if there was none)."""
 
@@ -37,7 +37,7 @@ class DecomposeReport:
     in order. The gather that an all-reduce has become follows it. Of anyone's graph, where costs were asked, also the
     seconds of the whole graph before and after, each in its best order; else 0."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RingRow, ...]
     seconds_before: float = 0.0
     seconds_after: float = 0.0
 
@@ -63,9 +63,9 @@ class DecomposeReport:
         return "\n".join([head, *(f"  {row}" for row in self.rows)])
 
 
-def shared_row(name: str, group: str, kept: str) -> Row:
+def shared_row(name: str, group: str, kept: str) -> RingRow:
     reason, numerics = f"{kept} gathers the same", "exact: the same elements"
-    return Row(name, "all_gather", group, "", way="shared", is_taken=True, reason=reason, numerics=numerics)
+    return RingRow(name, "all_gather", group, "", way="shared", is_taken=True, reason=reason, numerics=numerics)
 
 
 def joined_reasons(reasons: list[str]) -> str:
@@ -76,7 +76,7 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def gain_text(way: Way, made: Estimate | None, more: float) -> str:
+def gain_text(way: RingWay, made: Estimate | None, more: float) -> str:
     """`more` is what the second half of an all-reduce can gain."""
     if made is None:
         return f"{way}, as the options ask"
@@ -85,7 +85,7 @@ def gain_text(way: Way, made: Estimate | None, more: float) -> str:
     return f"{way}: {after} instead of {before}{told}"
 
 
-def no_gain_text(way: Way, made: Estimate) -> str:
+def no_gain_text(way: RingWay, made: Estimate) -> str:
     """Which of its parts makes the best way too slow."""
     before, after = _microseconds(made.before), _microseconds(made.after)
     if made.hidden >= made.collective:

@@ -11,7 +11,7 @@ from meshweave.decompose.algorithms import Algorithm
 from meshweave.decompose.chunks import Chunker, Downstream, Shapes, Upstream, kept, part_of, shaped
 from meshweave.decompose.cut import Cut, operands_of
 from meshweave.decompose.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
-from meshweave.decompose.writer import Number, Ring, Writer
+from meshweave.decompose.writer import ChunkWriter, Number, Ring
 from meshweave.interop.graphs import is_erased
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_GATHER, WAIT
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RingWay:
     """How a collective is taken apart: by an algorithm of the table, or (None) as `num_chunks` collectives of the same
     kind, each of a part of every device's piece."""
 
@@ -62,7 +62,7 @@ def erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 class _Results:
     """The products of the chunks, to be put together."""
 
-    write: Writer
+    write: ChunkWriter
     wide: torch.dtype
     numbers: list[Number]
     parts: dict[fx.Node, list[fx.Node]]
@@ -80,7 +80,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rewrite_gather(
-    write: Writer, start: fx.Node, found: Downstream, ring: Ring, way: Way, shapes: Shapes, wide: torch.dtype
+    write: ChunkWriter, start: fx.Node, found: Downstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
 ) -> None:
     """An all-gather, or an all-to-all, and the matmuls that `found` leads to. Who else reads the gathered value finds
     it put together."""
@@ -118,7 +118,7 @@ def _of_piece(cut: Cut, ring: Ring) -> Cut:
     return cut if cut.dim else Cut(0, cut.outer // ring.size, cut.count)
 
 
-def _write_parts_gathered(write: Writer, start: fx.Node, cut: Cut, consume: Consume) -> None:
+def _write_parts_gathered(write: ChunkWriter, start: fx.Node, cut: Cut, consume: Consume) -> None:
     """Part i of every piece is gathered while part i - 1 is computed with."""
     piece, *args = start.args
     begun: list[fx.Node] = []
@@ -140,7 +140,7 @@ def _write_parts_gathered(write: Writer, start: fx.Node, cut: Cut, consume: Cons
 
 
 def rewrite_scatter(
-    write: Writer, start: fx.Node, found: Upstream, ring: Ring, way: Way, shapes: Shapes, wide: torch.dtype
+    write: ChunkWriter, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
 ) -> None:
     """A reduce-scatter and the matmuls that make its operand."""
     wait = wait_of(start)
@@ -157,7 +157,7 @@ def rewrite_scatter(
 
 
 def rewrite_reduce(
-    write: Writer, start: fx.Node, found: Upstream, ring: Ring, way: Way, shapes: Shapes, wide: torch.dtype
+    write: ChunkWriter, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
 ) -> fx.Node | None:
     """An all-reduce and the matmuls that make its operand: as a reduce-scatter that is taken apart and an all-gather,
     whose start it returns, or as all-reduces of parts."""
@@ -186,7 +186,7 @@ def rewrite_reduce(
     return begun
 
 
-def finish(write: Writer, made: fx.Node, start: fx.Node, products: Products) -> None:
+def finish(write: ChunkWriter, made: fx.Node, start: fx.Node, products: Products) -> None:
     """`made` stands for what a reduction has brought; nobody needs what it was made of."""
     wait = wait_of(start)
     products.join(start)
@@ -198,7 +198,7 @@ def finish(write: Writer, made: fx.Node, start: fx.Node, products: Products) -> 
 class Products:
     """Makes the chunks of what a start hands in, and keeps those of values that others read."""
 
-    write: Writer
+    write: ChunkWriter
     shapes: Shapes
     found: Upstream
     operand: fx.Node
@@ -222,7 +222,7 @@ class Products:
                 inherit(whole, node, self.shapes)
 
 
-def _write_parts_reduced(write: Writer, start: fx.Node, produce: Produce, way: Way, joined: Cut) -> fx.Node:
+def _write_parts_reduced(write: ChunkWriter, start: fx.Node, produce: Produce, way: RingWay, joined: Cut) -> fx.Node:
     """Part i is reduced while part i + 1 is computed; the results are put together at the wait."""
     _, *args = start.args
     begun = [write.call(start.target, write.contiguous(produce(i)), *args) for i in range(way.num_chunks)]

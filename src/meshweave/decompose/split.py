@@ -15,7 +15,7 @@ from meshweave.decompose.cut import Cut
 from meshweave.decompose.lower import lower_blocks
 from meshweave.decompose.split_regions import Regions, regions, work_of
 from meshweave.decompose.split_ways import ATTENTION, fits
-from meshweave.decompose.split_write import Writer
+from meshweave.decompose.split_write import RowWriter
 from meshweave.errors import MeshweaveError
 from meshweave.ir.described import is_symbolic
 from meshweave.ir.graph import Spec, copied_graph, copied_module, module_like, op_name, tensor_inputs
@@ -144,7 +144,7 @@ def _split(
             reason = "no collective stands between ops that go row by row"
         return copied_module(gm), SplitReport(False, count, reason, whole=_ends(found[1]) if found is not None else ())
     rows, made = found
-    writer = Writer(graph, made, fuse_sums)
+    writer = RowWriter(graph, made, fuse_sums)
     written = writer.run()
     if has_blocks:
         lower_blocks(written)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from meshweave.decompose.cut import Cut, NoCut
-from meshweave.decompose.split_way import End, Way
+from meshweave.decompose.split_way import End, RowWay
 from meshweave.decompose.split_ways import ATTENTION, fits, specs_of, way_of
 from meshweave.interop.storages import storage_key
 from meshweave.ir.aliases import is_view_op, written_of
@@ -32,7 +32,7 @@ class Regions:
 
     count: int
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
-    ways: dict[fx.Node, Way] = field(default_factory=dict)
+    ways: dict[fx.Node, RowWay] = field(default_factory=dict)
     refused: dict[fx.Node, str] = field(default_factory=dict)
 
     @property
@@ -159,7 +159,7 @@ def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regio
     return found
 
 
-def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], found: Regions) -> Way | None:
+def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], found: Regions) -> RowWay | None:
     """The way that the first end leads to which leads to one; without one the first reason is kept."""
     for end, cut in ends:
         try:
@@ -172,7 +172,7 @@ def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], found: Regions) -> Wa
     return None
 
 
-def _fitting(node: fx.Node, way: Way, cuts: Mapping[fx.Node, Cut]) -> Way:
+def _fitting(node: fx.Node, way: RowWay, cuts: Mapping[fx.Node, Cut]) -> RowWay:
     """The way, if the operands that are in chunks are in those that it takes, and the results can be put together."""
     operands = list(zip(tensor_inputs(node), way.operands, strict=True))
     if node.target is WAIT and operands[0][0] not in cuts:

@@ -11,7 +11,7 @@ from torch import fx
 from meshweave.decompose.cut import FIXED, Cut, NoCut, Shape, through_view
 from meshweave.decompose.split_local import LOCAL
 from meshweave.decompose.split_rules import RULES
-from meshweave.decompose.split_way import Combine, End, Way
+from meshweave.decompose.split_way import Combine, End, RowWay
 from meshweave.errors import RuleError
 from meshweave.interop.ops import arguments_of, is_mutable, is_operator
 from meshweave.ir.collectives import OURS, WAIT, communicates
@@ -25,16 +25,16 @@ aten = torch.ops.aten
 # collectives: blocks of the members of the group stand one after another on dim 0
 
 
-def _gather(node: fx.Node, end: End, cut: Cut) -> Way:
+def _gather(node: fx.Node, end: End, cut: Cut) -> RowWay:
     size = _arguments(node)["group_size"]
     small, large = (_fewer(cut, size), cut) if end.is_result else (cut, _more(cut, size))
-    return Way((small,), (large,))
+    return RowWay((small,), (large,))
 
 
-def _scatter(node: fx.Node, end: End, cut: Cut) -> Way:
+def _scatter(node: fx.Node, end: End, cut: Cut) -> RowWay:
     size = _arguments(node)["group_size"]
     small, large = (cut, _more(cut, size)) if end.is_result else (_fewer(cut, size), cut)
-    return Way((large,), (small,))
+    return RowWay((large,), (small,))
 
 
 def _more(cut: Cut, size: int) -> Cut:
@@ -49,22 +49,22 @@ def _fewer(cut: Cut, size: int) -> Cut:
     return Cut(0, cut.outer // size, cut.count)
 
 
-def _exchange(node: fx.Node, end: End, cut: Cut) -> Way:
+def _exchange(node: fx.Node, end: End, cut: Cut) -> RowWay:
     """All-to-all of equal blocks; every block is cut alike."""
     arguments = _arguments(node)
     sizes = (*arguments["output_split_sizes"], *arguments["input_split_sizes"])
     blocks = len(arguments["input_split_sizes"])
     if cut.dim:
-        return Way((cut,), (cut,))
+        return RowWay((cut,), (cut,))
     if any(type(s) is not int for s in sizes) or len(set(sizes)) != 1:
         raise NoCut("its blocks are of several sizes, or of sizes that only the data says")
     if cut.outer % blocks:
         raise NoCut(f"a chunk of its rows is not the same part of all {blocks} blocks")
-    return Way((cut,), (cut,), splits_at=(1, 2))
+    return RowWay((cut,), (cut,), splits_at=(1, 2))
 
 
-def _same(node: fx.Node, end: End, cut: Cut) -> Way:
-    return Way((cut,), (cut,))
+def _same(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    return RowWay((cut,), (cut,))
 
 
 _BY_BLOCKS = {"": _same, "result": _gather, "operand": _scatter, "both": _exchange}
@@ -73,18 +73,18 @@ _BY_BLOCKS = {"": _same, "result": _gather, "operand": _scatter, "both": _exchan
 # views that keep the order of elements
 
 
-def _view(node: fx.Node, end: End, cut: Cut) -> Way:
+def _view(node: fx.Node, end: End, cut: Cut) -> RowWay:
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
     shape_at = 1 if node.target in RESHAPES else -1
     if end.is_result:
-        return Way((through_view(cut, after, before),), (cut,), shape_at)
-    return Way((cut,), (through_view(cut, before, after),), shape_at)
+        return RowWay((through_view(cut, after, before),), (cut,), shape_at)
+    return RowWay((cut,), (through_view(cut, before, after),), shape_at)
 
 
 # attention: every sequence of the batch by itself
 
 
-def _attention(node: fx.Node, end: End, cut: Cut) -> Way:
+def _attention(node: fx.Node, end: End, cut: Cut) -> RowWay:
     arguments = _arguments(node)
     query: fx.Node = arguments["query"]
     batch = spec_of(query).shape[0]
@@ -95,7 +95,7 @@ def _attention(node: fx.Node, end: End, cut: Cut) -> Way:
     if cut.dim or not (results if end.is_result else rows)[end.index]:
         raise NoCut("attention is cut along its batch only")
     made: list[Cut | Combine] = [cut if has else "same" for has in results]
-    return Way(tuple(cut if has else None for has in rows), tuple(made))
+    return RowWay(tuple(cut if has else None for has in rows), tuple(made))
 
 
 _VARLEN = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
@@ -111,7 +111,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 # a sum over rows that is written into what is there: the chunks write one after the other
 
 
-def _accumulate(node: fx.Node, end: End, cut: Cut) -> Way:
+def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowWay:
     """x with values added at indices of its first dim: index, mask and values are cut along the index's dims."""
     arguments = _arguments(node)
     indices = arguments["indices"]
@@ -126,13 +126,13 @@ def _accumulate(node: fx.Node, end: End, cut: Cut) -> Way:
     size = spec_of(operands[end.index]).shape[cut.dim]
     if any(spec_of(n).shape[cut.dim : cut.dim + 1] != (size,) for n in operands[1:]):
         raise NoCut("its values are repeated along the rows")
-    return Way((None, *(cut for _ in operands[1:])), ("chain",))
+    return RowWay((None, *(cut for _ in operands[1:])), ("chain",))
 
 
 # everything else: by factors
 
 
-def _by_rule(node: fx.Node, end: End, cut: Cut) -> Way:
+def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowWay:
     """A factor is cut where it stands alone in a dim; results that lack it are put together."""
     if None in specs_of(node):
         raise NoCut("some of its results are no tensors")
@@ -151,7 +151,7 @@ def _by_rule(node: fx.Node, end: End, cut: Cut) -> Way:
     operands = tuple(_cut_of(rule, dims, factor, cut) for dims in rule.operands)
     if node.target in PRODUCTS and "sum" in results and any(node.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
         raise NoCut("what is added to its product is scaled")
-    return Way(operands, results, shape_at)  # type: ignore[arg-type]
+    return RowWay(operands, results, shape_at)  # type: ignore[arg-type]
 
 
 def _rule(node: fx.Node) -> tuple[Rule, str]:
@@ -188,7 +188,7 @@ PRODUCTS: Mapping[Any, Any] = {
 _BY_INDEX = frozenset({"embedding", "embedding_backward", "gather", "scatter", "index_select"})
 _AS_IT_IS = _BY_INDEX | {"", "shape", "full", "extreme", "guarded"}
 _SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
-WayOf = Callable[[fx.Node, End, Cut], Way]
+WayOf = Callable[[fx.Node, End, Cut], RowWay]
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 
 
@@ -210,7 +210,7 @@ ATTENTION = frozenset(
 )
 
 
-def way_of(node: fx.Node, end: End, cut: Cut) -> Way:
+def way_of(node: fx.Node, end: End, cut: Cut) -> RowWay:
     """How `node` runs in chunks where one end of it is cut so. Raises NoCut with the reason where it cannot."""
     if FIXED in node.meta:
         raise NoCut(node.meta[FIXED])

@@ -12,7 +12,7 @@ from torch import fx
 
 from meshweave.decompose.cut import Cut
 from meshweave.decompose.split_regions import Regions, is_view
-from meshweave.decompose.split_way import Way
+from meshweave.decompose.split_way import RowWay
 from meshweave.decompose.split_ways import PLAIN, PRODUCTS
 from meshweave.decompose.writer import kept_meta
 from meshweave.errors import VerifyError
@@ -30,7 +30,7 @@ _JOINED = {"sum": aten.add.Tensor, "avg": aten.add.Tensor, "max": aten.maximum.d
 
 
 @dataclass(slots=True)
-class Writer:
+class RowWriter:
     """Writes the split graph of `old`, whose nodes have meta["spec"].
 
     `fuse_sums`: a product that sums over rows is added to the sum of those before by the matmul itself; else the
@@ -139,7 +139,7 @@ class Writer:
         part = self.call(aten.select.int, (wide, cut.dim + 1, c), {}, node, c)
         return self.viewed(part, cut.chunk(shape), node, c)
 
-    def split(self, node: fx.Node, way: Way) -> None:
+    def split(self, node: fx.Node, way: RowWay) -> None:
         """The op once per chunk, and one whole result of those that only together have it."""
         made: list[fx.Node] = []
         for c in range(self.regions.count):
@@ -149,7 +149,7 @@ class Writer:
         else:
             self.whole[node] = self.together(node, made, way.results[0])
 
-    def one(self, node: fx.Node, way: Way, c: int, before: Sequence[fx.Node]) -> fx.Node:
+    def one(self, node: fx.Node, way: RowWay, c: int, before: Sequence[fx.Node]) -> fx.Node:
         operands = [
             self.as_whole(n) if cut is None else self.as_chunk(n, cut, c)
             for n, cut in zip(tensor_inputs(node), way.operands, strict=True)

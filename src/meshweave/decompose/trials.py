@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.decompose.candidates import Made, Work
+from meshweave.decompose.candidates import CandidateWriter, RingCandidate
 from meshweave.decompose.chunks import Downstream
 from meshweave.decompose.cut import operands_of
 from meshweave.decompose.decompose import Choice, Pick, by_gain
@@ -48,11 +48,11 @@ class _Twins:
 
 
 @dataclass(slots=True)
-class Search:
+class CandidateSearch:
     """Class by class, that with most exposed seconds first: the fastest of what it may become, if that is faster than
     to leave it."""
 
-    work: Work
+    work: CandidateWriter
     judge: Judge
     twins: dict[Any, _Twins] = field(default_factory=dict)
     of: dict[str, _Twins] = field(default_factory=dict)  # by name of a start
@@ -71,7 +71,7 @@ class Search:
                 seconds = self.judge(found.module, False).seconds
         return found.module, replace(found.report, seconds_before=whole.seconds, seconds_after=seconds)
 
-    def best(self, whole: OverlapReport) -> tuple[Made, float]:
+    def best(self, whole: OverlapReport) -> tuple[RingCandidate, float]:
         """The candidate, and its seconds."""
         self.enrol(whole)
         aims: dict[int, _Aim] = {}

@@ -57,7 +57,7 @@ def kept_meta(node: fx.Node) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Writer:
+class ChunkWriter:
     """Writes nodes before `place`, with what the meta of what they stand for says of its chunks too."""
 
     graph: fx.Graph

@@ -19,7 +19,7 @@ from meshweave.overlap.read import Reading
 from meshweave.overlap.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.overlap.rewrite import rewrite
 from meshweave.overlap.scenarios import SCENARIOS
-from meshweave.overlap.search import Candidate, Choice, Search, choose
+from meshweave.overlap.search import Candidate, Choice, OrderSearch, choose
 from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
@@ -102,7 +102,7 @@ def decide(
     if memory_cap_bytes is None and ceiling is not None:
         cap = max(before, min(cap, ceiling))
     known = [(INPUT, problem.order), *orders]
-    search = Search(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
+    search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
     found = search.run(known)
     if not found:
         raise _no_order(merger.reading, min(search.judged, key=lambda c: c.peak), cap)
@@ -113,7 +113,7 @@ def decide(
     return report
 
 
-def _report(search: Search, choice: Choice, before: int, notes: tuple[str, ...]) -> OverlapReport:
+def _report(search: OrderSearch, choice: Choice, before: int, notes: tuple[str, ...]) -> OverlapReport:
     problem, chosen, slowdown = search.merger.reading.problem, choice.chosen, search.slowdown
     as_given = play(problem, problem.order, slowdown)
     rows = (

@@ -9,7 +9,7 @@ from meshweave.ir.graph import op_name
 from meshweave.overlap.merge import Merger
 from meshweave.overlap.play import Played, play
 from meshweave.overlap.report import CollectiveRow, Merge
-from meshweave.overlap.search import Candidate, Search
+from meshweave.overlap.search import Candidate, OrderSearch
 from meshweave.simulate.clock import Slowdown
 
 _SHOWN = 4  # kernels named per collective
@@ -110,7 +110,7 @@ def _could_run(chosen: Candidate, played: Played, c: int, since: float, place: M
     return ""
 
 
-def merge_rows(search: Search, chosen: Candidate) -> tuple[Merge, ...]:
+def merge_rows(search: OrderSearch, chosen: Candidate) -> tuple[Merge, ...]:
     """The buckets of the chosen order, and for each two neighbours of a kind that stay apart why."""
     merger, problem = search.merger, search.merger.reading.problem
     taken = []

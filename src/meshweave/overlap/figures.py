@@ -28,7 +28,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class MergeCosts:
     """What merging is priced with. `moved` are bytes handed in by item, `curves` by (op, channel), `copy_rate` in bytes
     read and written per second."""
 
@@ -37,7 +37,7 @@ class Costs:
     copy_rate: float
 
 
-def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None) -> Costs:
+def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None) -> MergeCosts:
     """Fill the problem of a reading with seconds. With `agree`, those that it returns are taken, on every rank alike.
 
     `factor` scales all communication. Raises MeshweaveError, naming the node, for a cost that is no duration.
@@ -76,7 +76,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
         if row.bucket:
             curve = taken[str(reading.nodes[i].target), problem.channel[i]]
             problem.startup[i] = max(problem.copy[i] - moved[i] * curve.least, 0.0)
-    return Costs(moved, taken, copy_rate)
+    return MergeCosts(moved, taken, copy_rate)
 
 
 def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:

@@ -19,7 +19,7 @@ from torch import fx
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.graph import origin_of
 from meshweave.ir.values import Value
-from meshweave.overlap.figures import Costs
+from meshweave.overlap.figures import MergeCosts
 from meshweave.overlap.merged import Bucket, Merged, MergedWriter
 from meshweave.overlap.observers import observed_storages
 from meshweave.overlap.prices import Curve
@@ -34,7 +34,7 @@ class Merger:
     """What merging needs to know of a graph: which starts are of one kind, and between which items each may stand."""
 
     reading: Reading
-    costs: Costs
+    costs: MergeCosts
     kinds: dict[Any, list[int]] = field(init=False)  # (op, channel, arguments, dtype) -> starts in order
     preludes: dict[int, tuple[int, ...]] = field(init=False)  # by start: kernels for it alone, which need nothing
     after: dict[int, int] = field(init=False)  # by start: the last item that it needs, -1

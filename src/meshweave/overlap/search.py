@@ -78,7 +78,7 @@ class _Shape:
 
 
 @dataclass(slots=True)
-class Search:
+class OrderSearch:
     """The candidates of one graph under a cap in bytes."""
 
     merger: Merger
