@@ -28,7 +28,7 @@ from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
 from meshweave.overlap import OverlapOptions, settle
-from meshweave.passes import Budget, CapturedProgram, Pipeline, pass_list, pipeline_of
+from meshweave.passes import Budget, CapturedProgram, Pipeline, Recompute, pass_list, pipeline_of
 from meshweave.passes.accumulate import accumulated
 from meshweave.passes.options import Asked
 from meshweave.passes.pipeline import optimize
@@ -125,7 +125,8 @@ def build_program(
 
     placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(profile))
     optimized = optimize(placed, roles, profile, pipeline, options.accumulate, progress)
-    return Program(step, placed, optimized, placement, options, contract, optimizer, told)
+    policies = ["none", *(one.policy for one in pipeline.passes if isinstance(one, Recompute))]
+    return Program(step, placed, optimized, placement, options, contract, optimizer, told, recompute=policies[-1])
 
 
 def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:

@@ -33,6 +33,7 @@ class Program:
     accumulation: str = ""  # where gradients of several microbatches are added up, and why there
     costs: Costs | None = None  # that it was planned by
     costs_from: str = ""  # which they are, and where they come from
+    recompute: str = "none"  # what backward makes again, as `mw.compile` has it
 
     @property
     def roles(self) -> tuple[RankGraph, ...]:

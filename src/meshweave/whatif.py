@@ -38,8 +38,8 @@ def simulate(
     pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
     matmul_dtype: as float8 training: matmuls of repeated blocks in this dtype.
     buckets: "blocks" or a number of bytes: which collectives run as one, to predict a system that flattens parameters
-        (FSDP: "blocks", its flat buffers are in the memory) or gradients (DDP: 25 * 2**20). Ours run one by one, or as
-        `overlap` has merged them.
+        (FSDP: "blocks", its flat buffers are in the memory; "blocks+root" where embedding, last norm and head are left
+        to the root module) or gradients (DDP: 25 * 2**20). Ours run one by one, or as `overlap` has merged them.
     expandable_segments: whether PYTORCH_CUDA_ALLOC_CONF says so, for `reserved_bytes`.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, an op or dtype without a cost.
@@ -47,7 +47,17 @@ def simulate(
     machine = load_profile(profile) if isinstance(profile, str) else profile
     microbatches = program.options.accumulate
     tokens = tokens_of(program.captured) * microbatches
-    options = SimulateOptions(fusion, microbatches, pipeline, matmul_dtype, tokens, title, buckets, expandable_segments)
+    options = SimulateOptions(
+        fusion,
+        microbatches,
+        pipeline,
+        matmul_dtype,
+        tokens,
+        title,
+        buckets,
+        expandable_segments,
+        keeps_every_second_matmul=program.recompute == "selective",
+    )
     simulation = simulate_roles(program.roles, machine, options)
     return replace(simulation, notes=(*simulation.notes, program.accumulation)) if program.accumulation else simulation
 

@@ -33,6 +33,22 @@ class Tied(nn.Module):
         return x @ self.table.T
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.LSTM(6, 6, num_layers=2, batch_first=True), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x)[0])
+
+
+def _normed(dim: int | None) -> nn.Module:
+    norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(
+        norm(nn.Linear(6, 6), dim=dim), nn.Tanh(), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+    )
+
+
 def _depthwise() -> nn.Module:
     grouped = nn.Conv2d(6, 6, 3, padding=1, groups=6)
     return nn.Sequential(nn.Conv2d(3, 6, 1), grouped, nn.GELU(), nn.Conv2d(6, 3, 1))
@@ -65,6 +81,9 @@ FOUND: dict[str, Program] = {
     "a shared weight fetched ahead by stages": (Tied, _SEQUENCE, "pp=2,fsdp=2", {"prefetch": 1, "decompose": APART}),
     "the attention block of a diffusion model": (lambda: Spatial(4, 2), (4, 4, 3, 3), "tp=2", {"prefetch": 1}),
     "a small U with group norms": (lambda: UpDown(4, 2), (3, 4, 5, 4), "fsdp=2,tp=2", {"split": SPLIT}),
+    "a recurrent layer, which oneDNN has as one op": (Recurrent, _SEQUENCE, "fsdp=2,tp=2", {}),
+    "a weight by its length and direction": (lambda: _normed(0), _SEQUENCE, "fsdp=2,tp=2", {}),
+    "a weight by one length for all of it": (lambda: _normed(None), _SEQUENCE, "dp=2,tp=2", {}),
     "attention in groups on uneven heads": (
         lambda: Attention(6, 4, 2, 3, "sdpa", "causal"),
         _SEQUENCE,

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import meshweave as mw
 from meshweave.compile import Program
+from meshweave.hardware import load_profile
+from meshweave.simulate.step import SimulateOptions, simulate_roles
 from meshweave.whatif import simulate
 
 
@@ -31,12 +33,15 @@ def test_a_flat_buffer_stands_beside_the_parameters_of_a_block(program: Program)
 class Head(nn.Module):
     """Logits [tokens, vocabulary] of several blocks, in bfloat16."""
 
-    def __init__(self, blocks: int, width: int, vocabulary: int) -> None:
+    def __init__(self, blocks: int, width: int, vocabulary: int, has_embedding: bool = False) -> None:
         super().__init__()
+        self.inp = nn.Embedding(vocabulary, width) if has_embedding else None
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(blocks))
         self.out = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.inp is not None:
+            x = x + self.inp(torch.zeros(x.shape[0], dtype=torch.long, device=x.device))
         for block in self.blocks:
             x = block(x)
         return self.out(x)
@@ -45,9 +50,11 @@ class Head(nn.Module):
 TOKENS, VOCABULARY = 2**14, 2**17
 
 
-def headed(mesh: str, blocks: int = 1, vocabulary: int = VOCABULARY, plan: mw.Plan | None = None) -> Program:
+def headed(
+    mesh: str, blocks: int = 1, vocabulary: int = VOCABULARY, plan: mw.Plan | None = None, has_embedding: bool = False
+) -> Program:
     with torch.device("meta"):
-        model, labels = Head(blocks, 256, vocabulary), torch.empty(TOKENS, dtype=torch.long)
+        model, labels = Head(blocks, 256, vocabulary, has_embedding), torch.empty(TOKENS, dtype=torch.long)
         data = {"x": torch.empty(TOKENS, 256, dtype=torch.bfloat16), "labels": labels}
     step = mw.compile(
         model.to(torch.bfloat16),
@@ -76,6 +83,49 @@ def test_a_call_with_a_collective_inside_runs_op_by_op_and_keeps_what_it_is_give
     piece = TOKENS * VOCABULARY // 2 * 4
     found = simulate(headed("tp=2", plan=mw.Plan.tp("tp", {"out": "colwise"})), "h100", fusion="eager")
     assert 4 * piece < found.peak_bytes < 4.2 * piece
+
+
+def test_what_is_left_to_the_root_module_is_one_group_until_backward_is_over() -> None:
+    """FSDP2's root: embedding and head are gathered together before forward, reduced together after backward."""
+    weight = 2**12 * 256 * 2
+    program = headed("fsdp=2", 4, 2**12, mw.Plan.fsdp("fsdp") + mw.Plan.keep("inp") + mw.Plan.keep("out"), True)
+    apart, root = (simulate(program, "h100", fusion="eager", buckets=b) for b in ("blocks", "blocks+root"))  # type: ignore[arg-type]
+    assert apart.seconds == root.seconds
+
+    def num_gathered(simulation: Any) -> int:
+        return [live.bytes for live in simulation.roles[0].at_peak if live.kind == "gathered"].count(weight)
+
+    def before_last_reduction(simulation: Any) -> int:
+        moment = max(span.start for span in simulation.spans if span.op == "reduce_scatter")
+        return [level for at, level in simulation.roles[0].memory if at < moment][-1]
+
+    assert (num_gathered(apart), num_gathered(root)) == (1, 2), "the embedding, too, is kept"
+    assert before_last_reduction(root) - before_last_reduction(apart) >= 2 * weight, "the head and its gradient"
+
+
+class Wide(nn.Module):
+    """Blocks with three matmuls, of which nobody reads the third's result but the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = (nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.mid(torch.relu(self.up(x)))))
+
+
+def test_eager_selective_checkpoints_keep_what_their_policy_names_though_nobody_reads_it() -> None:
+    """torchtitan's policy saves the first, third, ... matmul: the third of a block here, which only a sum takes."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Wide() for _ in range(4)))
+        x = torch.empty(TOKENS, 256)
+    step = mw.compile(
+        model, loss=lambda out, batch: out.square().mean(), example={"input": x}, mesh="", recompute="selective"
+    )
+    of_eager, of_compiler = (simulate(step.program, "h100", fusion=f).peak_bytes for f in ("eager", "blocks"))  # type: ignore[arg-type]
+    read = simulate_roles(step.program.roles, load_profile("h100"), SimulateOptions(fusion="eager")).peak_bytes
+    assert of_eager - read == 4 * TOKENS * 256 * 4
+    assert of_compiler <= read
 
 
 @pytest.mark.parametrize("is_expandable", [False, True])

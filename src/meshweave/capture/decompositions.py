@@ -92,6 +92,13 @@ def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Ten
     return [aten.slice.Tensor(x, dim, at, at + size) for at, size in zip(starts, sizes, strict=True)]
 
 
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Of v * (g / norms), where norms is that of v over all dims but `dim`."""
+    norms = norms.to(g.dtype)
+    along = aten.sum.dim_IntList(grad * v, [d for d in range(v.dim()) if d != dim % v.dim()], True)
+    return g / norms * (grad - v * (along / (norms * norms))), along / norms
+
+
 def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
     return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
 
@@ -301,6 +308,7 @@ _FROM_TORCH = [
     aten.take,
     aten.trace,
     aten.vdot,
+    aten._weight_norm_interface,
     aten._unsafe_masked_index,
     aten._unsafe_masked_index_put_accumulate,
     aten.expand_copy,
@@ -335,6 +343,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten._safe_softmax.default: _softmax_safe,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.index_put.default: _index_put,
     aten.scatter.value: _scatter_value,

@@ -21,7 +21,13 @@ from meshweave.capture.record import Difference, Record, tensors_in
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
 from meshweave.interop.ops import is_mutable, is_operator
-from meshweave.interop.tracing import as_eager, last_traced, next_sequence_number, running_sequence_number
+from meshweave.interop.tracing import (
+    as_eager,
+    last_traced,
+    next_sequence_number,
+    running_sequence_number,
+    without_onednn,
+)
 from meshweave.ir import ops
 from meshweave.ir.graph import Origin
 from meshweave.ir.traits import is_random
@@ -341,9 +347,12 @@ def trace(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
 
 @contextmanager
 def capture_errors() -> Iterator[None]:
-    """A model runs on fake tensors: whatever it raises is a CaptureError with the user's line."""
+    """A model runs on fake tensors: whatever it raises is a CaptureError with the user's line.
+
+    Without oneDNN, for which a recurrent layer in float32 is one op that only a CPU has.
+    """
     try:
-        with as_eager():
+        with as_eager(), without_onednn():
             yield
     except (MeshweaveError, Difference):
         raise

@@ -30,6 +30,7 @@ from meshweave.report.simulation import simulation_table
 from meshweave.report.tables import bytes_text
 from meshweave.report.trace import trace_json
 from meshweave.sharding.plan_text import parse_plan
+from meshweave.simulate.buckets import OF_BLOCKS
 from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.pipelines import Pipeline
 from meshweave.simulate.result import Simulation, Span
@@ -72,7 +73,9 @@ class SimulateOptions(MachineOptions):
     ] = None
     buckets: Annotated[
         str,
-        typer.Option("--buckets", help="collectives that run as one: 'blocks' (as FSDP's), or a size (DDP: 25MiB)"),
+        typer.Option(
+            "--buckets", help="collectives that run as one: 'blocks' or 'blocks+root' (as FSDP's), or a size (25MiB)"
+        ),
     ] = "none"
     report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None
     trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None
@@ -94,7 +97,8 @@ def simulate(screen: Screen, asked: SimulateOptions) -> int:
         raise MeshweaveError(
             "--diff compares two", got=f"{len(asked.mesh)} meshes", expected="--mesh A --mesh B --diff"
         )
-    buckets: Any = asked.buckets if asked.buckets in ("none", "blocks") else parse_bytes(asked.buckets, "--buckets")
+    is_stated = asked.buckets in ("none", *OF_BLOCKS)
+    buckets: Any = asked.buckets if is_stated else parse_bytes(asked.buckets, "--buckets")
     played = partial(
         whatif.simulate,
         profile=machine,

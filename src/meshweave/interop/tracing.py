@@ -5,8 +5,8 @@ Holds for torch 2.11 to 2.13 (torch/autograd, torch/_decomp, torch/utils/checkpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,17 @@ from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode
 as_eager: Callable[[], AbstractContextManager[Any]] = getattr(
     torch.compiler, "_non_strict_tracing_context", nullcontext
 )
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """PyTorch takes no op of oneDNN. (`torch.backends.mkldnn.flags` sets the precision of TF32 too, and warns.)"""
+    before: bool = torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
+    torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)  # type: ignore[attr-defined]
 
 
 def check_checkpoints(value: torch.Tensor) -> None:

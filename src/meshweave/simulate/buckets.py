@@ -17,9 +17,12 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import block_name, origin_of
 
-Buckets = Literal["none", "blocks"] | int
+Buckets = Literal["none", "blocks", "blocks+root"] | int
 """`none`: every collective by itself. `blocks`: those of a kind and phase in one block of the model (`model.layers.3`),
-or outside of blocks, are one. A number: neighbours of a kind and phase until they have that many bytes."""
+or outside of blocks, are one. `blocks+root`: so are they, and in memory all parameters outside of blocks are one group,
+as FSDP2's root module has them (see `simulate.flat`). A number: neighbours of a kind and phase until they have that
+many bytes."""
+OF_BLOCKS = ("blocks", "blocks+root")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,11 @@ class Member:
 def check_buckets(buckets: Buckets) -> None:
     """Raises MeshweaveError for what says no buckets."""
     is_size = isinstance(buckets, int) and not isinstance(buckets, bool) and buckets > 0
-    if not is_size and buckets not in ("none", "blocks"):
+    if not is_size and buckets not in ("none", *OF_BLOCKS):
         raise MeshweaveError(
-            "unknown buckets of collectives", got=repr(buckets), expected="none, blocks, or bytes per bucket above 0"
+            "unknown buckets of collectives",
+            got=repr(buckets),
+            expected="none, blocks, blocks+root, or bytes per bucket above 0",
         )
 
 
@@ -64,7 +69,7 @@ def _joins(members: Sequence[Member], positions: Sequence[int], member: Member, 
     is_waited_for = any(-1 < members[i].wait < member.start for i in positions)
     if buckets == "none" or _kind(first) != _kind(member) or is_waited_for:
         return False
-    if buckets == "blocks":
+    if isinstance(buckets, str):
         return block_name(origin_of(first.node)) == block_name(origin_of(member.node))
     return sum(members[i].bytes for i in positions) < buckets
 

@@ -4,18 +4,24 @@ A gather writes into one buffer of a stream of its own, and parameters are copie
 In forward the buffer is kept until the next gather has been copied out, parameters of a block until all are done with.
 A reduce-scatter's input is kept until the next one is issued; gradients come out in the memory of its stream
 (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.5 to 2.13).
+
+What `fully_shard` of the whole model leaves to its root (embedding, last norm and head, where only blocks are wrapped)
+is one group, `blocks+root`: gathered together before forward, never resharded after it (`_lazy_init` of
+_fsdp_state.py), its gradients reduced together when backward is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import fx
 
 from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER
-from meshweave.ir.graph import origin_of
+from meshweave.ir.graph import block_name, origin_of
 from meshweave.ir.rank import RankGraph
+from meshweave.ir.traits import CASTS
 from meshweave.simulate.clock import Times
 from meshweave.simulate.lives import Key, Life
 from meshweave.simulate.tasks import RoleTasks, Tasks
@@ -23,43 +29,116 @@ from meshweave.simulate.tasks import RoleTasks, Tasks
 GATHER, REDUCE = ALL_GATHER.op, REDUCE_SCATTER.op
 
 
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Collectives on one flat buffer: what they read and write, when they are issued, when compute first waits."""
+
+    node: fx.Node
+    operands: tuple[Key, ...]
+    results: tuple[Key, ...]
+    issued: float
+    waited: float
+
+    @property
+    def phase(self) -> str:
+        return origin_of(self.node).phase
+
+    @property
+    def microbatch(self) -> int:
+        return self.results[0][1]
+
+
 def hold_flat_buffers(
     tasks: Tasks,
     role_tasks: RoleTasks,
     times: Times,
     lives: MutableMapping[Key, Life],
-    operands: MutableMapping[tuple[fx.Node, int], list[Key]],
+    operands: Mapping[tuple[fx.Node, int], Sequence[Key]],
 ) -> None:
     """Let what a role gathers and reduces over the axes that its parameters are stored over live as FSDP2 has it.
 
     `operands`: what each start reads. Nothing where the program is simulated with a collective per tensor.
     """
     axes = _parameter_axes(role_tasks.role)
-    mine = [b for b in tasks.flat if b[0][0] in role_tasks.tasks and str(tasks.tasks[b[0][0]].node.args[-1]) in axes]
-    by_target = {t: [b for b in mine if tasks.tasks[b[0][0]].node.target is t] for t in (GATHER, REDUCE)}
-    gathers = sorted(by_target[GATHER], key=lambda b: min(times.starts[wait] for _, wait in b))
-    for number, bucket in enumerate(gathers):
-        following = gathers[number + 1] if number + 1 < len(gathers) else bucket
-        nodes = [(tasks.tasks[start].node, tasks.tasks[start].microbatch) for start, _ in bucket]
-        gathered = [lives[x.storage, mb] for node, mb in nodes for x in role_tasks.local.values[node]]
-        phases = {origin_of(tasks.tasks[b[0][0]].node).phase for b in (bucket, following)}
-        copied = min(times.ends[wait] for _, wait in (following if phases == {"forward"} else bucket))
-        size, begin = sum(life.bytes for life in gathered), min(times.starts[start] for start, _ in bucket)
-        lives[-1 - number, 0] = Life(nodes[0][0], size, "gathered", begin, copied, stream="gather")
-        for life in gathered:
-            life.begin, life.end = (
-                min(times.starts[w] for _, w in bucket),
-                max(life_of_gather.end for life_of_gather in gathered),
-            )
-    reductions = sorted(by_target[REDUCE], key=lambda b: min(times.starts[start] for start, _ in b))
-    for bucket in reductions:
-        for start, _ in bucket:
-            for x in role_tasks.local.values[tasks.tasks[start].node]:
-                lives[x.storage, tasks.tasks[start].microbatch].stream = "reduce"
-    for bucket, following in pairwise(reductions):
-        issued = min(times.starts[start] for start, _ in following)
-        for key in (k for s, _ in bucket for k in operands[tasks.tasks[s].node, tasks.tasks[s].microbatch]):
-            lives[key].end = max(lives[key].end, issued)
+    flats = [
+        _flat(tasks, role_tasks, times, bucket, operands)
+        for bucket in tasks.flat
+        if bucket[0][0] in role_tasks.tasks and str(tasks.tasks[bucket[0][0]].node.args[-1]) in axes
+    ]
+    if tasks.has_root_group:
+        microbatches = sorted({f.microbatch for f in flats})
+        flats = [f for number in microbatches for f in _with_root_group(flats, number, role_tasks, lives)]
+    _hold_gathers(sorted((f for f in flats if f.node.target is GATHER), key=lambda f: f.waited), lives)
+    _hold_reductions(sorted((f for f in flats if f.node.target is REDUCE), key=lambda f: f.issued), lives)
+
+
+def _flat(
+    tasks: Tasks,
+    role_tasks: RoleTasks,
+    times: Times,
+    bucket: Sequence[tuple[int, int]],
+    operands: Mapping[tuple[fx.Node, int], Sequence[Key]],
+) -> Flat:
+    """The bucket of starts and waits, which are numbers of tasks."""
+    starts = [tasks.tasks[start] for start, _ in bucket]
+    read = [key for task in starts for key in operands[task.node, task.microbatch]]
+    written = [(x.storage, task.microbatch) for task in starts for x in role_tasks.local.values[task.node]]
+    issued = min(times.starts[start] for start, _ in bucket)
+    return Flat(starts[0].node, tuple(read), tuple(written), issued, min(times.starts[wait] for _, wait in bucket))
+
+
+def _with_root_group(
+    flats: Sequence[Flat], microbatch: int, role_tasks: RoleTasks, lives: Mapping[Key, Life]
+) -> Iterator[Flat]:
+    """Those of a microbatch, with what is outside of blocks as one group: parameters from the first gather until
+    gradients are reduced, which is done with the last of them. Until then gradients are in their own dtype."""
+    own = [f for f in flats if f.microbatch == microbatch]
+    end = max((f.issued for f in own if f.node.target is REDUCE), default=0.0)
+    of_root = [f for f in own if not block_name(origin_of(f.node))]
+    gathers = [f for f in of_root if f.node.target is GATHER and f.phase != "backward"]
+    reductions = [f for f in of_root if f.node.target is REDUCE]
+    yield from (f for f in own if f not in gathers and f not in reductions)
+    if gathers:
+        yield _joined(gathers, min(f.issued for f in gathers))
+    if reductions:
+        yield _joined(reductions, end)
+    for key in (key for f in gathers for key in f.results):
+        lives[key].end = max(lives[key].end, end)
+    done = max((f.waited for f in reductions), default=end)
+    for key in (key for f in reductions for key in f.operands):
+        node = lives[key].node
+        sources = node.all_input_nodes if node.target in CASTS else []
+        for source in ((x.storage, key[1]) for n in sources for x in role_tasks.local.values[n]):
+            lives[source].end = max(lives[source].end, end)
+        lives[key].begin = end if sources else lives[key].begin
+        lives[key].end = max(lives[key].end, done)
+
+
+def _joined(flats: Sequence[Flat], issued: float) -> Flat:
+    operands = tuple(key for f in flats for key in f.operands)
+    results = tuple(key for f in flats for key in f.results)
+    return Flat(flats[0].node, operands, results, issued, min(f.waited for f in flats))
+
+
+def _hold_gathers(gathers: Sequence[Flat], lives: MutableMapping[Key, Life]) -> None:
+    for number, flat in enumerate(gathers):
+        following = gathers[number + 1] if number + 1 < len(gathers) else flat
+        results = [lives[key] for key in flat.results]
+        is_forward = flat.phase == following.phase == "forward"
+        copied = following.waited if is_forward else flat.waited
+        size = sum(life.bytes for life in results)
+        lives[-1 - number, 0] = Life(flat.node, size, "gathered", flat.issued, copied, stream="gather")
+        for life in results:
+            life.begin, life.end = flat.waited, max(other.end for other in results)
+
+
+def _hold_reductions(reductions: Sequence[Flat], lives: Mapping[Key, Life]) -> None:
+    for flat in reductions:
+        for key in flat.results:
+            lives[key].stream = "reduce"
+    for flat, following in pairwise(reductions):
+        for key in flat.operands:
+            lives[key].end = max(lives[key].end, following.issued)
 
 
 def _parameter_axes(role: RankGraph) -> frozenset[str]:

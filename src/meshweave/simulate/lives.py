@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from torch import fx
 
-from meshweave.ir.graph import origin_of
+from meshweave.ir.graph import block_name, origin_of
+from meshweave.ir.traits import MATMULS
 from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion, is_compiled
 from meshweave.simulate.tasks import RoleTasks, Task, Tasks
@@ -33,6 +35,21 @@ class Life:
     stream: str = "compute"
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What decides how long a step holds its tensors, beside its graph. `last_microbatch`: its number.
+
+    keeps_every_second_matmul: of selective checkpoints. Eager mode stores the results of what the policy keeps, the
+    first, third, ... matmul of a block among them, whether or not the backward pass reads them, and has the store as
+    long as the block's backward pass runs (`create_selective_checkpoint_contexts`, torch/utils/checkpoint.py, 2.13).
+    Compilers keep what is read.
+    """
+
+    fusion: Fusion
+    last_microbatch: int = 0
+    keeps_every_second_matmul: bool = False
+
+
 @dataclass(slots=True)
 class Ledger:
     """The lives of all storages of a role, from its tasks in their order."""
@@ -40,8 +57,7 @@ class Ledger:
     tasks: Tasks
     of_role: RoleTasks
     times: Times
-    fusion: Fusion
-    last_microbatch: int
+    holding: Holding
     lives: dict[Key, Life] = field(default_factory=dict)
     lasting: set[int] = field(default_factory=set)  # storages that outlive the step
     replaced: dict[int, int] = field(default_factory=dict)  # new storage -> the storage of what it replaces
@@ -57,9 +73,37 @@ class Ledger:
             for life in (self.lives[key] for key in keys):
                 origin = origin_of(life.node)
                 life.end = life.end if [origin.phase, origin.call] == call else max(life.end, end)
+        if self.fusion == "eager" and self.holding.keeps_every_second_matmul:
+            self.keep_every_second_matmul()
         for (storage, _), life in self.lives.items():
             if storage in self.lasting or life.end >= self.times.seconds:
                 life.end = inf
+
+    @property
+    def fusion(self) -> Fusion:
+        return self.holding.fusion
+
+    @property
+    def last_microbatch(self) -> int:
+        return self.holding.last_microbatch
+
+    def keep_every_second_matmul(self) -> None:
+        kernels = [(n, self.tasks.tasks[n]) for n in self.of_role.tasks if self.tasks.tasks[n].kind == "kernel"]
+        places = {n: (block_name(origin_of(task.node)), task.microbatch) for n, task in kernels}
+        phases = {n: origin_of(task.node).phase for n, task in kernels}
+        ends = {places[n]: self.times.ends[n] for n, _ in kernels if phases[n] == "backward" and places[n][0]}
+        counts: Counter[tuple[str, int]] = Counter()
+        for number, task in kernels:
+            place = places[number]
+            is_matmul = task.kernel is not None and any(n.target in MATMULS for n in task.kernel.nodes)
+            if is_matmul and phases[number] == "forward" and place in ends:
+                counts[place] += 1
+                for key in self.made_by(task) if counts[place] % 2 else ():
+                    self.lives[key].end = max(self.lives[key].end, ends[place])
+
+    def made_by(self, task: Task) -> list[Key]:
+        keys = ((storage, task.microbatch) for storage in self.of_role.storages_written(task))
+        return [key for key in keys if key in self.lives]
 
     def enter_inputs(self) -> None:
         role = self.of_role.role

@@ -13,8 +13,7 @@ from meshweave.ir.liveness import live_bytes
 from meshweave.simulate.allocator import reserved_bytes
 from meshweave.simulate.clock import Times
 from meshweave.simulate.flat import hold_flat_buffers
-from meshweave.simulate.kernels import Fusion
-from meshweave.simulate.lives import Ledger, Life
+from meshweave.simulate.lives import Holding, Ledger, Life
 from meshweave.simulate.result import LiveTensor
 from meshweave.simulate.tasks import RoleTasks, Tasks
 
@@ -37,15 +36,14 @@ def memory_of(
     tasks: Tasks,
     index: int,
     times: Times,
-    fusion: Fusion,
-    last_microbatch: int,
+    holding: Holding,
     expandable_segments: bool = False,
     num_at_peak: int = 40,
 ) -> Memory:
     """Memory of role `index`. Where kernels are fused, updates are in place; else (as our executor does) the new tensor
     stands beside the old one. The inputs of a communication live until it has been waited for."""
     role = tasks.roles[index]
-    ledger = Ledger(tasks, role, times, fusion, last_microbatch)
+    ledger = Ledger(tasks, role, times, holding)
     ledger.run()
     hold_flat_buffers(tasks, role, times, ledger.lives, ledger.start_operands)
     lives = list(ledger.lives.values())

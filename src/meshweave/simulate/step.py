@@ -15,6 +15,7 @@ from meshweave.simulate.buckets import Buckets
 from meshweave.simulate.clock import Slowdown, Times, Work, play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Fusion, Kernel
+from meshweave.simulate.lives import Holding
 from meshweave.simulate.memory import Memory, bytes_by_kind, memory_of
 from meshweave.simulate.pipelines import FORWARD, Pipeline
 from meshweave.simulate.result import RoleResult, Simulation, Span
@@ -34,6 +35,8 @@ class SimulateOptions:
     tokens: of the whole batch, for tokens/s. title: for reports.
     buckets: which collectives run as one, as in systems that flatten parameters (see `simulate.buckets`).
     expandable_segments: as PYTORCH_CUDA_ALLOC_CONF says it, for the bytes that the allocator reserves.
+    keeps_every_second_matmul: the step recomputes as "selective" has it, which eager mode does with a store of results
+    that is blind to who reads them (see `simulate.lives`).
     """
 
     fusion: Fusion | None = None
@@ -44,6 +47,7 @@ class SimulateOptions:
     title: str = ""
     buckets: Buckets = "none"
     expandable_segments: bool = False
+    keeps_every_second_matmul: bool = False
 
 
 def simulate_roles(
@@ -59,8 +63,8 @@ def simulate_roles(
     )
     times = times_of(tasks, profile.compute_slowdown)
     exposure = exposure_of(tasks, times)
-    last, expandable = options.microbatches - 1, options.expandable_segments
-    memories = [memory_of(tasks, i, times, fusion, last, expandable) for i in range(len(roles))]
+    holding = Holding(fusion, options.microbatches - 1, options.keeps_every_second_matmul)
+    memories = [memory_of(tasks, i, times, holding, options.expandable_segments) for i in range(len(roles))]
     return _result(tasks, times, exposure, memories, profile, options, fusion)
 
 

@@ -23,7 +23,7 @@ from meshweave.ir.collectives import STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
-from meshweave.simulate.buckets import Buckets, Member, check_buckets, grouped
+from meshweave.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, grouped
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.simulate.launches import issued
 from meshweave.simulate.narrow import Narrow
@@ -75,13 +75,15 @@ class RoleTasks:
 @dataclass(frozen=True, slots=True)
 class Tasks:
     """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
-    and waits of collectives that run as one on a flat buffer, bucket by bucket."""
+    and waits of collectives that run as one on a flat buffer, bucket by bucket. `has_root_group`: what is outside of
+    blocks is one group of parameters (see `simulate.flat`)."""
 
     schedule: Schedule
     tasks: tuple[Task, ...]
     roles: tuple[RoleTasks, ...]
     streams: tuple[str, ...]
     flat: tuple[tuple[tuple[int, int], ...], ...] = ()
+    has_root_group: bool = False
 
 
 @dataclass(slots=True)
@@ -120,7 +122,8 @@ class _Lowering:
         schedule = Schedule(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
-        return Tasks(schedule, tuple(self.tasks), roles, tuple(names), tuple(self.flat))
+        is_root = self.buckets == "blocks+root"
+        return Tasks(schedule, tuple(self.tasks), roles, tuple(names), tuple(self.flat), is_root)
 
     @property
     def host_seconds(self) -> float:
@@ -258,7 +261,7 @@ class _Lowering:
                     self.needs[self.waits[start]].append(task)
                     self.lengthen(self.waits[start], host)
         waits = [(s, self.waits[s]) for _, each in bucket for s in each.values() if s in self.waits]
-        if self.buckets == "blocks" and kind == "group" and waits:
+        if self.buckets in OF_BLOCKS and kind == "group" and waits:
             self.flat.append(tuple(waits))
         if len(bucket) > 1 and copy.op == "all_gather" and waits:
             self.lengthen(min(wait for _, wait in waits), self.unpacking(copy, bucket))
