@@ -2,7 +2,8 @@
 
 from meshweave.decompose.algorithms import ALGORITHMS, Algorithm, Index, Step, algorithm, prove
 from meshweave.decompose.anyones import decompose_graph
-from meshweave.decompose.decompose import DecomposeOptions, decompose
+from meshweave.decompose.decompose import decompose
+from meshweave.decompose.options import DecomposeOptions
 from meshweave.decompose.proof import prove_rings
 from meshweave.decompose.report import DecomposeReport, RingRow
 from meshweave.decompose.split import SplitReport, split_batch

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import fx
 
 from meshweave.decompose.candidates import CandidateWriter
-from meshweave.decompose.decompose import DecomposeOptions, first
+from meshweave.decompose.options import DecomposeOptions
 from meshweave.decompose.report import DecomposeReport
+from meshweave.decompose.rewriter import first
 from meshweave.decompose.trials import CandidateSearch
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from meshweave.decompose.decompose import DecomposeOptions, Pick, take_apart
 from meshweave.decompose.lower import lower
+from meshweave.decompose.options import DecomposeOptions
 from meshweave.decompose.plain import RingGraph, ring_graph
 from meshweave.decompose.report import DecomposeReport
+from meshweave.decompose.rewriter import Pick, take_apart
 from meshweave.decompose.share import share_gathers
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import copied_module, module_like

@@ -11,8 +11,8 @@ from torch import fx
 from meshweave.decompose.candidates import CandidateWriter, RingCandidate
 from meshweave.decompose.chunks import Downstream
 from meshweave.decompose.cut import operands_of
-from meshweave.decompose.decompose import Choice, Pick, by_gain
 from meshweave.decompose.report import DecomposeReport
+from meshweave.decompose.rewriter import Choice, Pick, by_gain
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import op_name
 from meshweave.overlap import Figures, OverlapReport
