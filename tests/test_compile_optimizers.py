@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from tests.optimizers import SETTINGS, make
 from tests.training import batches, mse
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import meshweave as mw
 from meshweave.check.runs import Eager, Recipe
@@ -76,3 +79,94 @@ CASES = [
 @pytest.mark.parametrize(("kind", "mesh", "dtype", "bound"), CASES)
 def test_five_steps_equal_eager(kind: str, mesh: str, dtype: torch.dtype, bound: float) -> None:
     assert trained_apart(Deep(), lambda model: make(kind, model, 1e-2), mesh, dtype) <= bound
+
+
+def switched(name: str, values: Sequence[Any]) -> Callable[[torch.optim.Optimizer, int], None]:
+    def before(optimizer: torch.optim.Optimizer, i: int) -> None:
+        for group in optimizer.param_groups:
+            group[name] = values[i]
+
+    return before
+
+
+SWITCHES: dict[str, tuple[Callable[..., torch.optim.Optimizer], str, Sequence[Any]]] = {
+    "weight decay on": (partial(torch.optim.AdamW, weight_decay=0.0), "weight_decay", (0.0, 0.0, 0.1, 0.2, 0.3)),
+    "weight decay off": (partial(torch.optim.Adam, weight_decay=0.1), "weight_decay", (0.1, 0.1, 0.0, 0.0, 0.0)),
+    "momentum on": (torch.optim.SGD, "momentum", (0.0, 0.0, 0.9, 0.8, 0.7)),
+    "maximize": (partial(torch.optim.SGD, momentum=0.9), "maximize", (False, False, False, True, True)),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_of_an_option_is_captured_anew(switch: str, caplog: pytest.LogCaptureFixture) -> None:
+    kind, name, values = SWITCHES[switch]
+    build = lambda model: kind(model.parameters(), lr=0.01)  # noqa: E731
+    error = trained_apart(Deep(), build, "fsdp=2", torch.float64, before=switched(name, values))
+    assert error <= 1e-12
+    assert caplog.text.count("the step is compiled again: the optimizer's options call for another update") == 1
+
+
+def test_a_group_that_is_added_later_counts(caplog: pytest.LogCaptureFixture) -> None:
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        for p in model.layers[:2].parameters():  # type: ignore[index]
+            p.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        optimizer.late = list(model.layers[:2].parameters())  # type: ignore[attr-defined, index]
+        return optimizer
+
+    def before(optimizer: Any, i: int) -> None:
+        if i == 2:
+            for p in optimizer.late:
+                p.requires_grad_()
+            optimizer.add_param_group({"params": optimizer.late, "lr": 0.02, "weight_decay": 0.0})
+
+    assert trained_apart(Deep(), build, "fsdp=2", torch.float64, before=before) <= 1e-12
+    assert caplog.text.count("compiled again") == 1
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda i: 0.5**i),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda i: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 2]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.5, total_iters=2),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.02, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=4),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 1), lr_scheduler.ExponentialLR(o, 0.9)], [1]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 1), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_every_schedule_of_torch_made_after_compile(make_optimizer: Any) -> None:
+    """One after the other on one compiled step: rates, betas and momentum go up and down as in eager PyTorch."""
+    (batch,) = [{k: v.double() for k, v in b.items()} for b in batches(1, (8, 4), (8, 4))]
+    model = Deep().double()
+    twin = copy.deepcopy(model)
+    ours, theirs = (
+        make_optimizer(
+            [{"params": m.layers[:3].parameters()}, {"params": m.layers[3:].parameters(), "lr": 0.01}], lr=0.02
+        )
+        for m in (model, twin)
+    )
+    step = mw.compile(model, loss=mse, example=batch, optimizer=ours, mesh="fsdp=2")
+    eager = Eager(twin, theirs, Recipe(mse))
+    for make_schedule in SCHEDULES.values():
+        schedules = [make_schedule(optimizer) for optimizer in (ours, theirs)]
+        for _ in range(3):
+            losses = step(batch), eager(batch)
+            assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+            for schedule in schedules:
+                schedule.step(*[losses[1]] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
+    for name, param in model.named_parameters():
+        assert _difference(param, dict(twin.named_parameters())[name]) <= 1e-12

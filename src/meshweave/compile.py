@@ -231,6 +231,7 @@ def compile(
     values of the example; a rank that differs or fails is an error on every rank.
     Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
     """
+    asked = dict(locals())
     with together(device) as ranks:
         mesh, plan = Mesh.of(mesh), plan_of(plan)
         check_not_compiled(model)
@@ -269,4 +270,4 @@ def compile(
             program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
             progress("start")
         ranks.agree(program_texts(program.captured, program.roles))
-        return TrainStep(program, model, optimizer, world, settings)
+        return TrainStep(program, model, optimizer, world, settings, again=lambda: compile(**asked))

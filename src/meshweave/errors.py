@@ -51,5 +51,9 @@ class StepError(MeshweaveError):
     """A training step that failed while it ran. The state of the last completed step is intact unless said."""
 
 
+class OutdatedUpdate(StepError):
+    """The optimizer calls for another update than was compiled: other groups, or an option switched on or off."""
+
+
 class CheckpointError(MeshweaveError):
     """A checkpoint that is missing, damaged or of another model."""

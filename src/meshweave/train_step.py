@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
 from meshweave.capture.optimizers import StepNumbers, initial_state
-from meshweave.errors import LayoutError
+from meshweave.errors import LayoutError, OutdatedUpdate
 from meshweave.interop.optimizer import mark_stepped
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
@@ -23,6 +24,8 @@ from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session, Settings
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
+
+_LOG = logging.getLogger("meshweave")
 
 
 class TrainStep:
@@ -38,7 +41,10 @@ class TrainStep:
         optimizer: torch.optim.Optimizer | None,
         world: World,
         settings: Settings,
+        again: Callable[[], TrainStep] | None = None,
     ) -> None:
+        """`again()` compiles the step anew, for model and optimizer as they are then."""
+        self.again = again
         self.program, self.optimizer = program, optimizer
         self.session = Session(program.roles, world, settings)
         spec = program.optimizer
@@ -63,8 +69,9 @@ class TrainStep:
         where model, batch or optimizer are no longer what was compiled (docs/capture.md).
         """
         with self.session.world.guard():
+            numbers = self._first_numbers()
             micros = self._micros(batch, self.program.options.accumulate)
-            loss = self.session.run(micros, self._numbers())
+            loss = self.session.run(micros, numbers)
             self._stepped()
         return loss
 
@@ -75,9 +82,10 @@ class TrainStep:
         all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
         """
         with self.session.world.guard():
+            numbers = self._first_numbers()
             micros = self._micros(batch, self.program.options.accumulate)
             tokens = tokens_of(self.program.captured) * len(micros)
-            found = self.session.trace(micros, self._numbers(), tokens=tokens)
+            found = self.session.trace(micros, numbers, tokens=tokens)
             self._stepped()
         return found
 
@@ -88,6 +96,7 @@ class TrainStep:
         Each raises StepError when it is not what comes next; a failure ends the step.
         """
         with self.session.world.guard():
+            self._first_numbers()
             (micro,) = self._micros(batch, 1)
             return self.session.forward(micro)
 
@@ -117,6 +126,21 @@ class TrainStep:
         numbers, fills = self.numbers.next()
         self.session.state.refill(fills)
         return numbers
+
+    def _first_numbers(self) -> dict[str, float]:
+        """`_numbers`, before anything else of a step is done. Where the optimizer calls for another update than was
+        compiled, the step is compiled again, as it was asked for, on the same state."""
+        if self.again is None or self.session.progress.num_done:
+            return self._numbers()
+        try:
+            self._take_over()
+            return self._numbers()
+        except OutdatedUpdate as change:
+            _LOG.warning("the step is compiled again: %s (%s)", change.what, change.where)
+        num_steps, renewed = self.num_steps, self.again()
+        self.__dict__.update(renewed.__dict__)
+        self.session.state.num_steps = num_steps
+        return self._numbers()
 
     def _take_over(self) -> None:
         """What the user has loaded into the optimizer, or written into its state, counts from now on."""

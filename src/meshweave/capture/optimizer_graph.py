@@ -138,17 +138,17 @@ def values_of(values: Values, record: Record, specs: Mapping[Key, Spec], number:
     with mode:
         fakes = [torch.empty(specs[k].shape, dtype=specs[k].dtype) for k in keys]
         fakes += [torch.empty((), dtype=torch.float64) for _ in record.numbers]
-    found: list[Key] = []
+    names: list[Key] = []
 
     def run(*flat: Tensor) -> list[Tensor]:
         results = replay(record, dict(zip(keys, flat, strict=False)), flat[len(keys) :])
-        found[:] = list(results)
+        names[:] = list(results)
         return list(results.values())
 
     with mode:
         graph = make_fx(torch.func.functionalize(run), decomposition_table=decomposition_table())(*fakes).graph
     inputs = [values.input(k, specs[k]) for k in keys] + [number(i) for i in range(len(record.numbers))]
-    return dict(zip(found, _import(values, graph, inputs), strict=True))
+    return dict(zip(names, _import(values, graph, inputs), strict=True))
 
 
 def replay(record: Record, inputs: Mapping[Key, Tensor], numbers: Sequence[Tensor]) -> dict[Key, Tensor]:

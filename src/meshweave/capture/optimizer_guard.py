@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshweave.capture.optimizers import check_hooks, check_options
-from meshweave.errors import StepError
+from meshweave.errors import OutdatedUpdate
 
 _AGAIN = "step.save(path), compile again with it, step.load(path)"
 
@@ -21,7 +21,7 @@ class OptimizerGuard:
         self.params = [list(group["params"]) for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raises StepError for what has changed; PlanError for hooks and options that are not supported."""
+        """Raises OutdatedUpdate for what has changed; PlanError for hooks and options that are not supported."""
         check_hooks(self.optimizer)
         groups = self.optimizer.param_groups
         if not _equal([group["params"] for group in groups], self.params):
@@ -30,9 +30,9 @@ class OptimizerGuard:
         for i, group in enumerate(groups):
             check_options(self.optimizer, i, group)
 
-    def _changed(self, what: str, got: str, expected: str, hint: str) -> StepError:
+    def _changed(self, what: str, got: str, expected: str, hint: str) -> OutdatedUpdate:
         where = f"{type(self.optimizer).__name__}, {what}"
-        return StepError(
+        return OutdatedUpdate(
             "the optimizer has changed since the step was compiled", where=where, got=got, expected=expected, hint=hint
         )
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_record import DataNumber, Key, Prepared, Recorder, every_path, line_of, prepared
+from meshweave.capture.optimizer_numbers import DataNumber, line_of
+from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
+from meshweave.capture.optimizer_recorder import Recorder
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.ir.graph import Spec
 

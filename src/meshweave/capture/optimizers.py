@@ -28,7 +28,7 @@ from meshweave.capture.optimizer_graph import (
 )
 from meshweave.capture.optimizer_record import Decision, Key, Num, Prepared, Record
 from meshweave.capture.optimizer_stand_ins import Kept, StandIns, check_callable
-from meshweave.errors import PlanError, StepError
+from meshweave.errors import OutdatedUpdate, PlanError, StepError
 from meshweave.interop import pytree
 from meshweave.interop.hooks import optimizer_hooks
 from meshweave.ir.graph import Spec
@@ -91,8 +91,8 @@ class OptimizerSpec:
         places = {number: f"update{index}.{i}" for i, number in enumerate(kind.numbers)}
         tensors: dict[Key, Tensor] = {("param", 0, ""): param, ("grad", 0, ""): grad}
         tensors |= {("state", 0, slot): tensor for slot, tensor in state.items()}
-        found = evaluate(kind.outputs, lambda key: tensors[key] if isinstance(key, tuple) else numbers[places[key]])
-        return found["param", 0, ""], {key[2]: value for key, value in found.items() if key[0] == "state"}
+        results = evaluate(kind.outputs, lambda key: tensors[key] if isinstance(key, tuple) else numbers[places[key]])
+        return results["param", 0, ""], {key[2]: value for key, value in results.items() if key[0] == "state"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ class StepNumbers:
         self._after = self._kept
 
     def _changed(self, kind: UpdateKind, name: str) -> StepError:
-        return StepError(
+        return OutdatedUpdate(
             "the optimizer's options call for another update than was compiled",
             where=f"{self.spec.name}, param_groups[{kind.group}], parameter {name}",
             got="other operations in step(): an option was switched on or off (0 and not 0 are two ways)",

@@ -1,0 +1,233 @@
+"""Runs an optimizer's own `step()` on stand-ins, and writes down what it does.
+
+Parameters, gradients and state tensors stand on the meta device; numbers are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshweave.capture.optimizer_arithmetic import ARITHMETIC, base_of
+from meshweave.capture.optimizer_numbers import DataNumber, of_data, untraceable
+from meshweave.capture.optimizer_record import FILLS, Call, Decision, Num, Record, Ref
+from meshweave.errors import CaptureError
+from meshweave.interop import pytree
+from meshweave.interop.fake import TorchDispatchMode
+from meshweave.interop.ops import arguments_of, returns_of
+from meshweave.ir.traits import is_random
+
+aten = torch.ops.aten
+
+_META = torch.device("meta")
+
+
+class _Items(TorchFunctionMode):
+    """`.item()` and `bool()` of stand-ins."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == _META and not any(self.recorder.is_known(x) for x in args):
+            return func(*args, **{**kwargs, "device": None})  # a number beside a parameter is a number
+        if func not in (Tensor.item, Tensor.__bool__, Tensor.__setitem__) or not self.recorder.is_known(args[0]):
+            return func(*args, **kwargs)
+        if func is Tensor.__setitem__:
+            return self._set(*args)
+        if func is Tensor.__bool__:
+            return self.recorder.decide(args[0])
+        return DataNumber(args[0].to(torch.float64).reshape(()), self.recorder.decide)
+
+    def _set(self, x: Tensor, index: Any, value: Any) -> None:
+        """x[index] = value, as the op that it is for a mask and a number."""
+        is_mask = self.recorder.is_known(index) and index.dtype == torch.bool
+        if is_mask and not isinstance(value, Tensor):
+            x.masked_fill_(index, value)
+        else:
+            x[index].copy_(value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype))
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down one run. `decisions` are taken in order where the code branches on data; further ones are False.
+
+    `before` is an earlier run: as long as this one does the same, nothing is computed, and its tensors are taken.
+    """
+
+    def __init__(self, decisions: Sequence[bool] = (), before: Recorder | None = None) -> None:
+        super().__init__()
+        self.record, self.decisions, self.before = Record(), tuple(decisions), before
+        self._refs: dict[int, int] = {}  # id of a tensor -> its number
+        self._alive: list[Tensor] = []  # keeps ids unique
+        self._results: list[Any] = []  # of each call
+        self._held: list[Tensor] = []
+
+    def know(self, tensor: Tensor) -> int:
+        """The number of a tensor, a new one where it has none."""
+        if id(tensor) not in self._refs:
+            self._refs[id(tensor)] = len(self._alive)
+            self._alive.append(tensor)
+        return self._refs[id(tensor)]
+
+    def is_known(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and id(x) in self._refs
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether this run did what the one before did."""
+        known = self.before
+        return known is not None and len(self.record.calls) == len(known.record.calls)
+
+    def decide(self, condition: Tensor) -> bool:
+        taken = len(self.record.outcomes)
+        outcome = self.decisions[taken] if taken < len(self.decisions) else False
+        self._enter(Decision(Ref(self._refs[id(condition)]), outcome), None)
+        return outcome
+
+    def _repeats(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+        """The call of the run before that this one is."""
+        at = len(self.record.calls)
+        call = self.before.record.calls[at] if self.before and at < len(self.before.record.calls) else None
+        same = isinstance(call, Call) and (call.func, call.args, call.kwargs) == (func, args, kwargs)
+        return call if same else None  # type: ignore[return-value]
+
+    def _enter(self, call: Call | Decision, result: Any) -> None:
+        at = len(self.record.calls)
+        if self.before is not None and (at >= len(self.before.record.calls) or self.before.record.calls[at] != call):
+            self.before = None
+        self.record.calls.append(call)
+        self._results.append(result)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with torch.no_grad(), _Items(self), self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(self._holds_known, (*args, *kwargs.values()))):
+            return self._host(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            raise of_data("float() or int()")
+        if func is aten.detach.default:
+            result = func(args[0])
+            self._refs[id(result)] = self._refs[id(args[0])]
+            self._held.append(result)
+            return result
+        if is_random(func):
+            raise untraceable(
+                "the optimizer draws random numbers", str(func), "draw them in the model, which is captured with them"
+            )
+        return self._written(func, args, kwargs, {})
+
+    def _holds_known(self, x: Any) -> bool:
+        return id(x) in self._refs or (isinstance(x, (list, tuple)) and any(map(self._holds_known, x)))
+
+    def _written(self, func: Any, args: Any, kwargs: dict[str, Any], forced: dict[str, Any]) -> Any:
+        """The result of an op, which is written down. `forced` options are for the stand-ins alone."""
+        names = _names_of(func)
+        described = tuple(self._described(func, n, x) for n, x in zip(names, args, strict=False))
+        options = tuple(
+            (n, self._described(func, n, x)) for n, x in kwargs.items() if n not in ("device", "pin_memory")
+        )
+        known = self._repeats(func, described, options)
+        if known is not None and self.before is not None:
+            result = func(*args, **kwargs) if _is_view(func) else self.before._results[len(self.record.calls)]
+            for ref, x in zip(known.results, _tensors(result), strict=True):
+                self._take(ref.index, x)
+            self._enter(known, result)
+            return result
+        args, kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
+        result = func(*args, **{**kwargs, **forced})
+        outs = _tensors(result)
+        refs = tuple(Ref(self.know(x)) for x in outs)
+        self._enter(Call(func, described, options, refs, tuple(x.dtype for x in outs)), result)
+        return result
+
+    def _take(self, index: int, x: Tensor) -> None:
+        """A tensor of the run before, under its number."""
+        if index == len(self._alive):
+            self._refs[id(x)] = index
+            self._alive.append(x)
+
+    def _host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An op without stand-ins: numbers of the code's own, which are computed; or a tensor that it makes."""
+        kept = {k: v for k, v in kwargs.items() if not (k == "device" and v == _META)}
+        if func.overloadpacket not in FILLS or len(args[0]) == 0:
+            return func(*args, **kept)
+        return self._written(func, args, kwargs, {"device": _META})
+
+    def check_owners(self, owner: dict[int, str]) -> None:
+        """Raises CaptureError for an op that takes tensors of two parameters. `owner`: number of a tensor -> whose."""
+        for call in (c for c in self.record.calls if isinstance(c, Call)):
+            refs = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Ref)]
+            owners = sorted({owner[ref.index] for ref in refs if ref.index in owner})
+            if len(owners) > 1:
+                raise CaptureError(
+                    "the optimizer updates parameters together, by what several of them hold",
+                    got=f"{call.func} of {owners[0]} and {owners[1]}",
+                    expected="an update of each parameter by its own gradient and state",
+                    hint="clip gradients by clip_grad_norm=, and loop over parameters in step()",
+                )
+            owner.update((ref.index, owner_of) for ref in call.results for owner_of in owners)
+
+    def _stand_in(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and not self.is_known(x):
+            return torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return x
+
+    def _described(self, func: Any, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if self.is_known(value):
+                return Ref(self._refs[id(value)])
+            if value.numel() != 1 or value.device.type == "meta":
+                raise untraceable(
+                    "the optimizer uses a tensor that is no parameter, gradient or state of its own",
+                    f"{value.dtype} of shape {tuple(value.shape)} in {func}",
+                    "keep tensors in optimizer.state[param], made in step() from the parameter or its gradient",
+                )
+            return self._number(float(value))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._described(func, name, x) for x in value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and _is_number(func, name, value):
+            return self._number(float(value))
+        return value
+
+    def _number(self, value: float) -> Num:
+        self.record.numbers.append(value)
+        return Num(len(self.record.numbers) - 1)
+
+
+def _is_number(func: Any, name: str, value: float) -> bool:
+    """Whether an argument is a number that may differ in every step, and not one that says what is computed."""
+    return name in _places_of_numbers(func) and not (base_of(func) == "pow" and isinstance(value, int))
+
+
+@cache
+def _places_of_numbers(func: Any) -> frozenset[str]:
+    if base_of(func) not in ARITHMETIC:
+        return frozenset()
+    kinds = {a.name: str(a.type).removeprefix("Optional[").rstrip("]") for a in arguments_of(func)}
+    return frozenset(name for name, kind in kinds.items() if kind in ("number", "Scalar", "Tensor", "float"))
+
+
+@cache
+def _names_of(func: Any) -> tuple[str, ...]:
+    return tuple(a.name for a in arguments_of(func))
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns_of(func))
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
