@@ -42,7 +42,9 @@ def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tu
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage; 0 where it has none, as on the meta device, or several, as a sparse tensor."""
+    """The address of a tensor's storage, of a DTensor that of its piece; 0 where it has none, as on the meta device, or
+    several, as a sparse tensor."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if tensor.layout != torch.strided:
         return 0
     storage = tensor.untyped_storage()
