@@ -1,0 +1,37 @@
+"""A Hugging Face Llama (random weights), trained with a warm-up schedule and written with save_pretrained."""
+
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+SEQ, STEPS = 32, 10
+
+
+def main():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SEQ,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    text = torch.tensor(list(Path(torch.__file__).with_name("functional.py").read_bytes()))
+    rows = text[: len(text) // SEQ * SEQ].view(-1, SEQ)
+    loader = DataLoader(rows, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=3, num_training_steps=STEPS)
+    for i, tokens in zip(range(STEPS), loader, strict=False):
+        batch = {"input_ids": tokens, "labels": tokens}
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        print(f"step {i} loss {loss:.6f}")
+    model.save_pretrained("llama")
+
+
+if __name__ == "__main__":
+    main()
