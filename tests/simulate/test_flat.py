@@ -128,6 +128,19 @@ def test_eager_selective_checkpoints_keep_what_their_policy_names_though_nobody_
     assert of_compiler <= read
 
 
+def test_tensors_that_fit_without_the_blocks_between_them_are_said_to() -> None:
+    program = headed("", 6, 2**12)
+    machine = load_profile("h100")
+    found = simulate(program, machine, fusion="eager")
+    between = (found.peak_bytes + found.reserved_bytes) / 2
+    memory = machine.memory
+    tight = machine.scaled(memory_bytes=memory.reserved_bytes + between / (1 - memory.reserved_fraction))
+    small = simulate(program, tight, fusion="eager")
+    assert not small.verdict
+    assert any("the allocator would reserve" in note for note in small.notes)
+    assert not any("the allocator would reserve" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("is_expandable", [False, True])
 def test_the_peak_grows_by_the_same_with_each_layer_and_what_is_reserved_need_not(is_expandable: bool) -> None:
     """Free blocks that some layers leave unused, others fill: reserved bytes are not on a line, so none is drawn."""

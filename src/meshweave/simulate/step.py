@@ -126,7 +126,7 @@ def _result(
         str(dtype).removeprefix("torch.") if dtype is not None else "",
         int(profile.usable_bytes),
         _verdict(roles, profile),
-        _notes(options, fusion, len(roles)),
+        (*_notes(options, fusion, len(roles)), *_fragments(roles, profile)),
     )
 
 
@@ -242,6 +242,21 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
     return (
         f"does not fit: role {worst.index} needs {worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB "
         f"({most} among the largest at the peak); what would make it fit: {'; '.join(advice)}"
+    )
+
+
+def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:
+    """What to know where tensors fit, but not with the free blocks that lie between them: c10's
+    CUDACachingAllocator.cpp gives free segments back and asks again before it runs out of memory."""
+    room, gib = int(profile.usable_bytes), 2**30
+    worst = max(roles, key=lambda role: role.reserved_bytes)
+    if not max(role.peak_bytes for role in roles) <= room < worst.reserved_bytes:
+        return ()
+    reserved = f"{worst.reserved_bytes / gib:.1f} GiB of {room / gib:.1f} GiB"
+    return (
+        f"tensors fit, but with free blocks between them the allocator would reserve {reserved}: it then stops the "
+        "device to give segments back, and may run out of memory; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        "leaves fewer",
     )
 
 
