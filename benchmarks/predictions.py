@@ -205,7 +205,7 @@ def write(found: list[tuple[Case, Setup, Simulation]]) -> None:
     for (case, setup, one), error in zip(found, errors, strict=True):
         peak = one.reserved_bytes / GIB
         memory = (
-            f"{case.memory_gib:.1f} / {peak:.1f} ({peak / case.memory_gib - 1:+.0%})"
+            f"{case.memory_gib:.1f} / {peak:.1f} ({peak / case.memory_gib - 1:+.1%})"
             if case.memory_gib
             else f"{peak:.1f}"
         )
