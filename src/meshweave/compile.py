@@ -255,7 +255,8 @@ def compile(
         )
         settings = Settings(accumulate, seed, keeps_gradients, check_finite)
         same: dict[str, Any] = {"mesh": (mesh, mesh.devices), "plan": plan, "profile": profile}
-        same |= {"options": (options, pipeline, settings, batch, on_different_weights, device)}
+        words = {"batch": batch, "on_different_weights": on_different_weights, "device": str(device).partition(":")[0]}
+        same["options"] = {"capture": options, "passes": pipeline, "session": settings, "argument": words}
         ranks.agree(argument_texts(model, optimizer, example, {"loss": loss, "forward": forward}, same))
         world = make_world(mesh, device)
         align_weights(model, optimizer, ranks, world, on_different_weights)

@@ -114,7 +114,7 @@ class TrainStep:
         held = Batch.of(batch)
         self.guards.check(held)
         if self.rows is not None:
-            self.rows.check(held, self.optimizer.param_groups if self.optimizer is not None else ())
+            self.rows.check(held, parts, self.optimizer.param_groups if self.optimizer is not None else ())
         self._take_over()
         return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
 
@@ -220,4 +220,4 @@ def _rows_check(program: Program, world: World) -> RowsCheck | None:
         return None
     specs = {item.name: item.spec for item in program.captured.inputs if item.kind == "batch"}
     layouts = {name: program.placement.layout("batch", name, spec) for name, spec in specs.items()}
-    return RowsCheck(world, layouts, {n: spec.shape for n, spec in specs.items()}, program.options.accumulate)
+    return RowsCheck(world, layouts, {name: spec.shape for name, spec in specs.items()})

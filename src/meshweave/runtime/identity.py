@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +34,7 @@ def argument_texts(
     """By topic what a step is compiled from; values of tensors are no part of it, and files are named by their place
     on disk. Python code is compared by its bytecode and the plain values that it closes over."""
     return {
-        **{name: _plain(value) for name, value in settings.items()},
+        **{name: _setting_text(value) for name, value in settings.items()},
         "versions": f"torch {torch.__version__}, Python {sys.version}",
         "model": _model_text(model),
         "optimizer": _optimizer_text(optimizer, model),
@@ -84,7 +87,18 @@ def _optimizer_text(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
 def _batch_text(batch: Batch) -> str:
     tensors = zip(batch.names, batch.tensors, strict=True)
     shown = [f"entry '{n}' {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in tensors]
-    return "\n".join([*shown, *(f"entry '{name}' = {_plain(value)}" for name, value in batch.rest.items())])
+    # What else is in it (texts, indices of rows) may differ; where the step depends on it, the captured step does.
+    return "\n".join([*shown, *(f"entry '{name}'" for name in batch.rest)])
+
+
+def _setting_text(value: Any) -> str:
+    """Mappings and dataclasses with a line per entry, anything else on one."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return "\n".join(f"{f.name} = {_plain(getattr(value, f.name))}" for f in fields(value))
+    if isinstance(value, Mapping):
+        lines = ((name, _setting_text(inner).splitlines()) for name, inner in value.items())
+        return "\n".join(f"{name}: {line}" for name, inner in lines for line in inner)
+    return _plain(value)
 
 
 def _plain(value: Any) -> str:
@@ -105,7 +119,9 @@ def _code_text(function: Any) -> str:
         return f"{name}"
     cells = [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
     closed = [f"closes over {value!r}" for value in cells if isinstance(value, _PLAIN)]
-    return "\n".join([f"{name}, {_bytecode(code)}", *closed, *_defaults(function)])
+    digest = hashlib.sha256(_bytecode(code).encode()).hexdigest()[:12]
+    place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return "\n".join([f"{name} ({place}), bytecode {digest}", *closed, *_defaults(function)])
 
 
 def _defaults(function: Any) -> list[str]:
@@ -127,4 +143,4 @@ def _bytecode(code: types.CodeType) -> str:
         _bytecode(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
         for c in code.co_consts
     ]
-    return f"line {code.co_firstlineno}, code {code.co_code.hex()}, {code.co_names}, {inner}"
+    return f"{code.co_code.hex()}, {code.co_names}, {inner}"

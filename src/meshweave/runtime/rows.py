@@ -73,27 +73,23 @@ class RowsCheck:
     entry and one wait for it. All ranks raise the same error, so that the job can go on.
     """
 
-    def __init__(
-        self, world: Any, layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]], accumulate: int
-    ) -> None:
-        """`shapes` are those of the entries in a microbatch, `layouts` how they are stored."""
-        self.world, self.num_calls = world, 0
+    def __init__(self, world: Any, layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """`shapes` are those of the entries in a global microbatch, `layouts` how they are stored."""
+        self.world, self.num_calls, self.warned = world, 0, False
         self.names = tuple(layouts)
         self.ranks: tuple[int, ...] = world.mesh.devices
         size = batch_size(shapes.values())
-        self.whole = {
-            name: (shape[0] * accumulate, *shape[1:]) if shape and shape[0] == size else shape
-            for name, shape in shapes.items()
-        }
+        self.has_rows = {name: bool(shape) and shape[0] == size for name, shape in shapes.items()}
+        self.num_rows = {name: shape[0] if shape else -1 for name, shape in shapes.items()}
         # Per entry the place of each rank's rows: ranks at one place hold the same ones.
         self.places = {
-            name: {rank: layout.box_of(self.whole[name], rank).offset[:1] for rank in self.ranks}
+            name: {rank: layout.box_of(shapes[name], rank).offset[:1] for rank in self.ranks}
             for name, layout in layouts.items()
         }
-        self.warned = False
 
-    def check(self, batch: Batch, groups: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Compare this call's batch, where it is this call's turn. Raises LayoutError or StepError on every rank."""
+    def check(self, batch: Batch, parts: int = 1, groups: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Compare this call's batch, of `parts` microbatches, where it is this call's turn. Raises LayoutError or
+        StepError on every rank."""
         is_due = self.num_calls < ALWAYS_FIRST or self.num_calls % THEN_EVERY == 0
         self.num_calls += 1
         if not is_due:
@@ -106,9 +102,9 @@ class RowsCheck:
             numbers += [torch.tensor([rows, text_number(f"{value.dtype}{list(value.shape)}")])]
             numbers += [fingerprint(value, MOST_WORDS).reshape(1).cpu()]
         said = self.world.gather(torch.cat(numbers))
-        self._judge({rank: numbers.tolist() for rank, numbers in said.items()})
+        self._judge({rank: numbers.tolist() for rank, numbers in said.items()}, parts)
 
-    def _judge(self, said: Mapping[int, Sequence[int]]) -> None:
+    def _judge(self, said: Mapping[int, Sequence[int]], parts: int) -> None:
         settings = {rank: numbers[0] for rank, numbers in said.items()}
         if others := _others(settings):
             raise StepError(
@@ -119,23 +115,25 @@ class RowsCheck:
             )
         alike = []
         for i, name in enumerate(self.names):
-            parts = [{rank: numbers[1 + 3 * i + part] for rank, numbers in said.items()} for part in range(3)]
-            alike.append(self._judge_entry(name, *parts))
+            rows, shapes, contents = (
+                {rank: numbers[1 + 3 * i + column] for rank, numbers in said.items()} for column in range(3)
+            )
+            if others := _others(shapes):
+                raise self._other_size(name, others, rows)
+            num_whole = self.num_rows[name] * (parts if self.has_rows[name] else 1)
+            alike.append(self._judge_entry(name, rows[self.ranks[0]], num_whole, contents))
         if alike.count(True) and not alike.count(False) and not self.warned and self.world.rank == self.ranks[0]:
             self.warned = True
             warnings.warn(_ALIKE, stacklevel=4)
 
-    def _judge_entry(
-        self, name: str, rows: Mapping[int, int], shapes: Mapping[int, int], contents: Mapping[int, int]
-    ) -> bool | None:
-        """Raises where ranks differ. Returns whether all handed in the same as their own rows; None without such."""
-        if others := _others(shapes):
-            raise self._other_size(name, others, rows)
-        num_rows, places = rows[self.ranks[0]], self.places[name]
-        num_whole, num_places = (self.whole[name] or (-1,))[0], len(set(places.values()))
+    def _judge_entry(self, name: str, num_rows: int, num_whole: int, contents: Mapping[int, int]) -> bool | None:
+        """Raises where ranks differ that must not. Returns whether all handed in the same as their own rows; None where
+        they are no ranks' own."""
+        places = self.places[name]
+        num_places = len(set(places.values()))
         if num_rows == num_whole:
             if others := _others(contents):
-                raise self._other_whole(name, others)
+                raise self._other_whole(name, others, num_whole, num_places)
             return None
         for place in dict.fromkeys(places.values()):
             mine = {rank: contents[rank] for rank, at in places.items() if at == place}
@@ -153,15 +151,14 @@ class RowsCheck:
             hint="drop_last=True in the loader (DistributedSampler has it too) drops the short last batch on all ranks",
         )
 
-    def _other_whole(self, name: str, others: Sequence[int]) -> StepError:
-        num_places = len(set(self.places[name].values()))
-        part = f", of which each rank would use {self.whole[name][0] // num_places} rows" if num_places > 1 else ""
+    def _other_whole(self, name: str, others: Sequence[int], num_whole: int, num_places: int) -> StepError:
+        part = f", of whose {num_whole} rows each would use {num_whole // num_places}" if num_places > 1 else ""
         hint = f"where each rank loads its own rows (DistributedSampler), mw.compile(..., batch='local'); {_SEED}"
         return StepError(
             "ranks hand in different batches",
             where=f"entry '{name}', {named(others)}",
             got=f"other values than on rank {self.ranks[0]}",
-            expected=f"the same {self.whole[name][:1] or ''} rows on every rank: the global batch{part}",
+            expected=f"the global batch on every rank{part}",
             hint=hint if num_places > 1 else _SEED,
         )
 

@@ -267,12 +267,12 @@ class Session:
     def _batch_piece(self, item: Input, box: Box, value: Tensor) -> Tensor:
         """The piece of a global tensor; or the tensor itself where a process with one device was given its piece."""
         if value.dtype != item.spec.dtype:
-            raise _other_batch(item, value, self.settings)
+            raise _other_batch(item, value, box if self.world.is_distributed else None, self.settings)
         if tuple(value.shape) == item.spec.shape:
             return value[box.slices()].to(self.world.device)
         if self.world.is_distributed and tuple(value.shape) == box.size:
             return value.to(self.world.device)
-        raise _other_batch(item, value, self.settings)
+        raise _other_batch(item, value, box if self.world.is_distributed else None, self.settings)
 
     def _update(self, numbers: Mapping[str, float]) -> None:
         scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
@@ -382,8 +382,9 @@ def _nodes(rank: Compiled) -> tuple[dict[Key, fx.Node], dict[Key, fx.Node]]:
     return inputs, {key: rank.nodes[slot] for key, slot in outputs(rank)}
 
 
-def _other_batch(item: Input, value: Tensor, settings: Settings) -> LayoutError:
+def _other_batch(item: Input, value: Tensor, own: Box | None, settings: Settings) -> LayoutError:
     parts = f" in each of {settings.accumulate} microbatches" if settings.accumulate > 1 else ""
+    parts = f" (or {list(own.size)}: this rank's own rows){parts}" if own and own.size != item.spec.shape else parts
     return LayoutError(
         f"batch entry '{item.name}' differs from the example",
         got=f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshweave.errors import MeshweaveError
+from meshweave.errors import MeshError, MeshweaveError
 from meshweave.runtime.cluster import init_from_env, shutdown
 from meshweave.runtime.exchange import Exchange, named, ranks_of_job
 
@@ -128,5 +128,13 @@ def join(device: torch.device | str | None) -> None:
         return
     if "RANK" not in os.environ:
         return
-    init_from_env("gloo" if str(device or "").startswith("cpu") else None)
+    try:
+        init_from_env("gloo" if str(device or "").startswith("cpu") else None)
+    except dist.DistError as error:
+        raise MeshError(
+            "not all ranks came to join the job",
+            where=f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
+            got=str(error).splitlines()[0],
+            hint="a rank has ended or hangs before mw.compile: see its log",
+        ) from error
     atexit.register(shutdown)
