@@ -6,7 +6,7 @@ another order, and taken apart beside their matmuls.
     python benchmarks/decomposed_70b.py --layers 2
 
 Forward, loss and backward without an update, parameters in bfloat16, compiled from the Hugging Face configuration on
-the meta device. `ordered` is the overlap pass on the rank graph, `taken apart` that of `meshweave.decompose`, which the
+the meta device. `ordered` is the overlap pass on the rank graph, `taken apart` that of `meshweave.rings`, which the
 gate decides with the same profile, `rows in 2 chunks` the batch split. All are played by the simulator of whole steps.
 """
 
@@ -25,11 +25,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshweave as mw
 from meshweave.capture.step import CaptureOptions
 from meshweave.compile import build_program
-from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose, split_role
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.rank import RankGraph
-from meshweave.overlap.step import Scheduling, overlap_roles
 from meshweave.program import Program
+from meshweave.rings import DecomposeOptions, DecomposeReport, decompose
+from meshweave.rows import split_role
+from meshweave.schedule.steps import Scheduling, overlap_roles
 from meshweave.sharding.plans import Plan
 from meshweave.simulate.step import simulate_roles
 

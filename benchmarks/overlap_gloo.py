@@ -138,7 +138,7 @@ def training(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from meshweave.overlap import OverlapOptions
+    from meshweave.schedule import OverlapOptions
     from meshweave.torch_compile import backend
     from meshweave.torch_compile.fsdp import shard_in_graph
 

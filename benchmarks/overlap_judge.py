@@ -1,7 +1,7 @@
 """An independent judge of overlap: seconds, exposed seconds and true peak memory of any fx graph run in its order.
 
 One compute stream in the order of the graph, one FIFO channel per process group, a wait holds compute until its
-collective is done. It knows nothing of the passes that it judges (it imports neither meshweave.overlap nor Inductor's
+collective is done. It knows nothing of the passes that it judges (it imports neither meshweave.schedule nor Inductor's
 pass), and prices what they insert (copies, slices, concatenations) by the same rules as everything else.
 """
 

@@ -19,7 +19,7 @@ from overlap_graphs import Groups
 from overlap_judge import INTER_NODE, NVLINK, Costs, Verdict, judge
 from torch import fx
 
-from meshweave.overlap import OverlapReport, overlap_graph
+from meshweave.schedule import OverlapReport, overlap_graph
 
 ROOM = {  # memory no object
     "max_memory_increase_gb": None,

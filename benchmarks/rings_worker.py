@@ -37,7 +37,7 @@ class Case:
 
     @property
     def op(self) -> str:
-        """As in meshweave.decompose."""
+        """As in meshweave.rings."""
         return self.kind.partition(",")[0]
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def program(case: Case, num_ranks: int, has_collective: bool) -> tuple[Any, dict
 
 def variants(case: Case, num_ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The programs that are measured, by name, and the shapes of their inputs; of equal ones the first."""
-    from meshweave.decompose import ALGORITHMS, DecomposeOptions, decompose
+    from meshweave.rings import ALGORITHMS, DecomposeOptions, decompose
 
     whole, shapes = program(case, num_ranks, True)
     found = {WHOLE: whole}
@@ -129,7 +129,7 @@ def variants(case: Case, num_ranks: int) -> tuple[dict[str, Any], dict[str, Any]
 
 def only(case: Case, way: str, *num_chunks: int) -> Any:
     """Options that have one way for the collective of a case."""
-    from meshweave.decompose import DecomposeOptions
+    from meshweave.rings import DecomposeOptions
 
     ways: dict[str, Any] = {"all_gather": ("direct",) if case.kind == FOLLOWED else (), case.op: (way,)}
     return DecomposeOptions(num_chunks=num_chunks, **ways)
@@ -138,7 +138,7 @@ def only(case: Case, way: str, *num_chunks: int) -> Any:
 def gate(case: Case, profile: Any, found: dict[str, Any]) -> dict[str, Any]:
     """What the gate chooses, under the name that it has among what is measured (it joins it if it is new), and what it
     prices everything at; a matmul after an all-reduce is in no price."""
-    from meshweave.decompose import decompose
+    from meshweave.rings import decompose
 
     def priced(rows: Any) -> float:
         return float(rows[0].seconds_after - sum(r.seconds_before - r.seconds_after for r in rows[1:] if r.is_taken))

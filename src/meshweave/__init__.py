@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshweave.compile import compile
-from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import (
     CaptureError,
     CheckpointError,
@@ -21,9 +20,11 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.movement.plan import MovePlan, plan_move
-from meshweave.overlap import OverlapOptions, OverlapReport, overlap
 from meshweave.program import Program
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions
 from meshweave.runtime.rows import batch_shard
+from meshweave.schedule import OverlapOptions, OverlapReport, overlap
 from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
 from meshweave.sharding.registry import register_rule

@@ -15,9 +15,9 @@ from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.guards import check_autocast, check_not_compiled
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
-from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import PlanError
 from meshweave.expand.expand import expand
+from meshweave.gathers import settle
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
@@ -27,12 +27,13 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
-from meshweave.overlap import OverlapOptions, settle
 from meshweave.passes import Budget, CapturedProgram, Pipeline, Recompute, pass_list, pipeline_of
 from meshweave.passes.accumulate import accumulated
 from meshweave.passes.options import Asked
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions
 from meshweave.runtime.cluster import make_world, on_any
 from meshweave.runtime.identity import argument_texts, program_texts
 from meshweave.runtime.rows import batch_shard, global_example
@@ -40,6 +41,7 @@ from meshweave.runtime.session import Settings
 from meshweave.runtime.together import together
 from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World
+from meshweave.schedule import OverlapOptions
 from meshweave.sharding.assign import Price
 from meshweave.sharding.decide import decide, infer_units
 from meshweave.sharding.hooks import pinning

@@ -11,8 +11,8 @@ from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
-from meshweave.overlap import OverlapReport
 from meshweave.passes import Optimized
+from meshweave.schedule import OverlapReport
 from meshweave.sharding.placement import Placement
 
 

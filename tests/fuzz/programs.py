@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
-from meshweave.decompose import DecomposeOptions, SplitOptions
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions
 
 VOCABULARY, CLASSES = 11, 5
 

@@ -12,7 +12,8 @@ from tests.training import assert_equals_eager, batches
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.decompose import DecomposeOptions, SplitOptions
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions
 
 Program = tuple[Callable[[], nn.Module], tuple[int, ...], str, dict[str, Any]]
 APART, SPLIT = DecomposeOptions(when="always"), SplitOptions((2,), when="always")

@@ -8,10 +8,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshweave as mw
 from meshweave.check.same import check_same
-from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import COLLECTIVES, permute
 from meshweave.ir.rank import copied
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions
 from meshweave.train_step import TrainStep
 
 CONFIG = LlamaConfig(

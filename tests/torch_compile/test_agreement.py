@@ -14,7 +14,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import WAIT, functional
-from meshweave.overlap.figures import Figures
+from meshweave.problem.figures import Figures
 from meshweave.torch_compile.agreement import Agreement, communications, world_agreement
 
 SECONDS = 20.0

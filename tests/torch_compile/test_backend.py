@@ -18,8 +18,8 @@ from torch._inductor.utils import run_and_get_code
 import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import WAIT, collective_of, functional
-from meshweave.overlap import OverlapOptions, OverlapReport
 from meshweave.passes import Overlap
+from meshweave.schedule import OverlapOptions, OverlapReport
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.torch_compile.inductor import HoldOrder, OverlapPass, patches
 from meshweave.torch_compile.scheduling import Settings

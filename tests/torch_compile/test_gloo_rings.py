@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshweave.decompose import DecomposeOptions, DecomposeReport, SplitReport
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
-from meshweave.overlap import OverlapReport
 from meshweave.passes import Decompose, Overlap, Split
+from meshweave.rings import DecomposeOptions, DecomposeReport
+from meshweave.rows import SplitReport
+from meshweave.schedule import OverlapReport
 from meshweave.torch_compile import backend
 from meshweave.torch_compile.agreement import communications, world_agreement
 from meshweave.torch_compile.inductor import patches

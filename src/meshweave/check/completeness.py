@@ -13,17 +13,17 @@ from typing import Any
 
 from torch import fx
 
+from meshweave.buckets.unmerge import unmerged
 from meshweave.check.exchanges import EXCHANGES, apart, check_messages, group_ids, groups_among, together
 from meshweave.check.holdings import Holding, pending_of
 from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, RoleReplay, Value, first_layout
 from meshweave.errors import VerifyError
+from meshweave.gathers.carry import uncarried
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
 from meshweave.ir.rank import RankGraph, Transfer
-from meshweave.overlap.carry import uncarried
-from meshweave.overlap.unmerge import unmerged
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
 
     `roles` are the rank graphs of `placed`. The first only: what follows a wrong value is about no value with a name.
     Merged collectives are taken apart first, which proves what merging did. What a role takes from the step before is
-    proven to be made there as in this step (`overlap.carry.uncarried`), and replayed as a part of this step.
+    proven to be made there as in this step (`gathers.carry.uncarried`), and replayed as a part of this step.
     """
     known = Known(placed)
     for rank in roles:

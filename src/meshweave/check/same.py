@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import fx
 
+from meshweave.buckets.unmerge import unmerged
 from meshweave.errors import VerifyError
+from meshweave.gathers.carry import uncarried
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
-from meshweave.overlap.carry import uncarried
-from meshweave.overlap.unmerge import unmerged
 
 Forms = dict[Any, int]  # op, group and arguments -> number of the value that they make
 

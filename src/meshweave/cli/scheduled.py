@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from meshweave.buckets.unmerge import merged_results
 from meshweave.ir.graph import origin_of
-from meshweave.overlap.unmerge import merged_results
 from meshweave.program import Program
 from meshweave.report.tables import bytes_text
 from meshweave.simulate.result import Simulation

@@ -72,7 +72,7 @@ def block_name(origin: Origin) -> str:
 @dataclass(frozen=True, slots=True)
 class Input:
     """One placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant; in rank graphs also
-    carry (`overlap.carry`)."""
+    carry (`gathers.carry`)."""
 
     kind: str
     name: str

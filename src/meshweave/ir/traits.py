@@ -1,6 +1,6 @@
 """What ops are like: one table of traits, by op and by name, and what an op's schema and tags say.
 
-How an op may be sharded is in `sharding/`, how it is cut into chunks in `decompose/`. The proofs of `check/` read none
+How an op may be sharded is in `sharding/`, how it is cut into chunks in `chunks/`. The proofs of `check/` read none
 of this: their semantics are their own.
 """
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from meshweave.errors import MeshweaveError
-from meshweave.overlap.decide import OverlapOptions
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Report, Stage
+from meshweave.schedule.decide import OverlapOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from meshweave.decompose import DecomposeOptions, DecomposeReport, decompose
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
+from meshweave.rings import DecomposeOptions, DecomposeReport, decompose
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeGuard
 
-from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import MeshweaveError
-from meshweave.overlap import OverlapOptions
-from meshweave.overlap.decide import OrderOptions
 from meshweave.passes.base import Pass
 from meshweave.passes.carry import Carry
 from meshweave.passes.decompose import Decompose
@@ -18,6 +15,10 @@ from meshweave.passes.pipeline import Pipeline
 from meshweave.passes.prefetch import Prefetch
 from meshweave.passes.recompute import Recompute
 from meshweave.passes.split import Split
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions
+from meshweave.schedule import OverlapOptions
+from meshweave.schedule.decide import OrderOptions
 
 # All passes that a text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from meshweave.overlap import OverlapOptions, OverlapReport
-from meshweave.overlap.decide import OrderOptions
-from meshweave.overlap.step import Scheduling, overlap_roles
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
+from meshweave.schedule import OverlapOptions, OverlapReport
+from meshweave.schedule.decide import OrderOptions
+from meshweave.schedule.steps import Scheduling, overlap_roles
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,16 @@ from typing import Any
 from meshweave.check.completeness import Completeness, check_complete
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.same import check_same
-from meshweave.decompose import DecomposeReport, SplitReport, prove_rings
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank, verify_step
-from meshweave.overlap import OverlapReport
-from meshweave.overlap.decide import NoOrderError
 from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Report, Stage
+from meshweave.rings import DecomposeReport, prove_rings
+from meshweave.rows import SplitReport
+from meshweave.schedule import OverlapReport
+from meshweave.schedule.decide import NoOrderError
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 Progress = Callable[[str], None]

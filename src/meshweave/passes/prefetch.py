@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from meshweave.gathers.prefetch import prefetch
 from meshweave.ir.rank import copied
-from meshweave.overlap.prefetch import prefetch
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Report, Stage
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from meshweave.decompose import SplitOptions, SplitReport, split_role
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
+from meshweave.rows import SplitOptions, SplitReport, split_role
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import default_store, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
-from meshweave.overlap.figures import Figures
+from meshweave.problem.figures import Figures
 from meshweave.runtime.exchange import TIMEOUT_SECONDS, Exchange, named
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.decompose import DecomposeOptions, SplitOptions
 from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap
-from meshweave.overlap import OverlapOptions
 from meshweave.passes.options import Asked
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions
 from meshweave.runtime.exchange import TIMEOUT_SECONDS
+from meshweave.schedule import OverlapOptions
 from meshweave.torch_compile.scheduling import Cost, Settings, settings
 
 # As aot_autograd takes them: of a graph and its (fake) inputs, what runs it.

@@ -14,25 +14,20 @@ import torch.distributed as dist
 from torch import fx
 
 import meshweave.errors
-from meshweave.decompose import (
-    DecomposeOptions,
-    DecomposeReport,
-    SplitOptions,
-    SplitReport,
-    decompose_graph,
-    split_batch,
-)
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
-from meshweave.overlap import Figures, OverlapOptions, OverlapReport, overlap, overlap_graph
-from meshweave.overlap.decide import NoOrderError
 from meshweave.passes import Carry, Decompose, Overlap, Pass, Split, pipeline_of
 from meshweave.passes.options import Asked
+from meshweave.problem.figures import Figures
+from meshweave.rings import DecomposeOptions, DecomposeReport, decompose_graph
+from meshweave.rows import SplitOptions, SplitReport, split_batch
 from meshweave.runtime.exchange import TIMEOUT_SECONDS
+from meshweave.schedule import OverlapOptions, OverlapReport, overlap, overlap_graph
+from meshweave.schedule.decide import NoOrderError
 from meshweave.torch_compile.agreement import Agreement, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 

@@ -1,0 +1,218 @@
+"""The problem in which some collectives are one: its items, and what each of them stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meshweave.problem.problem import Problem
+
+if TYPE_CHECKING:
+    from meshweave.buckets.merge import Merger
+
+Bucket = tuple[int, ...]  # starts, in the order in which their parts stand
+Ends = tuple[tuple[int, ...], Sequence[int]]  # storages that a kernel makes, and that it uses
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What an item of a merged problem is: item `of` of the graph, or of bucket `bucket` its `pack`, its `start` or the
+    `unpack` of its part `of`."""
+
+    kind: str  # "node", "pack", "start", "unpack"
+    of: int
+    bucket: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A problem whose item i is `items[i]`; `buckets` are those of starts of the graph."""
+
+    problem: Problem
+    items: tuple[Item, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(slots=True)
+class MergedWriter:
+    """Writes items in the order of the graph, a bucket behind the last that its parts need. What needs something that
+    is not there yet waits for it."""
+
+    merger: Merger
+    buckets: tuple[Bucket, ...]
+    made: Problem = field(default_factory=Problem)
+    items: list[Item] = field(default_factory=list)
+    of: dict[int, int] = field(default_factory=dict)  # start -> its bucket
+    number: list[int] = field(default_factory=list)  # by item of the graph: what stands for its result, -1
+    begun: dict[int, int] = field(default_factory=dict)  # start of the graph -> its communication
+    packed: dict[int, int] = field(default_factory=dict)  # results that are still to be copied out of their bucket
+    storage: dict[int, int] = field(default_factory=dict)  # of parts of reductions -> that of the whole
+    waiting: dict[int, list[int]] = field(default_factory=dict)  # unit -> units that wait for it
+
+    def run(self) -> Merged | None:
+        """The merged problem; None where buckets wait for each other (then `stuck` names one)."""
+        problem, merger = self.merger.reading.problem, self.merger
+        self.made.sizes, self.made.kept = list(problem.sizes), list(problem.kept)
+        self.made.before, self.made.channels = list(problem.before), problem.channels
+        self.of = {c: b for b, bucket in enumerate(self.buckets) for c in bucket}
+        self.packed = {c: b for c, b in self.of.items() if merger.is_copied(c)}
+        self.number = [-1] * problem.num_items
+        skipped = {m for c in self.of for m in merger.preludes[c]}
+        places: dict[int, list[int]] = {}
+        for b, bucket in enumerate(self.buckets):
+            places.setdefault(max(max(merger.after[c] for c in bucket), min(bucket) - 1), []).append(b)
+        for b in places.get(-1, ()):
+            self.enter(~b)
+        for i in range(problem.num_items):
+            if i not in self.of and i not in skipped:
+                self.enter(i)
+            for b in places.get(i, ()):
+                self.enter(~b)
+        if self.waiting:
+            return None
+        for c in sorted(self.packed):
+            self.unpack(c)
+        self.made.order = self.order()
+        return Merged(self.made, tuple(self.items), self.buckets)
+
+    def stuck(self) -> int:
+        """The last bucket that waits."""
+        return max(~u for units in self.waiting.values() for u in units if u < 0)
+
+    def enter(self, unit: int) -> None:
+        """Write item `unit`, or bucket ~unit, once all is there that it needs, and then what has waited for it."""
+        stack = [unit]
+        while stack:
+            one = stack.pop()
+            missing = self.missing(one)
+            if missing is not None:
+                self.waiting.setdefault(missing, []).append(one)
+                continue
+            if one < 0:
+                self.bucket(~one)
+            else:
+                self.node(one)
+            stack += reversed(self.waiting.pop(one, ()))
+
+    def missing(self, unit: int) -> int | None:
+        """A unit that this one needs and that is not there."""
+        problem, number = self.merger.reading.problem, self.number
+        if unit >= 0:
+            for d in problem.deps[unit]:
+                if number[d] < 0:
+                    return ~self.of[d] if d in self.of else d
+            return None
+        bucket = self.buckets[~unit]
+        inside = {m for c in bucket for m in self.merger.preludes[c]}
+        for c in bucket:
+            for d in problem.deps[c]:
+                if number[d] < 0 and d not in inside:
+                    return ~self.of[d] if d in self.of else d
+        return None
+
+    def node(self, i: int) -> None:
+        p, made, number = self.merger.reading.problem, self.made, self.number
+        if self.packed:
+            for d in p.deps[i]:
+                if d in self.packed:
+                    self.unpack(d)
+        waits = tuple([self.begun[c] for c in p.waits[i]]) if p.waits[i] else ()
+        deps = [number[d] for d in p.deps[i]]
+        uses = p.uses[i]
+        if self.storage:
+            uses = tuple(dict.fromkeys([self.storage.get(s, s) for s in uses]))
+        number[i] = len(self.items)
+        if p.channel[i] >= 0:
+            self.begun[i] = number[i]
+        self.items.append(Item("node", i))
+        made.names.append(p.names[i])
+        made.seconds.append(p.seconds[i])
+        made.deps.append(tuple(sorted({*deps, *waits})))
+        made.waits.append(waits)
+        made.channel.append(p.channel[i])
+        made.copy.append(p.copy[i])
+        made.startup.append(p.startup[i])
+        made.usage.append(p.usage[i])
+        made.allocs.append(p.allocs[i])
+        made.uses.append(uses)
+        made.is_waited.append(p.is_waited[i])
+
+    def add(self, item: Item, name: str, seconds: float, deps: Sequence[int], waits: Sequence[int], ends: Ends) -> int:
+        """Enter a kernel that merging adds; its storages are `ends`."""
+        made = self.made
+        made.names.append(name)
+        made.seconds.append(seconds)
+        made.deps.append(tuple(sorted({*deps, *waits})))
+        made.waits.append(tuple(sorted(set(waits))))
+        made.channel.append(-1)
+        made.copy.append(0.0)
+        made.startup.append(0.0)
+        made.usage.append(())
+        made.allocs.append(ends[0])
+        made.uses.append(tuple(dict.fromkeys([self.storage.get(s, s) for s in ends[1]])))
+        made.is_waited.append(False)
+        self.items.append(item)
+        return len(self.items) - 1
+
+    def bucket(self, b: int) -> None:
+        p, merger, bucket = self.merger.reading.problem, self.merger, self.buckets[b]
+        for d in sorted({d for c in bucket for d in p.deps[c]}):
+            if d in self.packed:
+                self.unpack(d)
+        for c in bucket:
+            for m in merger.preludes[c]:
+                self.node(m)
+        moved = sum(merger.costs.moved[c] for c in bucket)
+        deps = [self.number[d] for c in bucket for d in p.deps[c]]
+        waits = [self.begun[w] for c in bucket for w in p.waits[c]]
+        name = "+".join(p.names[c] for c in bucket)
+        handed = self.store(int(moved), kept=False)
+        ends = ((handed,), [s for c in bucket for s in p.uses[c]])
+        pack = self.add(Item("pack", b, b), f"pack {name}", 2 * moved / merger.costs.copy_rate, deps, waits, ends)
+        first = bucket[0]
+        views = [s for c in bucket if c not in self.packed for s in p.allocs[c]]
+        size = sum(p.sizes[s] for c in bucket for s in p.allocs[c])
+        whole = self.store(size, any(p.kept[s] for s in views))
+        self.storage |= dict.fromkeys(views, whole)
+        start = self.add(Item("start", b, b), name, 0.0, (pack,), (), ((whole,), (handed,)))
+        self.made.channel[start], self.made.usage[start] = p.channel[first], p.usage[first]
+        self.made.copy[start] = max(merger.curve(first)(moved), max(p.copy[c] for c in bucket))
+        self.made.startup[start] = max(p.startup[c] for c in bucket)
+        self.made.is_waited[start] = True
+        for c in bucket:
+            self.begun[c] = self.number[c] = start
+
+    def unpack(self, c: int) -> None:
+        """Take result c out of its bucket."""
+        b = self.packed.pop(c)
+        p, start = self.merger.reading.problem, self.begun[c]
+        seconds = 2 * sum(p.sizes[s] for s in p.allocs[c]) / self.merger.costs.copy_rate
+        ends = (p.allocs[c], self.made.allocs[start])
+        self.number[c] = self.add(Item("unpack", c, b), f"unpack {p.names[c]}", seconds, (start,), (start,), ends)
+
+    def store(self, size: int, kept: bool) -> int:
+        self.made.sizes.append(size)
+        self.made.kept.append(kept)
+        self.made.before.append(False)
+        return len(self.made.sizes) - 1
+
+    def order(self) -> list[int]:
+        """The order in which the items were written, each wait where it was, those of buckets at their first use."""
+        problem, waited, found = self.merger.reading.problem, set[int](), list[int]()
+        after: dict[int, list[int]] = {}
+        last = -1
+        for x in problem.order:
+            if x >= 0:
+                last = self.number[x] if x not in self.of else last
+            elif ~x not in self.of:
+                after.setdefault(max(last, self.begun[~x]), []).append(self.begun[~x])
+        for i in range(self.made.num_items):
+            for c in (*self.made.waits[i], ~i, *after.get(i, ())):
+                if c < 0:
+                    found.append(i)
+                elif c not in waited:
+                    waited.add(c)
+                    found.append(~c)
+        rest = [c for c in self.made.starts if self.made.is_waited[c] and c not in waited]
+        return [*found, *(~c for c in rest)]

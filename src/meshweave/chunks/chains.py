@@ -1,0 +1,296 @@
+"""Ops done chunk by chunk: which of a graph can be, and the nodes that do one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import (
+    FIXED,
+    SHAPED,
+    Cut,
+    Kind,
+    NoCut,
+    Op,
+    Shape,
+    Sum,
+    contraction,
+    has_symbols,
+    is_same,
+    kind_of,
+    operands_of,
+)
+from meshweave.chunks.writer import ChunkWriter, Number
+from meshweave.ir import local_ops
+from meshweave.ir.graph import map_nodes, origin_of
+from meshweave.ir.rank import SYMBOLS
+from meshweave.ir.traits import RANK_CHANGES
+from meshweave.ir.values import NOTHING, Value, Values
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Shapes:
+    """Local shapes of values, as ops of the table see them. `uneven`: the dims that have another size on another
+    device."""
+
+    values: dict[fx.Node, Values]
+    uneven: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> Shape:
+        made = self.values.get(node, NOTHING)  # what rings have written is not there
+        if len(made) != 1:
+            raise NoCut("it is several tensors, or none that is known")
+        return made[0].shape
+
+    def fits(self, node: fx.Node, cut: Cut) -> bool:
+        """Whether a value comes apart into equal chunks, on every device the same."""
+        uneven = self.uneven.get(node, frozenset())
+        is_written = bool(uneven) and node.target in RANK_CHANGES | SHAPED  # a chunk's shape is, in numbers
+        return cut.fits(self.of(node)) and cut.dim not in uneven and not is_written
+
+    def take_over(self, made: fx.Node, values: Values, old: fx.Node) -> None:
+        """Note what a new node makes, out of what `old` does: the dims that are uneven are its own."""
+        self.values[made] = values
+        if old in self.uneven:
+            self.uneven[made] = self.uneven[old]
+
+    def op(self, node: fx.Node) -> Op:
+        return Op(node, tuple(map(self.of, operands_of(node))), self.of(node))
+
+
+def part_of(value: Value, cut: Cut | None) -> Value:
+    """A chunk of a value, contiguous."""
+    return value if cut is None else shaped(value, cut.chunk(value.shape))
+
+
+def shaped(value: Value, shape: Shape) -> Value:
+    """A contiguous value of another shape."""
+    strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    return replace(value, shape=shape, stride=strides, storage_bytes=prod(shape) * value.dtype.itemsize)
+
+
+def cuttable(node: fx.Node, why: list[str]) -> Kind | None:
+    """The kind of an op that chunks may pass; None, with a reason in `why`, for others."""
+    kind = kind_of(node)
+    if kind is None and node.op != "output":
+        why.append(f"{node.name} {node.meta.get(FIXED, 'cannot be done chunk by chunk')}")
+    elif has_symbols((node.args, node.kwargs)):
+        why.append(f"{node.name} has sizes that differ between devices")
+        return None
+    return kind
+
+
+@dataclass(slots=True)
+class Downstream:
+    """What is made of a gathered value: views and element by element down to matmuls.
+
+    `cuts` has the cut of every value on the way, the gathered one first, `consumers` the cut of every matmul's result,
+    or "sum" where the products of the chunks are added up. `why` says what stood in the way of others.
+    """
+
+    cuts: dict[fx.Node, Cut]
+    consumers: dict[fx.Node, Cut | Sum] = field(default_factory=dict)
+    why: list[str] = field(default_factory=list)
+
+
+def downstream(source: fx.Node, cut: Cut, shapes: Shapes) -> Downstream:
+    """Follow the chunks of `source`, within its phase."""
+    found = Downstream({source: cut})
+    waiting = [source]
+    while waiting:
+        node = waiting.pop(0)
+        for user in node.users:
+            if user in found.cuts or user in found.consumers:
+                continue
+            made = _followed(user, node, found, shapes)
+            if made is None:
+                continue
+            if made == "sum" or kind_of(user).is_matmul:  # type: ignore[union-attr]
+                found.consumers[user] = made
+            else:
+                found.cuts[user] = made
+                waiting.append(user)
+    _drop_idle(found, source, shapes)
+    return found
+
+
+def _followed(user: fx.Node, node: fx.Node, found: Downstream, shapes: Shapes) -> Cut | Sum | None:
+    if origin_of(user).phase != origin_of(node).phase:
+        return None
+    kind = cuttable(user, found.why)
+    if kind is None:
+        return None
+    try:
+        op = shapes.op(user)
+        made = kind.forward(op, operands_of(user).index(node), found.cuts[node])
+    except NoCut as error:
+        found.why.append(f"{user.name}: {error}")
+        return None
+    return made if made == "sum" or shapes.fits(user, made) else None
+
+
+def taken(node: fx.Node, result: Cut | Sum, cuts: Mapping[fx.Node, Cut], shapes: Shapes) -> tuple[Cut | None, ...]:
+    """The cuts of the operands that a chunk of a node takes, one of which is in `cuts`. Raises NoCut."""
+    op, kind = shapes.op(node), kind_of(node)
+    assert kind is not None
+    if result == "sum":
+        return contraction(op, next(cuts[n] for n in operands_of(node) if n in cuts))
+    return kind.backward(op, result)
+
+
+def _drop_idle(found: Downstream, source: fx.Node, shapes: Shapes) -> None:
+    """Leave to those that read whole values what leads to no consumer, and what takes chunks that do not fit."""
+
+    def stays(node: fx.Node) -> bool:
+        if node not in found.consumers and not any(u in found.cuts or u in found.consumers for u in node.users):
+            return False
+        operands = operands_of(node)
+        if not any(n in found.cuts for n in operands):
+            return False
+        wanted = taken(node, found.consumers.get(node) or found.cuts[node], found.cuts, shapes)
+        return all(found.cuts.get(n, cut) == cut for n, cut in zip(operands, wanted, strict=True))
+
+    idle: list[fx.Node] | None = None
+    while idle is None or idle:
+        idle = [n for n in (*found.cuts, *found.consumers) if n is not source and not stays(n)]
+        for node in idle:
+            found.cuts.pop(node, None)
+            found.consumers.pop(node, None)
+
+
+def kept(found: Downstream) -> list[fx.Node]:
+    """The values on the way that others read, too. What is no more than a view of one is made of it again."""
+    inside, nodes = {*found.cuts, *found.consumers}, dict[fx.Node, None]()
+    for node in found.cuts:
+        if any(user not in inside for user in node.users):
+            while (kind := kind_of(node)) is not None and kind.is_free:
+                node = operands_of(node)[0]
+            nodes[node] = None
+    return list(nodes)
+
+
+@dataclass(slots=True)
+class Upstream:
+    """What a reduced value is made of: matmuls, sums of them, views and element by element.
+
+    `cuts` has the cut of every value that is made chunk by chunk; what these take besides is cut, or whole. `kept` are
+    those that others read later.
+    """
+
+    cuts: dict[fx.Node, Cut] = field(default_factory=dict)
+    kept: list[fx.Node] = field(default_factory=list)
+    matmuls: list[fx.Node] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+
+
+def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
+    """Follow the chunks of what `start` hands in backwards, within its phase."""
+    found, wanted = Upstream(), {operand: cut}
+    while wanted:
+        node = max(wanted, key=order.__getitem__)
+        its = wanted.pop(node)
+        others = [user for user in node.users if user is not start and user not in found.cuts]
+        if any(order[user] < order[start] for user in others):
+            found.why.append(f"{node.name} is used by others before")
+            continue
+        kind = cuttable(node, found.why) if origin_of(node).phase == origin_of(start).phase else None
+        if kind is None:
+            continue
+        try:
+            cuts = kind.backward(shapes.op(node), its)
+        except NoCut as error:
+            found.why.append(f"{node.name}: {error}")
+            continue
+        pairs = [(n, c) for n, c in zip(operands_of(node), cuts, strict=True) if c is not None]
+        if not shapes.fits(node, its) or not all(shapes.fits(n, c) for n, c in pairs):
+            found.why.append(f"{its.count} chunks do not divide {node.name} {list(shapes.of(node))}")
+            continue
+        found.cuts[node] = its
+        found.kept += [node] if others else []
+        if kind.is_matmul:
+            found.matmuls.append(node)
+            continue
+        for n, c in pairs:
+            if n.op == "call_function" and wanted.setdefault(n, c) != c:
+                found.why.append(f"{n.name} is taken in two ways")
+                del wanted[n]
+    _drop_bare(found, order)
+    return found
+
+
+def _drop_bare(found: Upstream, order: Mapping[fx.Node, int]) -> None:
+    """What has no matmul in it is made whole, and cut."""
+    has: set[fx.Node] = set(found.matmuls)
+    for node in sorted(found.cuts, key=order.__getitem__):
+        if any(n in has for n in operands_of(node)):
+            has.add(node)
+    for node in [n for n in found.cuts if n not in has]:
+        del found.cuts[node]
+    found.kept = [node for node in found.kept if node in found.cuts]
+
+
+# one chunk
+
+
+@dataclass(slots=True)
+class Chunker:
+    """Writes what makes one chunk of values."""
+
+    write: ChunkWriter
+    shapes: Shapes
+    number: Number
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    taken: dict[tuple[fx.Node, Cut], fx.Node] = field(default_factory=dict)
+
+    def take(self, node: fx.Node, cut: Cut | None) -> fx.Node:
+        """A chunk of a value that is there whole; the value where it is not cut."""
+        if cut is None:
+            return node
+        if (node, cut) not in self.taken:
+            args = (node, cut.dim, cut.outer, cut.count, self.number)
+            self.taken[node, cut] = self.write.call(local_ops.take_chunk, *args)
+        return self.taken[node, cut]
+
+    def down(self, node: fx.Node, cuts: Mapping[fx.Node, Cut], result: Cut | Sum) -> fx.Node:
+        """The chunk of `node` whose operands are on the way of the chunk that has come (see Downstream)."""
+        pairs = zip(operands_of(node), taken(node, result, cuts, self.shapes), strict=True)
+        operands = [self.through(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
+        return self.emit(node, operands, None if result == "sum" else result)
+
+    def through(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
+        """The chunk of a node on the way, with what is on the way to it."""
+        if node not in self.made:
+            self.made[node] = self.down(node, cuts, cuts[node])
+        return self.made[node]
+
+    def up(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
+        """The chunk of `node` (see Upstream), with what it takes."""
+        if node not in self.made:
+            kind = kind_of(node)
+            assert kind is not None
+            wanted = kind.backward(self.shapes.op(node), cuts[node])
+            pairs = zip(operands_of(node), wanted, strict=True)
+            operands = [self.up(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
+            self.made[node] = self.emit(node, operands, cuts[node])
+        return self.made[node]
+
+    def emit(self, node: fx.Node, operands: Iterable[fx.Node], cut: Cut | None) -> fx.Node:
+        """The op on chunks of its operands."""
+        if cut is not None and is_same(node, cut):
+            return next(iter(operands))
+        rest = iter(operands)
+        args, kwargs = map_nodes(node, lambda n: n if n.target in SYMBOLS else next(rest))
+        target = node.target
+        if target in RANK_CHANGES and cut is not None:  # a chunk may have a dim of size 1 where the whole has not
+            target, args = aten.reshape.default, (args[0], list(cut.chunk(self.shapes.of(node))))
+        elif target in SHAPED and cut is not None:
+            args = (args[0], list(cut.chunk(self.shapes.of(node))))
+        if node.target is local_ops.deal_blocks and cut is not None and cut.dim == args[3]:
+            args = (*args[:5], args[5] // cut.count)  # the size of a block along the dim that is dealt
+        return self.write.call(target, *args, like=node, kwargs=kwargs)

@@ -1,0 +1,329 @@
+"""Parameters that forward needs first are gathered at the end of the step before, and carried over.
+
+In a step of its own the first blocks gather their parameters when nothing is there to hide that. The new parameters are
+there earlier: in the update of the step before, where the updates of the others hide the gathers. So the gathered value
+becomes an input (kind `carry`) and an output of the same name, behind the new parameter. What makes it from the
+parameter stays as the role's prologue, which runs where no step has gone before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from meshweave.errors import VerifyError
+from meshweave.gathers.prefetch import block_of
+from meshweave.ir.collectives import COLLECTIVES, STARTS, WAIT
+from meshweave.ir.graph import Input, StepGraph, copied_graph, map_nodes, op_name, origin_of, spec_of
+from meshweave.ir.layout import Layout
+from meshweave.ir.rank import SYMBOLS, RankGraph, copied
+
+CARRY, _PARAM = "carry", "param"
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A parameter as forward needs it: `chain` are the nodes from behind its placeholder to the value, each with one
+    tensor operand, at least one of them a collective. `item` and `layout` are those of the carry."""
+
+    item: Input
+    layout: Layout
+    chain: tuple[fx.Node, ...]
+
+    @property
+    def value(self) -> fx.Node:
+        return self.chain[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a block of the model (see `gathers.prefetch`) gathers of its parameters in forward."""
+
+    name: str
+    gathered: tuple[Gathered, ...]
+
+
+def carriable(role: RankGraph, placed: StepGraph) -> tuple[Block, ...]:
+    """What a role could take over from the step before, by block, in the order in which forward needs them.
+
+    Of a parameter that the update replaces: the first value in forward that nothing but it goes into, gathered by
+    collectives among the devices of the role. `placed` is the graph that the role was made of.
+    """
+    meant = {n.name: n for n in placed.graph.nodes}
+    returned = _returned(role)
+    order = {node: i for i, node in enumerate(role.graph.nodes)}
+    found: list[tuple[int, Gathered]] = []
+    for source, item in zip(_placeholders(role), role.inputs, strict=True):
+        new = returned.get((_PARAM, item.name))
+        if item.kind != _PARAM or new is None or new.op != "call_function":
+            continue
+        ends = [(min(order[u] for u in chain[-1].users), chain) for chain in _chains(role, source)]
+        if not ends:
+            continue
+        at, chain = min(ends, key=lambda end: end[0])
+        mark = meant[chain[-1].meta["global"]]
+        found.append((at, Gathered(Input(CARRY, item.name, spec_of(mark)), mark.meta["layout"], chain)))
+    found.sort(key=lambda one: one[0])
+    blocks: dict[str, list[Gathered]] = {}
+    for _, one in found:
+        blocks.setdefault(block_of(one.value), []).append(one)
+    return tuple(Block(name, tuple(held)) for name, held in blocks.items())
+
+
+def _chains(role: RankGraph, source: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
+    """From behind a parameter to each value of the placed graph that is gathered of it alone, and used, in forward."""
+    waiting: list[tuple[fx.Node, ...]] = [(user,) for user in source.users]
+    while waiting:
+        chain = waiting.pop(0)
+        node = chain[-1]
+        if not _is_link(role, node):
+            continue
+        onward = [user for user in node.users if user.op == "call_function"]
+        is_value = "global" in node.meta and any(n.target is WAIT for n in chain)
+        is_passed = len(onward) == 1 and onward[0].target in STARTS
+        if is_value and onward and not is_passed:
+            yield chain
+        else:
+            waiting += [(*chain, user) for user in onward]
+
+
+def _is_link(role: RankGraph, node: fx.Node) -> bool:
+    """Whether a node of forward takes one tensor and makes one, within the role."""
+    if node.op != "call_function" or origin_of(node).phase != "forward" or len(_operands(node)) != 1:
+        return False
+    if node.target not in STARTS:
+        return not isinstance(node.meta.get("spec"), tuple)
+    if node.target not in COLLECTIVES:
+        return False
+    mesh, _ = role.group_axes(str(node.args[-1]))
+    return set(mesh.devices) == set(role.devices)
+
+
+def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
+    """The role with these values as inputs, made for the next step behind the new parameters; in a graph of its own.
+
+    A start stands right behind the new parameter, its wait at the end of the step. The role itself stays as it is.
+    """
+    if not gathered:
+        return role
+    copies: dict[fx.Node, fx.Node] = {}
+    graph = copied_graph(role.graph, copies)
+    end = copies[_end(role.graph)]
+    made = replace(role, graph=graph, prologue=_prologue(role, gathered))
+    new = _returned(made)
+    last = _placeholders(made)[-1]
+    values = []
+    for one in gathered:
+        chain = tuple(copies[n] for n in one.chain)
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"carry_{_operands(chain[0])[0].name}")
+        last.meta.update({key: x for key, x in chain[-1].meta.items() if key in ("spec", "origin")})
+        values.append(_behind(graph, chain, new[_PARAM, one.item.name], end))
+        chain[-1].replace_all_uses_with(last)
+        _erase(graph, chain)
+    end.args = ([*end.args[0], *values],)  # type: ignore[misc]
+    keys = tuple((CARRY, one.item.name) for one in gathered)
+    made.inputs += tuple(one.item for one in gathered)
+    made.layouts += tuple(one.layout for one in gathered)
+    made.outputs += keys
+    made.output_layouts += tuple(one.layout for one in gathered)
+    return made
+
+
+def _prologue(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
+    """What makes the carried values from the parameters."""
+    names = {one.item.name for one in gathered}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    held = []
+    for source, item, layout in zip(_placeholders(role), role.inputs, role.layouts, strict=True):
+        if item.kind == _PARAM and item.name in names:
+            copies[source] = graph.node_copy(source)
+            held.append((item, layout))
+    needed = {n for one in gathered for node in one.chain for n in _symbols(node)}
+    for node in (n for n in role.graph.nodes if n in needed):
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    for one in gathered:
+        for node in one.chain:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output([copies[one.value] for one in gathered])
+    return replace(
+        role,
+        graph=graph,
+        inputs=tuple(item for item, _ in held),
+        layouts=tuple(layout for _, layout in held),
+        outputs=tuple((CARRY, one.item.name) for one in gathered),
+        output_layouts=tuple(one.layout for one in gathered),
+        prologue=None,
+    )
+
+
+def _behind(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Node) -> fx.Node:
+    """The chain again, on the new parameter: to its first start right behind that, the rest at the end of the step."""
+    copies = {_operands(chain[0])[0]: new}
+    cursor, is_begun = new, False
+    for node in chain:
+        with graph.inserting_before(end) if is_begun else graph.inserting_after(cursor):
+            made = graph.node_copy(node, lambda n: copies.get(n, n))
+        made.meta = {key: value for key, value in node.meta.items() if key != "global"}
+        made.meta["origin"] = replace(origin_of(node), phase="update")
+        copies[node] = cursor = made
+        is_begun = is_begun or node.target in STARTS
+    return cursor
+
+
+def uncarried(role: RankGraph) -> RankGraph:
+    """The role as a step that takes nothing from the one before, in a graph of its own: the prologue stands where the
+    carried values came in, and nothing is made for the next step. The role itself where it carries nothing.
+
+    What is made for the next step is proven to be what the prologue makes: behind the parameter that the next step
+    gets, op by op. So what is true of this step is true of every step, whatever the parameters. VerifyError where it
+    is not so. Merged collectives are taken apart before (`buckets.unmerge`).
+    """
+    keys = [(item.kind, item.name) for item in role.inputs if item.kind == CARRY]
+    given = [key for key in role.outputs if key[0] == CARRY]
+    if role.prologue is None and not keys and not given:
+        return role
+    made_before = list(role.prologue.outputs) if role.prologue is not None else []
+    if not sorted(keys) == sorted(given) == sorted(made_before):
+        raise VerifyError(
+            "what a step takes from the one before is not what is made for it",
+            got=f"takes {_names(keys)}; makes {_names(given)}; the prologue makes {_names(made_before)}",
+            expected="the same values",
+        )
+    assert role.prologue is not None, "equal to keys, which are some"
+    made = copied(role)
+    returned, before = _returned(made), _returned(role.prologue)
+    for key in keys:
+        _check_same(returned[key], returned.get((_PARAM, key[1])), before[key], key[1], role.prologue)
+    _put_back(made, role.prologue)
+    return made
+
+
+def _put_back(made: RankGraph, prologue: RankGraph) -> None:
+    """Let the prologue stand before what first uses its values; take out what is made for the next step."""
+    graph = made.graph
+    sources = dict(zip(((i.kind, i.name) for i in made.inputs), _placeholders(made), strict=True))
+    returned = _returned(made)
+    held = [i for i, (kind, _) in enumerate(made.outputs) if kind != CARRY]
+    values = list(returned.values())
+    _end(graph).args = ([values[i] for i in held],)
+    for key in (key for key in made.outputs if key[0] == CARRY):
+        _erase(graph, _chain_of(returned[key], returned[_PARAM, key[1]]))
+    for key, value in _returned(prologue).items():
+        _write_chain(graph, _chain_of(value, None), sources[_PARAM, key[1]], sources[key])
+    kept = [i for i, item in enumerate(made.inputs) if item.kind != CARRY]
+    made.inputs, made.layouts = tuple(made.inputs[i] for i in kept), tuple(made.layouts[i] for i in kept)
+    made.outputs = tuple(made.outputs[i] for i in held)
+    made.output_layouts = tuple(made.output_layouts[i] for i in held)
+    made.prologue = None
+
+
+def _write_chain(graph: fx.Graph, chain: Sequence[fx.Node], source: fx.Node, old: fx.Node) -> None:
+    """A chain of a prologue on `source`, before what first uses the placeholder `old`, in whose place it then is."""
+    if not old.users:
+        raise VerifyError("what is carried from the step before is not used", where=old.name)
+    begin = next(n for n in graph.nodes if n.op != "placeholder")
+    first = next(n for n in graph.nodes if n in old.users)
+    copies = {_operands(chain[0])[0]: source}
+    for symbol in dict.fromkeys(s for node in chain for s in _symbols(node)):
+        _copy_into(graph, symbol, begin, copies)
+    for node in chain:
+        _copy_into(graph, node, first, copies)
+    old.replace_all_uses_with(copies[chain[-1]])
+    graph.erase_node(old)
+
+
+def _copy_into(graph: fx.Graph, node: fx.Node, before: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+    with graph.inserting_before(before):
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+
+
+def _check_same(made: fx.Node, new: fx.Node | None, before: fx.Node, name: str, prologue: RankGraph) -> None:
+    """Raise VerifyError unless `made` comes of the new parameter as `before` does of the parameter."""
+    where = f"carry {name}, {made.name}, {origin_of(made)}"
+    sources = dict(zip(_placeholders(prologue), prologue.inputs, strict=True))
+    while before not in sources:
+        got, expected = (_call(node) for node in (made, before))
+        if got != expected or len(_operands(made)) != 1:
+            raise VerifyError(
+                "what is carried to the next step is not what the prologue makes",
+                where=where,
+                got=f"{made.name} = {_shown(got)}",
+                expected=f"{_shown(expected)}, as {before.name} does",
+            )
+        (made,), (before,) = _operands(made), _operands(before)
+    if sources[before].name != name or made is not new:
+        raise VerifyError(
+            "what is carried to the next step is of another value than its parameter",
+            where=where,
+            got=made.name,
+            expected=new.name if new is not None else f"a new value of {name}",
+        )
+
+
+def _call(node: fx.Node) -> tuple[Any, Any, Any]:
+    """A node without its operand, symbols written out."""
+    if node.op != "call_function":
+        return node.name, (), {}
+    args, kwargs = map_nodes(node, lambda n: _plain(n) if n.target in SYMBOLS else "operand")
+    return node.target, args, dict(kwargs)
+
+
+def _plain(symbol: fx.Node) -> Any:
+    return ("symbol", symbol.target, map_nodes(symbol, _plain)[0])
+
+
+def _shown(call: tuple[Any, Any, Any]) -> str:
+    target, args, kwargs = call
+    named = [f"{key}={value}" for key, value in kwargs.items()]
+    return f"{op_name(target)}({', '.join([*map(str, args), *named])})"
+
+
+def _chain_of(value: fx.Node, source: fx.Node | None) -> list[fx.Node]:
+    """The nodes from behind `source` (without one, from behind a placeholder) to a value, in order."""
+    found: list[fx.Node] = []
+    while value is not source and value.op == "call_function":
+        found.append(value)
+        (value,) = _operands(value)
+    return found[::-1]
+
+
+def _erase(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
+    """Erase what of a chain nobody else uses, from its end."""
+    for node in reversed(chain):
+        if node.users:
+            return
+        graph.erase_node(node)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node takes, one that stands twice listed twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if n.target not in SYMBOLS else None)
+    return found
+
+
+def _symbols(node: fx.Node) -> list[fx.Node]:
+    """The symbols among the arguments of a node, and those that they are made of."""
+    direct = [n for n in node.all_input_nodes if n.target in SYMBOLS]
+    return [s for n in direct for s in (*_symbols(n), n)]
+
+
+def _end(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def _placeholders(role: RankGraph) -> list[fx.Node]:
+    return [n for n in role.graph.nodes if n.op == "placeholder"]
+
+
+def _returned(role: RankGraph) -> dict[tuple[str, str], fx.Node]:
+    values: Any = _end(role.graph).args[0]
+    return dict(zip(role.outputs, values, strict=True))
+
+
+def _names(keys: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(name for _, name in sorted(keys)) or "nothing"

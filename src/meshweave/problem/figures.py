@@ -1,0 +1,113 @@
+"""All numbers that a decision depends on, in one value, so that ranks can agree on them before they decide."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshweave.errors import MeshweaveError
+from meshweave.interop.ops import is_operator
+from meshweave.ir.collectives import WAIT
+from meshweave.problem.prices import SIZES, Curve, Prices, handed_in
+from meshweave.problem.read import Reading
+
+LEVELS = ("node", "net")  # of links, as profiles name them
+Agree = Callable[["Figures"], "Figures"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """`fingerprint` is the shape of the graph, the same on every rank that runs it: ops, dependencies, channels in
+    order of appearance. `numbers` are seconds and bytes, which may differ where ranks were measured or hold uneven
+    pieces."""
+
+    fingerprint: str
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeCosts:
+    """What merging is priced with. `moved` are bytes handed in by item, `curves` by (op, channel), `copy_rate` in bytes
+    read and written per second."""
+
+    moved: dict[int, float]
+    curves: dict[tuple[str, int], Curve]
+    copy_rate: float
+
+
+def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None) -> MergeCosts:
+    """Fill the problem of a reading with seconds. With `agree`, those that it returns are taken, on every rank alike.
+
+    `factor` scales all communication. Raises MeshweaveError, naming the node, for a cost that is no duration.
+    """
+    problem = reading.problem
+    problem.seconds = [0.0] * problem.num_items
+    moved: dict[int, float] = {}
+    own: dict[int, float] = {}
+    for i, node in enumerate(reading.nodes):
+        if i in reading.rows:
+            moved[i] = handed_in(reading, i)
+            own[i] = prices.start(i, moved[i])
+        elif node.target is not WAIT:  # one for an earlier graph's communication
+            problem.seconds[i] = prices.compute(node)
+    kinds: dict[tuple[str, int], int] = {}
+    for i in reading.rows:
+        kinds.setdefault((str(reading.nodes[i].target), problem.channel[i]), i)
+    curves = [prices.curve(i) for i in kinds.values()]
+    mine = [*problem.seconds, *own.values(), *moved.values(), *map(float, problem.sizes), prices.copy_rate()]
+    mine += [s for curve in curves for s in curve.seconds]
+    mine += [dict(prices.usage(i)).get(level, 0.0) for i in own for level in LEVELS]
+    numbers = iter(agreed(reading, mine, agree))
+    problem.seconds = [next(numbers) for _ in reading.nodes]
+    own = {i: next(numbers) * factor for i in own}
+    moved = {i: next(numbers) for i in moved}
+    problem.sizes = [int(next(numbers)) for _ in problem.sizes]
+    copy_rate = next(numbers)
+    taken = {key: Curve(tuple(next(numbers) * factor for _ in SIZES)) for key in kinds}
+    problem.copy = [own.get(i, 0.0) for i in range(problem.num_items)]
+    problem.startup = [0.0] * problem.num_items
+    problem.usage = [()] * problem.num_items
+    for i in own:
+        shares = [(level, next(numbers)) for level in LEVELS]
+        problem.usage[i] = tuple((level, share) for level, share in shares if share)
+    for i, row in reading.rows.items():
+        if row.bucket:
+            curve = taken[str(reading.nodes[i].target), problem.channel[i]]
+            problem.startup[i] = max(problem.copy[i] - moved[i] * curve.least, 0.0)
+    return MergeCosts(moved, taken, copy_rate)
+
+
+def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:
+    """The numbers that all ranks take."""
+    if agree is None:
+        return numbers
+    mine = Figures(fingerprint(reading), tuple(numbers))
+    found = agree(mine)
+    if found.fingerprint != mine.fingerprint or len(found.numbers) != len(mine.numbers):
+        raise MeshweaveError(
+            "ranks compile different graphs: their communications would not meet",
+            got=f"figures of graph {found.fingerprint}, {len(found.numbers)} numbers",
+            expected=f"graph {mine.fingerprint}, {len(mine.numbers)} numbers",
+            hint="let only ranks that run the same graph agree",
+        )
+    return found.numbers
+
+
+def fingerprint(reading: Reading) -> str:
+    problem = reading.problem
+    parts: list[Any] = [
+        [_name(n.target) for n in reading.nodes],
+        problem.deps,
+        problem.waits,
+        problem.channel,
+        problem.order,
+        problem.uses,
+        problem.kept,
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _name(target: Any) -> str:
+    return str(target) if is_operator(target) else getattr(target, "__name__", "")

@@ -1,0 +1,97 @@
+"""A problem's order on the virtual clock: how long it takes, what is exposed, and the bytes that live at each item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshweave.ir.liveness import live_bytes
+from meshweave.problem.problem import Order, Problem
+from meshweave.simulate import clock
+from meshweave.simulate.clock import Slowdown
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """`begin` and `end` by item: of a kernel on the compute stream, of a start's communication on its channel; `issued`
+    is when the stream reached a start. `stalls` are (start that was waited for, from, to)."""
+
+    seconds: float
+    begin: tuple[float, ...]
+    end: tuple[float, ...]
+    issued: tuple[float, ...]
+    stalls: tuple[tuple[int, float, float], ...]
+
+
+def seconds_of(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> float:
+    """The makespan of `order`: until the compute stream and every channel are done."""
+    if slowdown is not None and any(problem.usage):
+        return _times(problem, order, slowdown).seconds
+    return clock.makespan(order, problem.seconds, problem.channel, problem.copy, len(problem.channels))
+
+
+def play(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> Played:
+    """As `seconds_of`, with the times of every item."""
+    times, n = _times(problem, order, slowdown or (lambda levels: 1.0)), problem.num_items
+    is_start = [c >= 0 for c in problem.channel]
+    begin = tuple(times.starts[n + i if start else i] for i, start in enumerate(is_start))
+    end = tuple(times.ends[n + i if start else i] for i, start in enumerate(is_start))
+    return Played(times.seconds, begin, end, tuple(times.starts[:n]), tuple(_stalls(order, is_start, begin, end)))
+
+
+def _times(problem: Problem, order: Order, slowdown: Slowdown) -> clock.Times:
+    """Item i is task i, its communication task n + i, the wait for it task 3n - 1 - i: an index of ~i finds that."""
+    n, channel = problem.num_items, problem.channel
+    none: list[tuple[tuple[str, float], ...]] = [()] * n
+    work = clock.Work(
+        seconds=[*problem.seconds, *problem.copy, *[0.0] * n],
+        needs=_needs(n),
+        usage=[*none, *problem.usage, *none],
+        roles=[(0,)] * (3 * n),
+        is_kernel=[c < 0 for c in channel] + [False] * (2 * n),
+        issued=[0.0] * (3 * n),
+    )
+    lines: list[list[int]] = [[] for _ in problem.channels]
+    for x in order:
+        if x >= 0 and channel[x] >= 0:
+            lines[channel[x]].append(n + x)
+    return clock.play(work, [order, *lines], 1, slowdown)
+
+
+@lru_cache(16)
+def _needs(n: int) -> list[Sequence[int]]:
+    """A communication needs its start, a wait the communication."""
+    return [*[()] * n, *((i,) for i in range(n)), *((i,) for i in range(2 * n - 1, n - 1, -1))]
+
+
+def _stalls(
+    order: Order, is_start: Sequence[bool], begin: Sequence[float], end: Sequence[float]
+) -> Iterator[tuple[int, float, float]]:
+    """Where the stream stands still: at a wait, and behind its last entry, where it waits for what began first."""
+    now = 0.0
+    for x in order:
+        if x < 0:
+            if end[~x] > now:
+                yield ~x, now, end[~x]
+                now = end[~x]
+        elif not is_start[x]:
+            now = end[x]
+    left = sorted((x for x in order if x >= 0 and is_start[x] and end[x] > now), key=lambda c: begin[c])
+    for until in sorted({end[c] for c in left}):
+        yield next(c for c in left if begin[c] <= now < end[c]), now, until
+        now = until
+
+
+def peak_of(problem: Problem, order: Order) -> int:
+    """The most bytes that live at once in `order`, those of storages that live before it included."""
+    return max(live_bytes(problem.live_ranges(order), len(order) + 1))
+
+
+def live_at_peak(problem: Problem, order: Order) -> tuple[int, tuple[int, ...]]:
+    """The entry of `order` at its peak, and the storages that live then, the largest first."""
+    ranges = list(problem.live_ranges(order))
+    levels = live_bytes(ranges, len(order) + 1)
+    at = levels.index(max(levels))
+    live = (s for s, (begin, end, _) in enumerate(ranges) if begin <= at < end)
+    return at, tuple(sorted(live, key=lambda s: (-problem.sizes[s], s)))

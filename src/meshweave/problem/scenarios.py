@@ -1,0 +1,62 @@
+"""Machines that are not quite as the costs say: what an order is judged under besides them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from meshweave.problem.play import seconds_of
+from meshweave.problem.problem import Order, Problem
+from meshweave.simulate.clock import Slowdown
+
+NOISE = 0.4  # every item takes up to this part more or less
+_SHARED = "shared"  # a link that every communication wants for itself
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A name, and what it makes of a problem."""
+
+    name: str
+    change: Callable[[Problem], Problem]
+
+    def seconds(self, problem: Problem, order: Order, slowdown: Slowdown | None) -> float:
+        held = slowdown or _even
+        return seconds_of(self.change(problem), order, lambda levels: held(levels - {_SHARED}))
+
+
+def _even(levels: frozenset[str]) -> float:
+    return 1.0
+
+
+def _noisy(problem: Problem) -> Problem:
+    factors = [1 + NOISE * _spread(name) for name in problem.names]
+    return replace(
+        problem,
+        seconds=[s * f for s, f in zip(problem.seconds, factors, strict=True)],
+        copy=[c * f for c, f in zip(problem.copy, factors, strict=True)],
+    )
+
+
+@lru_cache(1 << 16)  # the candidates of one graph have most of their names in common
+def _spread(name: str) -> float:
+    """A number from -1 to 1 that hangs on a name alone, so that every rank has the same."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") / 2**31 - 1
+
+
+def _shared(problem: Problem) -> Problem:
+    usage = [(*u, (_SHARED, 1.0)) if c >= 0 else () for u, c in zip(problem.usage, problem.channel, strict=True)]
+    return replace(problem, usage=usage)
+
+
+NOMINAL = Scenario("as said", lambda problem: problem)
+SLOW = Scenario("communication x2", lambda problem: problem.slower(2.0))
+SCENARIOS = (
+    NOMINAL,
+    SLOW,
+    Scenario("communication x3", lambda problem: problem.slower(3.0)),
+    Scenario("40% noise", _noisy),
+    Scenario("shared link", _shared),
+)

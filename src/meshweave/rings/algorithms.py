@@ -1,0 +1,184 @@
+"""Collectives as data: steps over chunks, one table, and the replay that proves a row.
+
+A group of n devices, r the index of a device in it; all indices count modulo n. An algorithm is the same on every
+device but for r. References: the direct, cyclic and stream broadcast gathers are those of nvFuser (PR 5963, host loops
+with a swizzle), the bidirectional gather and the ring of sums those of windowed einsum (Wang et al., ASPLOS 2023), the
+direct scatter and the all-to-all by peer those of Thakur, Rabenseifner and Gropp (IJHPCA 2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from meshweave.chunks.writer import Index
+from meshweave.errors import MeshweaveError, VerifyError
+
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all"]
+
+
+OWN = Index(1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step on device r.
+
+    `chunk` is what the step computes: of a gather the chunk that has come (or is its own), of a reduction the chunk of
+    which it makes its part, of an all-to-all the device whose chunk has come. Its message goes from r to r + `shift`; a
+    step with a shift of 0 has none, and one with a `root` is a broadcast from there.
+
+    A gather's message carries the chunk of step `of`, and arrives for this step. A reduction's carries what the step
+    has made, to which it has added the messages that arrived of the steps `adds`; without a message that is the result.
+    An all-to-all's carries the chunk for device `sends`.
+    """
+
+    chunk: Index
+    shift: int = 0
+    of: int = 0
+    adds: tuple[int, ...] = ()
+    sends: Index = OWN
+    root: int = -1
+
+    @property
+    def has_message(self) -> bool:
+        return self.shift != 0 or self.root >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way to run a collective. `steps(n)` are those of a group of n >= 1; `ahead` messages are on their way while a
+    chunk is computed; `numerics` says what becomes of values."""
+
+    name: str
+    collective: Collective
+    steps: Callable[[int], tuple[Step, ...]]
+    ahead: int
+    numerics: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.collective}"
+
+    def num_messages(self, n: int) -> int:
+        return sum(step.has_message for step in self.steps(n))
+
+    def num_rounds(self, n: int) -> int:
+        """Messages that follow each other: `ahead` go at once."""
+        return -(-len(self.steps(n)) // self.ahead)
+
+
+def _gather_direct(n: int) -> tuple[Step, ...]:
+    return (Step(OWN), *(Step(Index(1, i), -i) for i in range(1, n)))
+
+
+def _gather_cyclic(n: int) -> tuple[Step, ...]:
+    return (Step(OWN), *(Step(Index(1, -i), 1, i - 1) for i in range(1, n)))
+
+
+def _gather_both_ways(n: int) -> tuple[Step, ...]:
+    """Chunks come in turn from the device before and the one after: r - 1, r + 1, r - 2, ..., two in a round."""
+    turns = ((k, -1 if k % 2 else 1, (k + 1) // 2) for k in range(1, n))
+    return (Step(OWN), *(Step(Index(1, way * hops), -way, max(k - 2, 0)) for k, way, hops in turns))
+
+
+def _gather_broadcast(n: int) -> tuple[Step, ...]:
+    return tuple(Step(Index(0, i), root=i) for i in range(n)) if n > 1 else (Step(OWN),)
+
+
+def _scatter_ring(n: int) -> tuple[Step, ...]:
+    return tuple(Step(Index(1, -1 - i), int(i < n - 1), adds=(i - 1,) if i else ()) for i in range(n))
+
+
+def _scatter_direct(n: int) -> tuple[Step, ...]:
+    return (*(Step(Index(1, i), i) for i in range(1, n)), Step(OWN, adds=tuple(range(n - 1))))
+
+
+def _exchange(n: int) -> tuple[Step, ...]:
+    return tuple(Step(Index(1, -i), i, sends=Index(1, i)) for i in range(n))
+
+
+_MOVED = "exact: every element is moved once"
+_SUMMED = "one sum in the accumulation dtype, in the order of the group, rounded once: what the collective does"
+ALGORITHMS: tuple[Algorithm, ...] = (
+    Algorithm("direct", "all_gather", _gather_direct, 1, _MOVED),
+    Algorithm("cyclic", "all_gather", _gather_cyclic, 1, _MOVED),
+    Algorithm("bidirectional", "all_gather", _gather_both_ways, 2, _MOVED),
+    Algorithm("broadcast", "all_gather", _gather_broadcast, 1, _MOVED),
+    Algorithm("direct", "reduce_scatter", _scatter_direct, 1, _SUMMED),
+    Algorithm(
+        "ring",
+        "reduce_scatter",
+        _scatter_ring,
+        1,
+        "a sum along the ring, which is sent in the accumulation dtype; every chunk has an order of its own",
+    ),
+    Algorithm("peer", "all_to_all", _exchange, 1, _MOVED),
+)
+# An all-reduce is a reduce-scatter and an all-gather: any of the one and any of the other.
+
+
+def algorithm(collective: Collective, name: str) -> Algorithm:
+    """The row of the table. Raises MeshweaveError for one that it lacks."""
+    for row in ALGORITHMS:
+        if (row.collective, row.name) == (collective, name):
+            return row
+    known = [row.name for row in ALGORITHMS if row.collective == collective]
+    raise MeshweaveError(f"no algorithm '{name}' for {collective}", got=name, expected=", ".join(known))
+
+
+@lru_cache(maxsize=1024)
+def prove(row: Algorithm, n: int) -> None:
+    """Raise VerifyError unless the steps do what the collective promises on every device of a group of n.
+
+    A gather brings every device every chunk, each once. A reduction gives device r chunk r with one contribution of
+    each device. An all-to-all brings every device the chunk that each has for it, each once.
+    """
+    _PROOFS[row.collective](row, row.steps(n), n)
+
+
+def _prove_gather(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
+    for r in range(n):
+        for k, step in enumerate(steps):
+            sent = step.root if step.root >= 0 else steps[step.of].chunk.at(r - step.shift, n) if step.shift else r
+            _expect(row, n, sent == step.chunk.at(r, n) and (not step.shift or step.of < k), f"step {k} on device {r}")
+        _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
+
+
+def _prove_scatter(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
+    held: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and who has contributed to it
+    results: list[list[tuple[int, list[int]]]] = [[] for _ in range(n)]
+    for k, step in enumerate(steps):
+        made = []
+        for r in range(n):
+            own, parts = step.chunk.at(r, n), [r]
+            for earlier in step.adds:
+                chunk, those = held[earlier][(r - steps[earlier].shift) % n]
+                _expect(row, n, chunk == own and bool(steps[earlier].shift), f"step {k} adds to another chunk")
+                parts += those
+            made.append((own, parts))
+            if not step.shift:
+                results[r].append((own, sorted(parts)))
+        held.append(made)
+    for r, found in enumerate(results):
+        _expect(row, n, found == [(r, list(range(n)))], f"device {r}")
+    sent = [k for k, step in enumerate(steps) if step.shift]
+    _expect(row, n, sorted(k for step in steps for k in step.adds) == sent, "every message is added once")
+
+
+def _prove_exchange(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
+    for r in range(n):
+        for k, step in enumerate(steps):
+            source = (r - step.shift) % n
+            right = step.chunk.at(r, n) == source and step.sends.at(source, n) == r
+            _expect(row, n, right, f"step {k} on device {r}")
+        _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
+
+
+def _expect(row: Algorithm, n: int, holds: bool, place: str) -> None:
+    if not holds:
+        raise VerifyError(f"{row} does not do what it promises in a group of {n}", where=place)
+
+
+_PROOFS = {"all_gather": _prove_gather, "reduce_scatter": _prove_scatter, "all_to_all": _prove_exchange}

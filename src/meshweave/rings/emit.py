@@ -1,0 +1,143 @@
+"""Algorithms written into a rank graph, with what is computed on their chunks between the messages.
+
+Of every algorithm, at most `ahead` messages are on their way while a chunk is computed: the message of the next step
+is started before what the step computes, so that the two run beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from meshweave.chunks.writer import ChunkWriter, Index, Number, Ring
+from meshweave.ir import local_ops
+from meshweave.ir.collectives import BROADCAST, permute
+from meshweave.rings.algorithms import Algorithm, Step
+
+aten = torch.ops.aten
+Produce = Callable[[Number], fx.Node]  # the number of a chunk -> the chunk, made here
+Consume = Callable[[Number, fx.Node], None]  # the number of a chunk, and the chunk, which has come
+
+
+@dataclass(slots=True)
+class _Emission:
+    write: ChunkWriter
+    row: Algorithm
+    ring: Ring
+    steps: tuple[Step, ...] = ()
+    started: dict[int, fx.Node] = field(default_factory=dict)  # per step its message, that is on its way
+    held: dict[int, fx.Node] = field(default_factory=dict)  # per step the chunk that has come, or is its own
+
+    def __post_init__(self) -> None:
+        self.steps = self.row.steps(self.ring.size)
+
+    def number(self, step: Step) -> Number:
+        return self.write.index(self.ring, step.chunk)
+
+    def send(self, k: int, x: fx.Node) -> None:
+        """Start the message of step k."""
+        step, ring = self.steps[k], self.ring
+        x = self.write.contiguous(x)
+        if step.root >= 0:
+            self.started[k] = self.write.call(BROADCAST.op, x, step.root, ring.group)
+        else:
+            self.started[k] = self.write.call(permute, x, step.shift % ring.size, ring.group)
+
+    def received(self, k: int) -> fx.Node:
+        """What the message of step k has brought."""
+        return self.write.wait(self.started.pop(k))
+
+
+def write_gather(
+    write: ChunkWriter, row: Algorithm, ring: Ring, piece: fx.Node, consume: Consume, early: fx.Node | None = None
+) -> None:
+    """An all-gather of every device's `piece`: `consume(number, chunk)` is called for every chunk, in the order of the
+    steps. The first messages are started before `early`, if given."""
+    done = _Emission(write, row, ring)
+    posted = int(not done.steps[0].has_message)
+
+    def post(until: int, last: int) -> None:
+        """Start the messages of the steps before `until` whose chunk the steps up to `last` have brought."""
+        nonlocal posted
+        while posted < min(until, len(done.steps)) and done.steps[posted].of <= last:
+            step = done.steps[posted]
+            done.send(posted, done.held[step.of] if step.of else piece)
+            posted += 1
+
+    with write.at(early or write.place):
+        piece = write.contiguous(piece)
+        post(row.ahead + posted, 0)
+    for k, step in enumerate(done.steps):
+        done.held[k] = done.received(k) if step.has_message else piece
+        post(k + 1 + row.ahead, k)
+        consume(done.number(step), done.held[k])
+
+
+def write_reduce(
+    write: ChunkWriter,
+    row: Algorithm,
+    ring: Ring,
+    produce: Produce,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    late: fx.Node | None = None,
+) -> fx.Node:
+    """A reduce-scatter (sum) of what `produce(number)` makes of each chunk, in `dtype`; returns that of the own chunk.
+
+    Sums are taken in `wide`. A message to which the device that gets it adds is sent in `wide`, one that goes to the
+    owner of its chunk in `dtype`. What follows the last part stands before `late`, if given.
+    """
+    done = _Emission(write, row, ring)
+    last = len(done.steps) - 1
+    is_chain = any(step.adds for step in done.steps[:last])
+    for k, step in enumerate(done.steps):
+        made = produce(done.number(step))
+        write.place = late if late is not None and k == last else write.place
+        if is_chain:
+            made = write.cast(made, dtype, wide)
+            for earlier in step.adds:
+                made = write.call(aten.add.Tensor, made, done.received(earlier))
+        elif step.adds:
+            made = _summed(done, step, made, wide)
+        if k < last:
+            done.send(k, made)
+    return write.cast(made, wide, dtype) if is_chain else made
+
+
+def _summed(done: _Emission, step: Step, own: fx.Node, wide: torch.dtype) -> fx.Node:
+    """The own part and those that have come, added up in the order of the group."""
+    parts, numbers = [own], [done.number(step)]
+    for earlier in step.adds:
+        numbers.append(done.write.index(done.ring, Index(1, -done.steps[earlier].shift)))
+        parts.append(done.received(earlier))
+    return done.write.call(local_ops.sum_parts, parts, numbers, wide)
+
+
+def blocks_of(write: ChunkWriter, x: fx.Node, ring: Ring) -> Produce:
+    """Makes the blocks that x is stacked of along dim 0, one for each device."""
+    return lambda number: write.call(local_ops.take_chunk, x, 0, 1, ring.size, number)
+
+
+def write_exchange(
+    write: ChunkWriter, row: Algorithm, ring: Ring, produce: Produce, consume: Consume, early: fx.Node | None = None
+) -> None:
+    """An all-to-all of what `produce(number)` makes for each device: `consume(number, chunk)` is called for the chunk
+    of every device. What is sent in the next step is made and sent before a chunk is waited for; the first message is
+    started before `early`, if given."""
+    done, posted = _Emission(write, row, ring), 1
+
+    def post(until: int) -> None:
+        nonlocal posted
+        for k in range(posted, min(until, len(done.steps))):
+            done.send(k, produce(write.index(ring, done.steps[k].sends)))
+        posted = max(posted, until)
+
+    with write.at(early or write.place):
+        post(1 + row.ahead)
+    for k, step in enumerate(done.steps):
+        post(k + 1 + row.ahead)
+        chunk = done.received(k) if step.has_message else produce(write.index(ring, step.sends))
+        consume(done.number(step), chunk)

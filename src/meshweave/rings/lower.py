@@ -1,0 +1,208 @@
+"""Rings in anyone's graph as ATen ops and functional collectives, on the rank that runs it.
+
+Indices of devices become numbers, chunks slices, chunks put together a cat. A permute is an all-to-all in which every
+rank sends to one other and receives from one (as torch's permute_tensor has it), which every backend has. Ranks get
+graphs that differ in numbers and in the order of operands of a cat alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import FIXED, LOOSE, memory_order
+from meshweave.chunks.writer import Number, kept_meta
+from meshweave.errors import VerifyError
+from meshweave.ir import local_ops
+from meshweave.ir.collectives import ALL_TO_ALL, destinations, permute
+from meshweave.ir.described import val_of_call
+from meshweave.ir.graph import op_name, place_of
+from meshweave.ir.rank import SYMBOLS, ring_index
+from meshweave.ir.traits import RESHAPES
+from meshweave.rings.ring_graph import RingGraph
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+
+
+def lower(rings: RingGraph) -> None:
+    """Write in place what the pass has left in the vocabulary of rank graphs, with fake tensors in meta["val"]."""
+    _Lowering(rings.program.graph, rings).run()
+
+
+def lower_blocks(graph: fx.Graph) -> None:
+    """The same of a graph without rings."""
+    _Lowering(graph, None).run()
+
+
+@dataclass(slots=True)
+class _Lowering:
+    graph: fx.Graph
+    rings: RingGraph | None
+    like: Any = None  # a fake tensor of the graph
+    place: fx.Node = field(init=False)
+
+    def __post_init__(self) -> None:
+        vals = (node.meta.get("val") for node in self.graph.nodes)
+        self.like = next(val for val in vals if isinstance(val, torch.Tensor))
+
+    def run(self) -> None:
+        graph = self.graph
+        for node in list(graph.nodes):
+            is_ours = "ring" in node.meta or node.target in _BLOCKS
+            if is_ours and node.target not in SYMBOLS:
+                self.place, write = node, _WRITERS.get(node.target, _Lowering.same)
+                made = self.laid(write(self, node, *node.args), node)
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
+            for key in ("ring", FIXED, LOOSE):
+                node.meta.pop(key, None)
+        for node in reversed(list(graph.nodes)):
+            if node.target in SYMBOLS:
+                graph.erase_node(node)
+        graph.lint()
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.place):
+            made = self.graph.call_function(target, args, kwargs)
+        made.meta = kept_meta(self.place) | {"val": val_of_call(target, args, kwargs, self.like)}
+        return made
+
+    def laid(self, made: fx.Node, node: fx.Node) -> fx.Node:
+        """`made` in memory as what it stands for was, where that is said: later graphs hold on to it."""
+        wanted = node.meta.get("val")
+        if wanted is None:
+            return made
+        if made.meta["val"].stride() != wanted.stride() and wanted.numel():
+            order = memory_order(wanted)
+            made = self.contiguous(self.permuted(made, order))
+            made = self.permuted(made, [order.index(d) for d in range(len(order))])
+        made.meta["val"] = wanted
+        return made
+
+    def permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
+        return x if list(order) == sorted(order) else self.call(aten.permute.default, x, list(order))
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        if x.meta["val"].is_contiguous():
+            return x
+        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def viewed(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """x in another shape; a copy is made where its memory does not have it."""
+        try:
+            val_of_call(aten.view.default, (x, list(shape)), {}, self.like)
+        except RuntimeError:
+            x = self.contiguous(x)
+        return self.call(aten.view.default, x, list(shape))
+
+    def number(self, value: Number) -> int:
+        """The number of a chunk or device on this rank."""
+        if isinstance(value, int):
+            return value
+        assert value.target is ring_index
+        assert self.rings is not None
+        axes, sizes, *rest = value.args
+        index = self.rings.index(",".join(axes))
+        return ring_index({axes[0]: index}, axes[:1], sizes, *rest)
+
+    # what stands in the graph
+
+    def same(self, node: fx.Node, *args: Any) -> fx.Node:
+        """An op on chunks. Where they lie in memory otherwise than it can take they are copied."""
+        if node.target in RESHAPES:
+            return self.viewed(args[0], args[1])
+        try:
+            return self.call(node.target, *args, **node.kwargs)
+        except RuntimeError as error:
+            raise VerifyError(
+                "an op cannot take chunks, although the table of cuts says so",
+                where=place_of(node),
+                got=str(error),
+                hint=f"mend the row of {op_name(node.target)} in chunks/cut.py",
+            ) from error
+
+    def whole(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        return self.contiguous(x)
+
+    def cast(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        if set(node.kwargs) != {"dtype"}:
+            return self.same(node, x)
+        return self.call(convert, x, node.kwargs["dtype"])
+
+    def take(self, node: fx.Node, x: fx.Node, dim: int, outer: int, count: int, index: Number) -> fx.Node:
+        shape, at = tuple(x.meta["val"].shape), self.number(index)
+        size = shape[dim] // count
+        if outer == 1:
+            return self.call(aten.slice.Tensor, x, dim, at * size, (at + 1) * size)
+        wide = self.viewed(x, (*shape[:dim], outer, count, size // outer, *shape[dim + 1 :]))
+        part = self.call(aten.select.int, wide, dim + 1, at)
+        return self.viewed(part, (*shape[:dim], size, *shape[dim + 1 :]))
+
+    def join(
+        self, node: fx.Node, chunks: Sequence[fx.Node], indices: Sequence[Number], dim: int, outer: int
+    ) -> fx.Node:
+        if outer == 1:
+            return self.call(aten.cat.default, self.ordered(chunks, indices), dim)
+        shape = tuple(chunks[0].meta["val"].shape)
+        wide = [self.viewed(x, (*shape[:dim], outer, -1, *shape[dim + 1 :])) for x in chunks]
+        made = self.call(aten.cat.default, self.ordered(wide, indices), dim + 1)
+        return self.viewed(made, (*shape[:dim], -1, *shape[dim + 1 :]))
+
+    def ordered(self, parts: Sequence[fx.Node], indices: Sequence[Number]) -> list[fx.Node]:
+        numbers = list(map(self.number, indices))
+        return [parts[numbers.index(i)] for i in sorted(numbers)]
+
+    def sum(self, node: fx.Node, parts: Sequence[fx.Node], indices: Sequence[Number], wide: torch.dtype) -> fx.Node:
+        """What the ranks of a group have for the chunk of one is added up as it comes: every chunk has an order of its
+        own, and who holds it also has that. Products of chunks are added in the order of the group, on every rank
+        alike: as one sum, since a chain of additions would be another graph on each."""
+        val = parts[0].meta["val"]
+        if node.meta["ring"].kind == "sum":
+            made, *others = (self.converted(x, wide) for x in parts)
+            for one in others:
+                made = self.call(aten.add.Tensor, made, one)
+        else:
+            stacked = self.call(aten.cat.default, self.ordered(parts, indices))
+            made = self.call(aten.sum.dim_IntList, self.viewed(stacked, (len(parts), *val.shape)), [0], dtype=wide)
+        return self.converted(made, val.dtype)
+
+    def converted(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if x.meta["val"].dtype == dtype else self.call(convert, x, dtype)
+
+    def join_blocks(self, node: fx.Node, x: fx.Node, sizes: Any, order: Any, dim: int, table: None) -> fx.Node:
+        return self.call(aten.cat.default, self.parts(x, 0, sizes[0]), dim)
+
+    def deal_blocks(
+        self, node: fx.Node, x: fx.Node, sizes: Any, order: Any, dim: int, table: None, block: int
+    ) -> fx.Node:
+        return self.call(aten.cat.default, self.parts(x, dim, sizes[0]))
+
+    def parts(self, x: fx.Node, dim: int, count: int) -> list[fx.Node]:
+        size = x.meta["val"].shape[dim] // count
+        return [self.call(aten.slice.Tensor, x, dim, i * size, (i + 1) * size) for i in range(count)]
+
+    def permute(self, node: fx.Node, x: fx.Node, to: Any, group: str) -> fx.Node:
+        assert self.rings is not None
+        size, rank, rows = len(self.rings.members[group]), self.rings.index(group), x.meta["val"].shape[0]
+        sends = destinations(to, size)
+        received = [rows * (i == sends.index(rank)) for i in range(size)]
+        sent = [rows * (i == sends[rank]) for i in range(size)]
+        return self.call(ALL_TO_ALL.op, x, received, sent, group)
+
+
+_BLOCKS = frozenset({local_ops.join_blocks, local_ops.deal_blocks})
+_WRITERS: Mapping[Any, Callable[..., fx.Node]] = {
+    aten.contiguous.default: _Lowering.whole,
+    aten._to_copy.default: _Lowering.cast,
+    local_ops.take_chunk: _Lowering.take,
+    local_ops.join_chunks: _Lowering.join,
+    local_ops.sum_parts: _Lowering.sum,
+    local_ops.join_blocks: _Lowering.join_blocks,
+    local_ops.deal_blocks: _Lowering.deal_blocks,
+    permute: _Lowering.permute,
+}

@@ -1,0 +1,251 @@
+"""Is it worth it: seconds of a collective with its matmuls as they are, and chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from meshweave.chunks.chains import Downstream, Shapes, Upstream, kept, part_of, taken
+from meshweave.chunks.cut import Cut, Sum, is_same, kind_of, operands_of
+from meshweave.chunks.writer import Index, Ring
+from meshweave.hardware.profile import MachineProfile
+from meshweave.hardware.work import Memory
+from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
+from meshweave.ir.device_program import DeviceProgram
+from meshweave.rings.algorithms import Step
+from meshweave.rings.exchange import Region
+from meshweave.rings.find import KINDS
+from meshweave.rings.play import Message, play_exchange, play_gather, play_reduce
+from meshweave.rings.rewrite import RingWay, wait_of
+from meshweave.simulate.classify import work_of
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds before and after.
+
+    Before: `compute` after (or before) `collective`, less what other work between start and wait has `hidden` of it;
+    `host` of the collective is the processor's own work, which nothing hides. After: the steps played one by one, with
+    one link and one processor: `chunk` is the compute of a step, `message` that of its message, `losses` are copies and
+    sums of results, and what is left of a collective.
+    """
+
+    compute: float
+    collective: float
+    host: float
+    hidden: float
+    chunk: float
+    message: float
+    num_steps: int
+    num_messages: int
+    losses: float
+    played: float
+
+    @property
+    def before(self) -> float:
+        return self.compute + max(self.collective - self.hidden, self.host)
+
+    @property
+    def after(self) -> float:
+        return self.played + self.losses
+
+
+Kernels = Sequence[tuple[float, float]]  # position (among those of the nodes) and seconds of each
+
+
+@dataclass(slots=True)
+class RingPrices:
+    """What a graph's work and communication cost on a machine."""
+
+    program: DeviceProgram
+    profile: MachineProfile
+    shapes: Shapes
+    kernels: Kernels
+    order: dict[fx.Node, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = {node: i for i, node in enumerate(self.program.graph.nodes)}
+
+    def between(self, first: fx.Node, last: fx.Node) -> float:
+        """Compute that stands between two nodes."""
+        low, high = self.order[first], self.order[last]
+        return sum(seconds for position, seconds in self.kernels if low < position < high)
+
+    @property
+    def launch(self) -> float:
+        """What an op takes that moves nothing, such as a view: as simulate.tasks has it."""
+        return self.profile.launch_s if self.profile.fusion == "none" else 0.0
+
+    def op(self, node: fx.Node, cuts: Sequence[Cut | None] = (), result: Cut | None = None) -> float:
+        """An op, or what it takes on chunks of its operands for a chunk of its result."""
+        values, operands = self.shapes.values, operands_of(node)
+        if values[node][0].storage in {values[n][0].storage for n in operands}:
+            return self.launch  # a view
+        taken = [part_of(values[n][0], cut) for n, cut in zip(operands, cuts or [None] * len(operands), strict=True)]
+        works = work_of(node, taken, [part_of(values[node][0], result)])
+        return sum(self.profile.compute_seconds(work) for work in works)
+
+    def chunk(
+        self, node: fx.Node, cuts: Sequence[Cut | None], result: Cut | None, inside: Mapping[fx.Node, Cut]
+    ) -> float:
+        """An op on chunks, and the slices that these are; those that lie apart are copied."""
+        pairs = [(n, cut) for n, cut in zip(operands_of(node), cuts, strict=True) if n not in inside]
+        slices = sum(
+            self.copy(n, 1 / cut.count) if cut.outer > 1 else self.launch for n, cut in pairs if cut is not None
+        )
+        return self.op(node, cuts, result) + slices
+
+    def along(self, cuts: Mapping[fx.Node, Cut]) -> tuple[float, float]:
+        """Compute of these nodes, whole and of one chunk."""
+        whole = chunk = 0.0
+        for node, cut in cuts.items():
+            whole += self.op(node)
+            if not is_same(node, cut):
+                kind = kind_of(node)
+                assert kind is not None
+                chunk += self.chunk(node, kind.backward(self.shapes.op(node), cut), cut, cuts)
+        return whole, chunk
+
+    def copy(self, node: fx.Node, times: float = 1.0, kind: str = "strided") -> float:
+        """Reading and writing the value of a node."""
+        value = self.shapes.values[node][0]
+        work = Memory(kind, int(2 * times * value.bytes), value.num_elements, value.dtype)
+        return self.profile.compute_seconds(work)
+
+    def collective(self, start: fx.Node) -> Message:
+        return self.named(start, KINDS[start.target], self.bytes(start))
+
+    def named(self, start: fx.Node, op: str, num_bytes: float) -> Message:
+        """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
+        of a start and a wait: as simulate.tasks has it), and what it takes from compute beside it."""
+        profile, where = self.profile, self.program.group_of(start)
+        launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
+        levels = frozenset(level for level, _ in profile.usage(op, *where))
+        host = profile.host_seconds(op, *where, seconds) + launches
+        return Message(seconds + launches, host, profile.compute_slowdown(levels))
+
+    def in_turn(self, start: fx.Node, op: str, num_bytes: float, count: int) -> Message:
+        """One of `count` messages of so many bytes each. Links that let a short message through faster than their rate
+        (a token bucket does) do so once: all take no less than one of all their bytes."""
+        one = self.named(start, op, num_bytes)
+        if count < 2:
+            return one
+        return replace(one, seconds=max(one.seconds, self.named(start, op, count * num_bytes).seconds / count))
+
+    def bytes(self, start: fx.Node) -> int:
+        """What a device hands in to a start."""
+        value = self.shapes.values[operands_of(start)[0]][0]
+        return value.num_elements * value.dtype.itemsize
+
+
+def gather_estimate(
+    prices: RingPrices, start: fx.Node, found: Downstream, ring: Ring, way: RingWay, second_half: bool = False
+) -> Estimate:
+    """Of an all-gather or all-to-all taken apart, or of the second half of an all-reduce. Results, and what others read
+    of the values on the way, are put together or added up."""
+    wait, steps = wait_of(start), _steps(ring, way)
+    compute = chunk = losses = 0.0
+    results: dict[fx.Node, Cut | Sum] = {**found.cuts, **found.consumers}
+    for node, result in results.items():
+        if node is wait:
+            continue
+        compute += prices.op(node)
+        if isinstance(result, Cut) and is_same(node, result):
+            continue
+        cuts = taken(node, result, found.cuts, prices.shapes)
+        chunk += prices.chunk(node, cuts, None if result == "sum" else result, found.cuts)
+        if node in found.consumers:
+            losses += prices.copy(node, (len(steps) + 1) / 2 if result == "sum" else 1.0)
+    losses += sum(map(prices.copy, kept(found)))
+    if way.row is None and found.cuts[wait].dim:
+        losses += prices.copy(start.args[0])  # type: ignore[arg-type]
+    num_bytes, hidden = prices.bytes(start) / (ring.size if second_half else 1), prices.between(start, wait)
+    message = _message(prices, start, ring, way, num_bytes)
+    whole = prices.named(start, "all_gather", num_bytes) if second_half else prices.collective(start)
+    played = play_gather(steps, way.row.ahead if way.row is not None else 1, chunk, message, hidden)
+    return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
+
+
+def reduce_estimate(
+    prices: RingPrices, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, wide_factor: float
+) -> Estimate:
+    """Of a reduce-scatter, all-reduce or all-to-all taken apart. `wide_factor`: bytes of a message per byte of the
+    operand."""
+    wait, steps = wait_of(start), _steps(ring, way)
+    compute, chunk = prices.along(found.cuts)
+    hidden, num_bytes = prices.between(start, wait), prices.bytes(start)
+    is_split = way.row is not None and start.target is ALL_REDUCE.op
+    losses = prices.copy(wait)
+    if way.row is not None and start.target is ALL_TO_ALL.op:
+        steps = (*steps[1:], steps[0])  # the own chunk last
+    elif way.row is not None:
+        losses = prices.copy(start.args[0], 0.5 + 0.5 / ring.size, "pointwise")  # type: ignore[arg-type]
+    if is_split:
+        gather = prices.named(start, "all_gather", num_bytes / ring.size)
+        losses += max(gather.seconds - hidden, gather.host)
+    losses += sum(map(prices.copy, found.kept))
+    message = _message(prices, start, ring, way, wide_factor * num_bytes / ring.size)
+    played = play_reduce(steps, chunk, message, 0.0 if is_split else hidden)
+    whole = prices.collective(start)
+    return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
+
+
+def exchange_estimate(prices: RingPrices, start: fx.Node, found: Region, ring: Ring, way: RingWay) -> Estimate:
+    """Of two all-to-alls with what is computed between them, taken apart by peer."""
+    wait, last, back = wait_of(start), wait_of(found.back), found.back
+    compute, chunk = prices.along({node: cut for node, cut in found.cuts.items() if node is not wait})
+    steps = _steps(ring, way)
+    count = ring.size - 1
+    there, again = (prices.in_turn(one, "permute", prices.bytes(one) / ring.size, count) for one in (start, back))
+    played = play_exchange(steps, chunk, there, again, prices.between(start, wait), prices.between(back, last))
+    first, second = prices.collective(start), prices.collective(back)
+    hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
+    losses = prices.copy(last) + sum(map(prices.copy, found.kept))
+    return Estimate(
+        compute=compute,
+        collective=first.seconds + second.seconds,
+        host=first.host + second.host,
+        hidden=hidden,
+        chunk=chunk,
+        message=(there.seconds + again.seconds) / 2,
+        num_steps=len(steps),
+        num_messages=2 * (len(steps) - 1),
+        losses=losses,
+        played=played,
+    )
+
+
+def _estimate(
+    prices: RingPrices,
+    start: fx.Node,
+    whole: Message,
+    compute: float,
+    chunk: float,
+    message: Message,
+    steps: Sequence[Step],
+    losses: float,
+    played: float,
+) -> Estimate:
+    hidden, num_messages = prices.between(start, wait_of(start)), sum(step.has_message for step in steps)
+    return Estimate(
+        compute, whole.seconds, whole.host, hidden, chunk, message.seconds, len(steps), num_messages, losses, played
+    )
+
+
+def _steps(ring: Ring, way: RingWay) -> tuple[Step, ...]:
+    """Those of the algorithm, or a message (a collective) for every part."""
+    if way.row is not None:
+        return way.row.steps(ring.size)
+    return tuple(Step(Index(0, i), root=0) for i in range(way.num_chunks))
+
+
+def _message(prices: RingPrices, start: fx.Node, ring: Ring, way: RingWay, num_bytes: float) -> Message:
+    """One message of a device. They share its links, and go one after the other."""
+    if way.row is None:
+        parts = way.num_chunks
+        return prices.in_turn(start, KINDS[start.target], prices.bytes(start) / parts, parts)
+    if way.row.name == BROADCAST.name:
+        return prices.in_turn(start, BROADCAST.curve, BROADCAST.curve_bytes((), ring.size, num_bytes), ring.size)
+    return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in _steps(ring, way)))

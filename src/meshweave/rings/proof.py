@@ -1,0 +1,134 @@
+"""Rings proven where they stand in a graph: every chunk that is put together is the one that its number says, and every
+sum has one contribution of each device.
+
+Nothing is taken from the table of algorithms: what a node holds on each device of a group follows from the permutes,
+broadcasts and slices on the way to it. A writer marks the nodes of one ring (`meta["ring"]`), so that what else they
+take is told from what goes round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import fx
+
+from meshweave.chunks.cut import operands_of
+from meshweave.chunks.writer import Mark
+from meshweave.errors import VerifyError
+from meshweave.ir import local_ops
+from meshweave.ir.collectives import BROADCAST, destinations, permute
+from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import ring_index
+
+_Token = tuple[int, int]  # the device whose data it is, and the number of the chunk
+
+
+class _Graphed(Protocol):
+    @property
+    def graph(self) -> fx.Graph: ...
+
+
+def prove_rings(role: _Graphed) -> int:
+    """The number of rings in a graph, each proven. Raises VerifyError, naming the node, for one that is wrong."""
+    found: dict[Mark, list[fx.Node]] = {}
+    for node in role.graph.nodes:
+        if "ring" in node.meta:
+            found.setdefault(node.meta["ring"], []).append(node)
+    for mark, nodes in found.items():
+        _Proof(mark, nodes).run()
+    return len(found)
+
+
+@dataclass(slots=True)
+class _Proof:
+    mark: Mark
+    nodes: Sequence[fx.Node]
+    pieces: frozenset[fx.Node] = frozenset()  # what goes round as it was handed in: the chunk of a device is its own
+    known: dict[tuple[fx.Node, int], tuple[_Token, ...]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        if self.mark.kind == "gather":
+            moved = [x for node in self.nodes if node.target in _MOVES for x in operands_of(node)]
+            self.pieces = frozenset(x for x in moved if not self.goes_round(x))
+        for r in range(self.mark.ring.size):
+            for node in self.nodes:
+                if node.target in (local_ops.join_chunks, local_ops.sum_parts):
+                    self.check_numbers(node, r)
+                elif self.mark.kind == "sum" and any(user.meta.get("ring") != self.mark for user in node.users):
+                    self.check_sum(node, r)
+
+    def goes_round(self, node: fx.Node) -> bool:
+        if node.meta.get("ring") != self.mark:
+            return False
+        return node.target in _MOVES or any(map(self.goes_round, operands_of(node)))
+
+    def check_numbers(self, node: fx.Node, r: int) -> None:
+        """Parts are those that their numbers say: chunks, of which there are all, or contributions of devices to a sum
+        over the group. An exchange has brought them from the device of their number, or has taken them there and back.
+        """
+        parts, numbers = node.args[:2]
+        told = [self.number(number, r) for number in numbers]  # type: ignore[union-attr]
+        if sorted(told) != list(range(len(told))):
+            raise self.wrong(node, f"has the numbers {told} on device {r}")
+        has_moved = any(map(self.goes_round, parts))  # type: ignore[arg-type]
+        is_group_sum = self.mark.kind == "sum" and node.target is local_ops.sum_parts
+        for part, number in zip(parts, told, strict=True):  # type: ignore[arg-type]
+            held = set(self.content(part, r))  # type: ignore[arg-type]
+            if self.mark.kind == "exchange":
+                has_come = self.goes_round(part) == (has_moved and number != r)  # type: ignore[arg-type]
+                is_right = bool(held) and has_come and held <= {(number, r), (r, number)}
+            else:
+                is_right = {token[0 if is_group_sum else 1] for token in held} == {number}
+            if not is_right:
+                raise self.wrong(node, f"takes {part} for number {number} on device {r}, which holds {held}")
+        if is_group_sum:
+            self.check_sum(node, r)
+
+    def check_sum(self, node: fx.Node, r: int) -> None:
+        """What is added up is of the device's own chunk, with as much of each device."""
+        held = self.content(node, r)
+        counts = Counter(device for device, _ in held)
+        if {chunk for _, chunk in held} != {r} or len(counts) != self.mark.ring.size or len(set(counts.values())) > 1:
+            raise self.wrong(node, f"adds up on device {r} (device, chunk): {held}")
+
+    def content(self, node: fx.Node, r: int) -> tuple[_Token, ...]:
+        """What a node holds on device r: whose data, of which chunk. Nothing, where it is no part of the ring."""
+        if node in self.pieces:
+            return ((r, r),)
+        if node.meta.get("ring") != self.mark:
+            return ()
+        if (node, r) not in self.known:
+            if node.target is local_ops.take_chunk:
+                self.known[node, r] = ((r, self.number(node.args[4], r)),)
+            else:
+                source = self.source(node, r)
+                self.known[node, r] = tuple(token for x in operands_of(node) for token in self.content(x, source))
+        return self.known[node, r]
+
+    def source(self, node: fx.Node, r: int) -> int:
+        """The device from which a node of device r takes its operands."""
+        if node.target is permute:
+            return destinations(node.args[1], self.mark.ring.size).index(r)  # type: ignore[arg-type]
+        return int(node.args[1]) if node.target is _BROADCAST else r  # type: ignore[arg-type]
+
+    def number(self, value: Any, r: int) -> int:
+        """A number on device r of the group."""
+        if isinstance(value, int):
+            return value
+        axes, sizes, sign, shift = value.args
+        if value.target is not ring_index or (",".join(axes), tuple(sizes)) != (
+            self.mark.ring.group,
+            self.mark.ring.sizes,
+        ):
+            raise self.wrong(value, "is no index along the group of its ring")
+        return (sign * r + shift) % self.mark.ring.size
+
+    def wrong(self, node: fx.Node, what: str) -> VerifyError:
+        return VerifyError(f"ring {self.mark.number}: {node.name} {what}", where=str(origin_of(node)))
+
+
+_BROADCAST = BROADCAST.op
+_MOVES = frozenset({permute, _BROADCAST})

@@ -1,0 +1,100 @@
+"""What became of every collective, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshweave.rings.price import Estimate
+from meshweave.rings.rewrite import RingWay
+
+
+@dataclass(frozen=True, slots=True)
+class RingRow:
+    """A collective, and what became of it. Seconds are 0 where costs were not asked; `matmuls` are those of `way`, the
+    best that there was ("" if there was none)."""
+
+    name: str
+    op: str
+    group: str
+    place: str
+    matmuls: tuple[str, ...] = ()
+    way: str = ""
+    num_steps: int = 0
+    seconds_before: float = 0.0
+    seconds_after: float = 0.0
+    is_taken: bool = False
+    reason: str = ""
+    numerics: str = ""
+
+    def __str__(self) -> str:
+        verdict = "taken apart" if self.is_taken else "left"
+        return f"{self.name} ({self.op} over {self.group}) {verdict}: {self.reason}; {self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class DecomposeReport:
+    """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: those for which an equal one stands, then
+    in order. The gather that an all-reduce has become follows it. Of anyone's graph, where costs were asked, also the
+    seconds of the whole graph before and after, each in its best order; else 0."""
+
+    rows: tuple[RingRow, ...]
+    seconds_before: float = 0.0
+    seconds_after: float = 0.0
+
+    @property
+    def num_taken(self) -> int:
+        return sum(row.is_taken for row in self.rows)
+
+    @property
+    def saved_seconds(self) -> float:
+        """What the estimates promise together."""
+        return sum(row.seconds_before - row.seconds_after for row in self.rows if row.is_taken)
+
+    def left(self, reason: str) -> DecomposeReport:
+        """The same, of a graph that stays as it was for this reason."""
+        rows = (replace(r, is_taken=False, reason=f"{reason}; {r.reason}") if r.is_taken else r for r in self.rows)
+        return replace(self, rows=tuple(rows))
+
+    def __str__(self) -> str:
+        head = f"{self.num_taken} of {len(self.rows)} collectives taken apart"
+        if self.seconds_before:
+            head += f"; the graph takes {_microseconds(self.seconds_after)} instead of "
+            head += _microseconds(self.seconds_before)
+        return "\n".join([head, *(f"  {row}" for row in self.rows)])
+
+
+def shared_row(name: str, group: str, kept: str) -> RingRow:
+    reason, numerics = f"{kept} gathers the same", "exact: the same elements"
+    return RingRow(name, "all_gather", group, "", way="shared", is_taken=True, reason=reason, numerics=numerics)
+
+
+def joined_reasons(reasons: list[str]) -> str:
+    return "; ".join(dict.fromkeys(reasons)) or "no matmul stands beside it"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
+
+
+def gain_text(way: RingWay, made: Estimate | None, more: float) -> str:
+    """`more` is what the second half of an all-reduce can gain."""
+    if made is None:
+        return f"{way}, as the options ask"
+    before, after = _microseconds(made.before), _microseconds(made.after)
+    told = f", and its gather can gain {_microseconds(more)} beside what comes after" if more else ""
+    return f"{way}: {after} instead of {before}{told}"
+
+
+def no_gain_text(way: RingWay, made: Estimate) -> str:
+    """Which of its parts makes the best way too slow."""
+    before, after = _microseconds(made.before), _microseconds(made.after)
+    if made.hidden >= made.collective:
+        return f"other work hides it: {_microseconds(made.hidden)} of {_microseconds(made.collective)}"
+    parts = {
+        "the matmuls are slower in chunks": made.num_steps * made.chunk - made.compute,
+        "messages take longer than the collective": made.num_messages * made.message - made.collective,
+        "not every message is hidden": made.played - made.num_steps * made.chunk,
+        "results have to be put together": made.losses,
+    }
+    worst = max(parts, key=parts.__getitem__)
+    return f"no gain: {way} takes {after} instead of {before}, {worst} ({_microseconds(parts[worst])})"

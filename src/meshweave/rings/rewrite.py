@@ -1,0 +1,231 @@
+"""Writes a collective and its matmuls anew, chunk by chunk, in place of start, wait and matmuls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, kept, part_of, shaped
+from meshweave.chunks.cut import Cut, operands_of
+from meshweave.chunks.writer import ChunkWriter, Number, Ring
+from meshweave.interop.graphs import is_erased
+from meshweave.ir import local_ops
+from meshweave.ir.collectives import ALL_GATHER, WAIT
+from meshweave.rings.algorithms import Algorithm
+from meshweave.rings.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class RingWay:
+    """How a collective is taken apart: by an algorithm of the table, or (None) as `num_chunks` collectives of the same
+    kind, each of a part of every device's piece."""
+
+    row: Algorithm | None
+    num_chunks: int
+
+    def __str__(self) -> str:
+        return self.row.name if self.row is not None else "pipelined"
+
+
+def wait_of(start: fx.Node) -> fx.Node:
+    (wait,) = (user for user in start.users if user.target is WAIT)
+    return wait
+
+
+def inherit(made: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
+    """`made` stands for `old` from now on."""
+    shapes.take_over(made, shapes.values[old], old)
+    made.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
+    old.replace_all_uses_with(made)
+    return made
+
+
+def erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Take out those of the nodes that nobody uses any more, and what only they used."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.users or node.op != "call_function" or node.graph is not graph or is_erased(node):
+            continue
+        waiting += node.all_input_nodes
+        graph.erase_node(node)
+
+
+# gathers
+
+
+@dataclass(slots=True)
+class _Results:
+    """The products of the chunks, to be put together."""
+
+    write: ChunkWriter
+    wide: torch.dtype
+    numbers: list[Number]
+    parts: dict[fx.Node, list[fx.Node]]
+
+    def put(self, consumer: fx.Node, cut: object) -> fx.Node:
+        parts, numbers = self.parts[consumer], list(self.numbers)
+        if isinstance(cut, Cut):
+            return self.write.call(local_ops.join_chunks, parts, numbers, cut.dim, cut.outer, like=consumer)
+        return self.write.call(local_ops.sum_parts, parts, numbers, self.wide, like=consumer)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of values of a dtype are taken unless said otherwise: float32 for half precision."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def rewrite_gather(
+    write: ChunkWriter, start: fx.Node, found: Downstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
+) -> None:
+    """An all-gather, or an all-to-all, and the matmuls that `found` leads to. Who else reads the gathered value finds
+    it put together."""
+    wait = wait_of(start)
+    write.follow(start, wait)
+    piece = start.args[0]
+    assert isinstance(piece, fx.Node)
+    results = _Results(write, wide, [], {consumer: [] for consumer in found.consumers})
+    read: dict[fx.Node, list[fx.Node]] = {node: [] for node in kept(found)}
+
+    def consume(number: Number, chunk: fx.Node) -> None:
+        chunker = Chunker(write, shapes, number, {wait: chunk})
+        results.numbers.append(number)
+        for consumer, cut in found.consumers.items():
+            results.parts[consumer].append(chunker.down(consumer, found.cuts, cut))
+        for node, chunks in read.items():
+            chunks.append(chunker.through(node, found.cuts))
+
+    if way.row is not None and way.row.collective == "all_to_all":
+        write_exchange(write, way.row, ring, blocks_of(write, piece, ring), consume, start)
+    elif way.row is not None:
+        write_gather(write, way.row, ring, piece, consume, start)
+    else:
+        _write_parts_gathered(write, start, _of_piece(found.cuts[wait], ring), consume)
+    for consumer, cut in found.consumers.items():
+        inherit(results.put(consumer, cut), consumer, shapes)
+    for node, chunks in read.items():
+        cut = found.cuts[node]
+        inherit(write.call(local_ops.join_chunks, chunks, list(results.numbers), cut.dim, cut.outer), node, shapes)
+    erase_unused(write.graph, [*found.consumers, *found.cuts])
+
+
+def _of_piece(cut: Cut, ring: Ring) -> Cut:
+    """The cut of one of the blocks of a group, where all of them, stacked along dim 0, are cut so."""
+    return cut if cut.dim else Cut(0, cut.outer // ring.size, cut.count)
+
+
+def _write_parts_gathered(write: ChunkWriter, start: fx.Node, cut: Cut, consume: Consume) -> None:
+    """Part i of every piece is gathered while part i - 1 is computed with."""
+    piece, *args = start.args
+    begun: list[fx.Node] = []
+
+    def post(i: int) -> None:
+        part = write.contiguous(write.call(local_ops.take_chunk, piece, cut.dim, cut.outer, cut.count, i))
+        begun.append(write.call(start.target, part, *args))
+
+    with write.at(start):
+        post(0)
+    for i in range(cut.count):
+        chunk = write.wait(begun[i])
+        if i + 1 < cut.count:
+            post(i + 1)
+        consume(i, chunk)
+
+
+# reductions
+
+
+def rewrite_scatter(
+    write: ChunkWriter, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
+) -> None:
+    """A reduce-scatter and the matmuls that make its operand."""
+    wait = wait_of(start)
+    write.follow(start, start)
+    operand = start.args[0]
+    assert isinstance(operand, fx.Node)
+    products = Products(write, shapes, found, operand)
+    if way.row is not None:
+        dtype = shapes.values[operand][0].dtype
+        made = write_reduce(write, way.row, ring, products, dtype, wide, wait)
+    else:
+        made = _write_parts_reduced(write, start, products, way, _of_piece(found.cuts[operand], ring))
+    finish(write, made, start, products)
+
+
+def rewrite_reduce(
+    write: ChunkWriter, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
+) -> fx.Node | None:
+    """An all-reduce and the matmuls that make its operand: as a reduce-scatter that is taken apart and an all-gather,
+    whose start it returns, or as all-reduces of parts."""
+    wait = wait_of(start)
+    write.follow(start, start)
+    operand = start.args[0]
+    assert isinstance(operand, fx.Node)
+    cut, begun = found.cuts[operand], None
+    products = Products(write, shapes, found, operand)
+    if way.row is None:
+        made = _write_parts_reduced(write, start, products, way, cut)
+    else:
+        dtype = shapes.values[operand][0].dtype
+        own = write_reduce(write, way.row, ring, products, dtype, wide)
+        gather = ALL_GATHER.op
+        begun = write.call(gather, write.contiguous(own), ring.size, ring.group)
+        write.place = wait
+        made = write.wait(begun)
+        part = part_of(shapes.values[operand][0], cut)
+        stacked = shaped(part, (ring.size * part.shape[0], *part.shape[1:]))
+        shapes.take_over(operands_of(begun)[0], (part,), operand)
+        shapes.take_over(made, (stacked,), operand)
+        if cut.dim:
+            made = write.call(local_ops.join_blocks, made, [ring.size], [0], cut.dim, None)
+    finish(write, made, start, products)
+    return begun
+
+
+def finish(write: ChunkWriter, made: fx.Node, start: fx.Node, products: Products) -> None:
+    """`made` stands for what a reduction has brought; nobody needs what it was made of."""
+    wait = wait_of(start)
+    products.join(start)
+    inherit(made, wait, products.shapes)
+    erase_unused(write.graph, [wait, *products.parts])
+
+
+@dataclass(slots=True)
+class Products:
+    """Makes the chunks of what a start hands in, and keeps those of values that others read."""
+
+    write: ChunkWriter
+    shapes: Shapes
+    found: Upstream
+    operand: fx.Node
+    numbers: list[Number] = field(default_factory=list)
+    parts: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    def __call__(self, number: Number) -> fx.Node:
+        chunker = Chunker(self.write, self.shapes, number)
+        made = chunker.up(self.operand, self.found.cuts)
+        self.numbers.append(number)
+        for node in self.found.kept:
+            self.parts.setdefault(node, []).append(chunker.made[node])
+        return made
+
+    def join(self, place: fx.Node) -> None:
+        """Put together before `place` what others read."""
+        with self.write.at(place):
+            for node, parts in self.parts.items():
+                cut = self.found.cuts[node]
+                whole = self.write.call(local_ops.join_chunks, parts, list(self.numbers), cut.dim, cut.outer)
+                inherit(whole, node, self.shapes)
+
+
+def _write_parts_reduced(write: ChunkWriter, start: fx.Node, produce: Produce, way: RingWay, joined: Cut) -> fx.Node:
+    """Part i is reduced while part i + 1 is computed; the results are put together at the wait."""
+    _, *args = start.args
+    begun = [write.call(start.target, write.contiguous(produce(i)), *args) for i in range(way.num_chunks)]
+    write.place = wait_of(start)
+    parts = [write.wait(one) for one in begun]
+    return write.call(local_ops.join_chunks, parts, list(range(way.num_chunks)), joined.dim, joined.outer)

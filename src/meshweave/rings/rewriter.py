@@ -1,0 +1,292 @@
+"""Collectives beside matmuls become rings, where a choice takes one; every one says why or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from meshweave.chunks.chains import Downstream, Shapes, Upstream, downstream
+from meshweave.chunks.cut import operands_of
+from meshweave.chunks.writer import ChunkWriter, Ring, RingKind, ring_of
+from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.collectives import ALL_TO_ALL
+from meshweave.ir.device_program import DeviceProgram
+from meshweave.ir.graph import origin_of, place_of
+from meshweave.rings.algorithms import algorithm, prove
+from meshweave.rings.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
+from meshweave.rings.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
+from meshweave.rings.options import DecomposeOptions
+from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estimate, gather_estimate, reduce_estimate
+from meshweave.rings.proof import prove_rings
+from meshweave.rings.report import DecomposeReport, RingRow, gain_text, joined_reasons, no_gain_text, shared_row
+from meshweave.rings.rewrite import RingWay, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
+from meshweave.rings.share import Shared
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way that can be gone, and what it costs."""
+
+    way: RingWay
+    found: Downstream | Upstream | Region
+    num_steps: int
+    estimate: Estimate | None
+    more: float = 0.0  # that the second half of an all-reduce can gain then
+
+    @property
+    def gain(self) -> float:
+        return self.estimate.before - self.estimate.after + self.more if self.estimate is not None else 0.0
+
+    @property
+    def matmuls(self) -> tuple[fx.Node, ...]:
+        found = self.found
+        return tuple(found.consumers) if isinstance(found, Downstream) else tuple(found.matmuls)
+
+
+# Of the choices for a start: which, and why it is left all the same ("": it is taken).
+Pick = Callable[[fx.Node, Sequence[Choice]], tuple[int, str]]
+
+
+def first(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+    return 0, ""
+
+
+def by_gain(margin: float) -> Pick:
+    """Of the choices that gain as much as the best but for the margin, the one with the fewest steps (each costs what
+    no estimate sees, and nodes of the graph), the first of equals; left where it does not gain the margin."""
+
+    def pick(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+        most = max(choices, key=lambda choice: choice.gain)
+        assert most.estimate is not None
+        least = most.gain - margin * most.estimate.before
+        near = [choice for choice in choices if choice.gain >= least]
+        best = min(near, key=lambda choice: (choice.num_steps, -choice.gain))
+        assert best.estimate is not None
+        is_gain = best.gain > margin * best.estimate.before
+        return choices.index(best), "" if is_gain else no_gain_text(best.way, best.estimate)
+
+    return pick
+
+
+@dataclass(slots=True)
+class RingRewriter:
+    """Goes through the collectives of a graph in order, `pick` deciding what becomes of each. What it has decided is
+    in `decisions`: per collective that could be taken apart the number of the choice, -1 where it was left."""
+
+    program: DeviceProgram
+    options: DecomposeOptions
+    shapes: Shapes
+    prices: RingPrices | None
+    pick: Pick
+    order_of_sums: str = ""  # over a group, where it is not as the algorithm says
+    decisions: list[int] = field(default_factory=list)
+    write: ChunkWriter = field(init=False)
+    returned: dict[fx.Node, RingRow] = field(default_factory=dict)  # all-to-alls that went with an earlier one
+    halves: list[fx.Node] = field(default_factory=list)  # gathers that all-reduces have become
+
+    def __post_init__(self) -> None:
+        self.write = ChunkWriter(self.program.graph, next(iter(self.program.graph.nodes)))
+
+    def run(self, shared: Sequence[Shared] = ()) -> DecomposeReport:
+        rows = [shared_row(*one) for one in shared]
+        for start in starts_of(self.program.graph):
+            rows.append(self.returned.get(start) or self.collective(start))
+            while self.halves:
+                rows.append(self.collective(self.halves.pop()))
+        prove_rings(self.program)
+        return DecomposeReport(tuple(rows))
+
+    def collective(self, start: fx.Node) -> RingRow:
+        kind = KINDS[start.target]
+        place = str(start.meta["origin"]) if "origin" in start.meta else place_of(start)
+        if problem := self.program.refused(start):
+            return RingRow(start.name, kind, str(start.args[-1]), place, reason=problem)
+        ring, ways = ring_of(self.program, start), self.ways(kind)
+        row = RingRow(start.name, kind, ring.group, place)
+        if problem := self.refused(start, ring, ways):
+            return replace(row, reason=problem)
+        order = {node: i for i, node in enumerate(self.program.graph.nodes)}
+        why: list[str] = []
+        choices = list(self.choices(start, ring, ways, order, why))
+        if not choices:
+            return replace(row, reason=why[0])
+        at, reason = self.pick(start, choices)
+        self.decisions.append(-1 if reason else at)
+        row = described(row, choices[at])
+        if reason:
+            return replace(row, reason=reason)
+        best = choices[at]
+        numerics = self.rewrite(start, ring, best, order)
+        return replace(row, is_taken=True, reason=gain_text(best.way, best.estimate, best.more), numerics=numerics)
+
+    def ways(self, kind: str) -> list[RingWay]:
+        names: tuple[str, ...] = getattr(self.options, kind)
+        table = "reduce_scatter" if kind == "all_reduce" else kind
+        found = []
+        for name in names:
+            if name == "pipelined":
+                found += [RingWay(None, count) for count in self.options.num_chunks if count > 1]
+            else:
+                found.append(RingWay(algorithm(table, name), 0))  # type: ignore[arg-type]
+        return found
+
+    def refused(self, start: fx.Node, ring: Ring, ways: list[RingWay]) -> str:
+        """Why nothing is tried, if so."""
+        if not ways:
+            return "the options leave it as it is"
+        if ring.size == 1:
+            return "its group is of one device: nothing moves"
+        if ring.size > self.options.most_devices:
+            return f"its group is of {ring.size} devices, and a ring would have as many steps"
+        if start.target is ALL_TO_ALL.op and not is_even(start):
+            return "its blocks are of several sizes"
+        return ""
+
+    def choices(
+        self, start: fx.Node, ring: Ring, ways: list[RingWay], order: dict[fx.Node, int], why: list[str]
+    ) -> Iterator[Choice]:
+        kind = KINDS[start.target]
+        for way in ways:
+            steps = way.num_chunks if way.row is None else len(way.row.steps(ring.size))
+            if way.row is not None:
+                prove(way.row, ring.size)
+            if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
+                yield Choice(way, region, steps, self.exchange_estimate(start, region, ring, way))
+            if kind in ("all_gather", "all_to_all"):
+                found = gathered(start, way, ring, self.shapes, order)
+                why.append(joined_reasons(found.why))
+                tried = variants(found, wait_of(start), self.options.sums)
+                for one in tried[:1] if self.options.when == "always" else tried:
+                    yield Choice(way, one, steps, self.gather_estimate(start, one, ring, way))
+            if kind == "all_gather":
+                continue
+            if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
+                why.append(f"a {start.args[1]} is not taken apart into messages")
+                continue
+            made = reduced(start, way, ring, self.shapes, order)
+            why.append(joined_reasons(made.why))
+            if made.matmuls:
+                more = self.second_half(start, made, ring, order) if kind == "all_reduce" and way.row else 0.0
+                yield Choice(way, made, steps, self.reduce_estimate(start, made, ring, way), more)
+
+    def gather_estimate(self, start: fx.Node, found: Downstream, ring: Ring, way: RingWay) -> Estimate | None:
+        if self.prices is None:
+            return None
+        return gather_estimate(self.prices, start, found, ring, way)
+
+    def reduce_estimate(self, start: fx.Node, found: Upstream, ring: Ring, way: RingWay) -> Estimate | None:
+        if self.prices is None:
+            return None
+        dtype = self.dtype(start)
+        factor = self.wide(dtype).itemsize / dtype.itemsize if way.row is not None and way.row.name == "ring" else 1.0
+        return reduce_estimate(self.prices, start, found, ring, way, factor)
+
+    def second_half(self, start: fx.Node, made: Upstream, ring: Ring, order: dict[fx.Node, int]) -> float:
+        """What the gather that an all-reduce ends with can gain beside the matmuls that come after."""
+        if self.prices is None:
+            return 0.0
+        wait, (operand,) = wait_of(start), operands_of(start)
+        found = in_time(downstream(wait, made.cuts[operand], self.shapes), wait, order)
+        ways = [way for way in self.ways("all_gather") if way.row is not None]
+        tried = [(one, way) for way in ways for one in variants(found, wait, self.options.sums)]
+        gains = [0.0]
+        for one, way in tried:
+            estimate = gather_estimate(self.prices, start, one, ring, way, second_half=True)
+            if estimate.before - estimate.after > self.options.margin * estimate.before:
+                gains.append(estimate.before - estimate.after)
+        return max(gains)
+
+    def exchange_estimate(self, start: fx.Node, found: Region, ring: Ring, way: RingWay) -> Estimate | None:
+        return exchange_estimate(self.prices, start, found, ring, way) if self.prices is not None else None
+
+    def dtype(self, start: fx.Node) -> torch.dtype:
+        return self.shapes.values[wait_of(start)][0].dtype
+
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        return self.options.accumulate or wide_dtype(dtype)
+
+    def rewrite(self, start: fx.Node, ring: Ring, best: Choice, order: dict[fx.Node, int]) -> str:
+        """Do it; returns what becomes of values."""
+        way, found, wide = best.way, best.found, self.wide(self.dtype(start))
+        kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
+        write.begin(ring, _RINGS[kind])
+        if not isinstance(found, Upstream):
+            way_there = found if isinstance(found, Downstream) else Downstream(found.cuts)
+            for node in list(hoisted(way_there, wait, order)):
+                wait.prepend(node)
+        if isinstance(found, Region):
+            self.returned[found.back] = _returned(found.back, start, ring, way)
+            rewrite_exchange(write, start, found, ring, way, shapes)
+        elif isinstance(found, Downstream):
+            rewrite_gather(write, start, found, ring, way, shapes, wide)
+        elif kind == "all_to_all":
+            rewrite_deal(write, start, found, ring, way, shapes)
+        else:
+            rewrite = rewrite_scatter if kind == "reduce_scatter" else rewrite_reduce
+            begun = rewrite(write, start, found, ring, way, shapes, wide)
+            if begun is not None:
+                self.halves.append(begun)
+                self.located(begun, start, wait)
+        return self.numerics(kind, way, found, wide)
+
+    def located(self, begun: fx.Node, start: fx.Node, wait: fx.Node) -> None:
+        """A new collective stands, for costs, where the one stood that it comes from."""
+        if self.prices is not None:
+            order = self.prices.order
+            order |= {begun: order[start], wait_of(begun): order[wait]}
+
+    def numerics(self, kind: str, way: RingWay, found: Downstream | Upstream | Region, wide: torch.dtype) -> str:
+        is_summed = way.row is not None and kind in ("reduce_scatter", "all_reduce")
+        if isinstance(found, Downstream):
+            is_summed = "sum" in found.consumers.values()
+        told = way.row.numerics if way.row is not None else "as by the collective"
+        if is_summed and way.row is not None and not isinstance(found, Downstream):
+            told = self.order_of_sums or told
+        sums = f"; sums in {str(wide).removeprefix('torch.')}" if is_summed else ""
+        return f"{told}{sums}; a matmul of fewer rows may round otherwise than the whole"
+
+
+_RINGS: dict[str, RingKind] = {
+    "all_gather": "gather",
+    "reduce_scatter": "sum",
+    "all_reduce": "sum",
+    "all_to_all": "exchange",
+}
+
+
+def described(row: RingRow, best: Choice) -> RingRow:
+    row = replace(row, matmuls=tuple(n.name for n in best.matmuls), way=str(best.way), num_steps=best.num_steps)
+    if best.estimate is None:
+        return row
+    return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
+
+
+def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: RingWay) -> RingRow:
+    reason = f"{way}: it takes back the chunks that {start.name} brings, each as soon as it is computed"
+    row = RingRow(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(way), num_steps=ring.size)
+    return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
+
+
+Costing = tuple[MachineProfile, Kernels]
+
+
+def take_apart(
+    program: DeviceProgram,
+    options: DecomposeOptions,
+    pick: Pick,
+    costing: Costing | None,
+    shared: Sequence[Shared],
+    order_of_sums: str = "",
+) -> tuple[DecomposeReport, tuple[int, ...]]:
+    """Rewrite the graph of a program in place; what became of each collective, and the decisions that do it again.
+
+    `costing`: a machine and the kernels of the graph; None: costs are not asked. `shared`: gathers that have become
+    one. `order_of_sums`: over a group, where it is not as the algorithm says.
+    """
+    shapes = Shapes(dict(program.values), dict(program.uneven))
+    prices = None if costing is None else RingPrices(program, costing[0], shapes, costing[1])
+    rewriter = RingRewriter(program, options, shapes, prices, pick, order_of_sums)
+    return rewriter.run(shared), tuple(rewriter.decisions)

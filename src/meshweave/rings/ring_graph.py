@@ -1,0 +1,116 @@
+"""Anyone's graph as the pass takes it: groups by name with their ranks, and what has to stay where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import FIXED, LOOSE
+from meshweave.errors import MeshweaveError
+from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.aliases import written_of
+from meshweave.ir.collectives import WAIT
+from meshweave.ir.described import is_symbolic
+from meshweave.ir.device_program import DeviceProgram
+from meshweave.ir.from_graph import graph_program
+from meshweave.ir.graph import copied_graph, place_of
+from meshweave.ir.values import Values
+from meshweave.problem.prices import ProfilePrices
+from meshweave.problem.read import Reading, read
+from meshweave.rings.blocks import raise_blocks
+from meshweave.rings.find import KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class RingGraph:
+    """A graph in which `rank` may have its collectives taken apart. `members` are the ranks by name of group."""
+
+    program: DeviceProgram
+    reading: Reading
+    rank: int
+    members: Mapping[str, tuple[int, ...]]
+
+    def index(self, group: str) -> int:
+        """The place of this rank in a group."""
+        return self.members[group].index(self.rank)
+
+    def kernels(self, profile: MachineProfile) -> list[tuple[float, float]]:
+        """Position (among those of the nodes) and seconds of every kernel."""
+        prices = ProfilePrices(self.reading, profile)
+        order = {node: i for i, node in enumerate(self.program.graph.nodes)}
+        computed = ((i, node) for i, node in enumerate(self.reading.nodes) if i not in self.reading.rows)
+        return [(float(order[node]), prices.compute(node)) for _, node in computed]
+
+
+def ring_graph(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: int) -> RingGraph:
+    """A copy of a graph, as the pass takes it. Raises VerifyError as `mw.overlap` does, and MeshweaveError for a group
+    of a collective that is unknown or that `rank` is not in."""
+    graph = copied_graph(old)
+    raise_blocks(graph)
+    program = graph_program(graph, groups)
+    reading = read(program)
+    members: dict[str, tuple[int, ...]] = {}
+    for i in reading.rows:
+        node, name = reading.nodes[i], reading.problem.channels[reading.problem.channel[i]]
+        if node.target in KINDS and name not in members:
+            members[name] = program.group_of(node)[0].devices
+            _expect_member(node, name, members[name], rank)
+    _fix(graph, reading.values)
+    lasting = frozenset(graph.find_nodes(op="placeholder"))  # which of them are parameters a graph does not say
+    program = replace(program, sources=lasting, refused=partial(_refused, members))
+    return RingGraph(program, reading, rank, members)
+
+
+def _refused(members: Mapping[str, Sequence[int]], start: fx.Node) -> str:
+    """Why a start stays as it is whatever the costs; "" if it need not."""
+    users = list(start.users)
+    if start.kwargs or not isinstance(start.args[-1], str) or start.args[-1] not in members:
+        return "its group is not handed over by name"
+    if len(users) != 1 or users[0].target is not WAIT:
+        return "it is waited for more than once, or not here"
+    for node in (start, users[0]):
+        if FIXED in node.meta:
+            return f"it {node.meta[FIXED]}"
+    return ""
+
+
+def _expect_member(node: fx.Node, name: str, ranks: tuple[int, ...], rank: int) -> None:
+    if rank not in ranks:
+        raise MeshweaveError(
+            "this rank is not in the group of a collective that it runs",
+            where=place_of(node),
+            got=f"rank {rank}, group {name!r} of ranks {ranks[:8]}",
+            expected="the rank that this graph is for: rank=, or that of torch.distributed",
+        )
+
+
+def _fix(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> None:
+    """Mark what stays where and as it is."""
+    written: set[int] = set()
+    for node in graph.nodes:
+        for position, name in written_of(node.target):
+            operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            fx.map_arg(operand, lambda n: written.update(x.storage for x in values[n]))
+    for node in graph.nodes:
+        near = [node, *node.all_input_nodes]
+        if node.op != "call_function":
+            continue
+        if node.target in KINDS:
+            node.meta[LOOSE] = True
+        if any(x.storage in written for n in near for x in values[n]):
+            node.meta.pop(LOOSE, None)
+            node.meta[FIXED] = "touches memory that is written to"
+        elif any(map(_is_symbolic, near)):
+            node.meta[FIXED] = "has sizes that are not known when it is compiled"
+        elif node.target not in (*KINDS, WAIT) and node.is_impure(impure_random=True):
+            node.meta[FIXED] = "has effects besides its result"
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    made = node.meta.get("val")
+    several = made if isinstance(made, (list, tuple)) else (made,)
+    return any(is_symbolic(x) for x in several if isinstance(x, torch.Tensor))

@@ -1,0 +1,185 @@
+"""Which collectives of anyone's graph are taken apart: candidates are written, and judged by the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from meshweave.chunks.chains import Downstream
+from meshweave.chunks.cut import operands_of
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import op_name
+from meshweave.problem.figures import Agree, Figures, fingerprint
+from meshweave.rings.candidates import CandidateWriter, RingCandidate
+from meshweave.rings.report import DecomposeReport
+from meshweave.rings.rewriter import Choice, Pick, by_gain
+from meshweave.schedule import OverlapReport
+
+Judge = Callable[[fx.GraphModule, bool], OverlapReport]  # of a graph: in short, which compares, or in full
+_MOST_TRIALS = 32  # candidates that are judged, each as long as the overlap pass takes
+_LEAST = 1e-3  # of the graph's seconds: classes that are exposed for less are left, and a candidate must gain as much
+
+
+@dataclass(frozen=True, slots=True)
+class _Aim:
+    """What a class of collectives is to become: messages, or collectives of parts (of `num_chunks`, if said).
+    `with_half`: the gather that an all-reduce leaves is taken apart, too, where no estimate says whether."""
+
+    is_messages: bool
+    num_chunks: int = 0
+    with_half: bool = False
+
+    def of(self, choices: Sequence[Choice]) -> list[Choice]:
+        found = [one for one in choices if (one.way.row is not None) == self.is_messages]
+        return [one for one in found if not self.num_chunks or one.way.num_chunks == self.num_chunks]
+
+
+@dataclass(slots=True)
+class _Twins:
+    """Collectives of one kind and shape, before or after matmuls of the same shapes; `exposed` are seconds, of all
+    together, in the best order of the graph as it is."""
+
+    aims: tuple[_Aim, ...]
+    reason: str  # why they are left
+    exposed: float = 0.0
+
+
+@dataclass(slots=True)
+class CandidateSearch:
+    """Class by class, that with most exposed seconds first: the fastest of what it may become, if that is faster than
+    to leave it."""
+
+    work: CandidateWriter
+    judge: Judge
+    twins: dict[Any, _Twins] = field(default_factory=dict)
+    of: dict[str, _Twins] = field(default_factory=dict)  # by name of a start
+    names: frozenset[str] = frozenset()  # of the graph as it is
+    num_trials: int = 0
+
+    def run(self, agree: Agree | None) -> tuple[fx.GraphModule, DecomposeReport]:
+        """The graph that is chosen. With `agree`, what that says is done, on every rank alike."""
+        whole = self.judge(self.work.gm, False)
+        found, seconds = self.best(whole)
+        if agree is not None:
+            mark = fingerprint(self.work.rings().reading)
+            told = tuple(map(int, agree(Figures(mark, tuple(map(float, found.decisions)))).numbers))
+            if told != found.decisions:
+                found = self.work.written(_again(told))
+                seconds = self.judge(found.module, False).seconds
+        return found.module, replace(found.report, seconds_before=whole.seconds, seconds_after=seconds)
+
+    def best(self, whole: OverlapReport) -> tuple[RingCandidate, float]:
+        """The candidate, and its seconds."""
+        self.enrol(whole)
+        aims: dict[int, _Aim] = {}
+        least = shortest = self.judge(self.work.gm, True).seconds
+        for twins in sorted(self.twins.values(), key=lambda one: -one.exposed):
+            if twins.exposed < _LEAST * whole.seconds:
+                twins.reason = "other work hides it in the best order of the graph"
+                continue
+            before = dict(aims)
+            for aim in twins.aims:
+                seconds = self.tried(before | {id(twins): aim}, twins, shortest)
+                if seconds < least - _LEAST * shortest:
+                    least, aims = seconds, before | {id(twins): aim}
+        if aims:
+            made = self.work.written(self.picking(aims))
+            seconds = self.judge(made.module, False).seconds
+            if seconds < whole.seconds:
+                return made, seconds
+        for twins in self.twins.values():
+            twins.reason = "the graph does not get faster" if id(twins) in aims else twins.reason
+        return self.work.written(self.picking({})), whole.seconds
+
+    def enrol(self, whole: OverlapReport) -> None:
+        """Find the classes, and what each may become."""
+        self.names = frozenset(node.name for node in self.work.gm.graph.nodes)
+        shown: dict[str, float] = {}
+        for row in whole.collectives:
+            names = row.name.split("+")
+            shown |= dict.fromkeys(names, row.exposed_seconds / len(names))
+
+        def note(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+            key = _key(start, choices)
+            if key not in self.twins:
+                margin = self.work.options.margin
+                is_priced = choices[0].estimate is not None
+                told = by_gain(margin)(start, choices)[1] if is_priced else ""
+                self.twins[key] = _Twins(tuple(_aims(start, choices, margin)), told or "it was not tried")
+            twins = self.of[start.name] = self.twins[key]
+            twins.exposed += shown.get(start.name, 0.0)
+            return 0, "left"
+
+        self.work.written(note)
+
+    def tried(self, aims: Mapping[int, _Aim], twins: _Twins, whole: float) -> float:
+        """Seconds of a candidate; for ever where it cannot be had, with the reason in the class."""
+        if self.num_trials == _MOST_TRIALS:
+            twins.reason = f"not tried: {_MOST_TRIALS} other candidates were"
+            return float("inf")
+        self.num_trials += 1
+        try:
+            seconds = self.judge(self.work.written(self.picking(aims)).module, True).seconds
+        except MeshweaveError as error:  # no order under the cap, or a callable that has no price for what is new
+            twins.reason = f"a candidate cannot be judged: {error.what}, {error.where}"
+            return float("inf")
+        twins.reason = f"the graph would take {seconds * 1e6:.1f} us, and {whole * 1e6:.1f} us as it is"
+        return seconds
+
+    def picking(self, aims: Mapping[int, _Aim]) -> Pick:
+        with_half, margin = any(aim.with_half for aim in aims.values()), self.work.options.margin
+
+        def pick(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+            is_priced = choices[0].estimate is not None
+            twins = self.of.get(start.name)
+            if twins is None and start.name in self.names:
+                return 0, "it stands beside a matmul only where others are taken apart"
+            if twins is None:  # the second half of an all-reduce
+                return by_gain(margin)(start, choices) if is_priced else (0, "" if with_half else "no gain was found")
+            aim = aims.get(id(twins))
+            found = aim.of(choices) if aim is not None else []
+            if not found:
+                return 0, twins.reason
+            at, told = by_gain(margin)(start, found) if is_priced else (0, "")
+            return choices.index(found[at]), told
+
+        return pick
+
+
+def _again(decisions: Sequence[int]) -> Pick:
+    """What has been decided before, on this rank or another."""
+    rest = iter(decisions)
+
+    def pick(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+        at = next(rest)
+        return (at, "") if at >= 0 else (0, "as was decided")
+
+    return pick
+
+
+def _key(start: fx.Node, choices: Sequence[Choice]) -> Any:
+    """What twins have in common."""
+    matmuls = [(op_name(n.target), *map(_shape, operands_of(n))) for n in choices[0].matmuls]
+    kind = isinstance(choices[0].found, Downstream)
+    return op_name(start.target), str(start.args[1:]), _shape(start.all_input_nodes[0]), kind, tuple(matmuls)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _aims(start: fx.Node, choices: Sequence[Choice], margin: float) -> Iterator[_Aim]:
+    """What is tried for a class: by estimates the best ring and the best number of parts, if they gain; without, one of
+    each kind."""
+    if choices[0].estimate is None:
+        counts = dict.fromkeys(one.way.num_chunks for one in choices)
+        halves = (False, True) if op_name(start.target).endswith("all_reduce") else (False,)
+        yield from (_Aim(not n, n, half) for n in counts for half in halves if not (n and half))
+        return
+    for aim in (_Aim(True), _Aim(False)):
+        found = aim.of(choices)
+        if found and not by_gain(margin)(start, found)[1]:
+            yield aim

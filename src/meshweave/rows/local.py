@@ -1,0 +1,69 @@
+"""How the ops of rank graphs that are no operators of torch run on chunks of rows: `ir.local_ops` on pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from meshweave.chunks.cut import Cut, NoCut, Op, kind_of
+from meshweave.ir import local_ops
+from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.rows.way import End, RowWay
+
+
+def _blocks(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """Blocks of a group, stacked or side by side: every block is cut alike, along another dim than that of blocks."""
+    dim = int(node.args[3])  # type: ignore[arg-type]
+    (source,) = tensor_inputs(node)
+    op, kind = Op(node, (spec_of(source).shape,), spec_of(node).shape), kind_of(node)
+    assert kind is not None, "blocks are of the table of kinds"
+    other = kind.backward(op, cut)[0] if end.is_result else kind.forward(op, 0, cut)
+    operand, result = (other, cut) if end.is_result else (cut, other)
+    if not isinstance(operand, Cut) or not isinstance(result, Cut):
+        raise NoCut("its chunks are not those of its blocks")
+    side_by_side = result if node.target is local_ops.join_blocks else operand
+    if side_by_side.dim == dim:
+        raise NoCut("the rows are those that its blocks divide")
+    return RowWay((operand,), (result,))
+
+
+def _embedding(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """Rows of indices; the table is whole."""
+    _, index = tensor_inputs(node)
+    if (not end.is_result and end.index == 0) or cut.dim >= len(spec_of(index).shape):
+        raise NoCut("the rows are what its indices point into")
+    return RowWay((None, cut), (cut,))
+
+
+def _along(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """gather, index into rows of the same number, and scatter: all operands are cut alike, beside their dim."""
+    operands = tensor_inputs(node)
+    shapes = [spec_of(n).shape for n in (*operands, node)]
+    if cut.dim == int(node.args[1]) % len(shapes[0]):  # type: ignore[arg-type, operator]
+        raise NoCut("the rows are what its indices point into")
+    if len({shape[cut.dim : cut.dim + 1] for shape in shapes}) > 1:
+        raise NoCut("its index has other rows than what it points into")
+    return RowWay((cut,) * len(operands), (cut,))
+
+
+def _extreme(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """The largest or least over some dims."""
+    rank = len(spec_of(tensor_inputs(node)[0]).shape)
+    gone = {d % rank for d in node.args[1]} or set(range(rank))  # type: ignore[union-attr, operator]
+    left = list(range(rank)) if node.args[2] else [d for d in range(rank) if d not in gone]  # dims of the result
+    at = left[cut.dim] if end.is_result else cut.dim
+    if at in gone:
+        raise NoCut("the rows are what it takes the largest or the least of")
+    return RowWay((Cut(at, cut.outer, cut.count),), (Cut(left.index(at), cut.outer, cut.count),))
+
+
+LOCAL: Mapping[Any, Callable[[fx.Node, End, Cut], RowWay]] = {
+    local_ops.join_blocks: _blocks,
+    local_ops.deal_blocks: _blocks,
+    local_ops.embedding: _embedding,
+    local_ops.gather: _along,
+    local_ops.scatter: _along,
+    local_ops.extreme: _extreme,
+}

@@ -1,0 +1,233 @@
+"""Which values of a graph are cut into chunks of rows: followed from one value through all ops, then settled."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import Cut, NoCut
+from meshweave.interop.storages import storage_key
+from meshweave.ir.aliases import is_view_op, written_of
+from meshweave.ir.collectives import TABLE, WAIT
+from meshweave.ir.graph import Spec, tensor_inputs
+from meshweave.ir.traits import MATMULS
+from meshweave.rows.way import End, RowWay
+from meshweave.rows.ways import ATTENTION, fits, specs_of, way_of
+
+
+@dataclass(slots=True)
+class Regions:
+    """What of a graph runs in chunks.
+
+    `cuts`: the values that exist in chunks; `ways`: the ops that make them, or that put them together; `refused`: the
+    ops that stay whole although an operand or the result is cut, with the reason.
+    """
+
+    count: int
+    cuts: dict[fx.Node, Cut] = field(default_factory=dict)
+    ways: dict[fx.Node, RowWay] = field(default_factory=dict)
+    refused: dict[fx.Node, str] = field(default_factory=dict)
+
+    @property
+    def work(self) -> int:
+        """Multiplications in the matmuls and attentions that run in chunks."""
+        return sum(work_of(node) for node in self.ways)
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(node.target in TABLE for node in self.ways)
+
+
+def work_of(node: fx.Node) -> int:
+    """Multiplications of a matmul or an attention (forward), 0 of anything else."""
+    shapes = [n.meta["spec"].shape for n in tensor_inputs(node)] if node.op == "call_function" else []
+    if node.target in MATMULS:
+        return prod(shapes[-2]) * int(shapes[-1][-1])
+    if node.target in ATTENTION:
+        return 2 * prod(shapes[0]) * int(shapes[1][2])
+    return 0
+
+
+def regions(graph: fx.Graph, seed: fx.Node, cut: Cut) -> Regions:
+    """The ops that run in chunks where the rows of `seed` do. Nodes have meta["spec"]."""
+    changed = _changed(graph)
+    labels = _follow(seed, cut, changed)
+    return _settle(graph, labels, cut.count)
+
+
+def _changed(graph: fx.Graph) -> set[int]:
+    """Storages that some op writes into."""
+    found = set()
+    for node in graph.nodes:
+        for position, name in written_of(node.target):
+            held = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            found |= {s for n in _nodes(held) for s in _storages(n)}
+    return found
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def _storages(node: fx.Node) -> Iterator[int]:
+    made = node.meta.get("val")
+    for one in made if isinstance(made, (list, tuple)) else (made,):
+        if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+            yield storage_key(one)
+
+
+def _follow(seed: fx.Node, cut: Cut, changed: set[int]) -> dict[fx.Node, Cut]:
+    """The cut that each value would have, by the first way that leads to it, both up and down."""
+    labels: dict[fx.Node, Cut] = {}
+    queue: deque[fx.Node] = deque()
+
+    def propose(node: fx.Node, cut: Any) -> None:
+        spec = node.meta.get("spec")
+        if not isinstance(cut, Cut) or not isinstance(spec, Spec) or node in labels:
+            return
+        if fits(cut, spec.shape) and changed.isdisjoint(_storages(node)):
+            labels[node] = cut
+            queue.append(node)
+
+    def apply(node: fx.Node, end: End, cut: Cut) -> None:
+        try:
+            way = way_of(node, end, cut)
+        except NoCut:
+            return
+        for operand, needed in zip(tensor_inputs(node), way.operands, strict=True):
+            propose(operand, needed)
+        for result, index in _results(node):
+            propose(result, way.results[index])
+
+    propose(seed, cut)
+    while queue:
+        node = queue.popleft()
+        maker, index = _maker(node)
+        if maker.op == "call_function":
+            apply(maker, End(True, index), labels[node])
+        for user in node.users:
+            if user.op == "call_function":
+                for i, operand in enumerate(tensor_inputs(user)):
+                    if operand is node:
+                        apply(user, End(False, i), labels[node])
+    return labels
+
+
+def _maker(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op that makes a value, and which of its results it is."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return node.args[0], _index(node)
+    return node, 0
+
+
+def _results(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The nodes that stand for the results of an op, and which they are."""
+    if not isinstance(node.meta.get("spec"), tuple):
+        return [(node, 0)]
+    return [(user, _index(user)) for user in node.users if user.target is operator.getitem]
+
+
+def _index(item: fx.Node) -> int:
+    index = item.args[1]
+    assert isinstance(index, int), f"{item.name} takes {index}"
+    return index
+
+
+def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regions:
+    found = Regions(count)
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        ends = [(End(True, i), labels[n]) for n, i in _results(node) if n in labels]
+        ends += [(End(False, i), labels[n]) for i, n in enumerate(tensor_inputs(node)) if n in labels]
+        if not ends:
+            continue
+        way = _first(node, ends, found)
+        if way is not None:
+            found.ways[node] = way
+            found.cuts |= {n: c for n, i in _results(node) if isinstance(c := way.results[i], Cut)}
+    _trim(graph, found)
+    return found
+
+
+def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], found: Regions) -> RowWay | None:
+    """The way that the first end leads to which leads to one; without one the first reason is kept."""
+    for end, cut in ends:
+        try:
+            way = _fitting(node, way_of(node, end, cut), found.cuts)
+        except NoCut as reason:
+            found.refused.setdefault(node, str(reason))
+        else:
+            found.refused.pop(node, None)
+            return way
+    return None
+
+
+def _fitting(node: fx.Node, way: RowWay, cuts: Mapping[fx.Node, Cut]) -> RowWay:
+    """The way, if the operands that are in chunks are in those that it takes, and the results can be put together."""
+    operands = list(zip(tensor_inputs(node), way.operands, strict=True))
+    if node.target is WAIT and operands[0][0] not in cuts:
+        raise NoCut("what it waits for is not made in chunks")
+    for operand, needed in operands:
+        held = cuts.get(operand)
+        if held is not None and needed is None:
+            raise NoCut(f"every row of its result needs all rows of {operand.name}")
+        if held is not None and needed != held:
+            raise NoCut(f"it takes other rows together than those that {operand.name} is cut into")
+    if not any(isinstance(c, Cut) for c in way.results) and not any(operand in cuts for operand, _ in operands):
+        raise NoCut("none of its operands is made in chunks")
+    if isinstance(node.meta.get("spec"), tuple) and any(u.target is not operator.getitem for u in node.users):
+        raise NoCut("its results are taken as a list")
+    made = [i for i, (c, s) in enumerate(zip(way.results, specs_of(node), strict=True)) if isinstance(c, Cut) and s]
+    if not all(_is_dense(node, i) for i in made):
+        raise NoCut("its result has gaps in memory")
+    return way
+
+
+def _is_dense(node: fx.Node, index: int) -> bool:
+    """Whether a result fills its memory, in some order of dims, or is a view, which is made anew where it is whole."""
+    made = node.meta["val"]
+    x = made[index] if isinstance(made, (list, tuple)) else made
+    if is_view(node) or x.numel() == 0:
+        return True
+    size = 1
+    for step, length in sorted(zip(x.stride(), x.shape, strict=True)):
+        if length > 1 and step != size:
+            return False
+        size *= length
+    return True
+
+
+def is_view(node: fx.Node) -> bool:
+    """The result lives in an operand's memory, by the op's schema, and is not written there."""
+    return node.target is not WAIT and is_view_op(node.target)
+
+
+def _trim(graph: fx.Graph, found: Regions) -> None:
+    """Ops are taken back whose operands come whole and whose results are only needed whole."""
+    for node in reversed(list(graph.nodes)):
+        way = found.ways.get(node)
+        if way is None or any(o in found.cuts for o in tensor_inputs(node)):
+            continue
+        results = [n for n, _ in _results(node)]
+        if not any(_takes(user, n, found) for n in results for user in n.users):
+            del found.ways[node]
+            for n in results:
+                found.cuts.pop(n, None)
+
+
+def _takes(user: fx.Node, operand: fx.Node, found: Regions) -> bool:
+    """Whether an op takes an operand in chunks."""
+    way = found.ways.get(user)
+    return way is not None and any(
+        n is operand and c is not None for n, c in zip(tensor_inputs(user), way.operands, strict=True)
+    )

@@ -1,0 +1,263 @@
+"""How one op of anyone's graph runs on chunks of rows: collectives, views, attention; all else by sharding rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import FIXED, Cut, NoCut, Shape, through_view
+from meshweave.errors import RuleError
+from meshweave.interop.ops import arguments_of, is_mutable, is_operator
+from meshweave.ir.collectives import OURS, WAIT, communicates
+from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
+from meshweave.rows.local import LOCAL
+from meshweave.rows.rules import RULES
+from meshweave.rows.way import Combine, End, RowWay
+from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
+from meshweave.sharding.factors import Dims, Rule
+from meshweave.sharding.registry import row_for
+
+aten = torch.ops.aten
+# collectives: blocks of the members of the group stand one after another on dim 0
+
+
+def _gather(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    size = _arguments(node)["group_size"]
+    small, large = (_fewer(cut, size), cut) if end.is_result else (cut, _more(cut, size))
+    return RowWay((small,), (large,))
+
+
+def _scatter(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    size = _arguments(node)["group_size"]
+    small, large = (cut, _more(cut, size)) if end.is_result else (_fewer(cut, size), cut)
+    return RowWay((large,), (small,))
+
+
+def _more(cut: Cut, size: int) -> Cut:
+    return Cut(0, cut.outer * size, cut.count) if cut.dim == 0 else cut
+
+
+def _fewer(cut: Cut, size: int) -> Cut:
+    if cut.dim:
+        return cut
+    if cut.outer % size:
+        raise NoCut(f"a chunk of its rows is not the same part of the blocks of all {size} ranks")
+    return Cut(0, cut.outer // size, cut.count)
+
+
+def _exchange(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """All-to-all of equal blocks; every block is cut alike."""
+    arguments = _arguments(node)
+    sizes = (*arguments["output_split_sizes"], *arguments["input_split_sizes"])
+    blocks = len(arguments["input_split_sizes"])
+    if cut.dim:
+        return RowWay((cut,), (cut,))
+    if any(type(s) is not int for s in sizes) or len(set(sizes)) != 1:
+        raise NoCut("its blocks are of several sizes, or of sizes that only the data says")
+    if cut.outer % blocks:
+        raise NoCut(f"a chunk of its rows is not the same part of all {blocks} blocks")
+    return RowWay((cut,), (cut,), splits_at=(1, 2))
+
+
+def _same(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    return RowWay((cut,), (cut,))
+
+
+_BY_BLOCKS = {"": _same, "result": _gather, "operand": _scatter, "both": _exchange}
+
+
+# views that keep the order of elements
+
+
+def _view(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
+    shape_at = 1 if node.target in RESHAPES else -1
+    if end.is_result:
+        return RowWay((through_view(cut, after, before),), (cut,), shape_at)
+    return RowWay((cut,), (through_view(cut, before, after),), shape_at)
+
+
+# attention: every sequence of the batch by itself
+
+
+def _attention(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    arguments = _arguments(node)
+    query: fx.Node = arguments["query"]
+    batch = spec_of(query).shape[0]
+    if arguments.get("dropout_p", 0.0) or any(arguments.get(name) is not None for name in _VARLEN):
+        raise NoCut("its dropout draws from one stream, or its sequences are of several lengths")
+    rows = [spec_of(n).shape[:1] == (batch,) and len(spec_of(n).shape) > 2 for n in tensor_inputs(node)]
+    results = [s is not None and s.shape[:1] == (batch,) and len(s.shape) > 2 for s in specs_of(node)]
+    if cut.dim or not (results if end.is_result else rows)[end.index]:
+        raise NoCut("attention is cut along its batch only")
+    made: list[Cut | Combine] = [cut if has else "same" for has in results]
+    return RowWay(tuple(cut if has else None for has in rows), tuple(made))
+
+
+_VARLEN = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments by the names of the op's schema, defaults included."""
+    arguments = arguments_of(node.target)  # type: ignore[arg-type]
+    given = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
+    return {a.name: a.default_value for a in arguments} | given
+
+
+# a sum over rows that is written into what is there: the chunks write one after the other
+
+
+def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """x with values added at indices of its first dim: index, mask and values are cut along the index's dims."""
+    arguments = _arguments(node)
+    indices = arguments["indices"]
+    if not arguments.get("accumulate", True):
+        raise NoCut("what several rows write to one place must meet there")
+    if end.is_result or end.index == 0 or len(indices) != 1:
+        raise NoCut("it writes anywhere into the rows that are cut")
+    operands = tensor_inputs(node)
+    width = len(spec_of(indices[0]).shape)
+    if cut.dim >= width:
+        raise NoCut("it is cut along its index only")
+    size = spec_of(operands[end.index]).shape[cut.dim]
+    if any(spec_of(n).shape[cut.dim : cut.dim + 1] != (size,) for n in operands[1:]):
+        raise NoCut("its values are repeated along the rows")
+    return RowWay((None, *(cut for _ in operands[1:])), ("chain",))
+
+
+# everything else: by factors
+
+
+def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """A factor is cut where it stands alone in a dim; results that lack it are put together."""
+    if None in specs_of(node):
+        raise NoCut("some of its results are no tensors")
+    rule, localize = _rule(node)
+    dims = (rule.results if end.is_result else rule.operands)[end.index]
+    factors = [f for f in dims[cut.dim] if rule.sizes[f] > 1]
+    if len(factors) != 1:
+        raise NoCut("the rows are one of several loops over a dim")
+    factor = factors[0]
+    if factor in rule.whole:
+        raise NoCut(f"it works along the whole of dim {cut.dim}")
+    if localize in _BY_INDEX and not any(factor in dim for dim in rule.operands[1]):
+        raise NoCut("the rows are what its indices point into")
+    results = tuple(_cut_of(rule, dims, factor, cut) or rule.reduce_op(factor) for dims in rule.results)
+    shape_at = _SHAPE_AT.get(node.target, -1)  # type: ignore[call-overload]
+    operands = tuple(_cut_of(rule, dims, factor, cut) for dims in rule.operands)
+    if node.target in PRODUCTS and "sum" in results and any(node.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
+        raise NoCut("what is added to its product is scaled")
+    return RowWay(operands, results, shape_at)  # type: ignore[arg-type]
+
+
+def _rule(node: fx.Node) -> tuple[Rule, str]:
+    try:
+        if node.target in RULES:
+            return RULES[node.target](node), ""
+        row = row_for(node)
+        if row.localize not in _AS_IT_IS:
+            raise NoCut("what it does on a part depends on where the part lies")
+        return row.rule(node), row.localize
+    except RuleError as error:
+        raise NoCut(error.what) from error
+
+
+def _cut_of(rule: Rule, dims: Dims, factor: int, cut: Cut) -> Cut | None:
+    at = [d for d, dim in enumerate(dims) if factor in dim]
+    if not at:
+        return None
+    if len(at) > 1 or any(f != factor and rule.sizes[f] > 1 for f in dims[at[0]]):
+        raise NoCut("the rows are merged with another loop")
+    return Cut(at[0], cut.outer, cut.count)
+
+
+# A product with something added -> the product alone.
+PLAIN: Mapping[Any, Any] = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
+# A product -> the op that adds it to that of the chunks before, where it sums over rows.
+PRODUCTS: Mapping[Any, Any] = {
+    aten.mm.default: aten.addmm.default,
+    aten.addmm.default: aten.addmm.default,
+    aten.bmm.default: aten.baddbmm.default,
+    aten.baddbmm.default: aten.baddbmm.default,
+}
+# Rewrites of expand/localize that are none where a whole index, or no index at all, is cut.
+_BY_INDEX = frozenset({"embedding", "embedding_backward", "gather", "scatter", "index_select"})
+_AS_IT_IS = _BY_INDEX | {"", "shape", "full", "extreme", "guarded"}
+_SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
+WayOf = Callable[[fx.Node, End, Cut], RowWay]
+_ACCUMULATING = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
+
+
+def _table() -> Mapping[Any, WayOf]:
+    attentions = [name for name in names_of("attention") if name.startswith("_scaled_dot_product")]
+    named = {**dict.fromkeys(attentions, _attention), **dict.fromkeys(_ACCUMULATING, _accumulate)}
+    return {
+        **{row.op: _BY_BLOCKS[row.blocks] for row in OURS if row.may_cut},
+        WAIT: _same,
+        **LOCAL,
+        **dict.fromkeys(RESHAPES | RANK_CHANGES, _view),
+        **{getattr(aten, name).default: way for name, way in named.items() if hasattr(aten, name)},
+    }
+
+
+TABLE = _table()
+ATTENTION = frozenset(
+    {*(target for target, way in TABLE.items() if way is _attention), torch.ops.meshweave.attention.default}
+)
+
+
+def way_of(node: fx.Node, end: End, cut: Cut) -> RowWay:
+    """How `node` runs in chunks where one end of it is cut so. Raises NoCut with the reason where it cannot."""
+    if FIXED in node.meta:
+        raise NoCut(node.meta[FIXED])
+    find = TABLE.get(node.target)
+    if find is None:
+        _check_operator(node)
+    if not _is_described(node):
+        raise NoCut("the shape of an operand or a result is symbolic, or not known")
+    way = (find or _by_rule)(node, end, cut)
+    if max(way.shape_at, *way.splits_at, -1) >= len(node.args):
+        raise NoCut("its sizes are handed over by name")
+    shapes = [(spec_of(n).shape, c) for n, c in zip(tensor_inputs(node), way.operands, strict=True)]
+    shapes += [(s.shape, c) for s, c in zip(specs_of(node), way.results, strict=True) if s is not None]  # type: ignore[misc]
+    if any(isinstance(c, Cut) and not fits(c, shape) for shape, c in shapes):
+        raise NoCut(f"its rows do not come apart into {cut.count} equal chunks")
+    return way
+
+
+def _check_operator(node: fx.Node) -> None:
+    """Raise NoCut for what sharding rules cannot speak of."""
+    if node.op != "call_function" or not is_operator(node.target):
+        raise NoCut("it is no operator of a known meaning")
+    if is_mutable(node.target):
+        raise NoCut("it writes into an operand")
+    if communicates(node.target):
+        raise NoCut("it is a collective that has no row here: split before collectives are merged")
+    if is_random(node.target):
+        raise NoCut("its random numbers are drawn in one stream")
+
+
+def _is_described(node: fx.Node) -> bool:
+    """Whether all tensors that an op takes and makes say their shape, in numbers."""
+    for one in (node, *node.all_input_nodes):
+        val = one.meta.get("val")
+        made = val if isinstance(val, (list, tuple)) else (val,)
+        if val is None or any(
+            isinstance(x, torch.Tensor) and s is None for x, s in zip(made, specs_of(one), strict=True)
+        ):
+            return False
+    return True
+
+
+def fits(cut: Cut, shape: Shape) -> bool:
+    return cut.dim < len(shape) and cut.fits(shape)
+
+
+def specs_of(node: fx.Node) -> list[Spec | None]:
+    """Per result of a node, None for one that is no tensor."""
+    spec = node.meta.get("spec")
+    return list(spec) if isinstance(spec, tuple) else [spec]

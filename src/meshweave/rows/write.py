@@ -1,0 +1,257 @@
+"""The graph in which regions run in chunks: slices before, what puts chunks together after, all else as it was."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import Cut, memory_order
+from meshweave.chunks.writer import kept_meta
+from meshweave.errors import VerifyError
+from meshweave.ir.collectives import OURS
+from meshweave.ir.described import val_of_call
+from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
+from meshweave.ir.traits import RESHAPES
+from meshweave.rows.regions import Regions, is_view
+from meshweave.rows.way import RowWay
+from meshweave.rows.ways import PLAIN, PRODUCTS
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_HALF = (torch.float16, torch.bfloat16)
+_SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim})
+_JOINED = {"sum": aten.add.Tensor, "avg": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
+
+
+@dataclass(slots=True)
+class RowWriter:
+    """Writes the split graph of `old`, whose nodes have meta["spec"].
+
+    `fuse_sums`: a product that sums over rows is added to the sum of those before by the matmul itself; else the
+    products are added in float32.
+    """
+
+    old: fx.Graph
+    regions: Regions
+    fuse_sums: bool
+    new: fx.Graph = field(default_factory=fx.Graph)
+    whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    chunks: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    slices: dict[tuple[fx.Node, Cut], list[fx.Node]] = field(default_factory=dict)
+    copied: int = 0  # bytes that slices and joins write
+    num_slices: int = 0
+    num_joins: int = 0
+
+    def run(self) -> fx.Graph:
+        for node in self.old.nodes:
+            way = self.regions.ways.get(node)
+            if way is not None:
+                self.split(node, way)
+            elif node.target is operator.getitem and node.args[0] in self.chunks:
+                self.item(node)
+            else:
+                self.keep(node)
+        self.new.lint()
+        return self.new
+
+    # whole values
+
+    def keep(self, node: fx.Node) -> fx.Node:
+        """The node as it is, on whole operands."""
+        args, kwargs = map_nodes(node, self.as_whole)
+        made = self.new.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made.meta = {key: value for key, value in node.meta.items() if key != "spec"}
+        pairs = zip(made.all_input_nodes, node.all_input_nodes, strict=True)
+        changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
+        if is_view(node) and changed and "val" in node.meta:  # without: its shape is not the same on every device
+            made.meta["val"] = val_of_call(node.target, made.args, made.kwargs, node.meta["val"])
+        self.whole[node] = made
+        return made
+
+    def as_whole(self, node: fx.Node) -> fx.Node:
+        """A value whole: as it was made, as a view of a whole one, or its chunks joined."""
+        if node in self.whole:
+            return self.whole[node]
+        if is_view(node):
+            return self.keep(node)
+        made = self.join(node, self.chunks[node], self.regions.cuts[node])
+        self.whole[node] = made
+        return made
+
+    def join(self, node: fx.Node, chunks: Sequence[fx.Node], cut: Cut) -> fx.Node:
+        """Chunks side by side, in memory as the value was."""
+        val = node.meta["val"]
+        order = memory_order(val)
+        back = [order.index(d) for d in range(len(order))]
+        dim, shape = order.index(cut.dim), [val.shape[d] for d in order]
+        parts = []
+        for chunk in chunks:
+            part = self.permuted(chunk, order, node)
+            if cut.outer > 1:
+                part = self.viewed(part, _unfolded(shape, dim, cut.outer, cut.count, 1), node)
+            parts.append(part)
+        made = self.call(aten.cat.default, (parts, dim + (cut.outer > 1)), {}, node)
+        if cut.outer > 1:
+            made = self.viewed(made, shape, node)
+        self.num_joins += 1
+        self.copied += node.meta["spec"].num_bytes
+        return self.permuted(made, back, node)
+
+    def permuted(self, x: fx.Node, order: Sequence[int], like: fx.Node) -> fx.Node:
+        if list(order) == sorted(order):
+            return x
+        return self.call(aten.permute.default, (x, list(order)), {}, like)
+
+    def viewed(self, x: fx.Node, shape: Sequence[int], like: fx.Node, c: int | None = None) -> fx.Node:
+        """x in another shape; a copy is made where its memory does not have it."""
+        try:
+            return self.call(aten.view.default, (x, list(shape)), {}, like, c)
+        except RuntimeError:
+            return self.call(aten.view.default, (self.contiguous(x, like, c), list(shape)), {}, like, c)
+
+    # chunks
+
+    def as_chunk(self, node: fx.Node, cut: Cut, c: int) -> fx.Node:
+        """Chunk c of a value: as it was made, or sliced from the whole one."""
+        if node in self.chunks and self.regions.cuts.get(node) == cut:
+            return self.chunks[node][c]
+        made = self.slices.setdefault((node, cut), [])
+        while len(made) <= c:
+            made.append(self.slice(node, cut, len(made)))
+        return made[c]
+
+    def slice(self, node: fx.Node, cut: Cut, c: int) -> fx.Node:
+        """Chunk c of a whole value: a view where the chunk is one stretch of its dim or single rows at equal distances,
+        else a copy."""
+        whole = self.as_whole(node)
+        shape = tuple(whole.meta["val"].shape)
+        size = shape[cut.dim] // cut.count
+        self.num_slices += 1
+        if cut.outer == 1:
+            return self.call(aten.slice.Tensor, (whole, cut.dim, c * size, (c + 1) * size), {}, node, c)
+        wide = self.viewed(whole, _unfolded(shape, cut.dim, cut.outer, 1, cut.count), node)
+        part = self.call(aten.select.int, (wide, cut.dim + 1, c), {}, node, c)
+        return self.viewed(part, cut.chunk(shape), node, c)
+
+    def split(self, node: fx.Node, way: RowWay) -> None:
+        """The op once per chunk, and one whole result of those that only together have it."""
+        made: list[fx.Node] = []
+        for c in range(self.regions.count):
+            made.append(self.one(node, way, c, made))
+        if isinstance(node.meta.get("spec"), tuple) or isinstance(way.results[0], Cut):
+            self.chunks[node] = made
+        else:
+            self.whole[node] = self.together(node, made, way.results[0])
+
+    def one(self, node: fx.Node, way: RowWay, c: int, before: Sequence[fx.Node]) -> fx.Node:
+        operands = [
+            self.as_whole(n) if cut is None else self.as_chunk(n, cut, c)
+            for n, cut in zip(tensor_inputs(node), way.operands, strict=True)
+        ]
+        rest = iter(operands)
+        args, kwargs = map_nodes(
+            node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else self.as_whole(n)
+        )
+        target = node.target
+        if way.shape_at >= 0 and isinstance(cut := way.results[0], Cut):
+            args = _replaced(args, way.shape_at, list(cut.chunk(node.meta["spec"].shape)))
+        for at in way.splits_at:
+            args = _replaced(args, at, [size // self.regions.count for size in args[at]])
+        if before and way.results[0] == "chain":
+            args = _replaced(args, 0, before[-1])
+        elif before and way.results[0] == "sum" and target in PRODUCTS:
+            held = (before[-1],) if self.is_fused(node) else ()
+            target, args, kwargs = PRODUCTS[target] if held else PLAIN.get(target, target), (*held, *args[-2:]), {}
+        elif target in _SUMS and way.results[0] in ("sum", "avg") and node.meta["spec"].dtype in _HALF:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return self.op(target, args, kwargs, node, c)
+
+    def is_fused(self, node: fx.Node) -> bool:
+        return self.fuse_sums and node.meta["spec"].dtype.is_floating_point
+
+    def op(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, c: int) -> fx.Node:
+        """An op on chunks. A slice that lies in memory otherwise than the op can take is copied."""
+        for at in _CONTIGUOUS_OPERANDS.get(target, ()):
+            args = _replaced(args, at, self.contiguous(args[at], node, c))
+        try:
+            return self.call(target, args, kwargs, node, c)
+        except RuntimeError as error:
+            if target not in RESHAPES:
+                raise VerifyError(
+                    "an op cannot take chunks of its rows, although its sharding rule says so",
+                    where=f"node {node.name} ({op_name(node.target)})",
+                    got=str(error),
+                    hint="mend the rule in sharding/, or the one that register_rule was handed",
+                ) from error
+            return self.call(target, (self.contiguous(args[0], node, c), *args[1:]), kwargs, node, c)
+
+    def contiguous(self, x: fx.Node, like: fx.Node, c: int | None) -> fx.Node:
+        if x.meta["val"].is_contiguous():
+            return x
+        self.copied += x.meta["val"].nbytes
+        return self.call(aten.clone.default, (x,), _CONTIGUOUS, like, c)
+
+    def item(self, node: fx.Node) -> None:
+        """A result of an op that has several."""
+        of, index = node.args
+        made = [self.call(operator.getitem, (part, index), {}, node, c) for c, part in enumerate(self.chunks[of])]  # type: ignore[index]
+        kind = self.regions.ways[of].results[index]  # type: ignore[index]
+        if isinstance(kind, Cut):
+            self.chunks[node] = made
+        else:
+            self.whole[node] = self.together(node, made, kind)
+
+    def together(self, node: fx.Node, made: Sequence[fx.Node], kind: str) -> fx.Node:
+        """The whole result, by the results of the chunks."""
+        if kind == "same":
+            return made[0]
+        fused = kind == "sum" and node.target in PRODUCTS and self.is_fused(node)
+        if kind == "chain" or fused:
+            return made[-1]
+        dtype = node.meta["spec"].dtype
+        parts = list(made)
+        if kind in ("sum", "avg") and dtype in _HALF:
+            parts = [p if p.meta["val"].dtype is torch.float32 else self.cast(p, torch.float32, node) for p in parts]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.call(_JOINED[kind], (total, part), {}, node)
+        if kind == "avg":
+            total = self.call(aten.div.Tensor, (total, len(parts)), {}, node)
+        return total if total.meta["val"].dtype is dtype else self.cast(total, dtype, node)
+
+    def cast(self, x: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        return self.call(convert, (x, dtype), {}, like)
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, c: int | None = None
+    ) -> fx.Node:
+        """A new node in the place of `like`, of chunk c where it belongs to one."""
+        is_item = target is operator.getitem
+        val = args[0].meta["val"][args[1]] if is_item else val_of_call(target, args, kwargs, like.meta["val"])
+        name = like.name if c is None else f"{like.name}_chunk{c}"
+        made = self.new.create_node("call_function", target, args, kwargs, name)
+        made.meta = kept_meta(like) | {"val": val}
+        return made
+
+
+# The operands that an op takes to be contiguous. That of layer norm reads its statistics so, without asking.
+_CONTIGUOUS_OPERANDS: Mapping[Any, tuple[int, ...]] = {
+    **{row.op: (0,) for row in OURS if row.may_cut},
+    aten.native_layer_norm_backward.default: (3, 4),
+}
+
+
+def _unfolded(shape: Sequence[int], dim: int, outer: int, split: int, count: int) -> list[int]:
+    """`shape` with `dim` seen as [outer, (count,) inner]; of a chunk where `split` chunks make the dim."""
+    inner = shape[dim] // outer // split // count
+    return [*shape[:dim], outer, *([count] if count > 1 else []), inner, *shape[dim + 1 :]]
+
+
+def _replaced(args: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*args[:at], value, *args[at + 1 :])

@@ -1,0 +1,170 @@
+"""A time that no order beats, merged or not: what each stream has to do between what must come before and after it, and
+that a kernel, once begun, runs to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, nlargest
+
+from meshweave.problem.problem import Problem
+
+# How much is looked at: more would cost time and stay true. A stretch between two communications of a transformer's
+# tensor parallelism has 10 to 40 kernels; of long kernels only those that are longer than a communication count.
+_STRETCH = 32
+_LONG = 8
+
+
+def bound_of(problem: Problem) -> float:
+    """Seconds that every order takes at least, whatever is merged; the largest of three bounds.
+
+    The longest chain of items that need each other, where kernels between two communications run one by one (`_Ways`).
+    The compute stream, and every channel, alone: the best order that may interrupt itself of what it has to do, between
+    the longest way to it and the longest way from it (Jackson's rule: Carlier, European Journal of Operational Research
+    11, 1982). The longest chain with one long kernel more, wherever that stands in it (`_beside`).
+
+    Why merging beats none of them: a merged collective takes as long as any part of it alone, and as long as the bytes
+    of all its parts; it begins when all parts can and ends when all parts have. Start-ups that it may save are not
+    counted in channels.
+    """
+    n = problem.num_items
+    own = [problem.seconds[i] if c < 0 else problem.copy[i] for i, c in enumerate(problem.channel)]
+    heads, tails = _heads(problem, own), _tails(problem, own)
+    longest = max([h + o + t for h, o, t in zip(heads, own, tails, strict=True)], default=0.0)
+    items: list[list[int]] = [[] for _ in range(len(problem.channels) + 1)]
+    for i in range(n):
+        if own[i] > 0:
+            items[problem.channel[i]].append(i)  # the last list is that of the compute stream, channel -1
+    for those in items:
+        work = [own[i] - problem.startup[i] if problem.channel[i] >= 0 else own[i] for i in those]
+        longest = max(longest, _preempted([heads[i] for i in those], work, [tails[i] for i in those]))
+    return max(longest, _beside(problem, heads, tails, own))
+
+
+def _heads(problem: Problem, own: Sequence[float]) -> list[float]:
+    """By item a time before which it cannot begin."""
+    channel = problem.channel
+    needs = [
+        (*(d for d in deps if channel[d] < 0), *waits) for deps, waits in zip(problem.deps, problem.waits, strict=True)
+    ]
+    # The stream has passed a start when it has reached it.
+    passes = [[d for d in deps if channel[d] >= 0] for deps in problem.deps]
+    return _Ways(needs, passes, own, channel).lengths(range(problem.num_items))
+
+
+def _tails(problem: Problem, own: Sequence[float]) -> list[float]:
+    """By item a time that passes at least between its end and that of the step."""
+    users: list[list[int]] = [[] for _ in own]
+    for i, (deps, waits) in enumerate(zip(problem.deps, problem.waits, strict=True)):
+        for d in deps:
+            if problem.channel[d] < 0:
+                users[d].append(i)
+        for c in waits:
+            users[c].append(i)
+    nothing: list[list[int]] = [[]] * problem.num_items
+    return _Ways(users, nothing, own, problem.channel).lengths(range(problem.num_items - 1, -1, -1))
+
+
+@dataclass(slots=True)
+class _Ways:
+    """Lengths of ways, in seconds. `needs` are by item those that are done before it, `passes` those that are begun.
+
+    Kernels share a stream: of those that an item needs, each set takes as long as all of it together, after the least
+    of their own lengths. Looked at are those since the last communication on the longest way.
+    """
+
+    needs: Sequence[Sequence[int]]
+    passes: Sequence[Sequence[int]]
+    own: Sequence[float]
+    channel: Sequence[int]
+
+    def lengths(self, order: Iterable[int]) -> list[float]:
+        """By item the length of the longest way to it; `order` has each after what it needs."""
+        own, channel = self.own, self.channel
+        found, since = [0.0] * len(own), [0.0] * len(own)
+        for i in order:
+            longest = last = 0.0
+            num_kernels = 0
+            for d in self.needs[i]:
+                is_kernel = channel[d] < 0
+                num_kernels += is_kernel
+                end = found[d] + own[d]
+                if end > longest:
+                    longest, last = end, since[d] if is_kernel else end
+            for d in self.passes[i]:
+                if found[d] > longest:
+                    longest, last = found[d], since[d]
+            found[i] = max(longest, self.together(i, found, last)) if num_kernels > 1 else longest
+            since[i] = last
+        return found
+
+    def together(self, item: int, found: Sequence[float], since: float) -> float:
+        """When all kernels that an item needs can be done one by one, of those that none can begin before `since`."""
+        seen, left = set[int](), [item]
+        while left and len(seen) < _STRETCH:
+            for d in self.needs[left.pop()]:
+                if d not in seen and self.channel[d] < 0 and found[d] >= since:
+                    seen.add(d)
+                    left.append(d)
+        longest = total = 0.0
+        for length, d in sorted([(found[d], d) for d in seen], reverse=True):
+            total += self.own[d]
+            if length + total > longest:
+                longest = length + total
+        return longest
+
+
+def _beside(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> float:
+    """The longest chain with a long kernel beside it: that stands before, after, or between two kernels of the chain,
+    and the one after it begins when it is done. The least over these places, the most over the longest kernels."""
+    chain = _chain(problem, heads, tails, own)
+    on_chain = set(chain)
+    before = [0.0, *(heads[c] + own[c] for c in chain)]
+    after = [*(own[c] + tails[c] for c in chain), 0.0]
+    beside = [k for k, channel in enumerate(problem.channel) if channel < 0 and k not in on_chain]
+    longest = 0.0
+    for k in nlargest(_LONG, beside, key=lambda k: own[k]):
+        head, tail = heads[k], tails[k]
+        least = min(max(head, b) + own[k] + max(tail, a) for b, a in zip(before, after, strict=True))
+        longest = max(longest, least)
+    return longest
+
+
+def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> list[int]:
+    """Kernels each of which needs the one before, along the longest way that there is."""
+    channel = problem.channel
+    if not own:
+        return []
+    middle = max(range(len(own)), key=lambda i: (heads[i] + own[i] + tails[i], i))
+    found = [middle]
+    while needs := [*(d for d in problem.deps[found[-1]] if channel[d] < 0), *problem.waits[found[-1]]]:
+        found.append(max(needs, key=lambda d: (heads[d] + own[d], d)))
+    found.reverse()
+    users = problem.users()
+    while later := [u for u in users[found[-1]] if channel[found[-1]] < 0 or found[-1] in problem.waits[u]]:
+        found.append(max(later, key=lambda u: (own[u] + tails[u], -u)))
+    return [i for i in found if channel[i] < 0]
+
+
+def _preempted(heads: Sequence[float], work: Sequence[float], tails: Sequence[float]) -> float:
+    """The makespan of one machine that always does, of what has arrived, that with the longest tail."""
+    left = list(work)
+    arrivals = sorted(range(len(heads)), key=lambda i: heads[i])
+    ready: list[tuple[float, int]] = []
+    now, next_one, longest = 0.0, 0, 0.0
+    while ready or next_one < len(arrivals):
+        if not ready:
+            now = max(now, heads[arrivals[next_one]])
+        while next_one < len(arrivals) and heads[arrivals[next_one]] <= now:
+            heappush(ready, (-tails[arrivals[next_one]], arrivals[next_one]))
+            next_one += 1
+        tail, i = ready[0]
+        until = heads[arrivals[next_one]] if next_one < len(arrivals) else float("inf")
+        if now + left[i] <= until:
+            now += left[i]
+            heappop(ready)
+            longest = max(longest, now - tail)
+        else:
+            left[i] -= until - now
+            now = until
+    return longest

@@ -1,0 +1,158 @@
+"""From a problem with costs to an order in the graph: search, choice, report, writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Literal
+
+from torch import fx
+
+from meshweave.buckets.merge import Merger
+from meshweave.buckets.write import rewrite
+from meshweave.errors import MeshweaveError
+from meshweave.problem.play import live_at_peak, peak_of, play
+from meshweave.problem.problem import Order
+from meshweave.problem.read import Reading
+from meshweave.problem.scenarios import SCENARIOS
+from meshweave.schedule.bounds import bound_of
+from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
+from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
+from meshweave.schedule.search import Candidate, Choice, OrderSearch, choose
+from meshweave.simulate.clock import Slowdown
+
+_SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
+_SLACK_BYTES = 512 << 20
+
+
+class NoOrderError(MeshweaveError):
+    """No order was found whose peak is under the cap."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOptions:
+    """How the pass looks for an order.
+
+    bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger end of one.
+    communication_factor: all estimates of communication are multiplied by it: for those whose estimates are off.
+    choose: "regret" takes, of the orders within 0.2% of the fastest under the costs as said, the one that loses least
+        at worst over the scenarios of `problem.scenarios`; "nominal" the fastest.
+    orders: orders to compare with, as names of nodes: the result is never slower than any of them. Starts and kernels
+        are named, waits may be; views stand where they are needed.
+    releasable: says of a placeholder whether its memory is free after its last use. Default: in graphs with
+        placeholders named tangents*, which torch.compile hands over for backward, all but primals*; in others none.
+    """
+
+    bucket: bool = True
+    max_bucket_bytes: float = inf
+    communication_factor: float = 1.0
+    choose: str = "regret"
+    orders: tuple[tuple[str, ...], ...] = ()
+    releasable: Callable[[fx.Node], bool] | None = field(default=None)
+
+    def check(self) -> None:
+        if self.choose not in ("regret", "nominal"):
+            raise MeshweaveError("unknown rule to choose by", got=repr(self.choose), expected="regret or nominal")
+        if not (isfinite(self.communication_factor) and self.communication_factor > 0):
+            raise MeshweaveError(
+                "communication_factor is no factor", got=f"{self.communication_factor}", expected="more than 0"
+            )
+        if not self.max_bucket_bytes >= 0:
+            raise MeshweaveError("max_bucket_bytes is no size", got=f"{self.max_bucket_bytes}", expected="0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapOptions(OrderOptions):
+    """How a step is ordered: `OrderOptions`, and what it may take over from the step before.
+
+    carry: for whole steps: how many blocks of the model, the first ones, have their parameters gathered among the
+        updates of the step before, and held from step to step. "auto": as many as the simulated step gains by.
+    """
+
+    carry: int | Literal["auto"] = "auto"
+
+    def check(self) -> None:
+        OrderOptions.check(self)
+        is_count = isinstance(self.carry, int) and not isinstance(self.carry, bool) and self.carry >= 0
+        if not is_count and self.carry != "auto":
+            raise MeshweaveError("carry is no number of blocks", got=repr(self.carry), expected='"auto", or 0 or more')
+
+
+def default_cap(before: int) -> int:
+    """The cap where the caller says none: a little above the peak of the input order."""
+    return max(int(before * (1 + _SLACK)), before + _SLACK_BYTES)
+
+
+def decide(
+    merger: Merger,
+    slowdown: Slowdown | None,
+    memory_cap_bytes: int | None,
+    options: OrderOptions,
+    orders: Sequence[tuple[str, Order]] = (),
+    notes: tuple[str, ...] = (),
+    ceiling: int | None = None,
+) -> OverlapReport:
+    """Search, choose and write the order into the graph; `orders` are handed in, by name. Without a cap the default one
+    holds, but no more than `ceiling` bytes where the input order needs no more. Raises MeshweaveError where nothing
+    fits."""
+    problem = merger.reading.problem
+    before = peak_of(problem, problem.order)
+    cap = default_cap(before) if memory_cap_bytes is None else memory_cap_bytes
+    if memory_cap_bytes is None and ceiling is not None:
+        cap = max(before, min(cap, ceiling))
+    known = [(INPUT, problem.order), *orders]
+    search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
+    found = search.run(known)
+    if not found:
+        raise _no_order(merger.reading, min(search.judged, key=lambda c: c.peak), cap)
+    names = {name for name, _ in known}
+    choice = choose(found, slowdown, options.choose, sum(c.name in names for c in found))
+    report = _report(search, choice, before, notes)
+    rewrite(merger.reading, choice.chosen.merged, choice.chosen.order)
+    return report
+
+
+def _report(search: OrderSearch, choice: Choice, before: int, notes: tuple[str, ...]) -> OverlapReport:
+    problem, chosen, slowdown = search.merger.reading.problem, choice.chosen, search.slowdown
+    as_given = play(problem, problem.order, slowdown)
+    rows = (
+        CandidateRow(
+            c.name,
+            tuple((s.name, seconds) for s, seconds in zip(SCENARIOS, c.seconds, strict=True)),
+            c.peak,
+            c is chosen,
+        )
+        for c in choice.candidates
+    )
+    return OverlapReport(
+        as_given.seconds,
+        chosen.seconds[0],
+        exposed_of(as_given),
+        exposed_of(play(chosen.merged.problem, chosen.order, slowdown)),
+        bound_of(problem),
+        before,
+        chosen.peak,
+        int(search.cap),
+        choice.regret,
+        Deferred(lambda: collective_rows(search.merger, chosen, slowdown)),
+        Deferred(lambda: merge_rows(search, chosen)),
+        tuple(rows),
+        notes,
+    )
+
+
+def _no_order(reading: Reading, least: Candidate, cap: int) -> NoOrderError:
+    """The error where nothing fits: the least peak that was found, and what lives there."""
+    problem = least.merged.problem
+    at, live = live_at_peak(problem, least.order)
+    makers = {x.storage: node for node in reversed(list(reading.graph.nodes)) for x in reading.values.get(node, ())}
+    largest = [(makers[s].name if s in makers else "a bucket", problem.sizes[s]) for s in live[:8] if problem.sizes[s]]
+    x = least.order[at] if least.order else 0
+    return NoOrderError(
+        "no order was found whose peak is under the cap",
+        where=f"at {problem.names[x if x >= 0 else ~x]}",
+        got=f"{least.peak} bytes at least ({least.peak / 1e9:.3f} GB, {least.name}); cap {cap}",
+        expected=f"memory_cap_bytes={least.peak} or more",
+        hint="the largest tensors then: " + ", ".join(f"{name} {size / 1e6:.3f} MB" for name, size in largest),
+    )

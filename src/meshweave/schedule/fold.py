@@ -1,0 +1,75 @@
+"""Kernels that need nothing but inputs and have one user run right before it: they are one item with it.
+
+Casts of a parameter's shard belong to its gather, an activation that is made again to what reads it. A scheduler that
+saw them alone would run them as early as it can, and fill the memory with what nobody reads yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.problem.problem import Order, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """`problem` is of fewer items; `members[i]` are those of the problem before that item i stands for, in their
+    order."""
+
+    problem: Problem
+    members: tuple[tuple[int, ...], ...]
+
+    def unfold(self, order: Order) -> list[int]:
+        """An order of the folded problem as one of the problem before."""
+        found: list[int] = []
+        for x in order:
+            if x >= 0:
+                found += self.members[x]
+            else:
+                found.append(~self.members[~x][-1])
+        return found
+
+
+def unfolded(problem: Problem) -> Folded:
+    """The problem as it is."""
+    return Folded(problem, tuple((i,) for i in range(problem.num_items)))
+
+
+def fold(problem: Problem) -> Folded:
+    """One item for each kernel or start with all that is folded into it. What takes longer than the mean kernel
+    stays."""
+    users, seconds, deps = problem.users(), problem.seconds, problem.deps
+    kernels = [s for s, c in zip(seconds, problem.channel, strict=True) if c < 0]
+    light = sum(kernels) / max(len(kernels), 1)
+    into: dict[int, int] = {}
+    inside: dict[int, list[int]] = {}
+    for i, (own, channel, waits) in enumerate(zip(seconds, problem.channel, problem.waits, strict=True)):
+        if channel >= 0 or own > light or waits or not users[i]:
+            continue
+        user = users[i][0]
+        if any([u != user for u in users[i]]) or any([into.get(d) != i for d in deps[i]]):
+            continue
+        into[i] = user
+        inside.setdefault(user, []).extend((*inside.get(i, ()), i))
+    kept = [i for i in range(problem.num_items) if i not in into]
+    number = {i: n for n, i in enumerate(kept)}
+    members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
+    made = Problem(sizes=problem.sizes, kept=problem.kept, before=problem.before, channels=problem.channels)
+    for name in ("names", "channel", "copy", "startup", "usage", "is_waited"):
+        held = getattr(problem, name)
+        setattr(made, name, [held[i] for i in kept])
+    made.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]
+    counts = problem.counts()
+    for i, group in zip(kept, members, strict=True):
+        if len(group) == 1:
+            made.seconds.append(seconds[i])
+            made.deps.append(tuple([number[d] for d in deps[i]]))
+            made.allocs.append(problem.allocs[i])
+            made.uses.append(problem.uses[i])
+            continue
+        made.seconds.append(sum([seconds[m] for m in group]))
+        made.deps.append(tuple([number[d] for d in deps[i] if d not in group]))
+        made.allocs.append(tuple(s for m in group for s in problem.allocs[m] if counts[s] or m == i))
+        made.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m])))
+    made.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]
+    return Folded(made, members)

@@ -1,0 +1,104 @@
+"""The one way from a device program to its order: read, priced, decided, written."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import fx
+
+from meshweave.buckets.merge import Merger
+from meshweave.errors import MeshweaveError
+from meshweave.ir.device_program import DeviceProgram
+from meshweave.problem.figures import Agree, priced
+from meshweave.problem.prices import CostModel
+from meshweave.problem.problem import Problem
+from meshweave.problem.read import Reading, read
+from meshweave.schedule.decide import OrderOptions, decide
+from meshweave.schedule.report import OverlapReport
+
+
+def order_program(
+    program: DeviceProgram,
+    costs: CostModel,
+    memory_cap_bytes: int | None = None,
+    options: OrderOptions | None = None,
+    agree: Agree | None = None,
+) -> OverlapReport:
+    """Put the graph of a program in the order that the scheduler finds, in place, and merge its collectives. It is
+    changed only when all has been decided.
+
+    Raises VerifyError for a graph that is not in order, and MeshweaveError where no order is under the cap, for a cost
+    that is no duration and for a group that is not known.
+    """
+    options = options or OrderOptions()
+    options.check()
+    if options.releasable is not None:
+        program = replace(program, is_releasable=options.releasable)
+    with without_collector():
+        reading = read(program, costs.kernel_views(program.graph))
+        if program.checks_groups:
+            for item in reading.rows:
+                program.group_of(reading.nodes[item])
+        prices = costs.prices(reading)
+        merger = Merger(reading, priced(reading, prices, options.communication_factor, agree))
+        _keep_even(merger, program.uneven)
+        orders = [(f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))]
+        ceiling = costs.capacity if program.is_whole else None
+        return decide(merger, costs.slowdown, memory_cap_bytes, options, orders, prices.notes, ceiling)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """The pass makes many small lists and no cycles: a third of its time would go to looking for them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _keep_even(merger: Merger, uneven: Collection[fx.Node]) -> None:
+    """Merge only what has one shape on every device, for a merged collective is written in numbers."""
+    for key, starts in list(merger.kinds.items()):
+        able = [c for c in starts if merger.reading.nodes[c].args[0] not in uneven]
+        if able:
+            merger.kinds[key] = able
+        else:
+            del merger.kinds[key]
+
+
+def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
+    """The orders that were handed in, as orders of the problem."""
+    problem = reading.problem
+    number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}
+    number |= {wait.name: ~c for c, waits in reading.waits.items() for wait in waits[:1]}
+    later = {wait.name for waits in reading.waits.values() for wait in waits[1:]}
+    free = {node.name for node in reading.graph.nodes} - set(number) | later
+    made = []
+    for k, names in enumerate(options.orders):
+        if strange := [name for name in names if name not in number and name not in free]:
+            raise MeshweaveError(f"order {k} names no node of the graph", got=strange[0])
+        order = _with_waits(problem, [number[name] for name in names if name in number])
+        if wrong := problem.check(order):
+            raise MeshweaveError(f"order {k} is no order of the graph", got=wrong)
+        made.append(order)
+    return made
+
+
+def _with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
+    """An order with the waits that it leaves out, each before the first item that needs it."""
+    found: list[int] = []
+    waited = {~x for x in order if x < 0}
+    for x in order:
+        if x >= 0:
+            for c in problem.waits[x]:
+                if c not in waited:
+                    waited.add(c)
+                    found.append(~c)
+        found.append(x)
+    return [*found, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]

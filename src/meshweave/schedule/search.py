@@ -1,0 +1,396 @@
+"""A portfolio of orders and buckets, judged by playing them: the input order and those handed in are among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+
+from meshweave.buckets.merge import Merger
+from meshweave.buckets.merged import Bucket, Merged
+from meshweave.problem.play import peak_of, seconds_of
+from meshweave.problem.problem import Order, Problem
+from meshweave.problem.scenarios import NOMINAL, SCENARIOS, SLOW
+from meshweave.schedule.fold import Folded, fold, unfolded
+from meshweave.schedule.outline import Outline
+from meshweave.schedule.ready_queue import Policy, schedule
+from meshweave.simulate.clock import Slowdown
+
+# Windows in items, and how gaps are filled: as many of these, from the first on, as the effort allows. A layer of a
+# transformer is 60 to 150 items in backward; which window is best hangs on how long kernels are beside communications
+# (benchmarks/overlap.py: each of the first nine was the best of some graph). Patience keeps a weight gradient from
+# delaying the chain where a communication of it is about to end: of 2, 5, 10, 20 and 40 times the wait, 10 was best.
+# What feeds links first is for graphs whose regions run in chunks, where a chunk's communication hides under the
+# other's compute.
+_POLICIES = (
+    *(Policy(256, fit=True, patience=10), Policy(64, fit=True), Policy(0), Policy(256, fit=True, feeds=True)),
+    *(Policy(512, fit=True), Policy(64, fit=True, by_path=True), Policy(256, fit=True)),
+    *(Policy(512, fit=True, patience=10), Policy(256)),
+    *(Policy(128, fit=True, patience=10), Policy(64), Policy(1024), Policy(512), Policy(1024, fit=True, patience=10)),
+)
+_EFFORT = 36_000  # items that these schedule in a large graph: bounds their time
+_LEAST = 5  # policies that any graph is scheduled by
+_LEAN = Policy(0, ahead=-inf)
+_SHORT = (Policy(64, fit=True), Policy(16, fit=True), _LEAN)  # where memory is short
+_FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8))  # where nothing is folded
+_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # for machines whose links are slower than said
+_SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
+_SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # where links have more to do than compute
+_BUSY = 0.9  # from that load on
+_NEAR = 2e-3  # what robustness may cost of the time at the costs as said
+_RAMP = 3  # then the first gather is an eighth of a bucket
+_SMALL = 600  # items up to which single merges are tried
+_STEPS = 12_000  # items that they may schedule: bounds their time
+# Parts of the peak of the input order: rungs of memory under which orders are sought, each at least where orders are
+# others than on the one before, and then no limit at all. They do not hang on the cap, and those up to it are taken: so
+# more memory is never slower.
+_RUNGS = (1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+_STEP = 0.9  # from a rung to the next below the peak of the input order, down to where nothing fits
+_AGAIN = 6000  # items that are scheduled again on each rung, in the fastest ways; two ways in any graph
+_ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
+
+
+Way = tuple[Policy, bool]  # how orders are made: a policy, and whether on folded items
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An order of a merged problem. `seconds` by scenario, the costs as said first; `busy` is all that links and copies
+    do, in seconds."""
+
+    name: str
+    merged: Merged
+    order: tuple[int, ...]
+    seconds: tuple[float, ...]
+    peak: int
+    busy: float
+
+
+@dataclass(slots=True)
+class _Shape:
+    """A merged problem with what scheduling needs of it."""
+
+    merged: Merged
+    folded: Folded
+    outline: Outline
+    is_folded: bool
+
+
+@dataclass(slots=True)
+class OrderSearch:
+    """The candidates of one graph under a cap in bytes."""
+
+    merger: Merger
+    cap: float
+    slowdown: Slowdown | None
+    is_bucketing: bool = True
+    most_bytes: float = inf
+    is_busy: bool = field(init=False)  # links have about as much to do as compute
+    room: float = inf  # bytes under which orders are sought now; which these are does not hang on the cap
+    shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
+    judged: list[Candidate] = field(default_factory=list)  # all of them, whatever they hold
+    made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # those that were sought, and how
+    spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of ways, see `span`
+    tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
+    bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
+
+    def __post_init__(self) -> None:
+        self.is_busy = self.load() > _BUSY
+
+    @property
+    def found(self) -> list[Candidate]:
+        """The candidates under the cap."""
+        return [c for c in self.judged if c.peak <= self.cap]
+
+    def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
+        """All candidates under the cap, the orders handed in first."""
+        for name, order in orders:
+            self.judge(name, self.shape(()), order)
+        usual = self.judged[0].peak
+        self.seek(usual)
+        ways = self.fastest()
+        lean = (*ways[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
+        room = int(usual * _STEP)
+        while room and self.again(room, lean):
+            room = int(room * _STEP)
+        self.again(usual, ways)
+        for part in _RUNGS:
+            rung = max(usual * part, min(span[1] for way in ways if (span := self.span(way))))
+            if rung > self.cap or rung == inf:
+                break
+            self.again(int(rung), ways)
+        self.again(inf, ways)
+        if not self.found:
+            self.seek(self.cap)
+        return self.found
+
+    def seek(self, room: float) -> None:
+        """Seek orders and buckets under so many bytes."""
+        self.room = room
+        made = [self.schedule(name, self.shape((), is_folded=way[1]), way[0]) for name, way in self.ways().items()]
+        if all(c.peak > room for c in made):
+            self.save_memory(self.shape(()))
+        if self.is_bucketing and self.merger.kinds:
+            self.bucket()
+        for policy in _CAREFUL:
+            self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
+
+    def again(self, room: float, ways: Sequence[tuple[str, _Shape, Policy]]) -> bool:
+        """Seek orders by some ways under other bytes, where memory was in their way; whether any fits."""
+        self.room = room
+        rest = [way for way in ways if not self.span(way)]
+        where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
+        made = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
+        return len(rest) < len(ways) or any(c.peak <= room for c in made)
+
+    def span(self, way: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
+        """From which bytes on, and up to which, a way makes the order that it makes now; None where it is not known."""
+        spans = self.spans.get((way[2], id(way[1])), ())
+        return next(
+            ((low, high) for low, high in spans if low <= self.room and (self.room < high or high == inf)), None
+        )
+
+    def fastest(self) -> list[tuple[str, _Shape, Policy]]:
+        """The ways of the fastest orders so far: of those under what memory there is now and of all, those first that
+        differ in time."""
+        most = max(2, _AGAIN // max(1, self.merger.reading.problem.num_items))
+        ranked = sorted(self.made, key=lambda one: one[0].seconds[0])
+        found: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
+        for room in (self.room, inf):
+            fitting = [one for one in ranked if one[0].peak <= room]
+            first = {round(c.seconds[0], 9): c for c, *_ in reversed(fitting)}
+            fitting.sort(key=lambda one: one[0] is not first[round(one[0].seconds[0], 9)])
+            found |= {(id(shape), policy): (c.name, shape, policy) for c, shape, policy in fitting[:most]}
+        return list(found.values())
+
+    def ways(self) -> dict[str, Way]:
+        """How the graph is scheduled without buckets: a policy, and whether on folded items."""
+        found = {str(policy): (policy, True) for policy in _POLICIES}
+        found |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
+        num_items = self.merger.reading.problem.num_items
+        most = len(found) if self.is_small else max(_LEAST, _EFFORT // num_items)
+        return dict(list(found.items())[:most])
+
+    def save_memory(self, plain: _Shape) -> None:
+        """Memory is in the way: orders that hold little, some of which do not hang on how much there is. So the least
+        peak that an error names is one that can be had."""
+        for policy in _SHORT:
+            self.schedule(str(policy), plain, policy)
+        for policy in (_LEAN, Policy(0), _POLICIES[0]):
+            order, *_ = schedule(plain.outline, policy)
+            self.judge(f"{policy}, whatever the cap", plain, plain.folded.unfold(order))
+
+    def best(self) -> Candidate:
+        """The fastest of the candidates so far as costs are said; of equal ones that which keeps links least busy."""
+        pool = [c for c in self.judged if c.peak <= self.room] or self.judged
+        fastest = min(c.seconds[0] for c in pool)
+        return min((c for c in pool if c.seconds[0] <= fastest * (1 + _ENOUGH)), key=lambda c: (c.busy, c.seconds[0]))
+
+    @property
+    def is_small(self) -> bool:
+        return self.merger.reading.problem.num_items <= _SMALL
+
+    def shape(self, buckets: tuple[Bucket, ...], *, is_folded: bool = True) -> _Shape:
+        if (buckets, is_folded) not in self.shapes:
+            other = self.shapes.get((buckets, not is_folded))
+            merged = other.merged if other is not None else self.merger.merged(buckets)
+            folded = fold(merged.problem) if is_folded else unfolded(merged.problem)
+            self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), is_folded)
+        return self.shapes[buckets, is_folded]
+
+    def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
+        order, *span = schedule(shape.outline, policy, self.room)
+        self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
+        found = self.judge(name, shape, shape.folded.unfold(order))
+        self.made.append((found, shape, policy))
+        return found
+
+    def judge(self, name: str, shape: _Shape, order: Order) -> Candidate:
+        problem = shape.merged.problem
+        seconds = seconds_of(problem, order, self.slowdown)
+        made = Candidate(name, shape.merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
+        self.judged.append(made)
+        return made
+
+    def bucket(self) -> None:
+        """Buckets of several sizes, then (in a graph that is small enough) single merges and cuts as long as they
+        help."""
+        for size in self.sizes():
+            self.sized(size, size)
+        if self.is_small:
+            self.climb()
+        elif self.is_busy:
+            self.resize()
+
+    def load(self) -> float:
+        """What the busiest channel has to do, in parts of what the compute stream has."""
+        problem = self.merger.reading.problem
+        of = [0.0] * (len(problem.channels) + 1)
+        for channel, seconds, copy in zip(problem.channel, problem.seconds, problem.copy, strict=True):
+            of[channel] += copy if channel >= 0 else seconds
+        return max(of[:-1], default=0.0) / of[-1] if of[-1] else inf
+
+    def sizes(self) -> tuple[float, ...]:
+        """The sizes of buckets to try: few in a large graph whose links have room."""
+        found = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
+        return tuple(sorted({min(size, self.most_bytes) for size in found}))
+
+    def sized(self, gathers: float, reductions: float, ways: Sequence[Way] = ()) -> float:
+        """Schedule buckets of these sizes, by `ways` or those that lead; returns the seconds."""
+        gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
+        buckets = self.merger.buckets(gathers, reductions, _RAMP if self.is_busy and not self.is_small else 0)
+        name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
+        if buckets not in self.bucketed:
+            self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets, ways))
+            if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good where links are slower
+                self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
+        self.tried[gathers, reductions] = self.bucketed[buckets]
+        return self.bucketed[buckets]
+
+    def why_apart(self, bucket: Bucket, start: int) -> str:
+        """Why no set of buckets that was tried has a start in a bucket."""
+        most = min(max((size for sizes in self.tried for size in sizes), default=0.0), self.most_bytes)
+        reason = self.merger.why_apart(bucket, start, most, self.merger.span(start, most))
+        return reason or "in every set of buckets that was tried one of them stands in another bucket"
+
+    def resize(self) -> None:
+        """Other sizes for gathers than for reductions, as long as that helps."""
+        (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
+        ways = self.fastest_way()
+        while True:
+            around = ((gathers, 2 * reductions), (gathers / 1.5, reductions), (gathers, reductions / 1.5))
+            seconds, *sizes = min((self.sized(g, r, ways), g, r) for g, r in around)
+            if seconds >= best * (1 - _ENOUGH):
+                return
+            best, (gathers, reductions) = seconds, sizes
+
+    def fastest_way(self) -> tuple[Way, ...]:
+        """The way of the fastest order with buckets so far; none where there is none."""
+        bucketed = [one for one in self.made if one[0].merged.buckets and one[0].peak <= self.room]
+        fastest = min(bucketed, key=lambda one: one[0].seconds[0], default=None)
+        return ((fastest[2], fastest[1].is_folded),) if fastest else ()
+
+    def all_ways(self, name: str, buckets: tuple[Bucket, ...], ways: Sequence[Way] = ()) -> list[Candidate]:
+        """Schedule a set of buckets by `ways`, or by those that were best without buckets."""
+        return [
+            self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
+            for policy, is_folded in ways or self.leading()
+        ]
+
+    def leading(self) -> list[Way]:
+        """The policies that were best without buckets, and whether on folded items; of equal ones the first."""
+        ways = self.ways()
+        ranked = sorted((c for c in self.judged if c.name in ways and c.peak <= self.room), key=lambda c: c.seconds[0])
+        distinct = {round(c.seconds[0], 9): ways[c.name] for c in reversed(ranked)}
+        found = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
+        return found[: 3 if self.is_small else 2]
+
+    def climb(self) -> None:
+        """Take the best neighbour of the best candidate: two buckets as one, or one as two, within a fixed effort."""
+        left = _STEPS
+        current = self.best()
+        while True:
+            tried = 0
+            for buckets in self.neighbours(current.merged.buckets):
+                if (buckets, True) in self.shapes or (buckets, False) in self.shapes:
+                    continue
+                left -= self.merger.reading.problem.num_items
+                if left < 0:
+                    return
+                self.all_ways("single merges", buckets)
+                tried += 1
+            better = self.best()
+            if not tried or better is current:
+                return
+            current = better
+
+    def neighbours(self, buckets: tuple[Bucket, ...]) -> Iterator[tuple[Bucket, ...]]:
+        """All ways to join two neighbouring buckets or starts of a kind, and to cut one bucket."""
+        of = {c: bucket for bucket in buckets for c in bucket}
+        for starts in self.merger.kinds.values():
+            runs = list(dict.fromkeys(of.get(c, (c,)) for c in starts))
+            for a, b in pairwise(runs):
+                joined = (*a, *b)
+                size = sum(self.merger.size(c) for c in joined)
+                if size <= self.most_bytes and not self.merger.can_join(joined[:-1], joined[-1]):
+                    yield _sorted([*(x for x in buckets if x not in (a, b)), joined])
+        for bucket in buckets:
+            for cut in range(1, len(bucket)):
+                parts = [part for part in (bucket[:cut], bucket[cut:]) if len(part) > 1]
+                yield _sorted([*(x for x in buckets if x != bucket), *parts])
+
+
+def busy(problem: Problem) -> float:
+    """Seconds that all channels are busy, and that copies of merging take."""
+    copies = sum(s for s, n in zip(problem.seconds, problem.names, strict=True) if n.startswith(("pack ", "unpack ")))
+    return sum(problem.copy) + copies
+
+
+def _sorted(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    return tuple(sorted(buckets))
+
+
+def _size(size: float) -> str:
+    return "any size" if size == inf else f"{size / 1e6:.0f} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The candidate that was chosen, all of them as judged under every scenario, and how much the chosen one loses at
+    worst against the best of each scenario."""
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    regret: float
+
+
+def choose(candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str, protected: int) -> Choice:
+    """Of the candidates that are next to as fast as the fastest at the costs as said, the one with the least worst-case
+    regret over the scenarios; with `rule` "nominal" the fastest.
+
+    The first `protected` candidates are orders that were handed in: the chosen one is never slower than any of them at
+    the costs as said. The fastest of the others are judged under all scenarios (fewer in a large graph), and the
+    fastest where communication takes twice as long.
+    """
+    most = 6 if candidates[0].merged.problem.num_items <= _SMALL else 4
+    ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
+    pool = [*candidates[:protected], *_distinct(ranked, most)]
+    slow: dict[int, float] = {}  # by candidate, where communication takes twice as long
+    if len(ranked) > most:
+        slow |= {id(c): SLOW.seconds(c.merged.problem, c.order, slowdown) for c in ranked}
+        rest = [c for c in ranked if not any(c is one for one in pool)]
+        pool += sorted(rest, key=lambda c: slow[id(c)])[: most // 2]
+    judged = [_judged(c, slowdown, slow.get(id(c))) for c in pool]
+    limit = min((c.seconds[0] for c in judged[:protected]), default=inf)
+    best = [min(c.seconds[k] for c in judged) for k in range(len(SCENARIOS))]
+    regrets = [max(_regret(s, b) for s, b in zip(c.seconds, best, strict=True)) for c in judged]
+    able = [i for i, c in enumerate(judged) if c.seconds[0] <= limit * (1 + 1e-12)]
+    if rule == "nominal":
+        fastest = min(judged[i].seconds[0] for i in able)
+        near = [i for i in able if judged[i].seconds[0] <= fastest * (1 + _ENOUGH)]
+        taken = min(near, key=lambda i: (judged[i].busy, judged[i].seconds[0]))
+    else:
+        near = [i for i in able if judged[i].seconds[0] <= (1 + _NEAR) * min(judged[k].seconds[0] for k in able)]
+        taken = min(near, key=lambda i: (round(regrets[i], 4), judged[i].busy, judged[i].seconds[0], i))
+    return Choice(judged[taken], tuple(judged), regrets[taken])
+
+
+def _distinct(ranked: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The first `most` that differ in order or buckets, and the careful ones, which are not the fastest."""
+    found: dict[tuple[int, ...], Candidate] = {}
+    for c in ranked:
+        if len(found) < most or "communication x" in c.name:
+            found.setdefault((*c.order, len(c.merged.buckets)), c)
+    return list(found.values())
+
+
+def _judged(c: Candidate, slowdown: Slowdown | None, slow: float | None) -> Candidate:
+    """The candidate under every scenario; `slow`: its seconds under SLOW, where they are known."""
+    problem, rest = c.merged.problem, [s for s in SCENARIOS if s is not NOMINAL]
+    seconds = [slow if s is SLOW and slow is not None else s.seconds(problem, c.order, slowdown) for s in rest]
+    return Candidate(c.name, c.merged, c.order, (c.seconds[0], *seconds), c.peak, c.busy)
+
+
+def _regret(seconds: float, best: float) -> float:
+    return seconds / best - 1 if best else float(seconds > 0)

@@ -1,0 +1,232 @@
+"""Whole training steps: the rank graphs of all roles, ordered and bucketed by what the simulator says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.gathers.carry import Block, carriable, carried
+from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.from_role import role_form
+from meshweave.ir.graph import StepGraph
+from meshweave.ir.rank import RankGraph, copied
+from meshweave.problem.prices import ProfileCosts, SimulatedSeconds
+from meshweave.schedule.decide import NoOrderError, OrderOptions, OverlapOptions
+from meshweave.schedule.order import order_program
+from meshweave.schedule.report import OverlapReport
+from meshweave.simulate.kernels import Fusion
+from meshweave.simulate.step import SimulateOptions, simulate_roles
+from meshweave.simulate.tasks import lower_tasks
+
+_ENOUGH = 1e-3  # a step that is faster by less is no faster
+_PATIENCE = 2  # numbers of blocks in a row that bring nothing: the first may be small, as an embedding's
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How a program is scheduled, and the most bytes that a device may hold (None: a little more than before).
+
+    `keeps_gradients`: those of a step live to its end.
+    """
+
+    options: OverlapOptions | None = None
+    memory_cap_bytes: int | None = None
+    keeps_gradients: bool = False
+
+
+@dataclass(slots=True)
+class StepTasks:
+    """What the simulator of whole steps says of the nodes of a program's roles.
+
+    A fused kernel's seconds are shared out evenly among its ops; what a compiler makes once costs nothing again.
+    """
+
+    seconds: dict[fx.Node, float] = field(default_factory=dict)
+    usage: dict[fx.Node, tuple[tuple[str, float], ...]] = field(default_factory=dict)  # of starts
+    lines: dict[fx.Node, str] = field(default_factory=dict)  # of starts: the queue that they go into
+    shared: set[fx.Node] = field(default_factory=set)  # starts that several roles meet in
+
+    def seconds_of(self, nodes: Mapping[fx.Node, fx.Node]) -> SimulatedSeconds:
+        """Of the nodes that stand for those of a role."""
+        seconds = {nodes[node]: held for node, held in self.seconds.items() if node in nodes}
+        return SimulatedSeconds(seconds, {nodes[node]: held for node, held in self.usage.items() if node in nodes})
+
+
+def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
+    """Raises MeshweaveError for an op, dtype or link that the profile has no cost for."""
+    fusion: Fusion = "compiled" if profile.fusion == "pointwise" else "ops"
+    tasks = lower_tasks(roles, profile, fusion)
+    made = StepTasks()
+    for number, task in enumerate(tasks.tasks):
+        if task.kernel is not None:
+            made.seconds.update(dict.fromkeys(task.kernel.nodes, task.seconds / len(task.kernel.nodes)))
+        elif task.kind == "copy":
+            needed = (tasks.tasks[n] for n in tasks.schedule.needs[number])
+            starts = [one.node for one in needed if one.kind == "start"]
+            made.seconds.update(dict.fromkeys(starts, task.seconds))
+            made.usage.update(dict.fromkeys(starts, task.usage))
+            made.lines.update(dict.fromkeys(starts, tasks.streams[tasks.schedule.stream_of[number]]))
+            made.shared.update(starts if len(task.roles) > 1 else ())
+    return made
+
+
+def overlap_role(
+    role: RankGraph,
+    profile: MachineProfile,
+    memory_cap_bytes: int | None = None,
+    options: OrderOptions | None = None,
+    *,
+    tasks: StepTasks | None = None,
+    microbatches: int = 1,
+    keeps_gradients: bool = False,
+) -> tuple[RankGraph, OverlapReport]:
+    """The role in the order that the scheduler finds, its collectives merged, and what was done; `role` stays as it is.
+
+    Parts of the step stay one after the other, but gathers that backward needs may start in forward, and what a
+    communication brings may be waited for in a later part (with several `microbatches`
+    in the update only what the last of them alone begins).
+    `memory_cap_bytes` caps what a device holds at once: parameters, optimizer state, batch and all that the step makes,
+    results beside operands. `keeps_gradients`: they live to the end. `tasks`: of all roles of the program.
+    Raises MeshweaveError where no order is under the cap, naming the least peak and its tensors, and for an op that the
+    profile has no cost for.
+    """
+    options = options or OrderOptions()
+    if options.orders:
+        raise MeshweaveError("whole steps take no orders that are handed in", hint="leave OrderOptions.orders out")
+    tasks = tasks or tasks_of((role,), profile)
+    form = role_form(role, tasks.lines, tasks.shared, microbatches, keeps_gradients, with_uneven=options.bucket)
+    costs = ProfileCosts(profile, tasks.seconds_of(form.nodes))
+    report = order_program(form.program, costs, memory_cap_bytes, options)
+    return form.role(), report
+
+
+def overlap_roles(
+    roles: Sequence[RankGraph],
+    profile: MachineProfile,
+    scheduling: Scheduling | None = None,
+    microbatches: int = 1,
+    placed: StepGraph | None = None,
+) -> tuple[tuple[RankGraph, ...], tuple[OverlapReport, ...]]:
+    """The roles of a program in new orders, and a report for each; `roles` stay as they are.
+
+    Communications that several roles meet in keep their order on every role, so that no two wait for each other. With
+    `placed`, the graph that the roles were made of, the first blocks' parameters may be gathered in the step before
+    (`gathers.carry`). Where `simulate_roles` finds the step no faster, and the cap allows, orders stay as they were.
+    """
+    how = scheduling or Scheduling()
+    plain = _ordered(roles, profile, how, microbatches)
+    found = plain if placed is None else _carrying(roles, placed, plain, profile, how, microbatches)
+    before = simulate_roles(roles, profile, SimulateOptions(microbatches=microbatches)).seconds
+    told = f"the simulated step takes {before * 1e3:.3f} ms as it was, {found.seconds * 1e3:.3f} ms in this order"
+    cap = how.memory_cap_bytes
+    is_forced = cap is not None and any(r.peak_before > cap for r in found.reports)
+    if found.seconds <= before or is_forced:
+        return found.roles, tuple(replace(r, notes=(*r.notes, told)) for r in found.reports)
+    return tuple(map(copied, roles)), tuple(r.left(told) for r in plain.reports)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """The roles of a program in an order, a report for each, and the simulated step."""
+
+    roles: tuple[RankGraph, ...]
+    reports: tuple[OverlapReport, ...]
+    seconds: float
+
+
+def _ordered(
+    roles: Sequence[RankGraph],
+    profile: MachineProfile,
+    how: Scheduling,
+    microbatches: int,
+    caps: Sequence[int | None] | None = None,
+) -> _Ordered:
+    """`caps` are those of each role in bytes; without them all have that of `how`."""
+    tasks = tasks_of(roles, profile)
+    ordered = [
+        overlap_role(
+            role,
+            profile,
+            cap,
+            how.options,
+            tasks=tasks,
+            microbatches=microbatches,
+            keeps_gradients=how.keeps_gradients,
+        )
+        for role, cap in zip(roles, caps or [how.memory_cap_bytes] * len(roles), strict=True)
+    ]
+    made = tuple(role for role, _ in ordered)
+    reports = tuple(report for _, report in ordered)
+    return _Ordered(made, reports, simulate_roles(made, profile, SimulateOptions(microbatches=microbatches)).seconds)
+
+
+def _carrying(
+    roles: Sequence[RankGraph],
+    placed: StepGraph,
+    plain: _Ordered,
+    profile: MachineProfile,
+    how: Scheduling,
+    microbatches: int,
+) -> _Ordered:
+    """The fastest of the step as it is and with the parameters of the first 1, 2, 4, ... blocks gathered in the step
+    before, all under the caps of `plain`; with the number of blocks that the options say where they say one."""
+    wanted = (how.options or OverlapOptions()).carry
+    blocks = [carriable(role, placed) for role in roles]
+    caps = [report.cap_bytes for report in plain.reports]
+    best, tried, num_worse = plain, list[str](), 0
+    for count in _counts(wanted, max(map(len, blocks))):
+        taken = [held[:count] for held in blocks]
+        made = [carried(r, [g for b in held for g in b.gathered]) for r, held in zip(roles, taken, strict=True)]
+        try:
+            found = _ordered(made, profile, how, microbatches, caps)
+        except NoOrderError:
+            if wanted != "auto":
+                raise
+            tried.append(f"{count} blocks no order is under the cap")
+            break
+        tried.append(f"{count} blocks it takes {found.seconds * 1e3:.3f} ms")
+        num_worse = num_worse + 1 if found.seconds > best.seconds * (1 - _ENOUGH) else 0
+        if found.seconds < best.seconds or wanted != "auto":
+            notes = [_told(held, plain, found, microbatches) for held in taken]
+            rows = zip(found.reports, plain.reports, notes, strict=True)
+            best = replace(found, reports=tuple(_since(*row) for row in rows))
+        if num_worse == _PATIENCE:
+            break
+    if best is plain and tried:
+        note = f"no parameters are gathered in the step before; with those of the first {'; of '.join(tried)}"
+        return replace(plain, reports=tuple(replace(r, notes=(*r.notes, note)) for r in plain.reports))
+    return best
+
+
+def _counts(wanted: int | str, most: int) -> list[int]:
+    """The numbers of blocks to try, where at most `most` are there."""
+    if isinstance(wanted, int):
+        return [min(wanted, most)] if min(wanted, most) else []
+    found = [2**k for k in range(most.bit_length()) if 2**k < most]
+    return [*found, most] if most else []
+
+
+def _told(blocks: Sequence[Block], plain: _Ordered, found: _Ordered, microbatches: int) -> str:
+    """What a role takes over from the step before, and what that brings."""
+    if not blocks:
+        return "nothing is carried over from the step before"
+    names = ", ".join(block.name or "the model itself" for block in blocks)
+    once = ", once a step instead of once a microbatch" if microbatches > 1 else ""
+    return (
+        f"the step before gathers the parameters of {names} among its updates{once}: the simulated step takes "
+        f"{plain.seconds * 1e3:.3f} ms without, {found.seconds * 1e3:.3f} ms with that"
+    )
+
+
+def _since(report: OverlapReport, plain: OverlapReport, note: str) -> OverlapReport:
+    """The report of a role that carries something over, against the role as it was."""
+    return replace(
+        report,
+        seconds_before=plain.seconds_before,
+        exposed_before=plain.exposed_before,
+        peak_before=plain.peak_before,
+        notes=(*report.notes, note),
+    )
