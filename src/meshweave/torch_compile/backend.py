@@ -17,7 +17,7 @@ from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
 from meshweave.runtime.exchange import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapOptions
-from meshweave.torch_compile.scheduling import Cost, Settings, settings
+from meshweave.torch_compile.scheduling import Cost, Settings, graph_passes, settings
 
 # As aot_autograd takes them: of a graph and its (fake) inputs, what runs it.
 GraphCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -135,10 +135,8 @@ def backend(
         raise MeshweaveError(
             "nothing compiles by this name", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
         )
-    return Backend(
-        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, passes, decompose, split),
-        inner,
-    )
+    chosen = graph_passes(passes, options, decompose, split)
+    return Backend(settings(cost, memory_cap_bytes, chosen, groups, report, ranks, timeout_seconds), inner)
 
 
 def inductor_pass(
@@ -164,6 +162,5 @@ def inductor_pass(
     """
     from meshweave.torch_compile.inductor import installed
 
-    return installed(
-        settings(cost, memory_cap_bytes, options, groups, report, ranks, timeout_seconds, passes, decompose, split)
-    )
+    chosen = graph_passes(passes, options, decompose, split)
+    return installed(settings(cost, memory_cap_bytes, chosen, groups, report, ranks, timeout_seconds))

@@ -189,19 +189,16 @@ class Settings:
 def settings(
     cost: Cost | str | Path | None,
     memory_cap_bytes: int | None,
-    options: OverlapOptions | None,
+    passes: tuple[Pass[Any], ...],
     groups: Mapping[str, Sequence[int]] | None,
     report: Callable[[Any], object] | None,
     ranks: Sequence[int] | None,
     timeout_seconds: float,
-    passes: Asked = None,
-    decompose: DecomposeOptions | bool | None = None,
-    split: SplitOptions | int | bool | None = None,
 ) -> Settings:
-    """The settings of what a user said. Raises MeshweaveError for a profile that there is not, a cost that is none, and
-    for what names no pass over graphs."""
-    found = load_profile(cost) if isinstance(cost, (str, Path)) else cost
-    if not (found is None or isinstance(found, MachineProfile) or callable(found)):
+    """The settings of what a user said. Raises MeshweaveError for a profile that there is not, and a cost that is
+    none."""
+    known = load_profile(cost) if isinstance(cost, (str, Path)) else cost
+    if not (known is None or isinstance(known, MachineProfile) or callable(known)):
         raise MeshweaveError(
             "this is no cost",
             got=repr(cost),
@@ -210,6 +207,17 @@ def settings(
         )
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
+    return Settings(known, memory_cap_bytes, passes, table, report, chosen, timeout_seconds)
+
+
+def graph_passes(
+    passes: Asked,
+    options: OverlapOptions | None,
+    decompose: DecomposeOptions | bool | None,
+    split: SplitOptions | int | bool | None,
+) -> tuple[Pass[Any], ...]:
+    """The passes over graphs that a caller asks for, the overlap pass where none is named. Raises MeshweaveError for
+    what names no pass, or one over whole steps."""
     overlap = options or (OverlapOptions() if passes is None else None)
     asked = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
     asked = tuple(one for one in asked if not isinstance(one, Carry))  # from step to step: of no graph by itself
@@ -220,7 +228,7 @@ def settings(
             got=", ".join(others),
             expected="split, decompose and overlap",
         )
-    return Settings(found, memory_cap_bytes, asked, table, report, chosen, timeout_seconds)
+    return asked
 
 
 def _communicates(graph: fx.Graph) -> bool:
