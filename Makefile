@@ -18,11 +18,11 @@ $(STAMP): pyproject.toml
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Every sweep and fuzzer in full, too: hours rather than minutes.
 test-all: setup
-	$(BIN)/python -m pytest -n 2 -m ""
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -35,7 +35,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

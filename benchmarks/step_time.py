@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from predict_gloo import Link, loopback, running
-from rings import joined
 from step_time_worker import OURS, Config, worker
+
+from rings import joined
 
 TABLE = Path(__file__).parent / "results" / "step_time.md"
 SAME_LOSS = 1e-5  # relative: sums in another order in float32

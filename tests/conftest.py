@@ -1,5 +1,26 @@
 """Tests run beside each other: one thread each keeps them from fighting over the cores."""
 
+import gc
+
+import pytest
 import torch
+from hypothesis import settings
+from tests.processes import start
+
+__all__ = ["start"]
 
 torch.set_num_threads(1)
+settings.register_profile("quick", max_examples=40, deadline=None)
+settings.register_profile("all", max_examples=300, deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on fewer examples where the slow tests are left out."""
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What collection leaves (modules, tests: a million objects) lives until the end: no collection of garbage walks it
+    again. A full one took half a second otherwise, and some tests ask for two."""
+    gc.collect()
+    gc.freeze()

@@ -140,12 +140,15 @@ def test_check_of_a_hugging_face_model():
     assert len(held["losses"]["mesh"]) == 2
 
 
-@pytest.mark.parametrize(("mesh", "optimizer"), [("pp=2,dp=2", "adamw"), ("pp=2,tp=2", "sgd")])
-def test_check_of_layers_on_different_devices_proves_and_compares(mesh, optimizer):
-    result = call("check", TINY, "--mesh", mesh, "--seq", 16, "--steps", 10, "--optimizer", optimizer, "--json")
+@pytest.mark.parametrize(
+    ("mesh", "optimizer", "steps"),
+    [("pp=2,dp=2", "adamw", 2), pytest.param("pp=2,tp=2", "sgd", 10, marks=pytest.mark.slow)],
+)
+def test_check_of_layers_on_different_devices_proves_and_compares(mesh, optimizer, steps):
+    result = call("check", TINY, "--mesh", mesh, "--seq", 16, "--steps", steps, "--optimizer", optimizer, "--json")
     assert result.exit_code == 0, result.output
     held = answer(result)
-    assert (held["num_failed"], held["steps"]) == (0, 10)
+    assert (held["num_failed"], held["steps"]) == (0, steps)
     assert held["complete"]["num_roles"] == 2
     assert held["complete"]["num_devices"] == 4
     assert held["complete"]["num_communications"] == held["deadlock"]["num_communications"] > 5
@@ -378,6 +381,7 @@ def await_line(process, text):
         assert process.poll() is None, "".join(lines)
 
 
+@pytest.mark.slow
 def test_the_process_exits_with_the_code(models):
     code, out, err = finished("run", f"{models}:good", "--mesh", "dp=2", "--steps", 2, "--json")
     assert code == 0, err
@@ -422,8 +426,9 @@ def test_torchrun_checks_on_real_processes():
     assert json.loads(out)["ok"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("mesh", "count"), [("pp=2", 2), pytest.param("pp=2,tp=2", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mesh", "count"), [("pp=2", 2), ("pp=2,tp=2", 4)])
 def test_torchrun_checks_layers_on_different_processes(mesh, count):
     code, out, err = finished("check", TINY, "--mesh", mesh, "--seq", 16, "--steps", 2, "--json", torchrun=count)
     assert code == 0, err

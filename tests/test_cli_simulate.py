@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from meshweave.cli import app
 
 MODEL = (
-    "hf:llama?num_hidden_layers=2&hidden_size=64&intermediate_size=128&num_attention_heads=4&num_key_value_heads=4"
+    "hf:llama?num_hidden_layers=1&hidden_size=64&intermediate_size=128&num_attention_heads=4&num_key_value_heads=4"
     "&vocab_size=512"
 )
 
@@ -65,7 +65,7 @@ def test_several_meshes_are_compared_and_the_best_is_marked() -> None:
     rates = [one["tokens_per_s_per_gpu"] for one in found["simulations"]]
     assert [one["mesh"] for one in found["simulations"]] == ["fsdp=8", "fsdp=4,tp=2", "tp=8"]
     assert found["best"] == rates.index(max(rates))
-    assert "best" in run("simulate", MODEL, *meshes).output
+    assert "best" in run("simulate", MODEL, *meshes[:4]).output
 
 
 def test_a_difference_names_what_moved() -> None:
@@ -96,7 +96,7 @@ def test_a_model_that_does_not_fit_is_simulated_all_the_same() -> None:
 
 
 def test_explain_why() -> None:
-    found = last_line(run("explain", MODEL, "--mesh", "fsdp=4", "--why", "layers.1.mlp.up_proj", "--json"))
+    found = last_line(run("explain", MODEL, "--mesh", "fsdp=4", "--why", "layers.0.mlp.up_proj", "--json"))
     rows = found["communications"]
     assert {row["op"] for row in rows} == {"all_gather", "reduce_scatter"}
     for row in rows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,26 @@ def tensors(step: mw.TrainStep) -> dict[str, torch.Tensor]:
     return {**step.parameters(), **step.buffers(), **step.optimizer_state()}
 
 
-LLAMA = hugging_face("llama", batch=4, heads=4)
+LLAMA = partial(hugging_face, "llama", batch=4, heads=4)
 ONCE = {"overlap": mw.OverlapOptions(carry=1)}  # instead of several numbers of blocks
-CASES: dict[str, tuple[Made, str, dict[str, Any]]] = {
-    "dp": (mlp(), "dp=2", {}),
-    "fsdp, clipped, on a CPU cluster": (mlp(batch=8), "fsdp=4", {"clip_grad_norm": 0.1, "profile": "cpu-gloo"}),
-    "fsdp x tp, cast": (LLAMA, "fsdp=2,tp=2", {"autocast": torch.bfloat16, "reduce_after_cast": True, **ONCE}),
-    "pp x fsdp": (LLAMA, "pp=2,fsdp=2", {"overlap": mw.OverlapOptions(carry=0)}),
-    "microbatches": (mlp(batch=8), "fsdp=2", {"accumulate": 2, **ONCE}),
-    "buffers": (cnn(batch=4), "dp=2", ONCE),
+CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
+    "dp": (mlp, "dp=2", {}),
+    "fsdp, clipped, on a CPU cluster": (
+        partial(mlp, batch=8),
+        "fsdp=4",
+        {"clip_grad_norm": 0.1, "profile": "cpu-gloo"},
+    ),
+    "fsdp x tp, cast": (
+        partial(mlp, batch=8),
+        "fsdp=2,tp=2",
+        {"autocast": torch.bfloat16, "reduce_after_cast": True, **ONCE},
+    ),
+    "pp x fsdp": (partial(mlp, batch=8), "pp=2,fsdp=2", {"overlap": mw.OverlapOptions(carry=0)}),
+    "microbatches": (partial(mlp, batch=8), "fsdp=2", {"accumulate": 2, **ONCE}),
+    "buffers": (partial(cnn, batch=4), "dp=2", ONCE),
 }
-SLOW: dict[str, tuple[Made, str, dict[str, Any]]] = {
-    f"{name} {mesh}": (make(name), mesh, options)
+SLOW: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
+    f"{name} {mesh}": (partial(make, name), mesh, options)
     for name in ("llama", "gpt2", "mlp")
     for mesh, options in (
         ("dp=2,fsdp=2,tp=2", {"accumulate": 1}),
@@ -54,6 +64,11 @@ SLOW: dict[str, tuple[Made, str, dict[str, Any]]] = {
     "dp of llama": (LLAMA, "dp=2", {}),
     "tp of llama": (LLAMA, "tp=2", {}),
     "fsdp x tp of llama, cast": (LLAMA, "fsdp=2,tp=2", {"autocast": torch.bfloat16}),
+    "fsdp x tp of llama, reduced after the cast": (
+        LLAMA,
+        "fsdp=2,tp=2",
+        {"autocast": torch.bfloat16, "reduce_after_cast": True, **ONCE},
+    ),
     "pp x fsdp of llama": (LLAMA, "pp=2,fsdp=2", {}),
     "recompute, prefetch": (LLAMA, "fsdp=2", {"recompute": "full", "prefetch": 1}),
     "fsdp of llama, on a CPU cluster": (LLAMA, "fsdp=4", {"profile": "cpu-gloo"}),
@@ -63,7 +78,8 @@ ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 @pytest.mark.parametrize("case", ALL)
 def test_values_are_the_same_to_the_bit(case: str) -> None:
-    made, mesh, options = {**CASES, **SLOW}[case]
+    build, mesh, options = {**CASES, **SLOW}[case]
+    made = build()
     plain, ordered = (
         compiled(made, mesh, **{**options, **how}) for how in ({"overlap": None}, {"overlap": True} | options)
     )

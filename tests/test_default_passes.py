@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.test_cluster import Job, start  # noqa: F401
+from tests.processes import Job
 from torch import Tensor, nn
 
 import meshweave as mw
@@ -59,8 +59,8 @@ def job_default(pipe: Connection, mesh: str) -> dict[str, Any]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
-def test_several_processes_take_what_is_simulated_faster(start: Callable[..., Job], mesh: str) -> None:  # noqa: F811
-    first, second = start("tests.test_default_passes:job_default", 2, mesh).finish(90)
+def test_several_processes_take_what_is_simulated_faster(start: Callable[..., Job], mesh: str) -> None:
+    first, second = start("tests.test_default_passes:job_default", 2, mesh).finish(240)
     assert "error" not in first, first
     assert first == second
     losses = first["losses"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.calibrate.test_calibrate import TINY
-from tests.runtime.test_cluster import Job, start  # noqa: F401
+from tests.processes import Job
 from torch import nn
 
 import meshweave as mw
@@ -225,10 +225,10 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
 
 @pytest.mark.multiprocess
 def test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used(
-    start: Callable[..., Job],  # noqa: F811
+    start: Callable[..., Job],
     tmp_path: Path,
 ) -> None:
-    first, second = start("tests.calibrate.test_automatic:job_measures", 2, str(tmp_path)).finish(120)
+    first, second = start("tests.calibrate.test_automatic:job_measures", 2, str(tmp_path)).finish(240)
     assert "error" not in first, first
     assert first["heard"] == [
         "calibrate",

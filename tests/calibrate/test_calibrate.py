@@ -320,6 +320,7 @@ app()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_measure_their_links_too(tmp_path: Path) -> None:
     output = tmp_path / "pair.toml"

@@ -368,10 +368,10 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("llama", ""),
         ("llama", "dp=2"),
-        ("llama", "fsdp=2,tp=2"),
         ("gpt2", ""),
+        pytest.param("llama", "", marks=pytest.mark.slow),
+        pytest.param("llama", "fsdp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gpt2", "fsdp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("llama", "dp=2,fsdp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gpt2", "fsdp=4", marks=pytest.mark.slow),

@@ -132,7 +132,7 @@ def num_harmful(tally: Counter[tuple[str, str]]) -> int:
     return sum(n for (verdict, what), n in tally.items() if verdict == "caught" and not what.endswith("same"))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=3,tp=2", "dp=3", "pp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=3,tp=2", pytest.param("dp=3", marks=pytest.mark.slow), "pp=2,tp=2"])
 def test_broken_programs_are_caught(mesh: str) -> None:
     tally = judge(case("mlp", mesh), 27, seed=1)
     assert tally.total() == 27
@@ -203,10 +203,10 @@ def judge_chains(seeds: Iterable[int]) -> Counter[tuple[str, str]]:
 
 
 def test_broken_steps_are_caught() -> None:
-    tally = judge_chains(range(40))
+    tally = judge_chains(range(20))
     harmful = {what.rpartition(" ")[0] for _, what in tally if not what.endswith("same")}
     assert {"wrong argument", "wrong transfer", "wrong group", "wrong op"} <= harmful
-    assert num_harmful(tally) >= 200
+    assert num_harmful(tally) >= 100
 
 
 @pytest.mark.slow

@@ -56,7 +56,6 @@ def chains(draw: st.DrawFn) -> tuple[Chain, torch.dtype]:
 
 
 @given(chains(), st.integers(0, 99))
-@settings(max_examples=250, deadline=None)
 def test_chains_of_steps(made: tuple[Chain, torch.dtype], seed: int) -> None:
     check(*made, seed)
 
@@ -69,7 +68,6 @@ def test_more_chains_of_steps(made: tuple[Chain, torch.dtype], seed: int) -> Non
 
 
 @given(chains(), st.integers(0, 99))
-@settings(max_examples=80, deadline=None)
 def test_groups_may_be_of_several_roles(made: tuple[Chain, torch.dtype], seed: int) -> None:
     """The devices of a group need not run one rank graph: what they hold together is proven all the same."""
     placed, roles = program(*made)

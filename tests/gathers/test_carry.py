@@ -6,15 +6,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from tests.models import Made, hugging_face, mlp
-from tests.runtime.test_cluster import Job, start  # noqa: F401
+from tests.processes import Job
 from tests.training import Breaks
 from torch import fx
 
@@ -42,7 +41,7 @@ from meshweave.train_step import TrainStep
 
 H100 = mw.load_profile("h100")
 GATHER = functional.all_gather_into_tensor.default
-LLAMA = hugging_face("llama", batch=4, heads=4)
+MLP, LLAMA = partial(mlp, batch=8), partial(hugging_face, "llama", batch=4, heads=4)
 
 
 def built(
@@ -58,12 +57,12 @@ def built(
 
 
 # mlp has uneven pieces on four devices: its gathers are padded by sizes that differ between devices
-CASES: dict[str, tuple[Made, str, dict[str, Any]]] = {
-    "fsdp, clipped, merged": (mlp(batch=8), "fsdp=4", {"clip_grad_norm": 0.1, "bucket": True}),
-    "dp x fsdp, microbatches": (mlp(batch=8), "dp=2,fsdp=2", {"accumulate": 2}),
-    "fsdp x tp, cast": (mlp(batch=8), "fsdp=2,tp=2", {"autocast": torch.bfloat16}),
+CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
+    "fsdp, clipped, merged": (MLP, "fsdp=4", {"clip_grad_norm": 0.1, "bucket": True}),
+    "dp x fsdp, microbatches": (MLP, "dp=2,fsdp=2", {"accumulate": 2}),
+    "fsdp x tp, cast": (MLP, "fsdp=2,tp=2", {"autocast": torch.bfloat16}),
 }
-SLOW: dict[str, tuple[Made, str, dict[str, Any]]] = {
+SLOW: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
     "llama, pipeline": (LLAMA, "pp=2,fsdp=2", {}),
     "llama, made again": (LLAMA, "fsdp=2,tp=2", {"recompute": "full", "param_dtype": torch.bfloat16}),
     "llama, microbatches": (LLAMA, "dp=2,fsdp=2", {"accumulate": 2, "clip_grad_norm": 1.0}),
@@ -72,13 +71,18 @@ ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 @cache
+def made_of(case: str) -> Made:
+    return {**CASES, **SLOW}[case][0]()
+
+
+@cache
 def program(case: str, carry: int | None) -> Program:
-    made, mesh, options = {**CASES, **SLOW}[case]
-    return built(made, mesh, carry, **options)
+    _, mesh, options = {**CASES, **SLOW}[case]
+    return built(made_of(case), mesh, carry, **options)
 
 
 def trainee(case: str, carry: int | None) -> TrainStep:
-    made, found = copy.deepcopy({**CASES, **SLOW}[case][0]), program(case, carry)
+    made, found = copy.deepcopy(made_of(case)), program(case, carry)
     optimizer = torch.optim.AdamW(made[0].parameters(), lr=1e-2)
     return TrainStep(found, made[0], optimizer, LocalWorld(found.mesh), Settings(found.options.accumulate, 0))
 
@@ -92,7 +96,7 @@ def pair(case: str) -> tuple[TrainStep, TrainStep]:
 
 
 def batch_of(case: str) -> Any:
-    return {**CASES, **SLOW}[case][0][1]
+    return made_of(case)[1]
 
 
 def assert_alike(one: TrainStep, other: TrainStep) -> None:
@@ -296,8 +300,8 @@ def job_train(pipe: Any, carry: str) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
-def test_two_processes_carry_as_one_does(start: Callable[..., Job]) -> None:  # noqa: F811
-    outcomes = start("tests.gathers.test_carry:job_train", 2, "2").finish(60)
+def test_two_processes_carry_as_one_does(start: Callable[..., Job]) -> None:
+    outcomes = start("tests.gathers.test_carry:job_train", 2, "2").finish(240)
     expected = job_train(None, "0")
     for outcome in outcomes:
         assert "error" not in outcome, outcome["text"]
@@ -310,7 +314,7 @@ def test_two_processes_carry_as_one_does(start: Callable[..., Job]) -> None:  # 
 
 @cache
 def llama(carry: int, mesh: str = "fsdp=4") -> Program:
-    return built(LLAMA, mesh, carry, clip_grad_norm=1.0, bucket=True)
+    return built(LLAMA(layers=1), mesh, carry, clip_grad_norm=1.0, bucket=True)
 
 
 def test_what_the_first_blocks_need_is_gathered_in_the_update() -> None:
@@ -489,6 +493,8 @@ def test_a_wrong_merge_of_what_is_carried_is_found() -> None:
 
 def wide_llama(batch: int, seq: int = 1024) -> Made:
     """Two layers of a llama with a vocabulary, without values."""
+    import transformers
+
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16}
     config = transformers.AutoConfig.for_model(
         "llama", num_hidden_layers=2, vocab_size=64000, use_cache=False, bos_token_id=1, eos_token_id=2, **sizes
@@ -543,8 +549,8 @@ def test_caps() -> None:
 
 def test_equal_inputs_give_equal_graphs() -> None:
     case = "fsdp x tp, cast"
-    made, mesh, options = CASES[case]
-    assert built(made, mesh, 2, **options).rank.text() == program(case, 2).rank.text()
+    _, mesh, options = CASES[case]
+    assert built(made_of(case), mesh, 2, **options).rank.text() == program(case, 2).rank.text()
 
 
 @pytest.mark.parametrize("carry", [-1, True, "all", 1.5])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
-from tests.models import hugging_face
+from tests.models import Made, hugging_face
 from tests.training import assert_equals_eager, batches
 from torch import nn
 
@@ -27,18 +28,22 @@ from meshweave.runtime.world import LocalWorld
 from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate
 
-MADE = hugging_face("llama", batch=4, heads=4, layers=4)
+
+@cache
+def llama() -> Made:
+    return hugging_face("llama", batch=4, heads=4, layers=4)
 
 
-def program(ahead: int, mesh: str = "fsdp=4") -> tuple[Program, torch.nn.Module, torch.optim.Optimizer]:
-    model, batch, loss = copy.deepcopy(MADE[0]), MADE[1], MADE[2]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spec = read_optimizer(optimizer, model)
-    options = CaptureOptions()
-    made = build_program(
-        model, loss, batch, spec, mw.Mesh(mesh), None, AlphaBeta(), options, pipeline=pipeline_of(prefetch=ahead)
-    )
-    return made, model, optimizer
+@cache
+def program(ahead: int, mesh: str = "fsdp=4") -> Program:
+    model, batch, loss = llama()
+    spec = read_optimizer(sgd(model), model)
+    how = pipeline_of(prefetch=ahead)
+    return build_program(model, loss, batch, spec, mw.Mesh(mesh), None, AlphaBeta(), CaptureOptions(), pipeline=how)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def starts(made: Program) -> dict[str, int]:
@@ -55,30 +60,37 @@ def starts(made: Program) -> dict[str, int]:
 
 
 def test_each_layer_is_gathered_while_the_one_before_computes() -> None:
-    without, one, two = (starts(program(ahead)[0]) for ahead in (0, 1, 2))
+    without, one, two = (starts(program(ahead)) for ahead in (0, 1, 2))
     assert without["2"] == 0
     assert one["2"] >= 9  # as many waits as a layer has parameters
     assert two["3"] > one["3"] > without["3"]
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2", "pp=2,fsdp=2"])
-def test_the_step_is_the_same_to_the_bit_and_proven(mesh: str) -> None:
-    losses, params = [], []
-    for ahead in (0, 1, 3):
-        made, model, optimizer = program(ahead, mesh)
+@pytest.mark.parametrize(
+    ("mesh", "distances"),
+    [
+        ("fsdp=4", (1, 2)),
+        pytest.param("fsdp=2,tp=2", (1, 3), marks=pytest.mark.slow),
+        pytest.param("pp=2,fsdp=2", (1, 3), marks=pytest.mark.slow),
+    ],
+)
+def test_the_step_is_the_same_to_the_bit_and_proven(mesh: str, distances: tuple[int, ...]) -> None:
+    def trained(ahead: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        made, model = program(ahead, mesh), copy.deepcopy(llama()[0])
         check_complete(made.placed, made.roles)
         check_deadlock(made.roles)
-        step = TrainStep(made, model, optimizer, LocalWorld(made.mesh), Settings(1, 0))
-        losses.append([step(MADE[1]) for _ in range(2)])
-        params.append(step.parameters())
-    assert losses[0] == losses[1] == losses[2]
-    for name, value in params[0].items():
-        assert torch.equal(value, params[1][name])
-        assert torch.equal(value, params[2][name])
+        step = TrainStep(made, model, sgd(model), LocalWorld(made.mesh), Settings(1, 0))
+        return [step(llama()[1]) for _ in range(2)], step.parameters()
+
+    losses, params = trained(0)
+    for ahead in distances:
+        other_losses, other_params = trained(ahead)
+        assert other_losses == losses
+        assert all(torch.equal(value, other_params[name]) for name, value in params.items())
 
 
 def test_it_hides_what_it_can() -> None:
-    without, ahead = (simulate(program(n)[0], "h100") for n in (0, 1))
+    without, ahead = (simulate(program(n), "h100") for n in (0, 1))
     assert ahead.seconds < without.seconds
     assert ahead.exposed_seconds < 0.9 * without.exposed_seconds
     late = [sum(r.seconds for s in one.spans for r in s.reasons if r.kind == "late") for one in (without, ahead)]
@@ -87,7 +99,7 @@ def test_it_hides_what_it_can() -> None:
 
 def test_backwards_in_time_is_an_error() -> None:
     with pytest.raises(PlanError, match="after they are needed"):
-        program(-1)
+        mw.compile(Named(), loss=lambda out, _: out.sum(), example=(torch.ones(4, 8),), mesh="fsdp=2", prefetch=-1)
 
 
 class Named(torch.nn.Module):
@@ -112,10 +124,10 @@ def test_a_parameter_is_told_from_the_batch_by_what_it_is() -> None:
     assert nodes.index(start) < min(nodes.index(n) for n in nodes if n.target is WAIT)
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_uneven_pieces_are_fetched_ahead(ahead: int) -> None:
+@pytest.mark.parametrize(("mesh", "ahead"), [("fsdp=5", 1), ("fsdp=5", 2), ("fsdp=3,tp=2", 1), ("pp=2,fsdp=3", 1)])
+def test_uneven_pieces_are_fetched_ahead(mesh: str, ahead: int) -> None:
     """The sizes of the pads of several gathers are one node of the graph, which has to stand before all of them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     data = [{"input": batch["x"], "y": batch["y"]} for batch in batches(2, (7, 8), (7, 8))]
-    assert_equals_eager(model, data, "fsdp=5", prefetch=ahead)
+    assert_equals_eager(model, data, mesh, prefetch=ahead)

@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.errors import LayoutError
@@ -168,7 +168,6 @@ def crossings(draw: st.DrawFn) -> tuple[Layout, Layout, tuple[int, ...]]:
 
 
 @given(crossings())
-@settings(max_examples=300, deadline=None)
 def test_random_crossings_carry_every_element_once(crossing: tuple[Layout, Layout, tuple[int, ...]]) -> None:
     source, target, shape = crossing
     numbers = np.arange(prod(shape)).reshape(shape)
@@ -191,7 +190,6 @@ def test_random_crossings_carry_every_element_once(crossing: tuple[Layout, Layou
 
 
 @given(crossings())
-@settings(max_examples=150, deadline=None)
 def test_random_crossings_are_balanced(crossing: tuple[Layout, Layout, tuple[int, ...]]) -> None:
     """Greedy: no replica has sent more than another that could have sent its last message instead, but for that one."""
     source, target, shape = crossing
@@ -289,7 +287,6 @@ def turns(draw: st.DrawFn) -> tuple[Layout, Layout, tuple[int, ...], tuple[str, 
 
 
 @given(turns())
-@settings(max_examples=300, deadline=None)
 def test_random_turns_carry_every_element_once(turn: tuple[Layout, Layout, tuple[int, ...], tuple[str, ...]]) -> None:
     source, target, shape, axes = turn
     numbers, mesh = np.arange(prod(shape)).reshape(shape), source.mesh

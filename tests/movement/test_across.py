@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.layouts import all_layouts
 
@@ -195,7 +195,6 @@ def crossings(draw: st.DrawFn) -> tuple[Layout, Layout, tuple[int, ...]]:
 
 
 @given(crossings(), st.sampled_from([AlphaBeta(), AlphaBeta(0.0, {"a": 5e9, "b": 400e9, "c": 50e9})]))
-@settings(max_examples=150, deadline=None)
 def test_random_pairs_plan_and_replay(crossing: tuple[Layout, Layout, tuple[int, ...]], profile: AlphaBeta) -> None:
     check(*crossing, profile)
 

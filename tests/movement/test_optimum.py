@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from benchmarks.optimum import Optimum, State, check_by_hand
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.expand.test_moves import run_rank
 from tests.layouts import all_layouts
@@ -100,7 +100,6 @@ def questions(draw: st.DrawFn) -> tuple[Setting, tuple[int, int], Order, bool]:
 
 
 @given(questions())
-@settings(max_examples=150, deadline=None)
 def test_a_sample_of_all_pairs_is_at_the_optimum(question: tuple[Setting, tuple[int, int], Order, bool]) -> None:
     compare(*question)
 

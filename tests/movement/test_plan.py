@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.layouts import all_layouts
 
@@ -244,7 +244,6 @@ def _layouts(draw: st.DrawFn, mesh: Mesh, num_dims: int, ops: dict[str, list[str
 
 
 @given(moves())
-@settings(max_examples=300, deadline=None)
 def test_random_pairs_plan_and_replay(move: tuple[Layout, Layout, tuple[int, ...]]) -> None:
     source, target, shape = move
     made = plan_move(source, target, shape, torch.float32)

@@ -191,6 +191,7 @@ def test_it_says_the_totals_and_what_they_come_from(open_page: Open) -> None:
     assert set(page.locator("#cards .tag").all_inner_texts()) == {"modelled"}
 
 
+@pytest.mark.slow
 def test_wheel_keys_and_drag_change_what_is_visible(open_page: Open) -> None:
     step = sample()
     page = open_page(step)
@@ -245,6 +246,7 @@ def test_a_click_on_an_exposed_communication_says_why(open_page: Open) -> None:
     assert begin <= step.spans[blocker].start * 1e9 <= end
 
 
+@pytest.mark.slow
 def test_a_hidden_communication_says_so_and_escape_selects_nothing(open_page: Open) -> None:
     step = sample()
     hidden = next(s.index for s in step.spans if s.kind != "compute" and not s.exposed_seconds)
@@ -283,6 +285,7 @@ def test_the_table_sorts_filters_and_selects(open_page: Open) -> None:
     assert "No communication has these words" in page.inner_text("#sheet")
 
 
+@pytest.mark.slow
 def test_the_graph_shows_neighbours_and_a_click_walks(open_page: Open) -> None:
     step = sample()
     reduce = next(s for s in step.spans if s.op == "all_reduce")
@@ -297,6 +300,7 @@ def test_the_graph_shows_neighbours_and_a_click_walks(open_page: Open) -> None:
     assert page.locator(".graph .node.center").get_attribute("data-span") == str(reduce.needs[0])
 
 
+@pytest.mark.slow
 def test_the_tensors_at_the_peak_lead_to_what_makes_them(open_page: Open) -> None:
     step = sample(roles=2)
     page = open_page(step)
@@ -339,6 +343,7 @@ def test_hostile_names_are_shown_and_not_run(open_page: Open) -> None:
     assert page.locator("img").count() == 0
 
 
+@pytest.mark.slow
 def test_twenty_thousand_spans_are_drawn_in_time(open_page: Open, record_property: Any) -> None:
     step = sample(layers=32, microbatches=12)
     page = open_page(step)
@@ -350,6 +355,7 @@ def test_twenty_thousand_spans_are_drawn_in_time(open_page: Open, record_propert
     assert median(frames) < 50
 
 
+@pytest.mark.slow
 def test_dark_and_light_are_drawn_in_their_own_colors(open_page: Open) -> None:
     """The canvas as the style sheet: background, and a pixel of the timeline behind the lanes."""
     step = sample()
@@ -365,6 +371,7 @@ def test_dark_and_light_are_drawn_in_their_own_colors(open_page: Open) -> None:
         assert (min(pixel) > 200) != dark
 
 
+@pytest.mark.slow
 def test_a_step_of_which_little_is_known_is_shown_all_the_same(open_page: Open) -> None:
     full = sample()
     role = replace(full.roles[0], memory=(), at_peak=())
@@ -386,6 +393,7 @@ def test_a_step_without_roles_is_an_error() -> None:
         html_page(replace(sample(), roles=(), spans=()))
 
 
+@pytest.mark.slow
 def test_it_fits_a_small_window(open_page: Open) -> None:
     page = open_page(sample(), size=(1024, 720))
     assert page.evaluate("document.documentElement.scrollWidth") <= 1024
@@ -406,6 +414,7 @@ def test_a_narrow_page_scrolls_down_only_and_everything_is_on_it(open_page: Open
     assert box["width"] > 50
 
 
+@pytest.mark.slow
 def test_many_roles_begin_folded_and_open_when_a_task_is_selected(open_page: Open) -> None:
     step = sample(roles=12, layers=1)
     page = open_page(step)

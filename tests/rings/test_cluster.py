@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives import collect
+from tests.processes import Job
 from tests.rings import conformance
 from tests.rings.programs import run
 from tests.rings.test_decompose import GATHERS, SCATTERS, always, products, rows_times
-from tests.runtime.test_cluster import Job, start  # noqa: F401
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
@@ -99,27 +99,27 @@ def job_sample(pipe: Connection) -> dict[str, Any]:
     return {job.__name__: job(pipe)["cases"] for job in (job_conform, job_matmuls, job_permutes)}
 
 
-def test_all_of_it_on_two_processes(start: Callable[..., Job]) -> None:  # noqa: F811
-    outcomes = start("tests.rings.test_cluster:job_sample", 2).finish(60)
+def test_all_of_it_on_two_processes(start: Callable[..., Job]) -> None:
+    outcomes = start("tests.rings.test_cluster:job_sample", 2).finish(240)
     assert outcomes == [{"job_conform": 3 * len(ALGORITHMS), "job_matmuls": 8, "job_permutes": 5 * 4 * 4}] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", MESHES)
-def test_every_algorithm_runs_on_processes(start: Callable[..., Job], num_ranks: int) -> None:  # noqa: F811
+def test_every_algorithm_runs_on_processes(start: Callable[..., Job], num_ranks: int) -> None:
     count = len(MESHES[num_ranks]) * len(ALGORITHMS) * 3
     job = start("tests.rings.test_cluster:job_conform", num_ranks)
-    assert job.finish(60) == [{"cases": count}] * num_ranks
+    assert job.finish(240) == [{"cases": count}] * num_ranks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_matmuls_in_chunks_on_processes(start: Callable[..., Job], num_ranks: int) -> None:  # noqa: F811
+def test_matmuls_in_chunks_on_processes(start: Callable[..., Job], num_ranks: int) -> None:
     job = start("tests.rings.test_cluster:job_matmuls", num_ranks)
-    assert job.finish(60) == [{"cases": 8}] * num_ranks
+    assert job.finish(240) == [{"cases": 8}] * num_ranks
 
 
 @pytest.mark.slow
-def test_permutes_give_what_virtual_devices_give(start: Callable[..., Job]) -> None:  # noqa: F811
-    outcomes = start("tests.rings.test_cluster:job_permutes", 4).finish(60)
+def test_permutes_give_what_virtual_devices_give(start: Callable[..., Job]) -> None:
+    outcomes = start("tests.rings.test_cluster:job_permutes", 4).finish(240)
     assert outcomes == [{"cases": 15 * 4 * 4, "open": 0}] * 4

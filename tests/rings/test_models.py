@@ -80,8 +80,9 @@ def linears(n: int, options: DecomposeOptions | None, batch: int = 1) -> tuple[T
     return TrainStep(program, model, None, LocalWorld(program.mesh), settings), report, (x,)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("n", "batch"), [(3, 1), (2, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (3, 3)))]
+)
 @pytest.mark.parametrize("name", WAYS)
 def test_column_and_row_parallel_linears_forward_and_backward(name: str, n: int, batch: int) -> None:
     """Loss and gradients to the bit (all values are integers), on an axis of a mesh of two, in the ways that costs
@@ -115,7 +116,7 @@ def test_column_and_row_parallel_linears_forward_and_backward(name: str, n: int,
     ("mesh", "plan", "least"),
     [
         pytest.param("tp=2", SEQUENCE, 10, marks=pytest.mark.slow),
-        ("tp=2", None, 9),
+        pytest.param("tp=2", None, 9, marks=pytest.mark.slow),
         pytest.param("fsdp=2", None, 10, marks=pytest.mark.slow),
         pytest.param("pp=2,tp=2", None, 0, marks=pytest.mark.slow),
         pytest.param("dp=2,tp=4", SEQUENCE + Plan.dp("dp"), 10, marks=pytest.mark.slow),
@@ -138,7 +139,7 @@ def test_models_give_the_same(mesh: str, plan: Plan | None, least: int) -> None:
 
 
 def test_uneven_pieces_are_left_with_a_reason() -> None:
-    model, batch, loss = hugging_face("llama", batch=4, heads=4)
+    model, batch, loss = hugging_face("llama", batch=4, heads=4, layers=1)
     roles = mw.compile(model, loss=loss, example=batch, mesh="fsdp=3").program.roles
     _, report = decompose(roles[0], None, ALWAYS)
     reasons = {row.reason for row in report.rows if row.op == "all_gather"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.processes import Job
 from tests.runtime.test_bindings import DATA, Script, Tied, adamw
-from tests.runtime.test_cluster import Job, start  # noqa: F401
 from tests.training import assert_tensors, mse
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -66,7 +66,7 @@ def job_script(pipe: Connection, mesh: str) -> dict[str, Any]:
     model = Tied()
     twin = copy.deepcopy(model)
     optimizer = adamw(model)
-    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
+    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh, profile="alpha-beta")
     identities = [id(p) for p in model.parameters()]
     ours, eager = Script(model, optimizer, step), Script(twin, adamw(twin))
     for i, batch in enumerate(DATA):
@@ -102,8 +102,8 @@ def job_script(pipe: Connection, mesh: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("mesh", "num_ranks"), [("dp=2", 2), ("fsdp=2", 2), ("fsdp=2,tp=2", 4)])
-def test_scripts_for_fsdp2_see_and_change_the_weights(start: Callable[..., Job], mesh: str, num_ranks: int) -> None:  # noqa: F811
-    outcomes = start("tests.runtime.test_bindings_cluster:job_script", num_ranks, mesh).finish(120)
+def test_scripts_for_fsdp2_see_and_change_the_weights(start: Callable[..., Job], mesh: str, num_ranks: int) -> None:
+    outcomes = start("tests.runtime.test_bindings_cluster:job_script", num_ranks, mesh).finish(240)
     for outcome in outcomes:
         assert "error" not in outcome, outcome["text"]
         assert outcome == {"dtensors": {"fsdp" in mesh}, "shared": True}

@@ -6,10 +6,9 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.processes import Job
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
@@ -362,7 +362,7 @@ def test_long_lists_of_names_are_cut_short(path: Path) -> None:
         load(path, {})
 
 
-# Two processes. Each runs this file as a program and prints what it met.
+# Two processes.
 
 
 def local(views_of_all: Mapping[str, ShardedTensorView], rank: int, num: int) -> dict[str, ShardedTensorView]:
@@ -370,9 +370,8 @@ def local(views_of_all: Mapping[str, ShardedTensorView], rank: int, num: int) ->
     return {name: replace(v, pieces=v.pieces[rank::num]) for name, v in views_of_all.items()}
 
 
-def process(rank: int, num: int, folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), num), rank=rank, world_size=num)
-    path = folder / "ckpt"
+def job_save_and_load(pipe: Connection, folder: str) -> None:
+    rank, num, path = dist.get_rank(), dist.get_world_size(), Path(folder) / "ckpt"
     save(path, local(views(LINE), rank, num), {"step": 1, "rank": rank})
     wanted = local(views(SQUARE, filled=False), rank, num)
     assert load(path, wanted) == {"step": 1, "rank": 0}
@@ -386,8 +385,6 @@ def process(rank: int, num: int, folder: Path) -> None:
         wanted = {**wanted, "extra": wanted["scalar"]}
     _expect_failure("of another model", lambda: load(path, wanted))
     assert load(path, local(views(SQUARE), rank, num)) == {"step": 1, "rank": 0}
-    dist.destroy_process_group()
-    print("done")
 
 
 def _disk_full(*_: Any) -> None:
@@ -400,31 +397,9 @@ def _expect_failure(message: str, work: Callable[[], object]) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", __file__]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [p.communicate(timeout=120)[0] for p in running]
-    finally:
-        for p in running:
-            p.kill()
-    assert [p.returncode for p in running] == [0, 0], "\n".join(outputs)
-    assert all(out.endswith("done\n") for out in outputs)
+def test_two_processes(start: Callable[..., Job], tmp_path: Path) -> None:
+    assert start(f"{__name__}:job_save_and_load", 2, str(tmp_path)).finish(240) == [{}, {}]
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["ckpt"]
     assert sorted(p.name for p in (tmp_path / "ckpt").glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
     metadata = FileSystemReader(tmp_path / "ckpt").read_metadata()
     assert len(metadata.storage_data) == 4 + 3 + 3 + 2 + 1 + 1 + 1 + 3
-
-
-if __name__ == "__main__":
-    process(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -20,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tests import steps, transfers
 from tests.collectives import collect
+from tests.processes import Job
 from torch import Tensor, nn
 
 import meshweave as mw
@@ -47,79 +43,6 @@ OPS = ["sum", "max", "min"]
 SECONDS_TO_END = 15.0
 
 pytestmark = pytest.mark.multiprocess
-
-
-# The processes: forked from a server that has imported everything once.
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["meshweave", __name__])
-
-
-@dataclass
-class Job:
-    """Processes of one job, each with a pipe on which it sends what it has to say, its outcome last."""
-
-    processes: list[Any]
-    pipes: list[Connection]
-
-    def await_ready(self) -> None:
-        for pipe in self.pipes:
-            assert pipe.poll(30)
-            assert pipe.recv() == "ready"
-
-    def finish(self, timeout: float) -> list[dict[str, Any]]:
-        """What each process sent last: its result or {"error", "text"}; of one that was killed, its signal."""
-        end = time.monotonic() + timeout
-        outcomes = []
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
-            process.join(max(0.1, end - time.monotonic()))
-            assert process.exitcode is not None, f"still running after {timeout} s: {outcomes}"
-            outcomes.append(pipe.recv() if process.exitcode >= 0 else {"signal": -process.exitcode})
-        return outcomes
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def go(name: str, num_ranks: int, *args: str) -> Job:
-        port, job = free_port(), Job([], [])
-        jobs.append(job)
-        for rank in range(num_ranks):
-            ours, theirs = CONTEXT.Pipe()
-            job.processes.append(CONTEXT.Process(target=main, args=(theirs, rank, num_ranks, port, name, args)))
-            job.pipes.append(ours)
-            job.processes[-1].start()
-            theirs.close()
-        return job
-
-    yield go
-    for job in jobs:
-        for process in job.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-
-
-def main(pipe: Connection, rank: int, num_ranks: int, port: int, name: str, args: tuple[str, ...]) -> None:
-    """Run a job (of this file, or `module:function`) as torchrun would start it, and send its outcome."""
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    os.environ.update({k: str(v) for k, v in variables.items()}, MASTER_ADDR="127.0.0.1")
-    try:
-        assert init_from_env("gloo") == (rank, num_ranks)
-        outcome = (JOBS[name] if name in JOBS else resolve_name(name))(pipe, *args) or {}
-    except BaseException as error:
-        outcome = {"error": type(error).__name__, "text": str(error)}
-    pipe.send(outcome)
-    shutdown()
 
 
 # Values.
@@ -305,25 +228,25 @@ def job_assemble(pipe: Connection) -> dict[str, Any]:
 
 
 def test_collectives_give_what_virtual_devices_give(start: Callable[..., Job]) -> None:
-    outcomes = start("collectives", 4).finish(60)
+    outcomes = start(f"{__name__}:job_collectives", 4).finish(240)
     assert outcomes == [{"cases": len(AXES) * len(DTYPES) * 17, "open": 0}] * 4
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 32), (4, 165)])
 def test_transfers_bring_every_rank_its_piece(start: Callable[..., Job], num_ranks: int, count: int) -> None:
-    assert start("transfers", num_ranks).finish(60) == [{"cases": count, "open": 0}] * num_ranks
+    assert start(f"{__name__}:job_transfers", num_ranks).finish(240) == [{"cases": count, "open": 0}] * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_steps_over_several_axes_give_what_virtual_devices_give(start: Callable[..., Job], num_ranks: int) -> None:
-    first, *others = start("steps", num_ranks).finish(120)
+    first, *others = start(f"{__name__}:job_steps", num_ranks).finish(240)
     assert first == {"cases": first.get("cases"), "open": 0}
     assert first["cases"] >= {2: 100, 4: 250}[num_ranks]
     assert others == [first] * (num_ranks - 1)
 
 
 def test_the_parts_of_a_step_are_the_whole_on_every_rank(start: Callable[..., Job]) -> None:
-    first, second = start("phases", 2).finish(60)
+    first, second = start(f"{__name__}:job_phases", 2).finish(240)
     assert "losses" in first, first
     assert first["losses"] == second["losses"]
     assert len(first["losses"]) == 2
@@ -331,11 +254,11 @@ def test_the_parts_of_a_step_are_the_whole_on_every_rank(start: Callable[..., Jo
 
 
 def test_the_order_of_the_axes_is_the_order_of_the_group(start: Callable[..., Job]) -> None:
-    assert start("order", 4).finish(60) == [{"order": [0, 2, 1, 3]}] * 4
+    assert start(f"{__name__}:job_order", 4).finish(240) == [{"order": [0, 2, 1, 3]}] * 4
 
 
 def test_assemble_is_exact_and_pieces_are_dtensors(start: Callable[..., Job]) -> None:
-    assert start("assemble", 4).finish(60) == [{"cases": 42}] * 4
+    assert start(f"{__name__}:job_assemble", 4).finish(240) == [{"cases": 42}] * 4
 
 
 # A step.
@@ -377,7 +300,7 @@ def train(path: str) -> dict[str, Any]:
 
 
 def test_four_processes_train_as_one_process_does(start: Callable[..., Job], tmp_path: Path) -> None:
-    outcomes = start("train", 4, str(tmp_path / "cluster")).finish(60)
+    outcomes = start(f"{__name__}:job_train", 4, str(tmp_path / "cluster")).finish(240)
     expected = train(str(tmp_path / "local"))
     for outcome in outcomes:
         assert "error" not in outcome, outcome["text"]
@@ -493,7 +416,7 @@ def job_mesh(pipe: Connection, spec: str, devices: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_rank_that_raises_is_named_on_every_rank(start: Callable[..., Job], at: int) -> None:
-    outcomes = start("raise", 2, str(at)).finish(SECONDS_TO_END + 10)
+    outcomes = start(f"{__name__}:job_raise", 2, str(at)).finish(SECONDS_TO_END + 10)
     failed, other = outcomes[at], outcomes[1 - at]
     assert (failed["error"], failed["text"], failed["step"]) == ("ValueError", "the disk is on fire", 3)
     assert (other["error"], other["step"]) == ("StepError", 3)
@@ -504,26 +427,26 @@ def test_a_rank_that_raises_is_named_on_every_rank(start: Callable[..., Job], at
 
 
 def test_four_ranks_end_when_one_raises(start: Callable[..., Job]) -> None:
-    outcomes = start("raise", 4, "2").finish(SECONDS_TO_END + 10)
+    outcomes = start(f"{__name__}:job_raise", 4, "2").finish(SECONDS_TO_END + 10)
     assert [o["error"] for o in outcomes] == ["StepError", "StepError", "ValueError", "StepError"]
     assert all("the disk is on fire" in o["text"] for o in outcomes)
 
 
 def test_a_failure_of_all_ranks_at_one_point_leaves_the_world_usable(start: Callable[..., Job]) -> None:
-    assert start("all_raise", 2).finish(30) == [{"fine": True}] * 2
+    assert start(f"{__name__}:job_all_raise", 2).finish(30) == [{"fine": True}] * 2
 
 
 def test_a_rank_that_is_done_early_is_no_failure(start: Callable[..., Job]) -> None:
-    assert start("early", 2, "2.5").finish(30) == [{"fine": True}] * 2
+    assert start(f"{__name__}:job_early", 2, "2.5").finish(30) == [{"fine": True}] * 2
 
 
 def test_the_host_of_the_store_leaves_last(start: Callable[..., Job]) -> None:
-    assert start("store", 2).finish(30) == [{}, {"late": "yes"}]
+    assert start(f"{__name__}:job_store", 2).finish(30) == [{}, {"late": "yes"}]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_process_is_named_on_every_rank(start: Callable[..., Job], victim: int) -> None:
-    job = start("forever", 4)
+    job = start(f"{__name__}:job_forever", 4)
     job.await_ready()
     os.kill(job.processes[victim].pid, signal.SIGKILL)
     outcomes = job.finish(SECONDS_TO_END)
@@ -534,7 +457,7 @@ def test_a_killed_process_is_named_on_every_rank(start: Callable[..., Job], vict
 
 
 def test_ctrl_c_on_one_rank_ends_all(start: Callable[..., Job]) -> None:
-    job = start("in_a_step", 2)
+    job = start(f"{__name__}:job_in_a_step", 2)
     job.await_ready()
     os.kill(job.processes[1].pid, signal.SIGINT)
     outcomes = job.finish(SECONDS_TO_END)
@@ -545,7 +468,7 @@ def test_ctrl_c_on_one_rank_ends_all(start: Callable[..., Job]) -> None:
 
 
 def test_a_rank_that_leaves_between_steps_is_named(start: Callable[..., Job]) -> None:
-    stayed, left = start("leave", 2).finish(SECONDS_TO_END)
+    stayed, left = start(f"{__name__}:job_leave", 2).finish(SECONDS_TO_END)
     assert left == {}
     assert stayed["error"] == "StepError"
     assert "rank 1 is gone" in stayed["text"]
@@ -560,7 +483,7 @@ def test_a_rank_that_leaves_between_steps_is_named(start: Callable[..., Job]) ->
     ],
 )
 def test_a_mesh_that_does_not_fit_the_world(start: Callable[..., Job], spec: str, devices: str, what: str) -> None:
-    for outcome in start("mesh", 2, spec, devices).finish(30):
+    for outcome in start(f"{__name__}:job_mesh", 2, spec, devices).finish(30):
         assert outcome["error"] == "MeshError"
         assert what in outcome["text"]
         assert "2 processes" in outcome["text"]
@@ -571,6 +494,3 @@ def test_init_from_env_outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(mw.MeshError, match="not part of a job"):
         init_from_env()
     shutdown()
-
-
-JOBS = {name.removeprefix("job_"): value for name, value in globals().items() if name.startswith("job_")}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.test_cluster import Job, start  # noqa: F401
+from tests.processes import Job
 from tests.training import batches, mse
 from torch import nn
 
@@ -52,8 +52,8 @@ def job_guarded(pipe: Connection, changing: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("changing", ["1", "all"])
-def test_a_guard_on_one_rank_stops_all(start: Callable[..., Job], changing: str) -> None:  # noqa: F811
-    outcomes = start("tests.runtime.test_guards_cluster:job_guarded", 2, changing).finish(60)
+def test_a_guard_on_one_rank_stops_all(start: Callable[..., Job], changing: str) -> None:
+    outcomes = start("tests.runtime.test_guards_cluster:job_guarded", 2, changing).finish(240)
     for rank, outcome in enumerate(outcomes):
         assert outcome["fast"]
         assert "model.alpha: nothing -> 2.0" in outcome["got"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.processes import Job
 from tests.runtime.test_bindings import DATA, Script, adamw
-from tests.runtime.test_cluster import Job, start  # noqa: F401
 from tests.training import assert_tensors, mse
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -43,7 +43,11 @@ class Net(nn.Module):
 def compiled(mesh: str) -> Script:
     model = Net()
     optimizer = adamw(model)
-    return Script(model, optimizer, mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh))
+    return Script(
+        model,
+        optimizer,
+        mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh, profile="alpha-beta"),
+    )
 
 
 class FullySharded(Script):
@@ -111,7 +115,7 @@ def job_fsdp2(pipe: Connection, folder: str) -> dict[str, Any]:
     return {"shared": shared}
 
 
-def test_a_checkpoint_of_fsdp2_goes_on_here_and_back(start: Callable[..., Job], tmp_path: Path) -> None:  # noqa: F811
-    for outcome in start("tests.runtime.test_optimizer_state_cluster:job_fsdp2", 2, str(tmp_path)).finish(120):
+def test_a_checkpoint_of_fsdp2_goes_on_here_and_back(start: Callable[..., Job], tmp_path: Path) -> None:
+    for outcome in start("tests.runtime.test_optimizer_state_cluster:job_fsdp2", 2, str(tmp_path)).finish(240):
         assert "error" not in outcome, outcome["text"]
         assert outcome == {"shared": True}

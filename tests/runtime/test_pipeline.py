@@ -81,9 +81,20 @@ def test_layers_on_any_devices(name: str) -> None:
     assert len(step.program.roles) > 1
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2", "pp=2,fsdp=2", "dp=2,pp=2"])
-@pytest.mark.parametrize("make", [sgd, NESTEROV, ADAM, ADAMW], ids=["sgd", "nesterov", "adam", "adamw"])
-def test_stages_alone_and_with_other_axes(mesh: str, make: Any) -> None:
+STAGES = ["pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2", "pp=2,fsdp=2", "dp=2,pp=2"]
+OPTIMIZERS = {"sgd": sgd, "nesterov": NESTEROV, "adam": ADAM, "adamw": ADAMW}
+# Every mesh and every optimizer is in the quick ones.
+QUICK = {*zip(STAGES, ["adamw", "sgd", "adam", "adamw", "nesterov", "sgd"], strict=True)}
+BOTH = [
+    pytest.param(mesh, name, marks=() if (mesh, name) in QUICK else pytest.mark.slow)
+    for mesh in STAGES
+    for name in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize(("mesh", "name"), BOTH)
+def test_stages_alone_and_with_other_axes(mesh: str, name: str) -> None:
+    make: Any = OPTIMIZERS[name]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 6))
     data = [{"input": b["x"], **b} for b in batches(10, (4, 6), (4, 6))]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.test_cluster import CONTEXT, Job, free_port, start  # noqa: F401
+from tests.processes import CONTEXT, Job, free_port
 from tests.training import assert_trained_alike, mse, train_eagerly
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -85,8 +85,8 @@ def rows_of(rows: Iterable[int]) -> dict[str, Tensor]:
     return {key: torch.stack([ROWS[i][key] for i in rows]) for key in ("x", "y")}
 
 
-def test_what_differs_between_ranks_is_named_on_every_rank(start: Callable[..., Job]) -> None:  # noqa: F811
-    outcomes = start("tests.runtime.test_together:job_differences", 2).finish(120)
+def test_what_differs_between_ranks_is_named_on_every_rank(start: Callable[..., Job]) -> None:
+    outcomes = start("tests.runtime.test_together:job_differences", 2).finish(240)
     for outcome in outcomes:
         assert outcome.get("works"), outcome
         for name, (_, shown) in DIFFERENCES.items():
@@ -172,8 +172,8 @@ def check_rarely() -> list[int]:
     return noticed
 
 
-def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:  # noqa: F811
-    outcomes = start("tests.runtime.test_together:job_weights_and_rows", 2).finish(120)
+def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:
+    outcomes = start("tests.runtime.test_together:job_weights_and_rows", 2).finish(240)
     assert "rows" in outcomes[0], outcomes
     assert outcomes[0] == outcomes[1]
     first, second = outcomes[0]["weights"]
@@ -217,8 +217,8 @@ def job_failures(pipe: Connection) -> dict[str, Any]:
     return {"found": found, "works": compiled()(rows_of(range(8))) > 0}
 
 
-def test_a_failure_of_one_rank_in_compile_stops_all(start: Callable[..., Job]) -> None:  # noqa: F811
-    first, second = start("tests.runtime.test_together:job_failures", 2).finish(120)
+def test_a_failure_of_one_rank_in_compile_stops_all(start: Callable[..., Job]) -> None:
+    first, second = start("tests.runtime.test_together:job_failures", 2).finish(240)
     stages = ("capture", "place", "expand", "start")
     assert second.get("found") == [f"full at {stage}" for stage in stages], second
     assert first["found"] == [f"Disk: full at {stage}" for stage in stages]
@@ -252,7 +252,7 @@ def test_a_job_is_joined_and_fits_its_mesh() -> None:
         job.pipes.append(ours)
         job.processes[-1].start()
         theirs.close()
-    first, second = job.finish(60)
+    first, second = job.finish(240)
     assert "errors" in first, first
     assert "larger than the world" in first["errors"][0]
     assert "leaves out ranks" in first["errors"][1]

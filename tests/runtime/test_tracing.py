@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from tests.processes import Job
 from tests.training import batches, train
 from torch import fx, nn
 
@@ -22,7 +21,7 @@ from meshweave.ir.graph import Input, Origin, Spec, op_name
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
-from meshweave.runtime.cluster import init_from_env, shutdown
+from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.executor import Task
 from meshweave.runtime.measured import measured
 from meshweave.runtime.tracing import Change, DeviceTrace, Event, HostClock, Recorder
@@ -45,7 +44,7 @@ class Layers(nn.Module):
 
 def compiled(mesh: str, accumulate: int = 1) -> tuple[mw.TrainStep, list[Any]]:
     data = batches(3, (8, 8), (8, 8))
-    step, _ = train(Layers(), data[:1], mesh, accumulate=accumulate)
+    step, _ = train(Layers(), data[:1], mesh, accumulate=accumulate, profile="alpha-beta")
     return step, data
 
 
@@ -259,36 +258,22 @@ def test_a_wait_exposes_what_its_channel_does() -> None:
 # Real processes
 
 
-def _job(rank: int, port: int, mesh: str, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({k: str(v) for k, v in variables.items()})
-    init_from_env("gloo")
+def job_traced(pipe: Connection, mesh: str) -> dict[str, Any]:
     step, data = compiled(mesh)
     found = traced(step, data[1])
     after = step(data[2])
-    pipe.send((found, after, [n.name for n in step.program.roles[0].graph.nodes if n.target in STARTS]))
+    starts = {n.name for n in step.program.roles[0].graph.nodes if n.target in STARTS}
     shutdown(step.session.world)
+    return {"found": found, "loss": after, "starts": starts}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
-def test_all_ranks_get_the_whole_picture(mesh: str) -> None:
-    context = get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes = [context.Pipe() for _ in range(2)]
-    jobs = [context.Process(target=_job, args=(r, port, mesh, pipes[r][1])) for r in range(2)]
-    for job in jobs:
-        job.start()
-    try:
-        assert all(pipe.poll(60) for pipe, _ in pipes)
-        (found, loss, starts), (other, other_loss, _) = (pipe.recv() for pipe, _ in pipes)
-    finally:
-        for job in jobs:
-            job.join(20)
-            job.kill()
+def test_all_ranks_get_the_whole_picture(start: Callable[..., Job], mesh: str) -> None:
+    outcomes = start(f"{__name__}:job_traced", 2, mesh).finish(240)
+    assert all("error" not in outcome for outcome in outcomes), outcomes
+    (found, other), (loss, other_loss) = ([outcome[key] for outcome in outcomes] for key in ("found", "loss"))
+    starts = outcomes[0]["starts"]
     assert found == other
     assert loss == other_loss
     step, data = compiled(mesh)
@@ -299,9 +284,9 @@ def test_all_ranks_get_the_whole_picture(mesh: str) -> None:
     assert len(found.roles) == len(local.roles)
     compute = [sorted(s.name for s in one.spans if s.kind == "compute") for one in (found, local)]
     assert compute[0] == compute[1]
-    assert {s.name for s in found.spans if s.kind != "compute" and s.role == 0} <= set(starts)
+    assert {s.name for s in found.spans if s.kind != "compute" and s.role == 0} <= starts
     if mesh == "dp=2":
-        assert {s.name for s in found.spans if s.kind != "compute"} == set(starts)
+        assert {s.name for s in found.spans if s.kind != "compute"} == starts
     else:
         assert any(s.kind == "transfer" for s in found.spans)
     assert all(s.start >= 0 and s.end <= found.seconds for s in found.spans)

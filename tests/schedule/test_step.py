@@ -41,7 +41,8 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 
 @cache
 def program(mesh: str = "fsdp=2,tp=2", uneven: bool = False, accumulate: int = 1) -> Program:
-    model, batch, loss = hugging_face("llama", batch=5 if uneven else 4, heads=3 if uneven else 4)
+    sizes = {"batch": 5, "heads": 3} if uneven else {"batch": 4, "heads": 4}
+    model, batch, loss = hugging_face("llama", **sizes, layers=1 if uneven or mesh == "fsdp=2,tp=2" else 2)
     spec = read_optimizer(OPTIMIZER(model.parameters()), model)
     options = CaptureOptions(accumulate=accumulate)
     return build_program(model, loss, batch, spec, mw.Mesh(mesh), None, H100, options)
@@ -208,7 +209,7 @@ class Live:
 @pytest.mark.parametrize("carry", [0, 2])
 def test_the_cap_holds_when_the_step_runs(carry: int) -> None:
     """What a device holds is never more than the report says, and not much less."""
-    model, batch, _ = hugging_face("llama")
+    model, batch, _ = hugging_face("llama", layers=1)
     made = program("fsdp=4", uneven=True)
     (role,), (report,) = scheduled("fsdp=4", uneven=True, carry=carry)
     assert any(item.kind == "carry" for item in role.inputs) == bool(carry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -62,6 +63,12 @@ def watched(made: Made, mesh: str, **options: Any) -> tuple[mw.TrainStep, Watch]
     return step, watch
 
 
+@cache
+def case(name: str) -> tuple[mw.TrainStep, Watch]:
+    make, mesh = CASES[name]
+    return watched(make(), mesh)
+
+
 CASES: dict[str, tuple[Callable[[], Made], str]] = {
     "mlp alone": (mlp, ""),
     "mlp uneven": (mlp, "fsdp=2,tp=3"),
@@ -75,8 +82,7 @@ CASES: dict[str, tuple[Callable[[], Made], str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_value_has_the_shape_strides_and_storage_that_it_really_has(name: str) -> None:
-    make, mesh = CASES[name]
-    step, watch = watched(make(), mesh)
+    step, watch = case(name)
     role = step.program.rank
     local: Local = local_values(role, 0)
     compared = 0
@@ -108,8 +114,7 @@ def _most_under_way(role: RankGraph) -> int:
 def test_peak_memory_is_what_a_virtual_device_holds(name: str) -> None:
     """Op by op, as the runtime does; what is under way to other devices until it has been waited for is counted by the
     simulator alone."""
-    make, mesh = CASES[name]
-    step, watch = watched(make(), mesh)
+    step, watch = case(name)
     profile = load_profile("cpu-gloo")
     result = simulate_roles(step.program.roles, profile, SimulateOptions(fusion="ops"))
     most = _most_under_way(step.program.rank)

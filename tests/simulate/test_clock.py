@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.event_clock import play_on_machine
 
@@ -154,7 +154,6 @@ def programs(draw: st.DrawFn) -> Program:
     return streams, needs, tasks, roles
 
 
-@settings(max_examples=100, deadline=None)
 @given(programs(), st.sampled_from([1.0, 1.5]))
 def test_times_are_those_of_the_event_machine(program: Program, slower: float) -> None:
     streams, needs, tasks, roles = program
@@ -166,7 +165,6 @@ def test_times_are_those_of_the_event_machine(program: Program, slower: float) -
     assert times.seconds == max(times.ends, default=0.0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(programs(), st.sampled_from([1.0, 1.5]))
 def test_time_is_between_the_longest_stream_and_the_sum(program: Program, slower: float) -> None:
     streams, needs, tasks, roles = program
@@ -197,7 +195,6 @@ def orders(draw: st.DrawFn) -> tuple[list[int], list[float], list[int], list[flo
     return order, seconds, channel, [draw(SECONDS) if c >= 0 else 0.0 for c in channel]
 
 
-@settings(max_examples=100, deadline=None)
 @given(orders(), st.booleans())
 def test_one_pass_takes_as_long_where_nothing_slows(
     program: tuple[list[int], list[float], list[int], list[float]], uses_links: bool

@@ -22,7 +22,7 @@ from meshweave.simulate.pipelines import passes_of
 from meshweave.whatif import best_of, simulate
 
 
-def compiled(mesh: str, plan: mw.Plan | None = None, accumulate: int = 1, batch: int = 8, layers: int = 2) -> Program:
+def compiled(mesh: str, plan: mw.Plan | None = None, accumulate: int = 1, batch: int = 8, layers: int = 1) -> Program:
     model, data, loss = hugging_face("llama", batch=batch, heads=4, seq=16, layers=layers)
     spec = read_optimizer(torch.optim.AdamW(model.parameters()), model)
     options = CaptureOptions(accumulate=accumulate)
@@ -61,7 +61,7 @@ def test_equal_inputs_give_equal_bytes(program: Program) -> None:
 
 def test_model_flops_do_not_depend_on_the_mesh(program: Program) -> None:
     alone = simulate(compiled(""), "h100")
-    assert simulate(program, "h100").flops == pytest.approx(alone.flops, rel=1e-3)  # a sliver is done by all
+    assert simulate(program, "h100").flops == pytest.approx(alone.flops, rel=5e-3)  # a sliver is done by all
 
 
 def test_devices_cost_nothing() -> None:

@@ -135,7 +135,7 @@ def hiding(group: str) -> Callable[..., tuple[Tensor, ...]]:
     return model
 
 
-@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("is_held", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_fusion_does_not_pull_a_wait_ahead_of_what_hides_its_communication(group: str, is_held: bool) -> None:
     hold = HoldOrder() if is_held else None
     with config.patch({"_pre_fusion_custom_pass": hold, "reorder_for_peak_memory": False, "fx_graph_cache": False}):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import CONTEXT, free_port
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,17 +22,12 @@ from meshweave.torch_compile import backend
 from meshweave.torch_compile.fsdp import shard_in_graph
 
 pytestmark = pytest.mark.multiprocess
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["meshweave", __name__])
-SECONDS_TO_END = 200.0
+SECONDS_TO_END = 280.0
 
 
 def run_job(job: Callable[[int], Any]) -> list[Any]:
     """What `job` returned or raised (as text) on each of two ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes, processes = [], []
+    pipes, processes, port = [], [], free_port()
     for rank in (0, 1):
         ours, theirs = CONTEXT.Pipe()
         processes.append(CONTEXT.Process(target=main, args=(theirs, rank, port, job)))
