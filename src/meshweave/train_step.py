@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
-from meshweave.capture.optimizers import StepNumbers, initial_state
+from meshweave.capture.optimizer_steps import StepNumbers
+from meshweave.capture.optimizers import initial_state
 from meshweave.errors import LayoutError, OutdatedUpdate
 from meshweave.interop.optimizer import mark_stepped
 from meshweave.ir.graph import tokens_of

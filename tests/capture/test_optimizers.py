@@ -10,7 +10,8 @@ import torch
 from tests.optimizers import SETTINGS, Lion, make
 from torch import Tensor, nn
 
-from meshweave.capture.optimizers import OptimizerSpec, StepNumbers, initial_state, read_optimizer
+from meshweave.capture.optimizer_steps import StepNumbers
+from meshweave.capture.optimizers import OptimizerSpec, initial_state, read_optimizer
 from meshweave.errors import CaptureError, MeshweaveError, PlanError, StepError
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -185,6 +186,7 @@ def test_groups_and_shapes_are_kinds_of_update() -> None:
     spec = read_optimizer(optimizer, {id(p): n for n, p in model.named_parameters()})
     assert dict(spec.group_of) == {"w": 0, "v": 0, "b": 1, "s": 1}
     assert dict(spec.kind_of) == {"w": 0, "v": 1, "b": 2, "s": 3}
+    assert spec.leaders == (0, 0, 2, 2)
     assert all(set(spec.slots(n)) == {"exp_avg", "exp_avg_sq"} for n in "wvbs")
 
 
@@ -205,6 +207,37 @@ def test_implementation_switches_and_tensor_options_are_numbers() -> None:
     assert 0.5 in numbers.values()
     assert 0.75 in numbers.values()
     read_optimizer(torch.optim.SGD(model.parameters(), foreach=True), model)
+
+
+class Marked(Lion):
+    """Reads what a user has noted on a parameter."""
+
+    def look(self, p: Tensor) -> float:
+        if getattr(p, "is_slow", False):
+            p.mul_(0.5)
+        return 0.0
+
+
+def test_what_is_noted_on_a_parameter_counts() -> None:
+    model = Toy(torch.float64)
+    model.v.is_slow = True  # type: ignore[union-attr, assignment]
+    assert compared(Marked(model.parameters()), model, 3) <= 1e-12
+
+
+class FirstOnly(Lion):
+    def look(self, p: Tensor) -> float:
+        if p is self.param_groups[0]["params"][0]:
+            p.mul_(0.5)
+        return 0.0
+
+
+def test_shapes_share_numbers_unless_the_code_looks_at_them() -> None:
+    model = Toy()
+    adam = read_optimizer(torch.optim.AdamW(model.parameters()), model)
+    assert adam.leaders == (0, 0, 0, 0)
+    assert {name.partition(".")[0] for name in adam.numbers()} == {"update0"}
+    muon = read_optimizer(torch.optim.Muon([model.w, model.v]), model)
+    assert muon.leaders == (0, 1)
 
 
 class MyAdam(torch.optim.Adam):
@@ -256,6 +289,7 @@ class Foreign(Lion):
         (lambda m: Printing(m.parameters()), r"depends on data\n  where: .*test_optimizers\.py:\d+ in look"),
         (lambda m: Noisy(m.parameters()), r"draws random numbers\n  where: .*test_optimizers\.py:\d+ in look"),
         (lambda m: Together(m.parameters()), "updates parameters together"),
+        (lambda m: FirstOnly(m.parameters()), "'v' depends on the optimizer's other parameters"),
         (lambda m: Foreign(m.parameters()), r"no parameter, gradient or state of its own\n  where: .*in look"),
         (
             lambda m: torch.optim.SGD(m.parameters(), differentiable=True),

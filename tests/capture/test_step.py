@@ -53,7 +53,6 @@ batch_input: float32[4,3] = input
 batch_y: float32[4,2] = input
 scalar_draw: int64[] = input
 scalar_update0_0: float64[] = input
-scalar_update1_0: float64[] = input
 permute_default: float32[3,2] = aten.permute(weight, [1, 0])
 mm_default: float32[4,2] = aten.mm(batch_input, permute_default)
 add_tensor: float32[4,2] = aten.add.Tensor(mm_default, bias)
@@ -75,7 +74,7 @@ view_default: float32[2] = aten.view(sum_dim_int_list_1, [2])
 permute_default_3: float32[2,3] = aten.permute(permute_default_2, [1, 0])
 mul_tensor_1: float32[2,3] = aten.mul.Tensor(permute_default_3, scalar_update0_0)
 add_tensor_1: float32[2,3] = aten.add.Tensor(weight, mul_tensor_1)
-mul_tensor_2: float32[2] = aten.mul.Tensor(view_default, scalar_update1_0)
+mul_tensor_2: float32[2] = aten.mul.Tensor(view_default, scalar_update0_0)
 add_tensor_2: float32[2] = aten.add.Tensor(bias, mul_tensor_2)
 return [div_tensor, permute_default_3, view_default, add_tensor_1, add_tensor_2]
 """
@@ -95,7 +94,6 @@ def test_the_text_of_a_step() -> None:
         ("batch", "y"),
         ("scalar", "draw"),
         ("scalar", "update0.0"),
-        ("scalar", "update1.0"),
     ]
 
 

@@ -163,7 +163,7 @@ def inputs_of(roles: Sequence[RankGraph], seed: int = 0) -> dict[tuple[str, str]
             if item.kind == "constant":
                 value = rank.constants[item.name]
             elif item.kind == "scalar":
-                value = torch.tensor({"step": 3.0, "draw": 2}.get(item.name, 0.25), dtype=dtype)
+                value = torch.tensor({"draw": 2}.get(item.name, 0.25), dtype=dtype)
             elif dtype.is_floating_point:
                 value = torch.rand(shape, generator=made, dtype=torch.float64).sub(0.0 if item.kind == "state" else 0.5)
                 value = value.to(dtype)

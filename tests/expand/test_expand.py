@@ -53,7 +53,6 @@ batch_input: float32[2,3] = input
 batch_y: float32[2,2] = input
 scalar_draw: int64[] = input
 scalar_update0_0: float64[] = input
-scalar_update1_0: float64[] = input
 contiguous_default = aten.contiguous(weight)
 all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(contiguous_default, 2, fsdp)
 wait_tensor_default: float32[2,3] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
@@ -83,7 +82,7 @@ def test_the_text_of_a_rank_graph() -> None:
     assert rest[-5:] == [
         "mul_tensor_1: float32[1,3] = aten.mul.Tensor(permute_default_3, scalar_update0_0)",
         "add_tensor_1: float32[1,3] = aten.add.Tensor(weight, mul_tensor_1)",
-        "mul_tensor_2: float32[1] = aten.mul.Tensor(reshape_default, scalar_update1_0)",
+        "mul_tensor_2: float32[1] = aten.mul.Tensor(reshape_default, scalar_update0_0)",
         "add_tensor_2: float32[1] = aten.add.Tensor(bias, mul_tensor_2)",
         "return [wait_tensor_default_2, permute_default_3, reshape_default, add_tensor_1, add_tensor_2]",
     ]

@@ -1,5 +1,5 @@
 """What is checked of the optimizer before every step: its parameters and its hooks are those that were compiled. Its
-options are read by `optimizers.StepNumbers`."""
+options are read by `optimizer_steps.StepNumbers`."""
 
 from __future__ import annotations
 

@@ -63,12 +63,14 @@ Key = tuple[str, int, str]  # ("param" | "grad" | "state", number of the paramet
 
 @dataclass(slots=True)
 class Record:
-    """What one run did. `inputs` and `outputs` name tensors; numbers stand apart, in the order of their use."""
+    """What one run did. `inputs` and `outputs` name tensors; numbers stand apart, in the order of their use.
+    `reads_shape`: whether the code looked at a shape, so that its numbers may come of it."""
 
     inputs: dict[Key, int] = field(default_factory=dict)
     calls: list[Call | Decision] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     outputs: dict[Key, int] = field(default_factory=dict)
+    reads_shape: bool = False
 
     @property
     def outcomes(self) -> tuple[bool, ...]:
@@ -89,7 +91,7 @@ class Prepared:
     def again(self, run: Record) -> Prepared:
         """The same of a run that did the same with other numbers. Nothing is filled in it."""
         numbers = [run.numbers[i] for i in self.order]
-        record = Record(self.record.inputs, self.record.calls, numbers, self.record.outputs)
+        record = Record(self.record.inputs, self.record.calls, numbers, self.record.outputs, run.reads_shape)
         return Prepared(record, {}, self.signature, self.order)
 
 
@@ -106,7 +108,9 @@ def prepared(record: Record) -> Prepared:
             fills[labels[first.index]] = _fill_value(call, record)  # type: ignore[arg-type]
         else:
             calls.append(call)
-    return _renumbered(Record(dict(record.inputs), calls, record.numbers, record.outputs), labels, fills)
+    return _renumbered(
+        Record(dict(record.inputs), calls, record.numbers, record.outputs, record.reads_shape), labels, fills
+    )
 
 
 def _fill_value(call: Call, record: Record) -> float:
@@ -143,7 +147,7 @@ def _renumbered(record: Record, labels: Mapping[int, Key], fills: dict[Key, floa
         args, kwargs = renamed(call.args), tuple((k, renamed(v)) for k, v in call.kwargs)
         calls.append(Call(call.func, args, kwargs, renamed(call.results), call.dtypes))
     outputs = {key: order[index] for key, index in record.outputs.items() if index in order}
-    result = Record(inputs, calls, numbers, outputs)
+    result = Record(inputs, calls, numbers, outputs, record.reads_shape)
     signature = (tuple(sorted(inputs.items())), tuple(calls), tuple(sorted(outputs.items())))
     return Prepared(result, fills, signature, tuple(places))
 

@@ -26,6 +26,10 @@ from meshweave.ir.traits import is_random
 aten = torch.ops.aten
 
 _META = torch.device("meta")
+_TENSOR: Any = Tensor
+_SHAPES = frozenset(
+    {_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__}
+)
 
 
 class _Items(TorchFunctionMode):
@@ -39,6 +43,8 @@ class _Items(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("device") == _META and not any(self.recorder.is_known(x) for x in args):
             return func(*args, **{**kwargs, "device": None})  # a number beside a parameter is a number
+        if func in _SHAPES and self.recorder.is_known(args[0]):
+            self.recorder.record.reads_shape = True
         if func not in (Tensor.item, Tensor.__bool__, Tensor.__setitem__) or not self.recorder.is_known(args[0]):
             return func(*args, **kwargs)
         if func is Tensor.__setitem__:
@@ -165,8 +171,12 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kept)
         return self._written(func, args, kwargs, {"device": _META})
 
-    def check_owners(self, owner: dict[int, str]) -> None:
-        """Raises CaptureError for an op that takes tensors of two parameters. `owner`: number of a tensor -> whose."""
+    def runs(self, owner: dict[int, str]) -> dict[str, tuple[Any, ...]]:
+        """What was done to each parameter: ops and numbers. `owner`: number of a tensor -> whose it is.
+
+        Raises CaptureError for an op that takes tensors of two parameters.
+        """
+        done: dict[str, list[Any]] = {name: [] for name in owner.values()}
         for call in (c for c in self.record.calls if isinstance(c, Call)):
             refs = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Ref)]
             owners = sorted({owner[ref.index] for ref in refs if ref.index in owner})
@@ -178,6 +188,10 @@ class Recorder(TorchDispatchMode):
                     hint="clip gradients by clip_grad_norm=, and loop over parameters in step()",
                 )
             owner.update((ref.index, owner_of) for ref in call.results for owner_of in owners)
+            used = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Num)]
+            for name in owners:
+                done[name] += [call.func, *(self.record.numbers[x.index] for x in used)]
+        return {name: tuple(calls) for name, calls in done.items()}
 
     def _stand_in(self, x: Any) -> Any:
         if isinstance(x, Tensor) and not self.is_known(x):

@@ -47,6 +47,7 @@ class StandIns:
         for index, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 stand_in = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+                stand_in.__dict__.update(vars(p))  # what users note on parameters: a rate of its own, no weight decay
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -64,8 +65,6 @@ class StandIns:
             ) from error
         self.groups = list(self.optimizer.param_groups)
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
-        for name, param in self.params.items():
-            param.grad = self.grads[name]
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._runs: dict[tuple[str, tuple[bool, ...]], tuple[Recorder, Prepared]] = {}
 
@@ -98,10 +97,7 @@ class StandIns:
         key, param = (name, tuple(decisions)), self.params[name]
         before, path = self._runs.get(key, (None, None))
         recorder = Recorder(decisions, before if kept.tensors or kept.numbers else None)
-        group = self.groups[self.group_of[name]]
-        self.optimizer.param_groups[:] = [group]
-        group["params"] = [param]
-        self.optimizer.state.clear()
+        self._begin([name])
         if kept.tensors or kept.numbers:
             tensors = {slot: self._tensor(name, slot, spec) for slot, spec in kept.tensors.items()}
             self.optimizer.state[param].update(tensors | copy.deepcopy(dict(kept.numbers)))
@@ -151,20 +147,28 @@ class StandIns:
     def trained(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
 
-    def check_apart(self) -> None:
-        """Raises CaptureError where the update of one parameter depends on another."""
+    def runs_of(self, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+        """What a first step of some parameters together does to each of them: ops and numbers.
+
+        Raises CaptureError where the update of one parameter depends on another.
+        """
         recorder, owner = Recorder(), dict[int, str]()
-        names = self.trained()
-        self.optimizer.state.clear()
-        for i, group in enumerate(self.groups):
-            group["params"] = [self.params[n] for n in names if self.group_of[n] == i]
-        self.optimizer.param_groups[:] = self.groups
+        self._begin(names)
         for name in names:
-            param = self.params[name]
-            owner |= {recorder.know(param): name, recorder.know(self.grads[name]): name}
+            owner |= {recorder.know(self.params[name]): name, recorder.know(self.grads[name]): name}
         with self._errors(), recorder.running():
             self.optimizer.step()
-        recorder.check_owners(owner)
+        return recorder.runs(owner)
+
+    def _begin(self, names: Sequence[str]) -> None:
+        """Let the optimizer have some parameters alone, without state."""
+        self.optimizer.state.clear()
+        chosen = {i: [n for n in names if self.group_of[n] == i] for i in range(len(self.groups))}
+        for i, group in enumerate(self.groups):
+            group["params"] = [self.params[n] for n in chosen[i]]
+        self.optimizer.param_groups[:] = [group for i, group in enumerate(self.groups) if chosen[i]]
+        for name in names:
+            self.params[name].grad = self.grads[name]
 
 
 class _Errors:

@@ -1,13 +1,13 @@
 """The update, captured from the user's own optimizer: a graph for each kind of parameter, and the numbers of each step.
 
 `read_optimizer` runs the optimizer's `step()` on stand-ins (`optimizer_stand_ins`) and makes a graph of what it does to
-a parameter. Whatever it computes in Python is no part of the graph: `StepNumbers` runs `step()` on the stand-ins again
-before every update, with the options as they are then, and the graph takes the numbers that it hands to ops as inputs.
+a parameter. Whatever it computes in Python is no part of the graph: `optimizer_steps` runs `step()` on the stand-ins
+again before every update, with the options as they are then; the numbers that it hands to ops are inputs of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +28,7 @@ from meshweave.capture.optimizer_graph import (
 )
 from meshweave.capture.optimizer_record import Decision, Key, Num, Prepared, Record
 from meshweave.capture.optimizer_stand_ins import Kept, StandIns, check_callable
-from meshweave.errors import OutdatedUpdate, PlanError, StepError
+from meshweave.errors import CaptureError, PlanError
 from meshweave.interop import pytree
 from meshweave.interop.hooks import optimizer_hooks
 from meshweave.ir.graph import Spec
@@ -57,14 +57,25 @@ class UpdateKind:
     numbers: tuple[Number, ...]
     outputs: Outputs
     kept: Mapping[str, Any]
+    reads_shape: bool
+
+    def has_numbers_of(self, other: UpdateKind) -> bool:
+        """Whether the numbers of each step are those of another kind, of the same group: what differs is the shape
+        alone, at which the code does not look."""
+        if self.reads_shape or other.reads_shape or self.group != other.group:
+            return False
+        mine, theirs = ((k.variants, k.numbers, k.fills, str(scalars_of(k.kept))) for k in (self, other))
+        return mine == theirs
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`."""
+    """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`, `leaders`
+    each of these to the first with the same numbers in each step."""
 
     name: str
     kinds: tuple[UpdateKind, ...]
+    leaders: tuple[int, ...]
     kind_of: Mapping[str, int] = field(hash=False)
     group_of: Mapping[str, int] = field(hash=False)
 
@@ -74,10 +85,11 @@ class OptimizerSpec:
 
     def numbers(self) -> list[str]:
         """Names of the numbers that a step takes: kind of update, and place among its numbers."""
-        return [f"update{k}.{i}" for k, kind in enumerate(self.kinds) for i in range(len(kind.numbers))]
+        return [f"update{k}.{i}" for k in sorted({*self.leaders}) for i in range(len(self.kinds[k].numbers))]
 
-    def members(self, kind: int) -> list[str]:
-        return [name for name, k in self.kind_of.items() if k == kind]
+    def members(self, leader: int) -> list[str]:
+        """The parameters whose numbers are those of a kind."""
+        return [name for name, k in self.kind_of.items() if self.leaders[k] == leader]
 
     def update(
         self, name: str, param: Tensor, grad: Tensor, state: State, numbers: Mapping[str, Tensor]
@@ -88,7 +100,7 @@ class OptimizerSpec:
         """
         index = self.kind_of[name]
         kind = self.kinds[index]
-        places = {number: f"update{index}.{i}" for i, number in enumerate(kind.numbers)}
+        places = {number: f"update{self.leaders[index]}.{i}" for i, number in enumerate(kind.numbers)}
         tensors: dict[Key, Tensor] = {("param", 0, ""): param, ("grad", 0, ""): grad}
         tensors |= {("state", 0, slot): tensor for slot, tensor in state.items()}
         results = evaluate(kind.outputs, lambda key: tensors[key] if isinstance(key, tuple) else numbers[places[key]])
@@ -115,30 +127,48 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
     """
     check_callable(optimizer)
     check_hooks(optimizer)
-    named = _names(names)
+    named = names_by_id(names)
     for index, group in enumerate(optimizer.param_groups):
         check_options(optimizer, index, group)
         for p in group["params"]:
             _check_param(p, named, optimizer, index)
     stand_ins = StandIns(optimizer, named)
     stand_ins.take_options()
-    stand_ins.check_apart()
+    runs = stand_ins.runs_of(stand_ins.trained())
     kinds: dict[Any, UpdateKind] = {}
     kind_of: dict[str, int] = {}
     kept = {named[id(p)]: state for p, state in optimizer.state.items() if id(p) in named}
     for name in stand_ins.trained():
         param, at = stand_ins.params[name], stand_ins.group_of[name]
-        key = at, param.shape, param.dtype, repr(sorted(_scalars(kept.get(name, {})).items()))
+        start = repr(sorted(scalars_of(kept.get(name, {})).items()))
+        key = at, param.shape, param.dtype, start, runs[name]
         if key not in kinds:
+            _check_alone(stand_ins, name, runs[name])
             kinds[key] = _kind(stand_ins, name, kept.get(name, {}))
         kind_of[name] = [*kinds].index(key)
     group_of = {n: stand_ins.group_of[n] for n in kind_of}
-    return OptimizerSpec(
-        type(optimizer).__name__, tuple(kinds.values()), MappingProxyType(kind_of), MappingProxyType(group_of)
+    found, states = tuple(kinds.values()), [key[2:] for key in kinds]
+    leaders = tuple(
+        next(i for i in range(k + 1) if i == k or (states[i] == states[k] and kind.has_numbers_of(found[i])))
+        for k, kind in enumerate(found)
     )
+    name = type(optimizer).__name__
+    return OptimizerSpec(name, found, leaders, MappingProxyType(kind_of), MappingProxyType(group_of))
 
 
-def _scalars(state: Mapping[str, Any]) -> dict[str, Any]:
+def _check_alone(stand_ins: StandIns, name: str, run: tuple[Any, ...]) -> None:
+    """Raises CaptureError where the update of a parameter is another one beside others than alone."""
+    if stand_ins.runs_of([name])[name] != run:
+        raise CaptureError(
+            f"the update of the parameter '{name}' depends on the optimizer's other parameters",
+            where=type(stand_ins.source).__name__,
+            got="other operations or numbers in step() with it alone than with all",
+            expected="an update of each parameter by its group's options, its gradient and its state",
+            hint="note on the parameter what is special about it (p.is_first = True), or give it a group of its own",
+        )
+
+
+def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a parameter's state is one number."""
     return {
         slot: v.item() if isinstance(v, Tensor) else v
@@ -154,10 +184,10 @@ def _kind(stand_ins: StandIns, name: str, state: Mapping[str, Any]) -> UpdateKin
     if state:
         kept = kept_of(state, fresh)
     else:
-        variants[_signature(paths)] = paths
+        variants[signature_of(paths)] = paths
     for _ in range(_AHEAD - len(variants)):
         paths, kept = stand_ins.step(name, kept)
-        variants.setdefault(_signature(paths), paths)
+        variants.setdefault(signature_of(paths), paths)
     param = stand_ins.params[name]
     shape = Spec(tuple(param.shape), param.dtype)
     specs: dict[Key, Spec] = {("param", 0, ""): shape, ("grad", 0, ""): shape}
@@ -165,11 +195,18 @@ def _kind(stand_ins: StandIns, name: str, state: Mapping[str, Any]) -> UpdateKin
     outputs = _merged(Values(), list(variants.values()), specs)
     numbers = [v.args[0] for v in ordered(outputs.values()) if v.target is None and isinstance(v.args[0], frozenset)]
     return UpdateKind(
-        stand_ins.group_of[name], dict(kept.tensors), fills, tuple(variants), tuple(numbers), outputs, fresh.numbers
+        stand_ins.group_of[name],
+        dict(kept.tensors),
+        fills,
+        tuple(variants),
+        tuple(numbers),
+        outputs,
+        fresh.numbers,
+        any(path.record.reads_shape for paths in variants.values() for path in paths),
     )
 
 
-def _signature(paths: Iterable[Prepared]) -> tuple[Any, ...]:
+def signature_of(paths: Iterable[Prepared]) -> tuple[Any, ...]:
     return tuple(path.signature for path in paths)
 
 
@@ -225,120 +262,6 @@ def kept_of(state: Mapping[str, Any], fresh: Kept) -> Kept:
     return Kept(tensors, numbers)
 
 
-class StepNumbers:
-    """The numbers of each step, and what the optimizer's own code keeps between steps.
-
-    `next()` runs `step()` on stand-ins with the options as they are now; `commit()` says that the step was taken.
-    """
-
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        optimizer: torch.optim.Optimizer,
-        names: nn.Module | Mapping[int, str],
-        updated: Collection[str] | None = None,
-    ) -> None:
-        named = _names(names)
-        self.spec, self._stand_ins = spec, StandIns(optimizer, named)
-        self._named = {named[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        members = [spec.members(k) for k in range(len(spec.kinds))]
-        self._members = [[n for n in each if updated is None or n in updated] or each for each in members]
-        self._kept: list[Kept] = []
-        self.read()
-
-    def read(self) -> None:
-        """Continue from the state that the optimizer has now. StepError where parameters of one kind differ in it."""
-        state = self._stand_ins.source.state
-        known: dict[str, dict[str, Any]] = {name: dict(state.get(p, {})) for name, p in self._named.items()}
-        self._check_alike({name: _scalars(kept) for name, kept in known.items()})
-        kinds = zip(self.spec.kinds, self._members, strict=True)
-        self._kept = [kept_of(known[names[0]], Kept(kind.slots, kind.kept)) for kind, names in kinds]
-        self._after = self._kept
-
-    def _check_alike(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        for kind, names in zip(self.spec.kinds, self._members, strict=True):
-            given = [values.get(name, {}) for name in names]
-            shown = sorted({str({slot: kept.get(slot) for slot in kind.kept}) for kept in given})
-            if len(shown) > 1:
-                raise StepError(
-                    "the parameters have taken different numbers of steps",
-                    where=f"state of the optimizer {self.spec.name}",
-                    got=", ".join(shown),
-                    expected="parameters of one group and shape with one number of steps",
-                    hint="load it into the optimizer before mw.compile: optimizer.load_state_dict",
-                )
-
-    def next(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-        """The numbers of the next step by name; and by slot and parameter what state begins with in it.
-
-        Raises StepError where the optimizer would do something else than was captured.
-        """
-        numbers: dict[str, float] = {}
-        fills: dict[tuple[str, str], float] = {}
-        self._after = []
-        self._stand_ins.take_options()
-        for k, kind in enumerate(self.spec.kinds):
-            paths, after = self._stand_ins.step(self._members[k][0], self._kept[k])
-            signature = _signature(paths)
-            if signature not in kind.variants:
-                raise self._changed(kind, self._members[k][0])
-            variant = kind.variants.index(signature)
-            for i, number in enumerate(kind.numbers):
-                numbers[f"update{k}.{i}"] = _value(number, variant, paths)
-            fills |= {(key[2], name): v for key, v in paths[0].fills.items() for name in self.spec.members(k)}
-            self._after.append(after)
-        return numbers, fills
-
-    def commit(self) -> None:
-        """The step of the last `next()` was taken."""
-        self._kept = self._after
-
-    def kept(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """What the optimizer's code keeps of some parameters beside their tensors, as it keeps it."""
-        return {n: dict(self._kept[self.spec.kind_of[n]].numbers) for n in names if n in self.spec.kind_of}
-
-    def values(self) -> dict[str, dict[str, float]]:
-        """What the optimizer's code keeps of each parameter: counts of steps and the like, by parameter and slot."""
-        shown = [_scalars(kept.numbers) for kept in self._kept]
-        return {name: dict(shown[k]) for name, k in self.spec.kind_of.items() if shown[k]}
-
-    def load(self, values: Mapping[str, Mapping[str, float]], num_steps: int) -> None:
-        """Continue from what `values()` gave after so many steps. StepError where parameters of one kind differ."""
-        self._check_alike(values)
-        self._kept = []
-        for k, kind in enumerate(self.spec.kinds):
-            given = values.get(self._members[k][0], {})
-            numbers = {slot: _as(value, kind.kept.get(slot)) for slot, value in given.items()}
-            self._kept.append(Kept(kind.slots, numbers) if num_steps else Kept())
-        self._after = self._kept
-
-    def _changed(self, kind: UpdateKind, name: str) -> StepError:
-        return OutdatedUpdate(
-            "the optimizer's options call for another update than was compiled",
-            where=f"{self.spec.name}, param_groups[{kind.group}], parameter {name}",
-            got="other operations in step(): an option was switched on or off (0 and not 0 are two ways)",
-            expected="the operations of the step that was compiled; numbers may change",
-            hint="step.save(path), compile again with it, step.load(path)",
-        )
-
-
-def _as(value: float, like: Any) -> Any:
-    if isinstance(like, Tensor):
-        return torch.tensor(value, dtype=like.dtype).reshape(like.shape)
-    return type(like)(value) if isinstance(like, (int, float)) else value
-
-
-def _value(number: Number, variant: int, paths: list[Prepared]) -> float:
-    """What a number is in a step of a variant; 1 for those of other variants, which are not used then."""
-    for source in number:
-        if source.index < 0:
-            return float(source.variant == variant)
-        if source.variant == variant:
-            path = next(p for p in paths if p.record.outcomes[: len(source.path)] == source.path)
-            return path.record.numbers[source.index]
-    return 1.0
-
-
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raises PlanError for what would run with the optimizer's own step and not with a compiled one."""
     hooks = optimizer_hooks(optimizer)
@@ -356,7 +279,7 @@ def initial_state(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, names: nn.Module | Mapping[int, str]
 ) -> OptimizerState | None:
     """The state of an optimizer that has taken steps already, or None for a fresh one. Its tensors are not copied."""
-    named = _names(names)
+    named = names_by_id(names)
     tensors: dict[str, State] = {}
     counts: list[int] = []
     for param, kept in optimizer.state.items():
@@ -367,7 +290,7 @@ def initial_state(
     return OptimizerState(max(counts), tensors) if counts else None
 
 
-def _names(names: nn.Module | Mapping[int, str]) -> Mapping[int, str]:
+def names_by_id(names: nn.Module | Mapping[int, str]) -> Mapping[int, str]:
     return {id(p): name for name, p in names.named_parameters()} if isinstance(names, nn.Module) else names
 
 

@@ -96,7 +96,7 @@ class Session:
 
     def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float]) -> float:
         """One step over its microbatches; the loss is their mean. `numbers` are those of
-        the optimizer (`capture.optimizers.StepNumbers`).
+        the optimizer (`capture.optimizer_steps.StepNumbers`).
 
         Raises StepError when the loss is not finite, before anything is updated.
         """

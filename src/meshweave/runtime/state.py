@@ -155,7 +155,7 @@ class State:
                 hint="compile with that seed, so that dropout goes on as it would have",
             )
         self.num_steps = int(info["num_steps"])
-        self.numbers = json.loads(str(info["optimizer"]))
+        self.numbers = json.loads(str(info.get("optimizer", "{}")))  # before 2026-11 there was none
 
     @property
     def num_bytes(self) -> list[int]:
