@@ -1,0 +1,135 @@
+"""Programs as users write them train as in eager PyTorch, dropout included: eager mode gets the masks that were drawn.
+
+python -m tests.fuzz.test_habits 17          one program, printed, with its outcome
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.fuzz.habit_programs import Program
+from tests.fuzz.habits import Drop
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.errors import CaptureError, MeshweaveError, PlanError, RuleError
+
+SAMPLE, ALL, PARTS = (2, 18, 19, 20), 150, 10
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest magnitude of a tensor
+AUTOCAST_BOUND = 6e-2
+REFUSALS = (CaptureError, PlanError, RuleError)  # what a user can mend: an op without a rule, nothing to recompute
+Masks = list[dict[str, Tensor]]  # of each step, by the buffer that has them
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    tensors: dict[str, Tensor]
+
+
+def compiled(program: Program) -> tuple[Trained, Masks]:
+    model = copy.deepcopy(program.model)
+    optimizer = program.optimizer(model)
+    step = mw.compile(
+        model,
+        loss=program.loss,
+        example=program.data[0],
+        optimizer=optimizer,
+        mesh=program.mesh,
+        accumulate=program.accumulate,
+        **program.options,
+    )
+    schedule, losses, masks = program.scheduler(optimizer), [], []
+    for batch in program.data:
+        losses.append(step(batch))
+        masks.append({n: v.clone() for n, v in step.buffers().items() if n.endswith("masks")})
+        if schedule:
+            schedule.step()
+    return Trained(losses, {**step.parameters(), **step.buffers()}), masks
+
+
+def eagerly(program: Program, masks: Masks | None = None) -> Trained:
+    """In plain PyTorch on one device, with those masks of dropout or its own."""
+    model = copy.deepcopy(program.model)
+    for name, module in model.named_modules():
+        if isinstance(module, Drop) and masks is not None:
+            module.replay = [mask for step in masks for mask in reversed(step[f"{name}.masks"])]
+        if isinstance(module, nn.InstanceNorm1d):  # see judge.py: a fault of PyTorch's CPU kernel
+            module.register_full_backward_pre_hook(lambda _, grads: tuple(g.contiguous() for g in grads))
+    optimizer = program.optimizer(model)
+    schedule, losses = program.scheduler(optimizer), []
+    autocast: Any = program.options.get("autocast")
+    for batch in program.data:
+        optimizer.zero_grad()
+        total = 0.0
+        for i in range(program.accumulate):
+            micro = {k: v.chunk(program.accumulate)[i] for k, v in batch.items()}
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None, cache_enabled=False):
+                value = program.loss(model(micro["ids"], micro["x"], micro["mask"]), micro)
+            (value / program.accumulate).backward()
+            total += value.item() / program.accumulate
+        if "clip_grad_norm" in program.options:
+            nn.utils.clip_grad_norm_(model.parameters(), program.options["clip_grad_norm"])
+        optimizer.step()
+        losses.append(total)
+        if schedule:
+            schedule.step()
+    return Trained(losses, {n: v.detach() for n, v in (*model.named_parameters(), *model.named_buffers())})
+
+
+def differences(program: Program, got: Trained, want: Trained) -> list[str]:
+    bound = AUTOCAST_BOUND if "autocast" in program.options else BOUNDS[program.dtype]
+    pairs = [
+        (f"loss {i}", torch.tensor(a), torch.tensor(b))
+        for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True))
+    ]
+    pairs += [(name, got.tensors[name], want.tensors[name]) for name in want.tensors if name in got.tensors]
+    found = [f"{name} on one side only" for name in set(got.tensors) ^ set(want.tensors)]
+    for name, a, b in pairs:
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            found.append(f"{name}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}")
+        elif b.numel():
+            error = float((a.double() - b.double()).abs().max()) / max(float(b.double().abs().max()), 1e-2)
+            found += [] if error <= bound else [f"{name}: off by {error:.3g}"]
+    return found
+
+
+def fault(seed: int) -> str:
+    """What is wrong with the program of a seed; nothing where it trains as in eager PyTorch or is refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own
+        program = Program(seed)
+        try:
+            eagerly(program)
+        except Exception:
+            return ""  # eager PyTorch cannot run it
+        try:
+            got, masks = compiled(program)
+        except REFUSALS as error:
+            return "" if error.hint else f"{program}\n{error}"
+        except (MeshweaveError, Exception) as error:
+            return f"{program}\n{type(error).__name__}: {error}"
+        return "\n".join(differences(program, got, eagerly(program, masks)))
+
+
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_a_program_as_users_write_it_trains_as_in_eager_pytorch(seed: int) -> None:
+    assert not fault(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_programs_as_users_write_them_train_as_in_eager_pytorch_or_are_refused(part: int) -> None:
+    faults = {seed: text for seed in range(part, ALL, PARTS) if (text := fault(seed))}
+    assert not faults, faults
+
+
+if __name__ == "__main__":
+    print(Program(int(sys.argv[1])), fault(int(sys.argv[1])) or "nothing wrong", sep="\n")
