@@ -1,6 +1,7 @@
 """Steps of meshweave as it comes against DDP, FSDP2, tensor parallelism and torch.compile, in wall time, over Gloo.
 
-    python benchmarks/step_time.py [--quick] [--json] [--write] [--only tp] [--layers 6] [--steps 8] [--memory]
+    python benchmarks/step_time.py [--quick] [--json] [--write] [--only tp] [--layers 6] [--steps 8]
+        [--memory] [--eager]
 
 Processes of this machine, one thread each, in network namespaces of their own with links of 1 or 10 Gbit/s between
 them (veth and `tc tbf`; needs root), over the loopback, and one process alone. In one job every way to train has a copy
@@ -180,6 +181,7 @@ def main() -> int:
     )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--eager", action="store_true", help="peers without torch.compile, which takes minutes")
     parser.add_argument("--worker")
     parser.add_argument("--variant", default="")
     parser.add_argument("--cache", default="")
@@ -189,7 +191,7 @@ def main() -> int:
         worker(Config(**json.loads(options.worker)), options.variant)
         return 0
     rows = [
-        replace(row, config=replace(row.config, layers=options.layers, steps=options.steps))
+        replace(row, config=replace(row.config, layers=options.layers, steps=options.steps, compiles=not options.eager))
         for row in (QUICK if options.quick else FULL)
         if row.num_ranks == 1 or not row.gbit or not os.geteuid()
     ]

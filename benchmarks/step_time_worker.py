@@ -36,6 +36,7 @@ class Config:
     sequence: int = 256
     steps: int = 8
     warm_up: int = 2
+    compiles: bool = True  # peers also under torch.compile
 
     def __str__(self) -> str:
         return f"{self.family} {self.layers} x {self.hidden}, {self.scheme}, batch {self.batch} x {self.sequence}"
@@ -91,7 +92,8 @@ def variants(config: Config, num_ranks: int) -> dict[str, Callable[[], Step]]:
     }[config.scheme]
     for name, make in peers:
         makers[name] = lambda make=make: make(config, False)  # type: ignore[misc]
-        makers[f"{name}, compiled"] = lambda make=make: make(config, True)  # type: ignore[misc]
+        if config.compiles:
+            makers[f"{name}, compiled"] = lambda make=make: make(config, True)  # type: ignore[misc]
     return makers
 
 
