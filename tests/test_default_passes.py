@@ -94,6 +94,17 @@ def test_what_there_is_no_time_for_is_said_and_left() -> None:
         assert len(found.overlap) == 1
 
 
+def test_what_rounds_otherwise_has_to_gain_enough() -> None:
+    step, profile = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
+    pipeline = pipeline_of("default")
+    for least_gain in (0.0, 0.99, -1e3):
+        found = optimize(step.program.placed, step.program.expanded, profile, replace(pipeline, least_gain=least_gain))
+        (whole, *anew) = (variant.seconds for variant in found.variants)
+        assert anew
+        assert (found.name == "as it is") == (whole <= min(anew) / (1 - least_gain))
+    assert found.name != "as it is"  # a gain of less than nothing is enough
+
+
 def test_virtual_devices_take_the_plain_step() -> None:
     assert compiled("dp=2", profile=PROFILE).program.overlap == ()
     assert compiled("dp=2").program.overlap == ()

@@ -26,7 +26,8 @@ PASSES: Mapping[str, type[Pass[Any]]] = {
 }
 GROUPS = {
     "exact": ("carry", "overlap"),  # those that change no value
-    "default": ("split", "decompose", "carry", "overlap"),  # all that are taken by gain
+    # All that are taken by gain but carry: what a script writes to a parameter through `.data` is not seen by it.
+    "default": ("split", "decompose", "overlap"),
 }
 Asked = str | Sequence[Pass[Any]] | None
 
@@ -64,8 +65,8 @@ def pipeline_of(
 
 def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
     """The passes of a list, or of a text: names with commas between, in any order, each with a value for its first
-    option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (these, split and
-    decompose). What is named by itself replaces what a name for several brings.
+    option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (split,
+    decompose, overlap). What is named by itself replaces what a name for several brings.
 
         "overlap"   "default,split=4"   "recompute=selective,prefetch=1"
 

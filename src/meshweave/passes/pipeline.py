@@ -45,6 +45,7 @@ class Pipeline:
     """Passes, in the order of their stages and else as listed, and what holds for all of them.
 
     memory_cap_bytes: the most that a device may hold at once; keeps_gradients: those of a step live to its end.
+    least_gain: what writes ops anew is taken if the step is simulated faster by this share of it at least.
     is_default: nobody asked for the passes over rank graphs, and where they cannot do with a program or its costs it
     stays as it is.
     """
@@ -52,6 +53,7 @@ class Pipeline:
     passes: tuple[Pass[Any], ...] = ()
     memory_cap_bytes: int | None = None
     keeps_gradients: bool = False
+    least_gain: float = 0.0
     is_default: bool = False
     budget: Budget = Budget()
 
@@ -217,7 +219,9 @@ def _optimized(
             else:
                 behind += candidate.behind(one, costs)
         candidates = behind
-    chosen, variants = _fastest(candidates, costs) if len(candidates) > 1 or untried else (candidates[0], ())
+    chosen, variants = (
+        _fastest(candidates, costs, pipeline.least_gain) if len(candidates) > 1 or untried else (candidates[0], ())
+    )
     variants += tuple(untried.values())
     if chosen.unfit is not None:
         raise chosen.unfit
@@ -240,9 +244,9 @@ def _check_costs(one: Pass[Any], roles: tuple[RankGraph, ...], costs: Costs) -> 
     costs.check_mesh(roles[0].mesh)
 
 
-def _fastest(candidates: list[_Candidate], costs: Costs) -> tuple[_Candidate, tuple[Variant, ...]]:
+def _fastest(candidates: list[_Candidate], costs: Costs, least_gain: float) -> tuple[_Candidate, tuple[Variant, ...]]:
     """The fastest candidate, the first of equals, and what each takes; its reports say of passes that others went
-    through why it did not. Where none fits, the first."""
+    through why it did not. Where none fits, the first. What is written anew has to be faster by `least_gain`."""
     assert isinstance(costs, MachineProfile)
     variants: list[Variant] = []
     for one in candidates:
@@ -251,7 +255,8 @@ def _fastest(candidates: list[_Candidate], costs: Costs) -> tuple[_Candidate, tu
             continue
         options = SimulateOptions(microbatches=one.program.microbatches)
         variants.append(Variant(one.name, simulate_roles(one.program.roles, costs, options).seconds))
-    best = candidates[min(range(len(variants)), key=lambda i: (variants[i].reason, variants[i].seconds))]
+    handicap = [1.0 if one.name == AS_IT_IS else 1.0 / (1.0 - least_gain) for one in variants]
+    best = candidates[min(range(len(variants)), key=lambda i: (variants[i].reason, variants[i].seconds * handicap[i]))]
     reason = "the whole step is not faster with it: " + "; ".join(map(str, variants))
     others: dict[str, tuple[Report, ...]] = {}
     for one in candidates:
