@@ -16,6 +16,22 @@ MODEL = (
     "&vocab_size=512"
 )
 
+NET = """
+import torch
+from torch import nn
+
+def net(batch: int = 16):
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    return model, lambda i: (torch.full((batch, 64), i + 1.0) + torch.arange(64),), lambda out, _: (out * out).mean()
+"""
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "net.py"
+    path.write_text(NET)
+    return f"{path}:net"
+
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, [*arguments])
@@ -59,19 +75,19 @@ def test_the_table_says_what_is_exposed_and_why() -> None:
     assert "late: its input is ready" in result.output
 
 
-def test_several_meshes_are_compared_and_the_best_is_marked() -> None:
+def test_several_meshes_are_compared_and_the_best_is_marked(net: str) -> None:
     meshes = ("--mesh", "fsdp=8", "--mesh", "fsdp=4,tp=2", "--mesh", "tp=8")
-    found = last_line(run("simulate", MODEL, *meshes, "--json"))
+    found = last_line(run("simulate", net, *meshes, "--json"))
     rates = [one["tokens_per_s_per_gpu"] for one in found["simulations"]]
     assert [one["mesh"] for one in found["simulations"]] == ["fsdp=8", "fsdp=4,tp=2", "tp=8"]
     assert found["best"] == rates.index(max(rates))
-    assert "best" in run("simulate", MODEL, *meshes[:4]).output
+    assert "best" in run("simulate", net, *meshes).output
 
 
-def test_a_difference_names_what_moved() -> None:
-    found = last_line(run("simulate", MODEL, "--mesh", "fsdp=4", "--mesh", "tp=4", "--diff", "--json"))
+def test_a_difference_names_what_moved(net: str) -> None:
+    found = last_line(run("simulate", net, "--mesh", "fsdp=4", "--mesh", "tp=4", "--diff", "--json"))
     assert {row["op"] for row in found["diff"]} >= {"all_gather", "all_reduce"}
-    assert run("simulate", MODEL, "--mesh", "fsdp=4", "--diff").exit_code == 2
+    assert run("simulate", net, "--mesh", "fsdp=4", "--diff").exit_code == 2
 
 
 @pytest.mark.slow
@@ -87,11 +103,11 @@ def test_what_if(tmp_path: Path) -> None:
     assert seconds("--profile", "gb200") != base
 
 
-def test_a_model_that_does_not_fit_is_simulated_all_the_same() -> None:
-    result = run("simulate", MODEL, "--mesh", "fsdp=2", "--scale", "memory_bytes=2.0001e9", "--json")
+def test_a_model_that_does_not_fit_is_simulated_all_the_same(net: str) -> None:
+    result = run("simulate", net, "--mesh", "fsdp=2", "--scale", "memory_bytes=2.0001e9", "--json")
     found = last_line(result)
-    if not found["fits"]:
-        assert "what would make it fit" in found["verdict"]
+    assert not found["fits"]
+    assert "what would make it fit" in found["verdict"]
     assert found["seconds"] > 0
 
 
@@ -117,19 +133,19 @@ def test_explain_why() -> None:
         (("--mesh", "fsdp=8", "--report", "/nowhere/x.html"), "cannot be written"),
     ],
 )
-def test_bad_input(arguments: tuple[str, ...], expected: str) -> None:
-    result = run("simulate", MODEL, *arguments)
+def test_bad_input(net: str, arguments: tuple[str, ...], expected: str) -> None:
+    result = run("simulate", net, *arguments)
     assert result.exit_code == 2, result.output
     assert expected in result.output
 
 
-def test_explain_of_nothing() -> None:
-    result = run("explain", MODEL, "--mesh", "fsdp=4", "--why", "layers.9")
+def test_explain_of_nothing(net: str) -> None:
+    result = run("explain", net, "--mesh", "fsdp=4", "--why", "layers.9")
     assert result.exit_code == 2
     assert "no communication is named so" in result.output
 
 
-def test_a_profile_with_a_wrong_figure_names_its_line(tmp_path: Path) -> None:
+def test_a_profile_with_a_wrong_figure_names_its_line(net: str, tmp_path: Path) -> None:
     import meshweave.hardware
 
     text = (Path(meshweave.hardware.__file__).parent / "data" / "h100.toml").read_text()
@@ -138,16 +154,16 @@ def test_a_profile_with_a_wrong_figure_names_its_line(tmp_path: Path) -> None:
     lines[at] = "launch_s = -1.0"
     file = tmp_path / "mine.toml"
     file.write_text("\n".join(lines))
-    result = run("simulate", MODEL, "--mesh", "fsdp=8", "--profile", str(file))
+    result = run("simulate", net, "--mesh", "fsdp=8", "--profile", str(file))
     assert result.exit_code == 2
     assert f"mine.toml:{at + 1}" in result.output or f"line {at + 1}" in result.output
     assert "launch_s" in result.output
 
 
-def test_a_run_measures_its_last_step_beside_the_model(tmp_path: Path) -> None:
+def test_a_run_measures_its_last_step_beside_the_model(net: str, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
-    plain = last_line(run("run", MODEL, "--mesh", "fsdp=2", "--steps", "3", "--json"))
-    found = last_line(run("run", MODEL, "--mesh", "fsdp=2", "--steps", "3", "--report", str(page), "--json"))
+    plain = last_line(run("run", net, "--mesh", "fsdp=2", "--steps", "3", "--json"))
+    found = last_line(run("run", net, "--mesh", "fsdp=2", "--steps", "3", "--report", str(page), "--json"))
     assert found["losses"] == plain["losses"]
     assert found["num_steps"] == 3
     assert "measured" in page.read_text()
