@@ -130,12 +130,11 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], type[MeshweaveError], str]] = {
         StepError,
         "register_post_accumulate_grad_hook on param 'linear.weight'",
     ),
-    "no weight decay": (set_option("weight_decay", 0.0), StepError, "another update than was compiled"),
     "amsgrad": (set_option("amsgrad", True), CaptureError, "KeyError: 'max_exp_avg_sq'"),
     "add_param_group": (
         lambda r: r.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
-        StepError,
-        "got: 2 groups",
+        PlanError,
+        "a parameter that the model does not have",
     ),
     "a hook before the optimizer": (
         lambda r: r.optimizer.register_step_pre_hook(lambda *a: None),
