@@ -21,6 +21,7 @@ import meshweave as mw
 from meshweave.errors import LayoutError, MeshweaveError, StepError
 from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.fingerprint import fingerprint
+from meshweave.runtime.process_groups import _bytes
 from meshweave.runtime.rows import ALWAYS_FIRST, THEN_EVERY
 
 pytestmark = pytest.mark.multiprocess
@@ -278,3 +279,10 @@ def test_fingerprints_tell_values_apart(dtype: torch.dtype) -> None:
     assert int(fingerprint(rows)) != int(fingerprint(rows.flip(0)))
     assert int(fingerprint(rows, 1 << 16)) != int(fingerprint(rows.flip(0), 1 << 16))
     assert int(fingerprint(rows[1:], 1 << 16)) == int(fingerprint(rows[1:].clone(), 1 << 16))
+
+
+def test_single_elements_of_any_stride_have_bytes() -> None:
+    single = torch.tensor(3.0).expand(1)  # such as the gradient of a bias of one output
+    assert single.stride() == (0,)
+    assert _bytes(single).tolist() == _bytes(torch.tensor([3.0])).tolist()
+    assert int(fingerprint(single)) == int(fingerprint(torch.tensor([3.0])))

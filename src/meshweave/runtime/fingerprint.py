@@ -23,7 +23,8 @@ def fingerprint(value: Tensor, most_words: int | None = None) -> Tensor:
     Tensors that differ in one word always have different numbers, others with a chance of about 2^-64 the same one.
     Of more than `most_words` words only that many are read, an odd number of words apart. Shape and dtype don't enter.
     """
-    flat = value.detach().reshape(-1).contiguous().view(torch.uint8)
+    whole = value.detach().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # what has one element may have any stride
     num_words = flat.numel() // 8
     tail = torch.nn.functional.pad(flat[8 * num_words :], (0, 8 * num_words + 8 - flat.numel()))
     body = flat[: 8 * num_words]

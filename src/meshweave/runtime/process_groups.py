@@ -318,7 +318,9 @@ class ClusterCommunicator:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor, which share its memory. One of a single element may have any stride."""
+    assert x.is_contiguous(), f"a tensor of strides {x.stride()}"
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _gather(group: Group, x: Tensor, finish: Callable[[Tensor], Tensor]) -> Pending:

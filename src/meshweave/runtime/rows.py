@@ -124,7 +124,7 @@ class RowsCheck:
             alike.append(self._judge_entry(name, rows[self.ranks[0]], num_whole, contents))
         if alike.count(True) and not alike.count(False) and not self.warned and self.world.rank == self.ranks[0]:
             self.warned = True
-            warnings.warn(_ALIKE, stacklevel=4)
+            warnings.warn(_ALIKE, stacklevel=5)  # the caller of the step
 
     def _judge_entry(self, name: str, num_rows: int, num_whole: int, contents: Mapping[int, int]) -> bool | None:
         """Raises where ranks differ that must not. Returns whether all handed in the same as their own rows; None where
