@@ -33,6 +33,7 @@ ROOMS = (
     "passes",
     "torch_compile",
     "program",
+    "variants",
     "train_step",
     "compile",
     "whatif",

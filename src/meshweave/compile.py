@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.guards import check_autocast, check_not_compiled
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
-from meshweave.capture.step import CaptureOptions, StepSource, capture_source
+from meshweave.capture.step import CaptureOptions, Part, StepSource, capture_source
 from meshweave.errors import PlanError
 from meshweave.expand.expand import expand
 from meshweave.gathers import settle
@@ -53,6 +53,7 @@ from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
 from meshweave.sharding.sums import AccumulateIn
 from meshweave.train_step import TrainStep
+from meshweave.variants import ShapeOptions
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -90,9 +91,11 @@ def build_program(
     forward: Callable[[nn.Module, Any], Any] = call_model,
     progress: Callable[[str], None] = lambda stage: None,
     pipeline: Pipeline | None = None,
+    like: Program | None = None,
 ) -> Program:
     """Capture, place, plan, expand, optimize; the verifier runs after each and after every pass of `pipeline`.
-    `progress(stage)` is called as each begins."""
+    `progress(stage)` is called as each begins. `like` is a program of the same model, on whose state this one runs: its
+    choices and its layouts of parameters are kept."""
     progress("capture")
     resolved = resolve(plan, model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
@@ -113,10 +116,13 @@ def build_program(
 
     # Without a plan, an axis that operators in the model use is theirs.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
-        resolved = choose_tp(model, captured, resolved, axis, place_with, price)
+        if like is None or like.resolved is None:
+            resolved = choose_tp(model, captured, resolved, axis, place_with, price)
+    resolved = like.resolved if like is not None and like.resolved is not None else resolved
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
     step = pipeline.captured(CapturedProgram(captured, cuts), profile, progress)
     placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
+    placement = placement if like is None else placement.keeping(like.placement)
 
     def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
         how = replace(placement, accumulate_in=accumulate_in)
@@ -128,7 +134,18 @@ def build_program(
     placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(profile))
     optimized = optimize(placed, roles, profile, pipeline, options.accumulate, progress)
     policies = ["none", *(one.policy for one in pipeline.passes if isinstance(one, Recompute))]
-    return Program(step, placed, optimized, placement, options, contract, optimizer, told, recompute=policies[-1])
+    return Program(
+        step,
+        placed,
+        optimized,
+        placement,
+        options,
+        contract,
+        optimizer,
+        told,
+        recompute=policies[-1],
+        resolved=resolved,
+    )
 
 
 _LEAST_GAIN = 0.05  # docs/calibrate.md: held-out points are off by about so much
@@ -178,6 +195,9 @@ def compile(
     forward: Callable[[nn.Module, Any], Any] = call_model,
     keep_gradients: bool = False,
     check_finite: bool = True,
+    shapes: Sequence[Any] = (),
+    max_programs: int = 8,
+    pad: Mapping[str, float] | None = None,
     device: torch.device | str | None = None,
     batch: Literal["global", "local"] = "global",
     on_different_weights: Literal["broadcast", "error"] = "broadcast",
@@ -233,6 +253,10 @@ def compile(
         of this rank alone, as DistributedSampler makes them (see docs/ranks.md).
     on_different_weights: where ranks hold other weights, buffers or optimizer state than the first rank, its are copied
         to all ("broadcast", with a warning), or it is an error.
+    shapes: further batches of which only the shapes count, each compiled for at once. Batches of other shapes are
+        compiled for when first seen; all run on one state. max_programs: how many programs a step may have.
+    pad: by entry of the batch the value that fills it up, at the end of its dims, to the next shape that is compiled
+        ({"input_ids": 0, "labels": -100}). What filled rows and tokens do to the loss is the loss's affair.
 
     Runs on virtual devices in this process, or as one rank of a job: where torch.distributed is initialised, or
     torchrun started several processes (then it is initialised here). Ranks must agree on all of the above but for the
@@ -273,10 +297,21 @@ def compile(
             chosen = costs_for(profile, world, progress)
             if passes is None and not prefetch and overlap is decompose is split is None:
                 pipeline = by_default(pipeline, world, chosen.costs, passes_seconds)
-            program = build_program(
-                model, loss, example, spec, mesh, plan, chosen.costs, options, forward, progress, pipeline
-            )
-            program = replace(program, costs=chosen.costs, costs_from=chosen.origin)
+
+            def build(example: Any, part: Part, count: int, like: Program | None) -> Program:
+                asked = replace(options, accumulate=count, part=part)
+                update = spec if part == "train" else None
+                made = build_program(
+                    model, loss, example, update, mesh, plan, chosen.costs, asked, forward, progress, pipeline, like
+                )
+                return replace(made, costs=chosen.costs, costs_from=chosen.origin)
+
+            program = build(example, "train", accumulate, None)
             progress("start")
         ranks.agree(program_texts(program.captured, program.roles))
-        return TrainStep(program, model, optimizer, world, settings, again=lambda: compile(**asked))
+        ways = ShapeOptions(build, max_programs, pad or {})
+        step = TrainStep(program, model, optimizer, world, settings, ways, again=lambda: compile(**asked))
+        for shape in shapes:
+            step.variants.prepare(Batch.of(global_example(shape, batch, batch_shard(mesh, plan)[0])))
+        step.variants.is_local = True if batch == "local" and world.is_distributed else None
+        return step

@@ -14,6 +14,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.passes import Optimized
 from meshweave.schedule import OverlapReport
 from meshweave.sharding.placement import Placement
+from meshweave.sharding.plans import Resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Program:
     costs: Costs | None = None  # that it was planned by
     costs_from: str = ""  # which they are, and where they come from
     recompute: str = "none"  # what backward makes again, as `mw.compile` has it
+    resolved: Resolved | None = None  # the plan as it was read, with what was chosen for weights that it left open
 
     @property
     def roles(self) -> tuple[RankGraph, ...]:

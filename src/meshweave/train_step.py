@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
 from meshweave.capture.optimizer_steps import StepNumbers
 from meshweave.capture.optimizers import initial_state
+from meshweave.capture.step import Part
 from meshweave.errors import LayoutError, OutdatedUpdate
 from meshweave.interop.optimizer import mark_stepped
 from meshweave.ir.graph import tokens_of
@@ -21,10 +23,10 @@ from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
 from meshweave.runtime.optimizer_state import OptimizerState
-from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session, Settings
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
+from meshweave.variants import ShapeOptions, Variant, Variants, rows_check
 
 _LOG = logging.getLogger("meshweave")
 
@@ -42,38 +44,59 @@ class TrainStep:
         optimizer: torch.optim.Optimizer | None,
         world: World,
         settings: Settings,
+        shapes: ShapeOptions | None = None,
         again: Callable[[], TrainStep] | None = None,
     ) -> None:
-        """`again()` compiles the step anew, for model and optimizer as they are then."""
+        """`shapes` say how programs for other batches are compiled; `again()` compiles the step anew, for model and
+        optimizer as they are then."""
         self.again = again
-        self.program, self.optimizer = program, optimizer
-        self.session = Session(program.roles, world, settings)
+        self.model, self.optimizer = model, optimizer
+        session = Session(program.roles, world, settings)
         spec = program.optimizer
         held = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
-        self.session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
-        self.session.state.num_steps = held.num_steps if held else 0
-        self.session.bindings.bind(self.session.state, model, optimizer)
-        self.guards = Guards(program.contract, program.options.autocast, self.session.bindings.replace)
+        session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
+        session.state.num_steps = held.num_steps if held else 0
+        session.bindings.bind(session.state, model, optimizer)
+        guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
+        first = Variant(program, session, guards, set(), rows_check(program, world))
+        self.variants = Variants(model, first, shapes or ShapeOptions())
+        self._last = first
         self.numbers = None
         if optimizer is not None and spec is not None:
             self.numbers = StepNumbers(spec, optimizer, model, program.captured.updated)
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
-        self._own_state = None if optimizer is None else OptimizerState.of(self.session.bindings, optimizer, model)
+        self._own_state = None if optimizer is None else OptimizerState.of(session.bindings, optimizer, model)
         if held:
             self._publish()
-        self.rows = _rows_check(program, world)
 
-    def __call__(self, batch: Any) -> float:
+    @property
+    def program(self) -> Program:
+        """The program of the example."""
+        return self.variants.first.program
+
+    @property
+    def session(self) -> Session:
+        """What runs the program of the example, and has the state."""
+        return self.variants.first.session
+
+    @property
+    def guards(self) -> Guards:
+        return self.variants.first.guards
+
+    def __call__(self, batch: Any, *, accumulate: int | None = None) -> float:
         """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
 
-        Raises LayoutError for a batch of another shape than the example, StepError for a loss that is not finite and
-        where model, batch or optimizer are no longer what was compiled (docs/capture.md).
+        A batch of another shape, another number of microbatches (`accumulate`), `model.train()`, `model.eval()` have
+        programs of their own on the same state, compiled when first seen.
+
+        Raises LayoutError for a batch that is not like the example or one shape too many, StepError for a loss that is
+        not finite and where model, batch or optimizer are no longer what was compiled (docs/capture.md).
         """
         with self.session.world.guard():
             numbers = self._first_numbers()
-            micros = self._micros(batch, self.program.options.accumulate)
-            loss = self.session.run(micros, numbers)
-            self._stepped()
+            variant, micros = self._micros(batch, accumulate)
+            loss = variant.session.run(micros, numbers)
+            self._stepped(variant)
         return loss
 
     def trace(self, batch: Any) -> Simulation:
@@ -84,11 +107,28 @@ class TrainStep:
         """
         with self.session.world.guard():
             numbers = self._first_numbers()
-            micros = self._micros(batch, self.program.options.accumulate)
-            tokens = tokens_of(self.program.captured) * len(micros)
-            found = self.session.trace(micros, numbers, tokens=tokens)
-            self._stepped()
+            variant, micros = self._micros(batch)
+            tokens = tokens_of(variant.program.captured) * len(micros)
+            found = variant.session.trace(micros, numbers, tokens=tokens)
+            self._stepped(variant)
         return found
+
+    def evaluate(self, batch: Any, *, training: bool = False) -> float:
+        """The loss of a batch, with `model.eval()` (or, for `training`, in the modes that the modules are in). Nothing
+        is updated, neither parameters nor buffers. On a cluster all ranks call it."""
+        return self._forward_alone(batch, "loss", training)[0]
+
+    def forward_only(self, batch: Any, *, training: bool = False) -> Any:
+        """What the model returns for a batch, its tensors whole on every process; the batch needs no labels. Modes and
+        state are as in `evaluate`."""
+        return self._forward_alone(batch, "outputs", training)[1]
+
+    def _forward_alone(self, batch: Any, part: Part, training: bool) -> tuple[float, Any]:
+        with self.session.world.guard(), nullcontext() if training else _evaluating(self.model):
+            variant, held = self.variants.of(Batch.of(batch), part, 1)
+            loss, tensors = variant.session.evaluate(dict(zip(held.names, held.tensors, strict=True)), variant.outputs)
+            shape = variant.program.contract.outputs
+            return loss, shape.join(tensors) if shape is not None else None
 
     def forward(self, batch: Any) -> float:
         """Forward and loss of one microbatch (the batch, unless gradients are accumulated); returns its loss.
@@ -98,8 +138,11 @@ class TrainStep:
         """
         with self.session.world.guard():
             self._first_numbers()
-            (micro,) = self._micros(batch, 1)
-            return self.session.forward(micro)
+            held = Batch.of(batch)
+            self.guards.check(held)
+            self.variants.compare(self.variants.first, held, 1, self._groups)
+            self._take_over()
+            return self.session.forward(dict(zip(held.names, held.tensors, strict=True)))
 
     def backward(self) -> None:
         """Gradients of the microbatch that went forward, reduced over the mesh."""
@@ -109,15 +152,17 @@ class TrainStep:
         """New parameters and optimizer state, when every microbatch has gone backward."""
         with self.session.world.guard():
             self.session.update(self._numbers())
-            self._stepped()
+            self._stepped(self.variants.first)
 
-    def _micros(self, batch: Any, parts: int) -> list[Mapping[str, Tensor]]:
-        held = Batch.of(batch)
-        self.guards.check(held)
-        if self.rows is not None:
-            self.rows.check(held, parts, self.optimizer.param_groups if self.optimizer is not None else ())
+    @property
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else ()
+
+    def _micros(self, batch: Any, accumulate: int | None = None) -> tuple[Variant, list[Mapping[str, Tensor]]]:
+        variant, held = self.variants.of(Batch.of(batch), "train", accumulate, self._groups)
         self._take_over()
-        return [dict(zip(held.names, tensors, strict=True)) for tensors in held.split(parts)]
+        parts = held.split(variant.accumulate)
+        return variant, [dict(zip(held.names, tensors, strict=True)) for tensors in parts]
 
     def _numbers(self) -> dict[str, float]:
         """What the optimizer's code computes for the next step, from its options as they are now."""
@@ -153,7 +198,8 @@ class TrainStep:
             self.session.state.num_steps = held.num_steps if held else 0
             self.numbers.read()
 
-    def _stepped(self) -> None:
+    def _stepped(self, variant: Variant) -> None:
+        self._last = variant
         if self.optimizer is not None and self.numbers is not None:
             self.numbers.commit()
             mark_stepped(self.optimizer)
@@ -166,7 +212,7 @@ class TrainStep:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.session.metrics
+        return self._last.session.metrics
 
     @property
     def num_steps(self) -> int:
@@ -187,7 +233,7 @@ class TrainStep:
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients of the last step by name; needs keep_gradients=True."""
-        return self.session.gradients()
+        return self._last.session.gradients()
 
     def _sharded(self, kind: str) -> dict[str, Tensor]:
         if not self.session.world.is_distributed:
@@ -208,6 +254,8 @@ class TrainStep:
         self.session.load(path)
         if self.numbers is not None:
             self.numbers.load(self.session.state.numbers, self.session.state.num_steps)
+        for variant in self.variants.all:
+            variant.session.state = self.session.state
         self._publish()
 
     def explain(self) -> list[MoveRow]:
@@ -215,10 +263,13 @@ class TrainStep:
         return move_rows(self.program.placed, self.program.mesh)
 
 
-def _rows_check(program: Program, world: World) -> RowsCheck | None:
-    """What compares the batches that ranks hand in; None where one process has all devices."""
-    if not world.is_distributed:
-        return None
-    specs = {item.name: item.spec for item in program.captured.inputs if item.kind == "batch"}
-    layouts = {name: program.placement.layout("batch", name, spec) for name, spec in specs.items()}
-    return RowsCheck(world, layouts, {name: spec.shape for name, spec in specs.items()})
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """`model.eval()`, and every module back in its own mode at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -77,11 +77,6 @@ def replace_step(run: Run) -> None:
 
 # What is changed -> how, and the error with a part of its message.
 CHANGES: dict[str, tuple[Callable[[Run], Any], type[MeshweaveError], str]] = {
-    "model.eval()": (
-        lambda r: r.model.eval(),
-        StepError,
-        "where: model.training, model.linear.training, model.drop.training",
-    ),
     "the p of a dropout": (lambda r: setattr(r.model.drop, "p", 0.1), StepError, "model.drop.p: 0.5 -> 0.1"),
     "an attribute": (lambda r: setattr(r.model, "alpha", 3.0), StepError, "model.alpha: 1.0 -> 3.0"),
     "an attribute of an object": (lambda r: setattr(r.model.options, "scale", 3), StepError, "model.options.scale"),

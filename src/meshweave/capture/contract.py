@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from meshweave.capture.batch import Batch
+from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.record import Constant, Difference, Record, Value
 from meshweave.capture.snapshot import Snapshot, generator_state, same, set_generator_state, shown
 from meshweave.capture.unread import WasRead
@@ -44,6 +45,7 @@ class Contract:
     batch: Batch
     inputs: Sequence[Tensor]
     again: Callable[[Record, Batch], None]
+    outputs: ModelOutputs | None = None  # what the model returns, where that is asked for
     record: Record = field(init=False)
 
     def __post_init__(self) -> None:

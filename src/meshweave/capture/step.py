@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
 from meshweave.capture.normalize import normalize
 from meshweave.capture.optimizers import OptimizerSpec
+from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
 from meshweave.capture.record import Record, storage_of
 from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
@@ -29,6 +30,9 @@ from meshweave.ir.graph import Input, Spec, StepGraph
 from meshweave.ir.ops import square_sum
 
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+Part = Literal["train", "loss", "outputs"]  # of a step: all of it, forward with loss, or what forward returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class CaptureOptions:
     reduce_after_cast: bool = False
     param_dtype: torch.dtype | None = None
     accumulate_in: str = "auto"
+    part: Part = "train"
 
     def __post_init__(self) -> None:
         if self.param_dtype is not None and not self.param_dtype.is_floating_point:
@@ -158,7 +163,7 @@ def capture_source(
         values = _unflatten(inputs, flat)
         tracker = Provenance(values.scalars["draw"], options.seed, contract.record)
         with tracker:
-            results = _step(source, batch, optimizer, options, tracker, values)
+            results, contract.outputs = _step(source, batch, optimizer, options, tracker, values)
         outputs[:] = list(results)
         return list(results.values())
 
@@ -180,8 +185,9 @@ def _describe(
 
     _check_hooks(model)
     params = {n: Input("param", n, spec_like(p), p.requires_grad) for n, p in model.named_parameters()}
-    trained = [p for p in params.values() if p.requires_grad]
-    if not trained:
+    is_trained = options.part == "train"
+    trained = [p for p in params.values() if p.requires_grad and is_trained]
+    if is_trained and not trained:
         raise CaptureError("the model has no parameter to train", hint="set requires_grad on what should be trained")
     batch = Batch.of(example)
     scalars = [Input("scalar", "draw", Spec((), torch.int64))]
@@ -251,8 +257,10 @@ def _step(
     tracker: Provenance,
     values: _Values,
     is_second: bool = False,
-) -> dict[tuple[str, str], Tensor]:
-    """Outputs by (kind, name). Runs under the tracer. A second run, which is for comparison, ends with the loss."""
+) -> tuple[dict[tuple[str, str], Tensor], ModelOutputs | None]:
+    """Outputs by (kind, name), and how those of the model are put together. Runs under the tracer. A second run, which
+    is for comparison, ends with the loss."""
+    returned: list[ModelOutputs] = []
     wanted = {n: p.requires_grad for n, p in source.model.named_parameters()}
     leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in values.params.items()}
     buffers = {n: b.clone() for n, b in values.buffers.items()}
@@ -273,6 +281,21 @@ def _step(
         grads = _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
         return results | _buffers(model, buffers), grads
 
+    def forward_alone(model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+        with torch.no_grad(), _autocast(options.autocast):
+            out = source.forward(model, data)
+            if options.part == "outputs":
+                shape, found = ModelOutputs.of(out)
+                returned.append(shape)
+                results = {("output", n): t.detach() for n, t in found.items()}
+            else:
+                tracker.phase = "loss"
+                value = _scalar_loss(source.loss(out, data))
+                results = {("loss", ""): value.to(torch.promote_types(value.dtype, torch.float32))}
+        _check_parameters(model, tensors, storages, set(leaves))
+        tracker.record.finish([*results.values()])
+        return results, {}
+
     with torch.enable_grad():
         with _autocast(options.autocast):
             tensors = {**cast_parameters(leaves, options.param_dtype, tracker), **buffers}
@@ -282,7 +305,8 @@ def _step(
         known = (*source.model.named_parameters(), *source.model.named_buffers())
         own = [(t, tensors[n]) for n, t in known if n in tensors]  # the first run may have given the model a new buffer
         with CapturedFunctions(own), tracker.inside(source.model), source.hooks(source.model):
-            results, grads = Substituted.run(source.model, tensors, forward_and_backward)
+            body = forward_and_backward if options.part == "train" else forward_alone
+            results, grads = Substituted.run(source.model, tensors, body)
     if options.accumulate > 1:
         for name, gradient in grads.items():
             tracker.modules = [name.rpartition(".")[0]]
@@ -293,7 +317,7 @@ def _step(
     if optimizer is not None and not is_second:
         tracker.phase = "update"
         results |= _update(optimizer, options, tracker, values, grads)
-    return results
+    return results, returned[0] if returned else None
 
 
 def _check_parameters(
@@ -352,7 +376,7 @@ def _scalar_loss(value: Any) -> Tensor:
             expected="a floating-point tensor with one element",
             hint="return the mean over the batch from loss(outputs, batch)",
         )
-    if not value.requires_grad:
+    if torch.is_grad_enabled() and not value.requires_grad:
         raise CaptureError("the loss does not depend on any trained parameter", hint="check for detach() or no_grad()")
     return value.reshape(())
 

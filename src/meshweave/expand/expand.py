@@ -115,7 +115,7 @@ class _Expander:
         pairs = zip(self.program.step.outputs, self.program.step.output_values, strict=True)
         present = [(kind, value) for (kind, _), value in pairs if self._has(value.meta["layout"])]
         late = ("buffer", "acc")
-        losses, lasting = [v for k, v in present if k == "loss"], [v for k, v in present if k in late]
+        losses, lasting = [v for k, v in present if k in ("loss", "output")], [v for k, v in present if k in late]
         return {PARTS["backward"]: losses, PARTS["update"]: lasting}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:

@@ -85,7 +85,8 @@ class StepGraph:
     """One training step as one functional graph of global shapes.
 
     Placeholder i of `graph` is `inputs[i]`; element i of its output is `outputs[i]` = (kind, name), with kind
-    loss, grad, acc, param, buffer or state. `constants` are tensors that the model's code made while it was traced.
+    loss, grad, acc, param, buffer, state or output (what the model returns).
+    `constants` are tensors that the model's code made while it was traced.
     """
 
     graph: fx.Graph

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshweave.errors import LayoutError, StepError
-from meshweave.ir.graph import Input
+from meshweave.errors import StepError
+from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
-from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, Task, compile_tasks
+from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
 from meshweave.runtime.state import LASTING, Key, State
@@ -50,17 +49,34 @@ class Session:
     """
 
     def __init__(
-        self, roles: Sequence[RankGraph], world: World, settings: Settings, meter: Meter | None = None
+        self,
+        roles: Sequence[RankGraph],
+        world: World,
+        settings: Settings,
+        meter: Meter | None = None,
+        share: Session | None = None,
     ) -> None:
+        """`share`: another session of the same model, whose state this one trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
-        kept = {"loss", "norm", "buffer", "param", "state", "carry", *(("grad",) if settings.keep_gradients else ())}
+        kept = {
+            "loss",
+            "output",
+            "norm",
+            "buffer",
+            "param",
+            "state",
+            "carry",
+            *(("grad",) if settings.keep_gradients else ()),
+        }
         self.ranks = self._compiled(kept, is_last=True)
         self.executor = world.executor(self.roles, self.ranks, meter)
         if settings.accumulate > 1:  # what is not the last microbatch has its own tasks, and leaves other values
             early = self._compiled({"loss", "buffer", "acc"}, is_last=False)
             self._early: Executor = world.executor(self.roles, early, meter)
-        self.state = State(self.roles, world.devices, world.device)
-        self.bindings = Bindings(world)
+        self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
+        self.bindings: Bindings = Bindings(world) if share is None else share.bindings
+        if share is not None:
+            self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
         self.carries = Carries(self.roles, world)
         self.metrics: dict[str, float] = {}
@@ -189,6 +205,33 @@ class Session:
             self.metrics = {"loss": loss, **({"grad_norm": self._number("norm")} if has_norm else {})}
         self._let_go()
 
+    def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[float, dict[str, Tensor]]:
+        """Forward alone, which changes nothing: the loss (NaN where the program has none) and the full tensors of the
+        model's outputs, whose `specs` are by name. All processes call it. StepError in the middle of a step."""
+        self.progress.check_idle("an evaluation")
+        self.state.check_usable()
+        with self.world.guard():
+            try:
+                self.bindings.take_over(self.state)
+                self._between = [{} for _ in self.ranks]
+                self._envs = self._inputs(batch, self.state.num_steps, self.carries.ready(self.state))
+                self.executor.begin(self._envs)
+                self.executor.run(FORWARD)
+                has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
+                return self._number("loss") if has_loss else math.nan, self._outputs(specs)
+            finally:
+                self._let_go()
+
+    def _outputs(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
+        held = self._held("output")
+        layouts = {
+            key[1]: layout
+            for role in self.roles
+            for key, layout in zip(role.outputs, role.output_layouts, strict=True)
+            if key[0] == "output"
+        }
+        return {n: self.world.assemble(spec, layouts[n], held.get(n, [])) for n, spec in specs.items()}
+
     @property
     def _is_last(self) -> bool:
         """Whether the microbatch at hand is the step's last."""
@@ -245,7 +288,13 @@ class Session:
                 elif item.kind == "carry":
                     env[slot] = carries[i][item.name]
                 elif item.kind == "batch":
-                    env[slot] = self._batch_piece(item, layout.box_of(item.spec.shape, device), batch[item.name])
+                    env[slot] = batch_piece(
+                        self.world,
+                        item,
+                        layout.box_of(item.spec.shape, device),
+                        batch[item.name],
+                        self.settings.accumulate,
+                    )
                 elif item.kind == "constant":
                     made = constants.setdefault(item.name, rank.graph.constants[item.name].to(self.world.device))
                     env[slot] = made
@@ -263,16 +312,6 @@ class Session:
             self.executor.meter.made(index, inputs[key], found)
             self.executor.meter.freed(index, results[key])
         return found
-
-    def _batch_piece(self, item: Input, box: Box, value: Tensor) -> Tensor:
-        """The piece of a global tensor; or the tensor itself where a process with one device was given its piece."""
-        if value.dtype != item.spec.dtype:
-            raise _other_batch(item, value, box if self.world.is_distributed else None, self.settings)
-        if tuple(value.shape) == item.spec.shape:
-            return value[box.slices()].to(self.world.device)
-        if self.world.is_distributed and tuple(value.shape) == box.size:
-            return value.to(self.world.device)
-        raise _other_batch(item, value, box if self.world.is_distributed else None, self.settings)
 
     def _update(self, numbers: Mapping[str, float]) -> None:
         scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
@@ -301,7 +340,7 @@ class Session:
                 self.bindings.renew(key, piece)
 
         buffers = [(key, v) for held in self._between for key, v in held.items() if key[0] == "buffer"]
-        with _uninterrupted():
+        with uninterrupted():
             self.state.torn = bool(new)
             for key in new:
                 self.state.pieces[key] = new[key]
@@ -380,30 +419,3 @@ def _nodes(rank: Compiled) -> tuple[dict[Key, fx.Node], dict[Key, fx.Node]]:
     """The nodes of a rank's inputs and of its outputs."""
     inputs = {(i.kind, i.name): rank.nodes[slot] for i, slot in zip(rank.graph.inputs, rank.inputs, strict=True)}
     return inputs, {key: rank.nodes[slot] for key, slot in outputs(rank)}
-
-
-def _other_batch(item: Input, value: Tensor, own: Box | None, settings: Settings) -> LayoutError:
-    parts = f" in each of {settings.accumulate} microbatches" if settings.accumulate > 1 else ""
-    parts = f" (or {list(own.size)}: this rank's own rows){parts}" if own and own.size != item.spec.shape else parts
-    return LayoutError(
-        f"batch entry '{item.name}' differs from the example",
-        got=f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}",
-        expected=f"{item.spec}{parts}",
-        hint="a compiled step takes batches of one shape: pad or drop the last batch, or compile once more for it",
-    )
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done, so that an update is never left half-way."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt

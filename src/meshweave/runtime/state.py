@@ -77,6 +77,15 @@ class State:
                     self.zeros(item) if held is None else full_values(held),
                 )
 
+    def extend(self, roles: Sequence[RankGraph]) -> None:
+        """Take in what another program of the same model keeps beside: optimizer state of parameters that were frozen
+        before, which begins as zeros."""
+        new = [entry for entry in lasting(roles) if (entry[0].kind, entry[0].name) not in self.pieces]
+        if new:
+            self.roles = (*self.roles, *roles)
+        for item, layout in new:
+            self.put(item, layout, self.zeros(item))
+
     @staticmethod
     def zeros(item: Input) -> Tensor:
         """A full tensor of zeros that takes no memory."""

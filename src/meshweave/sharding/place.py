@@ -81,7 +81,7 @@ class _Placer:
         self.forms = Forms(self.items)
         self.sums = Sums(self.step, self.placement.accumulate_in)
         for (kind, name), value in outputs:
-            if kind in ("grad", "loss", "buffer"):
+            if kind in ("grad", "loss", "buffer", "output"):
                 wanted = self.placement.layout(kind, name, spec_of(value))
                 self.due.setdefault(value, []).append((wanted, self._output_phase(kind, value)))
         self.due |= due_at_casts(self.due)
@@ -114,7 +114,7 @@ class _Placer:
     def _output_phase(self, kind: str, value: fx.Node) -> str:
         if kind == "grad":
             return "reduce" if value in self.sums.operands else "backward"
-        return _phase(value) if kind in ("loss", "buffer") else "update"
+        return _phase(value) if kind in ("loss", "buffer", "output") else "update"
 
     def _node(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node.args[0] in self.tuples:

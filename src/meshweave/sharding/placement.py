@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
@@ -22,6 +22,12 @@ class Placement:
     homes: Homes
     kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
     accumulate_in: str = "whole"  # see `sharding.sums`
+
+    def keeping(self, other: Placement) -> Placement:
+        """The same, with parameters, buffers and optimizer state laid out as `other` has them: for a second program on
+        the state of a first one."""
+        lasting = {key: layout for key, layout in other.stored.items() if key[0] in ("param", "buffer", "state")}
+        return replace(self, stored={**self.stored, **lasting}, used={**self.used, **other.used})
 
     def layout(self, kind: str, name: str, spec: Spec) -> Layout:
         """Layout of an input or output: new values are stored like old ones, gradients like their parameters."""

@@ -1,0 +1,44 @@
+"""What a model returns, as tensors by name: the results of a program that runs forward alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from meshweave.errors import CaptureError
+from meshweave.interop import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutputs:
+    """A nest of containers whose leaves are tensors, by their number, and plain values."""
+
+    tree: Any
+    leaves: tuple[Any, ...]  # None where a tensor stands
+    names: tuple[str, ...]  # of the tensors, in order
+
+    @staticmethod
+    def of(out: Any) -> tuple[ModelOutputs, dict[str, Tensor]]:
+        """What was returned, taken apart. CaptureError for an object that is neither tensor, container nor number."""
+        leaves, tree = pytree.tree_flatten(out)
+        tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor | int | float | str | bool | None):
+                raise CaptureError(
+                    "the model returns an object that is neither a tensor nor a container of tensors",
+                    got=f"a {type(leaf).__qualname__}",
+                    expected="tensors, numbers, texts, and containers of them that torch.utils._pytree knows",
+                    hint="return what is wanted alone, by compile(forward=lambda model, batch: ...), or switch the "
+                    "object off (use_cache=False in Hugging Face models)",
+                )
+        if not tensors:
+            raise CaptureError("the model returns no tensor", got=type(out).__name__)
+        plain = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return ModelOutputs(tree, plain, tuple(tensors)), tensors
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The nest with these tensors."""
+        return pytree.tree_unflatten([tensors.get(str(i), leaf) for i, leaf in enumerate(self.leaves)], self.tree)

@@ -1,0 +1,274 @@
+"""The programs of one step: one for each shape of the batch, number of microbatches, mode of the modules and part of
+the step that is asked for. All run on one state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.capture.batch import Batch, batch_size
+from meshweave.capture.guards import Guards
+from meshweave.capture.step import Part
+from meshweave.errors import LayoutError, StepError
+from meshweave.ir.graph import Input, Spec, spec_of
+from meshweave.program import Program
+from meshweave.runtime.rows import RowsCheck
+from meshweave.runtime.session import Session
+from meshweave.runtime.world import World
+
+Build = Callable[[Any, Part, int, Program], Program]  # (example, part, accumulate, program on whose state it runs)
+Mode = tuple[bool, ...]  # of every module whether it trains
+_NOTES = logging.getLogger("meshweave")
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOptions:
+    """Which shapes of batches a step takes. `build` compiles a program; without it there is one shape. `limit`: the
+    most programs that a step has; `pad`: by entry of the batch the value that fills it up to the next shape for which
+    there is a program; an entry that it lacks is not filled."""
+
+    build: Build | None = None
+    limit: int = 8
+    pad: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Variant:
+    """One program with its session and guards. `modes` are those in which it is known to hold."""
+
+    program: Program
+    session: Session
+    guards: Guards
+    modes: set[Mode]
+    rows: RowsCheck | None = None
+
+    @property
+    def part(self) -> Part:
+        return self.program.options.part
+
+    @property
+    def accumulate(self) -> int:
+        return self.program.options.accumulate
+
+    @property
+    def batch(self) -> list[Input]:
+        """The batch inputs of the captured step: those of one microbatch."""
+        return [item for item in self.program.captured.inputs if item.kind == "batch"]
+
+    @property
+    def outputs(self) -> dict[str, Spec]:
+        """What the model returns, by name."""
+        step = self.program.captured
+        pairs = zip(step.outputs, step.output_values, strict=True)
+        return {name: spec_of(node) for (kind, name), node in pairs if kind == "output"}
+
+    def local_shape(self, item: Input) -> tuple[int, ...]:
+        """What of a batch tensor the first device that is held here takes."""
+        layout = self.program.placement.layout("batch", item.name, item.spec)
+        return layout.box_of(item.spec.shape, self.session.world.devices[0]).size
+
+    def fits(self, micro: Mapping[str, Tensor], is_local: bool | None) -> bool:
+        """Whether a microbatch has the shapes of this program: on a cluster the global ones, those of this rank
+        (`is_local`), or either (None)."""
+        either = (True, False) if is_local is None else (is_local,)
+        kinds = either if self.session.world.is_distributed else (False,)
+        wanted = [{i.name: self.local_shape(i) if local else i.spec.shape for i in self.batch} for local in kinds]
+        return any(
+            all(name in micro and tuple(micro[name].shape) == shape for name, shape in shapes.items())
+            for shapes in wanted
+        )
+
+
+class Variants:
+    """Finds or compiles the program for a call."""
+
+    def __init__(self, model: nn.Module, first: Variant, options: ShapeOptions) -> None:
+        self.options = options
+        self._modules = list(model.modules())
+        self.is_local: bool | None = None  # whether batches are those of this rank alone; None before the first one
+        first.modes.add(self.mode)
+        self.all = [first]
+
+    @property
+    def first(self) -> Variant:
+        return self.all[0]
+
+    @property
+    def mode(self) -> Mode:
+        return tuple(module.training for module in self._modules)
+
+    def prepare(self, batch: Batch) -> None:
+        """Compile for batches of these global shapes."""
+        known, self.is_local = self.is_local, False
+        self._choose(batch, "train", self.first.accumulate)
+        self.is_local = known
+
+    def of(
+        self,
+        batch: Batch,
+        part: Part = "train",
+        accumulate: int | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[Variant, Batch]:
+        """The program for a batch, and the batch, padded where that was asked for. Its guards have been checked.
+
+        `groups` of the optimizer are compared over the ranks, as the batch is. Raises LayoutError for a batch of
+        another dtype or number of dims than the example, and for one program too many; StepError where something else
+        has changed than shapes and modes.
+        """
+        count = self.first.accumulate if accumulate is None else accumulate
+        is_trained = part == "train"
+        if is_trained:
+            self.compare(self.first, batch, count, groups)
+        padded = self._padded(batch, part, count)
+        variant = self._choose(padded, part, count)
+        if is_trained and variant is not self.first:
+            self.compare(variant, padded, count, groups)
+        return variant, padded
+
+    def _choose(self, batch: Batch, part: Part, accumulate: int) -> Variant:
+        micro, mode = _first_micro(batch, accumulate), self.mode
+        for variant in sorted(self._fitting(micro, part, accumulate), key=lambda v: mode not in v.modes):
+            if mode in variant.modes or self._holds(variant, batch, mode):
+                variant.guards.check(batch)
+                if self.is_local is None:
+                    self.is_local = any(tuple(micro[i.name].shape) != i.spec.shape for i in variant.batch)
+                return variant
+        return self._compiled(batch, part, accumulate, mode)
+
+    def _alike(self, part: Part, accumulate: int) -> list[Variant]:
+        return [v for v in self.all if (v.part, v.accumulate) == (part, accumulate)]
+
+    def _fitting(self, micro: Mapping[str, Tensor], part: Part, accumulate: int) -> list[Variant]:
+        return [v for v in self._alike(part, accumulate) if v.fits(micro, self.is_local)]
+
+    def compare(self, variant: Variant, batch: Batch, parts: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Compare over the ranks what they hand in, in `parts` microbatches; first of all the sizes, by which they
+        choose a program."""
+        if variant.rows is None or not {item.name for item in variant.batch} <= set(batch.names):
+            return
+        if self.is_local is False:  # then fewer rows are those of all ranks
+            variant.rows.warned = True
+        variant.rows.check(batch, parts, groups)
+
+    def _holds(self, variant: Variant, batch: Batch, mode: Mode) -> bool:
+        """Whether a program compiled in another mode does the same in this one."""
+        if self.options.build is None:
+            return True  # its guards say so, or raise
+        try:
+            variant.guards.check(batch)
+        except StepError:
+            return False
+        variant.modes.add(mode)
+        return True
+
+    def _compiled(self, batch: Batch, part: Part, accumulate: int, mode: Mode) -> Variant:
+        first = self.first
+        if self.options.build is None or (part != "outputs" and not self._is_like_the_example(batch)):
+            first.guards.check(batch)
+            return first  # which says what it takes
+        if len(self.all) >= self.options.limit:
+            raise LayoutError(
+                "this step has as many programs as it may",
+                where=f"batch of {_shapes(batch)}",
+                got=f"one program more than {len(self.all)}",
+                expected=f"at most {self.options.limit}",
+                hint="pad batches to few shapes (compile(shapes=..., pad=...)), or raise compile(max_programs=...)",
+            )
+        example = self._example(batch)
+        _NOTES.warning(
+            "compiles for a batch of %s, %d microbatches (program %d of at most %d)",
+            _shapes(batch), accumulate, len(self.all) + 1, self.options.limit,
+        )  # fmt: skip
+        program = self.options.build(example, part, accumulate, first.program)
+        settings = replace(first.session.settings, accumulate=accumulate)
+        session = Session(program.roles, first.session.world, settings, share=first.session)
+        guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
+        variant = Variant(program, session, guards, {mode}, rows_check(program, first.session.world))
+        self.all.append(variant)
+        return variant
+
+    def _example(self, batch: Batch) -> Any:
+        """The batch as an example of global shapes: where ranks hand in their own rows, as many times those as the rows
+        of the first example are cut into. LayoutError where no batch has shown yet which of the two ranks hand in."""
+        shapes = {item.name: (item.spec.shape, self.first.local_shape(item)) for item in self.first.batch}
+        is_cut = any(whole != local for whole, local in shapes.values())
+        if not (self.first.session.world.is_distributed and is_cut) or self.is_local is False:
+            return batch.rebuild(batch.tensors)
+        if self.is_local is None:
+            raise LayoutError(
+                "the first batch has neither the shape of the example nor that of this rank's part of it",
+                got=_shapes(batch),
+                expected=" or ".join(f"{name} {list(a)} (all ranks), {list(b)}" for name, (a, b) in shapes.items()),
+                hint="hand in a batch of the example's shape first, or compile for this one: shapes=[batch]",
+            )
+        whole, local = next((a, b) for a, b in shapes.values() if a != b)
+        count, rows = whole[0] // max(local[0], 1), batch_size(t.shape for t in batch.tensors)
+        is_rows = [bool(t.dim()) and t.shape[0] == rows for t in batch.tensors]
+        tensors = [
+            t.repeat(count, *(1 for _ in t.shape[1:])) if r else t for t, r in zip(batch.tensors, is_rows, strict=True)
+        ]
+        return batch.rebuild(tensors)
+
+    def _is_like_the_example(self, batch: Batch) -> bool:
+        """Whether the batch has the example's entries, dtypes and numbers of dims."""
+        given = dict(zip(batch.names, batch.tensors, strict=True))
+        return all(
+            item.name in given
+            and given[item.name].dtype == item.spec.dtype
+            and given[item.name].dim() == len(item.spec.shape)
+            for item in self.first.batch
+        )
+
+    def _padded(self, batch: Batch, part: Part, accumulate: int) -> Batch:
+        """The batch, filled up to the smallest shapes of a program that hold it where that was asked for."""
+        if not self.options.pad or accumulate != 1:
+            return batch
+        micro = _first_micro(batch, accumulate)
+        larger = [v for v in self._alike(part, 1) if all(self._holds_padded(item, micro) for item in v.batch)]
+        if not larger or self._fitting(micro, part, accumulate):
+            return batch
+        smallest = min(larger, key=lambda v: sum(torch.Size(item.spec.shape).numel() for item in v.batch))
+        wanted = {item.name: item.spec.shape for item in smallest.batch}
+        tensors = [
+            _filled(t, wanted[n], self.options.pad[n]) if n in wanted and tuple(t.shape) != wanted[n] else t
+            for n, t in zip(batch.names, batch.tensors, strict=True)
+        ]
+        return Batch(batch.names, tuple(tensors), batch.rest, batch.join)
+
+    def _holds_padded(self, item: Input, micro: Mapping[str, Tensor]) -> bool:
+        tensor = micro.get(item.name)
+        if tensor is None or tensor.dim() != len(item.spec.shape):
+            return False
+        is_same = tuple(tensor.shape) == item.spec.shape
+        return is_same or (
+            item.name in self.options.pad and all(a <= b for a, b in zip(tensor.shape, item.spec.shape, strict=True))
+        )
+
+
+def rows_check(program: Program, world: World) -> RowsCheck | None:
+    """What compares the batches that ranks hand in; None where one process has all devices."""
+    if not world.is_distributed:
+        return None
+    specs = {item.name: item.spec for item in program.captured.inputs if item.kind == "batch"}
+    layouts = {name: program.placement.layout("batch", name, spec) for name, spec in specs.items()}
+    return RowsCheck(world, layouts, {name: spec.shape for name, spec in specs.items()})
+
+
+def _first_micro(batch: Batch, accumulate: int) -> dict[str, Tensor]:
+    return dict(zip(batch.names, batch.split(accumulate)[0], strict=True))
+
+
+def _filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+    result = tensor.new_full(shape, value)
+    result[tuple(slice(0, size) for size in tensor.shape)] = tensor
+    return result
+
+
+def _shapes(batch: Batch) -> str:
+    return ", ".join(f"{n} {list(t.shape)}" for n, t in zip(batch.names, batch.tensors, strict=True))

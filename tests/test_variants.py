@@ -1,0 +1,212 @@
+"""Batches of any shape, modes, microbatches and evaluation: one state, as a training loop in eager PyTorch has it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.models import hugging_face
+from tests.training import assert_tensors
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.errors import LayoutError
+
+
+class Net(nn.Module):
+    """Tokens of any length, statistics in buffers, dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(11, 8), nn.Linear(8, 12)
+        self.norm, self.drop, self.down = nn.BatchNorm1d(12), nn.Dropout(dropout), nn.Linear(12, 11)
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        x = self.drop(torch.relu(self.up(self.embed(ids))))
+        x = self.norm(x.flatten(0, 1)).view(x.shape)
+        return {"logits": self.down(x), "kind": "net"}
+
+
+def loss_of(out: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(out["logits"].flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {key: torch.randint(0, 11, (rows, length), generator=random) for key in ("ids", "labels")}
+
+
+@dataclass
+class Eager:
+    """What a step does, in eager PyTorch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __call__(self, batch: dict[str, Tensor], *, accumulate: int = 1) -> float:
+        self.optimizer.zero_grad()
+        total = 0.0
+        for ids, labels in zip(batch["ids"].chunk(accumulate), batch["labels"].chunk(accumulate), strict=True):
+            value = loss_of(self.model(ids), {"labels": labels}) / accumulate
+            value.backward()
+            total += value.item()
+        self.optimizer.step()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> float:
+        self.model.eval()
+        value = loss_of(self.model(batch["ids"]), batch)
+        self.model.train()
+        return value.item()
+
+    @torch.no_grad()
+    def forward_only(self, batch: dict[str, Tensor]) -> Any:
+        self.model.eval()
+        out = self.model(batch["ids"])
+        self.model.train()
+        return out
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # eps hides the steps that AdamW makes of rounding in gradients that should be 0
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, eps=1e-4)
+
+
+def pair(mesh: str, example: Any = None, **options: Any) -> tuple[mw.TrainStep, Eager]:
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    example = tokens(4, 6) if example is None else example
+    step = mw.compile(model, loss=loss_of, example=example, optimizer=adamw(model), mesh=mesh, **options)
+    return step, Eager(twin, adamw(twin))
+
+
+def assert_alike(step: mw.TrainStep, eager: Eager) -> None:
+    assert_tensors(dict(step.model.state_dict()), dict(eager.model.state_dict()), 1e-4)
+
+
+MESHES = ["", "fsdp=2,tp=2"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_loop_with_a_short_last_batch_and_evaluation_is_eager_pytorchs(mesh: str) -> None:
+    step, eager = pair(mesh)
+    for epoch in range(2):
+        for i, rows in enumerate((4, 4, 3)):
+            batch = tokens(rows, 6, seed=3 * epoch + i)
+            assert step(batch) == pytest.approx(eager(batch), rel=1e-5)
+        assert step.evaluate(tokens(5, 4)) == pytest.approx(eager.evaluate(tokens(5, 4)), rel=1e-5)
+        found, expected = step.forward_only({"ids": tokens(2, 6)["ids"]}), eager.forward_only(tokens(2, 6))
+        assert (list(found), found["kind"]) == (["logits", "kind"], "net")
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-3, atol=1e-4)
+    assert step.num_steps == 6
+    assert len(step.variants.all) == 4  # two shapes to train on, evaluation, outputs
+    assert_alike(step, eager)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_buckets_of_lengths_share_one_state(mesh: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="meshweave"):
+        step, eager = pair(mesh, shapes=[tokens(4, 8)])
+        assert len(step.variants.all) == 2
+        assert "ids [4, 8]" in caplog.text
+        caplog.clear()
+        for i, length in enumerate((6, 8, 8, 6)):
+            batch = tokens(4, length, seed=i)
+            assert step(batch) == pytest.approx(eager(batch), rel=1e-5)
+    assert not caplog.text
+    assert all(v.session.state is step.session.state for v in step.variants.all)
+    assert_alike(step, eager)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_microbatches_are_an_argument_of_a_call(mesh: str) -> None:
+    step, eager = pair(mesh)
+    for i, count in enumerate((1, 2, 1)):
+        batch = tokens(4, 6, seed=i)
+        assert step(batch, accumulate=count) == pytest.approx(eager(batch, accumulate=count), rel=1e-5)
+    assert_alike(step, eager)
+
+
+def eval_mode(model: nn.Module, i: int) -> None:
+    model.train(i % 2 == 0)
+
+
+def norm_in_eval(model: nn.Module, i: int) -> None:
+    model.norm.train(i != 1)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("change", [eval_mode, norm_in_eval], ids=lambda f: f.__name__)
+def test_modes_of_modules_are_as_they_are_at_the_call(change: Callable[..., None], mesh: str) -> None:
+    step, eager = pair(mesh)
+    for i in range(4):
+        for model in (step.model, eager.model):
+            change(model, i)
+        assert step(tokens(4, 6, seed=i)) == pytest.approx(eager(tokens(4, 6, seed=i)), rel=1e-5)
+    assert_alike(step, eager)
+
+
+def test_evaluation_is_without_dropout_and_changes_nothing() -> None:
+    model = Net(dropout=0.5)
+    step = mw.compile(model, loss=loss_of, example=tokens(4, 6), optimizer=adamw(model), mesh="dp=2")
+    eager, before = Eager(model, step.optimizer), copy.deepcopy(model.state_dict())
+    loss = step.evaluate(tokens(4, 6))
+    assert loss == pytest.approx(eager.evaluate(tokens(4, 6)), rel=1e-5)
+    assert loss == step.evaluate(tokens(4, 6)) != step.evaluate(tokens(4, 6), training=True)
+    assert model.training
+    assert model.drop.training
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert step.num_steps == 0
+    step(tokens(4, 6))
+    assert step.evaluate(tokens(4, 6)) != loss
+
+
+def test_what_a_hugging_face_model_returns_is_of_its_class() -> None:
+    model, batch, loss = hugging_face("gpt2", batch=4)
+    step = mw.compile(model, loss=loss, example=batch, optimizer=adamw(model), mesh="fsdp=2")
+    found = step.forward_only({"input_ids": batch["input_ids"]})
+    expected = model.eval()(input_ids=batch["input_ids"])
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_are_padded_to_the_next_shape_where_asked() -> None:
+    step, eager = pair("fsdp=2", example=tokens(4, 8), shapes=[tokens(4, 6)], pad={"ids": 0, "labels": -100})
+    wanted = {"ids": nn.functional.pad(tokens(4, 5)["ids"], (0, 1)), "labels": tokens(4, 5)["labels"]}
+    wanted["labels"] = nn.functional.pad(wanted["labels"], (0, 1), value=-100)
+    assert step(tokens(4, 5)) == pytest.approx(eager(wanted), rel=1e-5)
+    assert len(step.variants.all) == 2
+    assert_alike(step, eager)
+
+
+def test_the_number_of_programs_is_bounded() -> None:
+    step, _ = pair("", max_programs=2)
+    step(tokens(3, 6))
+    with pytest.raises(LayoutError, match="as many programs as it may") as error:
+        step(tokens(2, 6))
+    assert "ids [2, 6]" in str(error.value)
+    assert step.num_steps == 1
+    step(tokens(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        (lambda b: {**b, "ids": b["ids"].int()}, "int32[4, 6]"),
+        (lambda b: {**b, "labels": b["labels"].flatten()}, "int64[24]"),
+        (lambda b: {"ids": b["ids"]}, "lacks entries of the example"),
+    ],
+)
+def test_a_batch_that_is_not_like_the_example_is_an_error(change: Callable[[Any], Any], detail: str) -> None:
+    step, _ = pair("")
+    with pytest.raises(LayoutError) as error:
+        step(change(tokens(4, 6)))
+    assert detail in str(error.value)
+    assert len(step.variants.all) == 1
