@@ -154,7 +154,8 @@ def check_rows() -> list[str]:
     found.append(raised(lambda: parts.forward(rows_of(range(4 * rank, 4 * rank + 4))), StepError))
     step = compiled(batch="local", example=rows_of(range(4)))
     found.append(raised(lambda: step(rows_of(range(4 + rank, 8))), LayoutError))
-    found.append(raised(lambda: step(rows_of(range(5))), LayoutError))
+    wide = {key: value.double() for key, value in rows_of(range(4 * rank, 4 * rank + 4)).items()}
+    found.append(raised(lambda: step(wide), LayoutError))
     assert step.optimizer is not None
     step.optimizer.param_groups[0]["lr"] = 0.01 * (rank + 1)
     found.append(raised(lambda: step(rows_of(range(4 * rank, 4 * rank + 4))), StepError))
@@ -185,7 +186,7 @@ def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:
     assert "other values" in tp
     assert "batch='local'" not in tp
     assert "3 rows on rank 1, 4 on rank 0" in smaller
-    assert "float32[5, 4]" in neither
+    assert "float64[4, 4]" in neither
     assert "(or [4, 4]: this rank's own rows)" in neither
     assert "of whose 4 rows each would use 2" in half_of_micro
     assert "settings of the optimizer" in settings
