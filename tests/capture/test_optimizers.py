@@ -218,6 +218,23 @@ class Marked(Lion):
         return 0.0
 
 
+class Into(Lion):
+    """Writes into tensors by out=, with and without numbers, and by slices and columns."""
+
+    def look(self, p: Tensor) -> float:
+        kept = self.state[p]["exp_avg"]
+        torch.add(kept, p, alpha=0.01, out=kept)
+        torch.maximum(kept, p, out=kept)
+        kept[:1].mul_(0.5)
+        torch._foreach_mul_([kept], 0.9)
+        return 0.0
+
+
+def test_writes_of_every_kind_are_captured() -> None:
+    model = Toy(torch.float64)
+    assert compared(Into([model.w, model.v, model.b]), model, 3) <= 1e-12
+
+
 def test_what_is_noted_on_a_parameter_counts() -> None:
     model = Toy(torch.float64)
     model.v.is_slow = True  # type: ignore[union-attr, assignment]

@@ -177,7 +177,7 @@ def _called(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     has_number = any(isinstance(x, Num) for x in pytree.tree_leaves((call.args, [v for _, v in call.kwargs])))
     if not has_number and base_of(call.func) not in SUMS:
         return call.func(*args, **kwargs)
-    into = args[0] if in_place(call.func) else None
+    into = kwargs.pop("out") if "out" in kwargs else args[0] if in_place(call.func) else None
     return scaled(base_of(call.func), args, kwargs, into, call.dtypes[0])
 
 
