@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.test_cluster import Job, start  # noqa: F401
+from tests.processes import Job
 from tests.test_variants import Eager, Net, adamw, loss_of, tokens
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def job_shapes(pipe: Connection, mesh: str, rows: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("mesh", "rows"), [("fsdp=2", "all"), ("dp=2", "own")])
-def test_short_batches_and_evaluation_share_one_state(start: Callable[..., Job], mesh: str, rows: str) -> None:  # noqa: F811
+def test_short_batches_and_evaluation_share_one_state(start: Callable[..., Job], mesh: str, rows: str) -> None:
     for outcome in start("tests.test_variants_cluster:job_shapes", 2, mesh, rows).finish(200):
         assert "error" not in outcome, outcome["text"]
         assert outcome == {"programs": 5}  # two shapes to train on and to evaluate, outputs
