@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,3 +172,19 @@ def test_every_schedule_of_torch_made_after_compile(make_optimizer: Any) -> None
                 schedule.step(*[losses[1]] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
     for name, param in model.named_parameters():
         assert _difference(param, dict(twin.named_parameters())[name]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["NAdam"])
+def test_a_checkpoint_has_the_numbers_of_the_optimizer(kind: str, tmp_path: Path) -> None:
+    data = [{k: v.double() for k, v in b.items()} for b in batches(5, (8, 4), (8, 4))]
+    losses: dict[str, list[float]] = {}
+    for run in ("whole", "first", "second"):
+        model = Deep().double()
+        step = mw.compile(model, loss=mse, example=data[0], optimizer=make(kind, model, 1e-2), mesh="fsdp=2")
+        if run == "second":
+            step.load(str(tmp_path / "saved"))
+        chosen = {"whole": data, "first": data[:3], "second": data[3:]}[run]
+        losses[run] = [step(batch) for batch in chosen]
+        if run == "first":
+            step.save(str(tmp_path / "saved"))
+    assert losses["first"] + losses["second"] == losses["whole"]
