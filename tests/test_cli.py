@@ -371,7 +371,7 @@ def started(*arguments, torchrun=0):
 
 def finished(*arguments, torchrun=0):
     with started(*arguments, torchrun=torchrun) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=280)
     return process.returncode, out, err
 
 
@@ -395,7 +395,7 @@ def interrupt(models, place, torchrun=0):
         await_line(process, " 1/100000 ")
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     assert json.loads(out.splitlines()[-1])["ok"] is False
     saved = int(err.split("saved step ")[1].split()[0])
     rest = answer(

@@ -30,7 +30,9 @@ def job_shapes(pipe: Connection, mesh: str, rows: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
-    step = mw.compile(model, loss=loss_of, example=tokens(8, 6), optimizer=adamw(model), mesh=mesh)
+    step = mw.compile(
+        model, loss=loss_of, example=tokens(8, 6), optimizer=adamw(model), mesh=mesh, profile="alpha-beta"
+    )
     eager = Eager(twin, adamw(twin))
     with pytest.raises(LayoutError, match="neither the shape of the example"):
         step(tokens(6, 6))

@@ -14,7 +14,7 @@ from torch import fx
 
 from meshweave.schedule import OverlapReport, overlap
 
-SAMPLE, ALL = 60, 2000
+SAMPLE, ALL = 24, 2000
 
 
 def merged(gm: fx.GraphModule, **options: Any) -> tuple[fx.GraphModule, OverlapReport]:
@@ -313,9 +313,9 @@ class Observer(Grower):
         self.known += flight.hidden
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_a_sample_of_graphs_that_see_storages(part: int) -> None:
-    found = [check(seed, Observer) for seed in range(part, SAMPLE, 4)]
+    found = [check(seed, Observer) for seed in range(part, SAMPLE, 2)]
     assert sum(num for num, _ in found) > 0
     assert sum(saved > 1e-6 for _, saved in found) > len(found) // 3
 

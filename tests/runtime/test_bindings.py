@@ -175,8 +175,12 @@ BETWEEN = [
 ]
 
 
-ROWS = [(f, mesh) for f in BETWEEN for mesh in ("", "fsdp=2,tp=2")]
-ROWS += [(f, mesh) for f in (average, go_back, clip_weights, assign_data) for mesh in ("dp=2", "fsdp=2")]
+ROWS: list[Any] = [(f, mesh) for f in BETWEEN for mesh in ("", "fsdp=2,tp=2")]
+ROWS += [
+    pytest.param(f, mesh, marks=pytest.mark.slow)
+    for f in (average, go_back, clip_weights, assign_data)
+    for mesh in ("dp=2", "fsdp=2")
+]
 
 
 @pytest.mark.parametrize(("between", "mesh"), ROWS, ids=lambda v: getattr(v, "__name__", v))
