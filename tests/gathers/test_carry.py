@@ -197,13 +197,16 @@ def test_after_a_load_they_are_made_again(tmp_path: Path) -> None:
     assert (plain(batch_of(CASE)), plain(batch_of(CASE))) == before
 
 
-@pytest.mark.parametrize("how", ["all", "one"])
+@pytest.mark.parametrize("how", ["all", "one", "data"])
 def test_a_write_to_the_parameters_is_seen(how: str) -> None:
     plain, ahead = pair(CASE)
     counts = Counts(ahead)
     for step in (plain, ahead):
         for (kind, name), bound in step.session.bindings.bound.items():
-            if kind == "param" and (how == "all" or name == "2.weight"):
+            if kind == "param" and how == "data":
+                for piece in step.session.state.pieces[kind, name]:
+                    piece.data.mul_(0.5)  # leaves the tensor's version as it was
+            elif kind == "param" and (how == "all" or name == "2.weight"):
                 bound.tensor.detach().mul_(0.5)
     assert plain(batch_of(CASE)) == ahead(batch_of(CASE))
     assert counts.take() > 0
@@ -295,6 +298,10 @@ def job_train(pipe: Any, carry: str) -> dict[str, Any]:
     except StepError:
         failed = True
     losses += [step((x, y)) for _ in range(2)]
+    for p in model.parameters():
+        if p.dim() == 1 and (pipe is None or torch.distributed.get_rank() == 0):  # whose first piece the first rank has
+            (p.to_local() if hasattr(p, "to_local") else p).data[:1].mul_(0.5)
+    losses.append(step((x, y)))
     parameters = {name: value.flatten().tolist() for name, value in step.parameters().items()}
     return {"losses": losses, "failed": failed, "parameters": parameters, "num": len(keys(step.program.rank))}
 

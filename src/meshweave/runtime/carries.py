@@ -9,7 +9,9 @@ from torch import Tensor, fx
 
 from meshweave.interop.storages import version_of
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.cluster import on_any
 from meshweave.runtime.executor import FORWARD, Compiled, Env, compile_tasks
+from meshweave.runtime.fingerprint import fingerprint
 from meshweave.runtime.state import State
 from meshweave.runtime.world import World
 
@@ -19,14 +21,15 @@ GatheredParams = Mapping[str, Tensor]  # by parameter
 class Carries:
     """The carried values of the held devices, and what makes them of the parameters where no step has.
 
-    They are taken for what they are only while the parameters are the very tensors, unchanged, that they were made of:
-    after a load, or a write to the state, they are made again. So nothing that a checkpoint holds is lost with them.
+    They are used only while the parameters are the tensors, with the values, that they were gathered from: after a
+    load, or a write to the state on any rank (through `.data`, too, which leaves a tensor's version as it was), they
+    are gathered again. So nothing that a checkpoint holds is lost with them.
     """
 
     def __init__(self, roles: Sequence[RankGraph], world: World) -> None:
         """Every process of the world makes it together."""
         self._made: list[dict[str, Tensor]] | None = None
-        self._sources: list[tuple[Tensor, int]] = []
+        self._sources: list[tuple[Tensor, int, Tensor]] = []  # piece, version, fingerprint of its bytes
         self._world = world
         self._names = dict.fromkeys(name for role in roles for kind, name in role.outputs if kind == "carry")
         if not self._names:
@@ -41,7 +44,7 @@ class Carries:
         """The values of every held device; they are gathered first where they are not there. All processes call it."""
         if not self._names:
             return [{} for _ in self._world.devices]
-        if self._made is None or not self._is_fresh(state):
+        if on_any(self._world, self._made is None or not self._is_fresh(state)):
             self.drop()
             self._hold(state, self._gathered(state))
         assert self._made is not None, "held right above"
@@ -58,7 +61,7 @@ class Carries:
 
     def _hold(self, state: State, gathered: list[dict[str, Tensor]]) -> None:
         self._made = gathered
-        self._sources = [(piece, version_of(piece)) for piece in self._parameters(state)]
+        self._sources = [(piece, version_of(piece), fingerprint(piece)) for piece in self._parameters(state)]
 
     def _parameters(self, state: State) -> list[Tensor]:
         return [piece for name in self._names for piece in state.pieces["param", name]]
@@ -66,8 +69,8 @@ class Carries:
     def _is_fresh(self, state: State) -> bool:
         now = self._parameters(state)
         return len(now) == len(self._sources) and all(
-            piece is source and version_of(piece) == version
-            for piece, (source, version) in zip(now, self._sources, strict=True)
+            piece is source and version_of(piece) == version and bool(fingerprint(piece) == before)
+            for piece, (source, version, before) in zip(now, self._sources, strict=True)
         )
 
     def _gathered(self, state: State) -> list[dict[str, Tensor]]:
