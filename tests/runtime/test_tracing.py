@@ -49,7 +49,7 @@ def compiled(mesh: str, accumulate: int = 1) -> tuple[mw.TrainStep, list[Any]]:
 
 
 def traced(step: mw.TrainStep, batch: Any, devices: tuple[int, ...] = ()) -> Simulation:
-    micros = step._micros(batch, step.program.options.accumulate)
+    _, micros = step._micros(batch)
     return step.session.trace(micros, step._numbers(), devices)
 
 

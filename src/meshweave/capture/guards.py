@@ -233,6 +233,15 @@ def _changed(place: str, old: Any, new: Any) -> StepError:
     )
 
 
+def check_shapes(model: nn.Module) -> None:
+    """Raises CaptureError for a parameter of a lazy module that has not been called."""
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise CaptureError(
+                f"the parameter '{name}' has no shape yet", hint="call the model once on a batch before mw.compile"
+            )
+
+
 def check_not_compiled(model: nn.Module) -> None:
     """CaptureError for what torch.compile has wrapped: it runs graphs that no tracer sees into."""
     if not isinstance(model, nn.Module):

@@ -15,6 +15,7 @@ from meshweave.capture.aliases import check_aliases
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
+from meshweave.capture.guards import check_shapes
 from meshweave.capture.normalize import normalize
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
@@ -183,6 +184,7 @@ def _describe(
     def spec_like(x: Tensor) -> Spec:
         return Spec(tuple(x.shape), x.dtype)
 
+    check_shapes(model)
     _check_hooks(model)
     params = {n: Input("param", n, spec_like(p), p.requires_grad) for n, p in model.named_parameters()}
     is_trained = options.part == "train"
@@ -203,13 +205,8 @@ def _describe(
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for hooks on parameters, which run when PyTorch itself accumulates a gradient, and for
-    parameters without a shape."""
+    """Raises CaptureError for hooks on parameters, which run when PyTorch itself accumulates a gradient."""
     for name, param in model.named_parameters():
-        if isinstance(param, nn.UninitializedParameter):
-            raise CaptureError(
-                f"the parameter '{name}' has no shape yet", hint="call the model once on a batch before mw.compile"
-            )
         hooks = tensor_hooks(param)
         if hooks:
             raise CaptureError(

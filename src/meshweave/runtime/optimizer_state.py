@@ -92,8 +92,8 @@ class OptimizerState:
     def _bind(self, state: State, item: Input, layout: Layout) -> Tensor:
         """A new tensor that is bound to a slot."""
         key: Key = "state", item.name
-        param = self.bindings.bound["param", item.name.partition("/")[2]]
-        form = self.bindings.form_of(item, layout, param.form == "dtensor")
+        param = self.bindings.bound.get(("param", item.name.partition("/")[2]))
+        form = self.bindings.form_of(item, layout, param is not None and param.form == "dtensor")
         piece = next(iter(state.pieces[key]), None)
         if form == "dtensor":
             from meshweave.runtime.dtensor_parameters import dtensor_of
