@@ -3,8 +3,11 @@ generates."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,3 +418,12 @@ def test_a_model_that_begins_with_a_convolution(group: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
         assert one.storage_offset() == 0
     assert [merge.is_taken for report in reports for merge in report.merges] == [True]
+
+
+def test_the_backend_is_found_by_its_name() -> None:
+    """The package's entry point, by which torch.compile finds backends of installed packages."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["torch_dynamo_backends"]["meshweave"].partition(":")
+    by_name = getattr(importlib.import_module(module), name)
+    model, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+    torch.testing.assert_close(torch.compile(model, backend=by_name)(x), model(x))

@@ -254,7 +254,7 @@ def diff_table(a: Simulation, b: Simulation, *, num_rows: int = 30) -> tuple[Tab
 
 
 def _changes_table(rows: Sequence[DiffRow], num_rows: int) -> Table:
-    table = plain_table("", "phase", "op", "over", ">A", ">B", "module", "what changes")
+    table = plain_table("", "phase", "op", "over", ">A", ">B", "~module", "~what changes")
     for row in rows[:num_rows]:
         counts = (str(row.a.count), str(row.b.count))
         texts = (row.kind, row.phase, row.op, row.group, *counts, row.module, row.change)

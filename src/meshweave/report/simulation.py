@@ -95,7 +95,7 @@ def _classes(simulation: Simulation) -> Table:
 
 def _exposed(simulation: Simulation) -> Table:
     """The most exposed communications, those of repeated layers as one: their sum, and the main reason of the worst."""
-    table = plain_table(">exposed", ">of", ">times", "op", "over", "phase", "module", "line", "why")
+    table = plain_table(">exposed", ">of", ">times", "op", "over", "phase", "~module", "~line", "~why")
     table.columns[-1].no_wrap = False
     twins: dict[tuple[str, ...], list[Span]] = {}
     for span in simulation.spans:

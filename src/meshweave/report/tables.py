@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -13,6 +13,8 @@ from meshweave.check.completeness import Completeness
 from meshweave.check.deadlock import DeadlockFreedom
 from meshweave.check.numerics import NumericsReport, TensorError
 from meshweave.report.moves import MoveRow
+
+_LEAST_FOLDED = 7  # characters of a folded column
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def _twin_key(row: MoveRow) -> tuple[Any, ...]:
 
 def moves_table(rows: Sequence[MoveRow], *, show_all: bool = False) -> Table:
     """One line per move: bytes are those that one device receives. Twins share a line unless `show_all`."""
-    table = plain_table("phase", "kind", "from", "to", "value", ">bytes", ">times", "of", "line")
+    table = plain_table("phase", "kind", "~from", "~to", "~value", ">bytes", ">times", "~of", "~line")
     phase = ""
     for item in fold(rows, twins=not show_all):
         row = item.row
@@ -116,7 +118,7 @@ def proof_text(complete: Completeness, deadlock: DeadlockFreedom) -> str:
 
 def numerics_table(report: NumericsReport) -> Table:
     """Per run and kind of tensor the worst of them, with its bound."""
-    table = plain_table("run", "against", "kind", ">tensors", ">worst error", ">bound", "worst tensor", "")
+    table = plain_table("run", "against", "kind", ">tensors", ">worst error", ">bound", "~worst tensor", "~")
     groups: dict[tuple[str, str, str], list[TensorError]] = {}
     for error in report.errors:
         groups.setdefault((error.run, error.reference, error.kind), []).append(error)
@@ -142,7 +144,7 @@ def _mark(error: TensorError) -> str:
 
 def failures_table(failed: Sequence[TensorError]) -> Table:
     """The tensors that differ, worst first, with the element that differs the most."""
-    table = plain_table("tensor", "kind", "run", ">error", "at", ">got", ">expected")
+    table = plain_table("~tensor", "kind", "run", ">error", "~at", ">got", ">expected")
     for e in failed:
         at = str(list(e.index)) if e.index else ""
         table.add_row(
@@ -167,8 +169,12 @@ def milliseconds_text(seconds: float) -> str:
 
 
 def plain_table(*columns: str) -> Table:
-    """A plain table; a column that begins with > is aligned to the right."""
+    """A plain table; a column that begins with > is aligned to the right, one with ~ is folded on a narrow terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        can_fold = column.startswith("~")
+        name = column.lstrip(">~")
+        least = _LEAST_FOLDED if can_fold else None
+        table.add_column(name, justify=justify, no_wrap=not can_fold, overflow="fold", min_width=least)
     return table

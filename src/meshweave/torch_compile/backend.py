@@ -139,6 +139,12 @@ def backend(
     return Backend(settings(cost, memory_cap_bytes, chosen, groups, report, ranks, timeout_seconds), inner)
 
 
+def by_name(gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+    """`torch.compile(model, backend="meshweave")`, and what takes a backend's name (Hugging Face's
+    `torch_compile_backend`): `backend()` as it comes. An entry point of the package, found once it is installed."""
+    return backend()(gm, inputs, **settings)
+
+
 def inductor_pass(
     *,
     cost: Cost | str | Path | None = None,
