@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from tests.schedule.graphs import ATEN, WAIT, Builder, assert_same_values, by_size, groups_of, peak, play, starts
-from tests.schedule.test_overlap_fuzz import KINDS, Flying, Grower, Unsound, _is_exact, _owns_all, check
+from tests.schedule.test_overlap_fuzz import (
+    KINDS,
+    Flying,
+    Grower,
+    Unsound,
+    _is_exact,
+    _owns_all,
+    case,
+    check,
+    check_tight,
+)
 from torch import fx
 
 from meshweave.schedule import OverlapReport, overlap
@@ -318,6 +328,11 @@ def test_a_sample_of_graphs_that_see_storages(part: int) -> None:
     found = [check(seed, Observer) for seed in range(part, SAMPLE, 2)]
     assert sum(num for num, _ in found) > 0
     assert sum(saved > 1e-6 for _, saved in found) > len(found) // 3
+
+
+def test_the_cap_that_an_error_names_works() -> None:
+    """Orders sought under a cap that is too low hold less than those that the search then gave under what was named."""
+    check_tight(case(617, Observer))
 
 
 @pytest.mark.slow

@@ -105,7 +105,8 @@ def decide(
     search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
     found = search.run(known)
     if not found:
-        raise _no_order(merger.reading, min(search.judged, key=lambda c: c.peak), cap)
+        assert search.least is not None, "it is kept where nothing fits"
+        raise _no_order(merger.reading, search.least, cap)
     names = {name for name, _ in known}
     choice = choose(found, slowdown, options.choose, sum(c.name in names for c in found))
     report = _report(search, choice, before, notes)
@@ -143,7 +144,7 @@ def _report(search: OrderSearch, choice: Choice, before: int, notes: tuple[str, 
 
 
 def _no_order(reading: Reading, least: Candidate, cap: int) -> NoOrderError:
-    """The error where nothing fits: the least peak that was found, and what lives there."""
+    """The error where nothing fits: a peak under which an order is found again, and what lives there."""
     problem = least.merged.problem
     at, live = live_at_peak(problem, least.order)
     makers = {x.storage: node for node in reversed(list(reading.graph.nodes)) for x in reading.values.get(node, ())}

@@ -91,6 +91,7 @@ class OrderSearch:
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
     judged: list[Candidate] = field(default_factory=list)  # all of them, whatever they hold
     made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # those that were sought, and how
+    least: Candidate | None = None  # with the least peak that is sought whatever the cap: one that can be asked for
     spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of ways, see `span`
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
@@ -104,7 +105,8 @@ class OrderSearch:
         return [c for c in self.judged if c.peak <= self.cap]
 
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
-        """All candidates under the cap, the orders handed in first."""
+        """All candidates under the cap, the orders handed in first. What is sought under the cap itself, where nothing
+        else fits, hangs on it, and another cap need not give it again: `least` is taken before."""
         for name, order in orders:
             self.judge(name, self.shape(()), order)
         usual = self.judged[0].peak
@@ -122,6 +124,8 @@ class OrderSearch:
             self.again(int(rung), ways)
         self.again(inf, ways)
         if not self.found:
+            self.seek(room)
+            self.least = min(self.judged, key=lambda c: c.peak)
             self.seek(self.cap)
         return self.found
 
@@ -173,8 +177,7 @@ class OrderSearch:
         return dict(list(found.items())[:most])
 
     def save_memory(self, plain: _Shape) -> None:
-        """Memory is in the way: orders that hold little, some of which do not hang on how much there is. So the least
-        peak that an error names is one that can be had."""
+        """Memory is in the way: orders that hold little, some of which do not hang on how much there is."""
         for policy in _SHORT:
             self.schedule(str(policy), plain, policy)
         for policy in (_LEAN, Policy(0), _POLICIES[0]):
