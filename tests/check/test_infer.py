@@ -55,6 +55,21 @@ def test_what_a_matmul_cannot_take(left: str, right: str, problem: str) -> None:
     assert str(error.value).startswith(problem)
 
 
+def test_a_dim_of_one_element_is_cut_as_any_other() -> None:
+    """One device has all of it. All operands that have the dim are cut so; what it is merged with others in is not."""
+    one, two = Spec((1, 4), F32), Spec((4,), F32)
+    cut, whole = (Layout.parse(text, GRID) for text in ("[{a}, {}]", "[{}, {}]"))
+    add = rule_from_text("m n, m n -> m n", [one, one], [one])
+    assert infer(add, GRID, [(one, cut), (one, cut)], [one]) == (cut,)
+    with pytest.raises(VerifyError, match="operand 1 is not cut as the others are"):
+        infer(add, GRID, [(one, cut), (one, whole)], [one])
+    total = rule_from_text("m n -> n", [one], [two])
+    assert [str(made) for made in infer(total, GRID, [(one, cut)], [two])] == ["[{}] partial(sum: a)"]
+    for text in ("m n -> (m n)", "1 n -> n", "m! n -> n"):
+        with pytest.raises(VerifyError, match="is cut"):
+            infer(rule_from_text(text, [one], [two]), GRID, [(one, cut)], [two])
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_layouts_follow_from_the_rule_alone(part: int) -> None:
     """What is inferred from operands is what the assignment that cut them so gives, but for what is made on demand."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fuzz.blocks import Attention, Spatial, UpDown
-from tests.training import assert_equals_eager, batches
+from tests.training import assert_equals_eager, assert_tensors, batches, train
 from torch import Tensor, nn
 
 import meshweave as mw
@@ -32,6 +32,17 @@ class Tied(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x @ self.table.T
+
+
+class Token(nn.Module):
+    """A token of the model before each sequence: a parameter whose first dims have one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer = nn.Parameter(torch.randn(1, 1, 6)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) * self.token)
 
 
 class Recurrent(nn.Module):
@@ -103,3 +114,20 @@ def test_what_the_fuzzer_has_found_stays_mended(name: str) -> None:
     target = model(torch.zeros(shape)).shape
     data = [{first: b["x"], "y": b["y"]} for b in batches(2, shape, target)]
     assert_equals_eager(model, data, mesh, **options)
+
+
+def _slopes() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(30, 6), nn.PReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("make", [_slopes, Token])
+def test_a_dim_of_one_element_is_cast_on_the_device_that_has_it(make: Callable[[], nn.Module]) -> None:
+    """A device with an empty piece takes part in every step. Values are those of one device, to bfloat16 rounding."""
+    torch.manual_seed(0)
+    model = make()
+    first = "x" if isinstance(model, Token) else "input"
+    data = [{first: b["x"], "y": b["y"]} for b in batches(2, _SEQUENCE, model(torch.zeros(_SEQUENCE)).shape)]
+    whole, expected = train(model, data, autocast=torch.bfloat16)
+    step, losses = train(model, data, "fsdp=2", autocast=torch.bfloat16, decompose=APART)
+    torch.testing.assert_close(losses, expected, rtol=1e-2, atol=0.0)
+    assert_tensors(step.parameters(), whole.parameters(), tolerance=1e-2)

@@ -58,7 +58,7 @@ def _layout(rule: Rule, dims: Dims, cuts: Cuts, mesh: Mesh, spec: Spec) -> Layou
     """The layout of a tensor made of `dims` when factors are cut."""
     layouts = []
     for d in range(len(dims)):
-        factor = rule.outer(dims, d)
+        factor = rule.loop(dims, d)
         cut = cuts.get(factor, DimSharding()) if factor is not None else DimSharding()
         inner = rule.inner_size(dims, d, factor) if factor is not None else 1
         layouts.append(DimSharding(cut.axes, cut.unit * inner))
@@ -70,7 +70,7 @@ def _cuts(rule: Rule, operands: Sequence[Placed]) -> Cuts:
     cuts: Cuts = {}
     for i, (_, layout) in enumerate(operands):
         for factor, cut in _dim_cuts(rule, rule.operands[i], layout).items():
-            if not rule.is_shardable(factor):
+            if not (rule.is_shardable(factor) or rule.is_single(factor)):
                 raise VerifyError(f"operand {i} is cut along a dim that the op needs whole", got=str(layout))
             known = cuts.setdefault(factor, cut)
             if known.axes != cut.axes:
@@ -88,7 +88,7 @@ def _dim_cuts(rule: Rule, dims: Dims, layout: Layout) -> Cuts:
     for d, dim in enumerate(layout.dims):
         if not dim.axes:
             continue
-        factor = rule.outer(dims, d)
+        factor = rule.loop(dims, d)
         if factor is None:
             raise VerifyError(f"dim {d} is cut, which the op needs whole", got=str(layout))
         inner = rule.inner_size(dims, d, factor)

@@ -11,7 +11,7 @@ from torch import fx
 
 from meshweave.ir.graph import spec_of, tensor_inputs
 from meshweave.sharding.factors import Dim, Rule, RuleBuilder
-from meshweave.sharding.registry import RuleFunction, argument, broadcast, pointwise, result_specs
+from meshweave.sharding.registry import RuleFunction, argument, pointwise, result_specs
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def _added_product(node: fx.Node) -> Rule:
     batch = build.dims(a[:-2])
     m, k, n = (build.factor(size) for size in (a[-2], a[-1], b[-1]))
     result: list[Dim] = [*batch, (m,), (n,)]
-    return build.rule([broadcast(x, result), [*batch, (m,), (k,)], [*batch, (k,), (n,)]], [result])
+    return build.rule([build.broadcast(x, result), [*batch, (m,), (k,)], [*batch, (k,), (n,)]], [result])
 
 
 _SAME_SHAPE = (

@@ -54,6 +54,18 @@ class Rule:
         """Number of elements of `dim` in one step of its `factor`: the unit in which the dim is then cut."""
         return prod(self.sizes[f] for f in dims[dim][dims[dim].index(factor) + 1 :])
 
+    def loop(self, dims: Dims, dim: int) -> int | None:
+        """The factor that a cut of `dim` cuts: the outer one, or the only one, of one element. Placement has no use for
+        the cut of that (one device works and the others have empty pieces), but parameters may be stored so."""
+        only = dims[dim][0] if len(dims[dim]) == 1 else None
+        return only if only is not None and self.is_single(only) else self.outer(dims, dim)
+
+    def is_single(self, factor: int) -> bool:
+        """Whether the factor has one element and is not whole, and no other stands in any dim that it is in."""
+        if factor in self.whole or self.sizes[factor] != 1:
+            return False
+        return all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
+
     def is_shardable(self, factor: int) -> bool:
         """Whether the factor can be sharded: not whole, and outermost wherever it stands."""
         if factor in self.whole or self.sizes[factor] < 2:
@@ -82,6 +94,12 @@ class RuleBuilder:
     def dims(self, shape: Sequence[int], *, whole: Iterable[int] = ()) -> list[Dim]:
         """A new factor for every dim."""
         return [(self.factor(size, whole=d in set(whole)),) for d, size in enumerate(shape)]
+
+    def broadcast(self, shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
+        """Dims of an operand of `shape` that broadcasts to `dims` from the right; not broadcast where sizes are equal,
+        be they 1."""
+        last = dims[len(dims) - len(shape) :]
+        return [dim if size == prod(self.sizes[f] for f in dim) else () for size, dim in zip(shape, last, strict=True)]
 
     def dims_from(self, shape: Sequence[int], known: Mapping[int, Dim]) -> list[Dim]:
         """Dim d is made of the factors `known[d]` where known, else a whole factor of its own."""

@@ -11,7 +11,7 @@ from torch import fx
 from meshweave.errors import RuleError
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
 from meshweave.ir.traits import is_pointwise
-from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, rule_from_text
+from meshweave.sharding.factors import Linear, Rule, RuleBuilder, rule_from_text
 from meshweave.simulate.classify import Cost, set_cost
 
 RuleFunction = Callable[[fx.Node], Rule]
@@ -119,13 +119,7 @@ def pointwise(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
     (result,) = result_specs(node)
     build = RuleBuilder()
     dims = build.dims(result.shape)
-    return build.rule([broadcast(n.meta["spec"].shape, dims) for n in tensor_inputs(node)], [dims], linear)
-
-
-def broadcast(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
-    """Dims of an operand of `shape` that broadcasts to `dims` from the right."""
-    last = dims[len(dims) - len(shape) :]
-    return [() if size == 1 else dim for size, dim in zip(shape, last, strict=True)]
+    return build.rule([build.broadcast(n.meta["spec"].shape, dims) for n in tensor_inputs(node)], [dims], linear)
 
 
 POINTWISE = Row(pointwise)

@@ -12,7 +12,7 @@ from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.sharding import rules_linalg, rules_vision  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add, argument, broadcast, pointwise, result_specs
+from meshweave.sharding.registry import add, argument, pointwise, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -86,7 +86,7 @@ def _each(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
     build = RuleBuilder()
     results = result_specs(node)
     dims = build.dims(results[0].shape)
-    operands = [broadcast(spec_of(n).shape, dims) for n in tensor_inputs(node)]
+    operands = [build.broadcast(spec_of(n).shape, dims) for n in tensor_inputs(node)]
     return build.rule(operands, [dims] * len(results), linear)
 
 
@@ -95,7 +95,9 @@ def _beside_table(node: fx.Node, table: int) -> Rule:
     build = RuleBuilder()
     dims = build.dims(spec_of(node).shape)
     shapes = [spec_of(n).shape for n in tensor_inputs(node)]
-    operands = [build.dims(s, whole=range(len(s))) if i == table else broadcast(s, dims) for i, s in enumerate(shapes)]
+    operands = [
+        build.dims(s, whole=range(len(s))) if i == table else build.broadcast(s, dims) for i, s in enumerate(shapes)
+    ]
     return build.rule(operands, [dims])
 
 
