@@ -145,3 +145,30 @@ def test_ep_names_the_plan_that_it_needs() -> None:
     assert [step(batch()) for _ in range(2)] == pytest.approx([alone(batch()) for _ in range(2)], rel=1e-6)
     stored = {layout for item, layout, _ in step.session.pieces("param") if item.name == "experts.up"}
     assert [str(layout) for layout in stored] == ["[{ep}, {}, {}]"]
+
+
+def test_a_loss_of_torch_is_told_what_a_loss_takes() -> None:
+    with pytest.raises(mw.CaptureError, match="outputs and targets") as error:
+        mw.compile(nn.Linear(3, 2), loss=nn.MSELoss(), example=(torch.ones(2, 3), torch.ones(2, 2)), mesh="dp=2")
+    assert "criterion(outputs, batch[1])" in error.value.hint
+
+
+def test_several_optimizers_are_no_optimizer() -> None:
+    model = nn.Linear(3, 2)
+    optimizers: Any = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with pytest.raises(mw.PlanError, match="not an optimizer"):
+        mw.compile(
+            model,
+            loss=lambda out, batch: out.sum(),
+            example=(torch.ones(2, 3),),
+            optimizer=optimizers,
+            mesh="dp=2",
+        )
+
+
+def test_parameters_that_no_optimizer_has_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    loss = lambda out, batch: out.sum()  # noqa: E731
+    mw.compile(model, loss=loss, example=(torch.ones(2, 3),), optimizer=optimizer, mesh="dp=2")
+    assert "1 parameters require gradients, but are in no group of the optimizer (bias)" in caplog.text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model
-from meshweave.capture.guards import check_autocast, check_not_compiled, check_shapes
+from meshweave.capture.guards import check_autocast, check_loss, check_not_compiled, check_shapes
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Part, StepSource, capture_source
 from meshweave.errors import PlanError
@@ -270,6 +270,7 @@ def compile(
         mesh, plan = Mesh.of(mesh), plan_of(plan)
         check_not_compiled(model)
         check_shapes(model)
+        check_loss(loss)
         if optimizer is None and (clip_grad_norm is not None):
             raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
         spec = None if optimizer is None else read_optimizer(optimizer, model)

@@ -51,6 +51,7 @@ class TrainStep:
         optimizer as they are then."""
         self.again = again
         self.model, self.optimizer = model, optimizer
+        _note_untrained(model, optimizer)
         session = Session(program.roles, world, settings)
         spec = program.optimizer
         held = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
@@ -273,3 +274,19 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _note_untrained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Say which parameters want a gradient, but are in no group of the optimizer: another optimizer would get none."""
+    if optimizer is None:
+        return
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if names:
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        _LOG.warning(
+            "%d parameters require gradients, but are in no group of the optimizer (%s): they keep their values, and "
+            "p.grad is not written for another optimizer",
+            len(names),
+            shown,
+        )

@@ -242,6 +242,18 @@ def check_shapes(model: nn.Module) -> None:
             )
 
 
+def check_loss(loss: Any) -> None:
+    """Raises CaptureError for a loss module of torch.nn, which takes (outputs, target) and not (outputs, batch)."""
+    if isinstance(loss, nn.Module) and type(loss).__module__ == "torch.nn.modules.loss":
+        raise CaptureError(
+            "this loss takes outputs and targets",
+            where="loss=",
+            got=f"torch.nn.{type(loss).__name__}",
+            expected="a function of (outputs, batch)",
+            hint="loss=lambda outputs, batch: criterion(outputs, batch[1]), or batch['y'] for a dict",
+        )
+
+
 def check_not_compiled(model: nn.Module) -> None:
     """CaptureError for what torch.compile has wrapped: it runs graphs that no tracer sees into."""
     if not isinstance(model, nn.Module):

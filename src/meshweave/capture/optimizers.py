@@ -125,6 +125,14 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
     parameters and parameters that the model does not have; CaptureError, with the line, for a step that cannot be
     traced.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(
+            "this is not an optimizer",
+            where="optimizer=",
+            got=type(optimizer).__name__,
+            expected="one torch.optim.Optimizer over all parameters that are trained",
+            hint="several optimizers: one class of your own whose step() has the formulas of both, by group",
+        )
     check_callable(optimizer)
     check_hooks(optimizer)
     named = names_by_id(names)
@@ -301,7 +309,8 @@ def _check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim
             "the optimizer holds a parameter that the model does not have",
             where=where,
             got=f"a parameter of shape {tuple(param.shape)}",
-            hint="make the optimizer from model.parameters() of the same model, after it was last changed",
+            hint="make the optimizer from model.parameters() of the same model, after it was last changed; parameters "
+            "of a loss belong into the model",
         )
     if param.is_complex():
         raise PlanError("a complex parameter is not supported", where=where, got=f"{named[id(param)]}: {param.dtype}")
