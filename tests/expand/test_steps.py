@@ -29,15 +29,16 @@ OPS = {torch.float32: ["sum", "max"], torch.int64: ["sum", "min", "max"], torch.
 MANY = 200  # of so many steps of one kind and shape each dtype takes a third
 
 
+@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["a fifth", "all"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_step(kind: str, mesh: str, dtype: torch.dtype) -> None:
+def test_every_step(kind: str, mesh: str, dtype: torch.dtype, share: int) -> None:
     chance, ops = random.Random(f"{kind} {mesh} {dtype}"), cycle(OPS[dtype])
     for shape in SHAPES:
         chains = list(every(kind, MESHES[mesh], shape, next(ops), chance))
         begin, stride = (DTYPES.index(dtype), 3) if len(chains) > MANY else (0, 1)
-        for number, chain in enumerate(chains[begin::stride]):
+        for number, chain in enumerate(chains[begin :: stride * share]):
             check(chain, dtype, number)
 
 

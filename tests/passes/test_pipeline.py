@@ -50,8 +50,8 @@ def plain() -> list[float]:
 @pytest.mark.parametrize(
     "how",
     [
-        {"split": SPLIT},
-        {"decompose": ALWAYS},
+        pytest.param({"split": SPLIT}, marks=pytest.mark.slow),
+        pytest.param({"decompose": ALWAYS}, marks=pytest.mark.slow),
         {"split": SPLIT, "decompose": ALWAYS, "overlap": mw.OverlapOptions(carry=1), "profile": "h100"},
         {"split": SPLIT, "accumulate": 2},
     ],

@@ -80,7 +80,11 @@ CASES: dict[str, tuple[Callable[[], Made], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow if name in ("llama", "gpt2") else ())
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_every_value_has_the_shape_strides_and_storage_that_it_really_has(name: str) -> None:
     step, watch = case(name)
     role = step.program.rank
@@ -110,7 +114,7 @@ def _most_under_way(role: RankGraph) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", ["llama even", "llama", "gpt2", "vit"])
+@pytest.mark.parametrize("name", [marked(name) for name in ("llama even", "llama", "gpt2", "vit")])
 def test_peak_memory_is_what_a_virtual_device_holds(name: str) -> None:
     """Op by op, as the runtime does; what is under way to other devices until it has been waited for is counted by the
     simulator alone."""
