@@ -62,8 +62,8 @@ class Pass(Protocol[P]):
 
     @property
     def needs_costs(self) -> bool:
-        """Whether it cannot run without a machine profile."""
-        return False
+        """Whether it cannot run without a machine profile, as what is compared cannot."""
+        return self.is_compared
 
     @property
     def is_compared(self) -> bool:

@@ -19,10 +19,6 @@ class Split(SplitOptions, Pass[MeshProgram]):
     stage: ClassVar[Stage] = "written"
 
     @property
-    def needs_costs(self) -> bool:
-        return self.is_compared
-
-    @property
     def is_compared(self) -> bool:
         return self.when == "gain"
 
