@@ -26,10 +26,11 @@ import meshweave as mw
 from meshweave.capture.step import CaptureOptions
 from meshweave.compile import build_program
 from meshweave.hardware.profile import MachineProfile
+from meshweave.ir.from_role import rewrite_role
 from meshweave.ir.rank import RankGraph
 from meshweave.program import Program
 from meshweave.rings import DecomposeOptions, DecomposeReport, decompose
-from meshweave.rows import split_role
+from meshweave.rows import split_program
 from meshweave.schedule.steps import Scheduling, overlap_roles
 from meshweave.sharding.plans import Plan
 from meshweave.simulate.step import simulate_roles
@@ -100,7 +101,7 @@ def rows_of(layers: int, batch: int, machine: MachineProfile) -> Iterator[Row]:
 
     for name in ("whole", "rows in 2 chunks")[:batch]:
         began = time.perf_counter()
-        one = role if name == "whole" else split_role(role, 2)[0]
+        one = role if name == "whole" else rewrite_role(role, split_program)[0]
         yield row(name, one, "", began)
         began = time.perf_counter()
         yield row(f"{name}, ordered", ordered(one), "", began)

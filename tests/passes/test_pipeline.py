@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,6 +27,8 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
 )
 PLAN = mw.Plan.fsdp("fsdp") + mw.Plan.hf_tp("tp") + mw.Plan.sequence_parallel("tp")
+# The keys of meta that rooms talk through.
+LISTED = set(re.findall(r'`meta\["(\w+)"\]`', (Path(__file__).parents[2] / "docs/architecture.md").read_text()))
 ALWAYS, SPLIT = DecomposeOptions(when="always"), SplitOptions(when="always")
 
 
@@ -39,6 +44,13 @@ def compiled(**how: object) -> TrainStep:
     return mw.compile(
         model, loss=lambda out, b: out.loss, example=batch(), optimizer=optimizer, mesh="fsdp=2,tp=2", plan=PLAN, **how
     )
+
+
+def graphs_of(step: TrainStep) -> list[torch.fx.Graph]:
+    """The graphs of a program at every stage."""
+    program = step.program
+    roles = (*program.expanded, *program.optimized.unscheduled, *program.roles)
+    return [program.captured.graph, program.placed.graph, *(role.graph for role in roles)]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +74,7 @@ def test_training_is_the_same(how: dict[str, object], plain: list[float]) -> Non
     step = compiled(**how)
     torch.testing.assert_close([step(batch(i)) for i in range(3)], plain, rtol=1e-6, atol=0)
     program = step.program.optimized
+    assert {key for graph in graphs_of(step) for node in graph.nodes for key in node.meta} <= LISTED
     if "split" in how:
         assert all(report.is_taken and "of batch_" in report.rows for report in program.splits)
         assert any("_chunk1" in node.name for node in program.unscheduled[0].graph.nodes)

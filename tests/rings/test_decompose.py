@@ -18,6 +18,7 @@ from meshweave.hardware.schema import Fit
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import WAIT, functional, permute
 from meshweave.ir.rank import RankGraph, ring_index
+from meshweave.ir.values import local_values
 from meshweave.rings import DecomposeOptions, DecomposeReport, algorithm, decompose, prove_rings
 from meshweave.rings.play import Message, play_gather, play_reduce
 from meshweave.runtime.world import LocalWorld
@@ -62,7 +63,8 @@ def check(role: RankGraph, options: DecomposeOptions, **values: Tensor) -> tuple
 
 
 def shapes_of(role: RankGraph, target: Any) -> list[tuple[int, ...]]:
-    return [node.meta["spec"].shape for node in role.graph.nodes if node.target is target]
+    values = local_values(role).values
+    return [values[node][0].shape for node in role.graph.nodes if node.target is target]
 
 
 def order(role: RankGraph, *targets: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -33,7 +34,8 @@ class DeviceProgram:
     order; none for a graph that is one part. uneven: nodes that make other shapes on other devices, with the dims that
     differ. is_whole: nothing else lives on the device while it runs. checks_groups: the caller has named groups, so
     that all must be known. sources: inputs that outlive the graph, as parameters do, or may. refused: of a start, why
-    it stays as it is whatever the costs; "" if it need not.
+    it stays as it is whatever the costs; "" if it need not. symbols: the numbers of symbolic nodes on the device that
+    `values` are of. batch: inputs whose first dim are rows of the batch; None where that is not known.
     """
 
     graph: fx.Graph
@@ -46,6 +48,8 @@ class DeviceProgram:
     checks_groups: bool = False
     sources: frozenset[fx.Node] = frozenset()
     refused: Callable[[fx.Node], str] = lambda start: ""
+    symbols: Mapping[fx.Node, Any] = field(default_factory=dict)
+    batch: tuple[fx.Node, ...] | None = None
 
     def lasting(self) -> set[fx.Node]:
         """What is made of nothing but inputs that outlive the graph."""
@@ -54,3 +58,9 @@ class DeviceProgram:
             if node.op == "call_function" and all(n in found or n.target in SYMBOLS for n in node.all_input_nodes):
                 found.add(node)
         return found
+
+
+R = TypeVar("R")
+# A pass over what one device runs: the graph that takes the place of the program's (whose own graph it may change and
+# return), None where it stays as it was; and what it says of that.
+Rewrite = Callable[[DeviceProgram], tuple[fx.Graph | None, R]]

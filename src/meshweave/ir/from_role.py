@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT, transfer
-from meshweave.ir.device_program import DeviceProgram, Fence, Group
-from meshweave.ir.graph import copied_graph, origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.device_program import DeviceProgram, Fence, Group, R, Rewrite
+from meshweave.ir.graph import Spec, copied_graph, origin_of
+from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.values import NOTHING, Values, local_values, uneven_dims
+from meshweave.ir.verify import verify_rank
 
 _BETWEEN = "between roles"  # the channel of communications that several roles meet in
 _BEFORE = {"backward": "forward", "update": "backward"}  # phases that begin a part of the step, and those before them
@@ -143,13 +144,26 @@ class _Marks:
             self.role.graph.erase_node(fence)
 
 
-def role_program(
-    role: RankGraph, values: Mapping[fx.Node, Values], uneven: Mapping[fx.Node, frozenset[int]]
-) -> DeviceProgram:
-    """A role in its own vocabulary, symbols and transfers included: for passes that write other ops into its graph.
-    `values` and `uneven` are those of its nodes (ir/values.py)."""
-    sources = (node for node in role.graph.nodes if node.op == "placeholder")
-    lasting = (node for node, item in zip(sources, role.inputs, strict=True) if item.kind != "batch")
+def rewrite_role(role: RankGraph, rewrite: Rewrite[R]) -> tuple[RankGraph, R]:
+    """The role with the graph that `rewrite` makes of it, verified; `role` itself, which stays as it is, where that
+    makes none."""
+    own = copied(role)
+    graph, report = rewrite(role_program(own))
+    if graph is None:
+        return role, report
+    rewritten = replace(own, graph=graph)
+    for node, values in local_values(rewritten).values.items():
+        if "spec" not in node.meta and values and node.target not in SYMBOLS:
+            specs = tuple(Spec(x.shape, x.dtype) for x in values)
+            node.meta["spec"] = specs[0] if len(specs) == 1 else specs
+    return verify_rank(rewritten), report
+
+
+def role_program(role: RankGraph) -> DeviceProgram:
+    """A role in its own vocabulary, symbols and transfers included: for passes that write other ops into its
+    graph."""
+    sources = dict(zip(role.graph.find_nodes(op="placeholder"), role.inputs, strict=True))
+    local = local_values(role)
 
     def refused(start: fx.Node) -> str:
         """Devices of other roles would not know of its new messages."""
@@ -157,13 +171,15 @@ def role_program(
 
     return DeviceProgram(
         role.graph,
-        values,
+        local.values,
         lambda start: role.group_axes(str(start.args[-1])),
         lambda node: False,
-        uneven=uneven,
+        uneven=uneven_dims(role),
         is_whole=True,
-        sources=frozenset(lasting),
+        sources=frozenset(node for node, item in sources.items() if item.kind != "batch"),
         refused=refused,
+        symbols=local.symbols,
+        batch=tuple(node for node, item in sources.items() if item.kind == "batch"),
     )
 
 

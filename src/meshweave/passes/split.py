@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
+from meshweave.ir.from_role import rewrite_role
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
-from meshweave.rows import SplitOptions, SplitReport, split_role
+from meshweave.rows import SplitOptions, SplitReport, split_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Split(SplitOptions, Pass[MeshProgram]):
 
     def run(self, program: MeshProgram, costs: Any) -> tuple[MeshProgram, tuple[SplitReport, ...]]:
         """In the first of `num_chunks`."""
-        split = [split_role(role, self.num_chunks[0]) for role in program.roles]
+        rewrite = partial(split_program, num_chunks=self.num_chunks[0])
+        split = [rewrite_role(role, rewrite) for role in program.roles]
         reports = tuple(report for _, report in split)
         if not any(report.is_taken for report in reports):
             return program, reports

@@ -14,7 +14,6 @@ from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.report import DecomposeReport
 from meshweave.rings.rewriter import Pick, take_apart
 from meshweave.rings.ring_graph import RingGraph, ring_graph
-from meshweave.rings.share import share_gathers
 
 _ORDER_OF_SUMS = "sums in the order in which messages come, another for each chunk"
 
@@ -43,11 +42,8 @@ class CandidateWriter:
 
     def written(self, pick: Pick) -> RingCandidate:
         rings = self.rings()
-        shared = share_gathers(rings.program) if self.options.share else ()
-        costing = None
-        if self.profile is not None and self.options.when == "gain":
-            costing = self.profile, rings.kernels(self.profile)
-        report, decisions = take_apart(rings.program, self.options, pick, costing, shared, _ORDER_OF_SUMS)
+        profile = self.profile if self.options.when == "gain" else None
+        report, decisions = take_apart(rings.program, self.options, pick, profile, _ORDER_OF_SUMS)
         if not report.num_taken:
             return RingCandidate(copied_module(self.gm), report, decisions)
         lower(rings)

@@ -17,12 +17,16 @@ from torch import fx
 from meshweave.chunks.cut import FIXED, LOOSE, memory_order
 from meshweave.chunks.writer import Number, kept_meta
 from meshweave.errors import VerifyError
+from meshweave.interop.ops import is_operator
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_TO_ALL, destinations, permute
 from meshweave.ir.described import val_of_call
-from meshweave.ir.graph import op_name, place_of
+from meshweave.ir.device_program import R, Rewrite
+from meshweave.ir.from_graph import graph_program
+from meshweave.ir.graph import copied_graph, copied_module, module_like, op_name, place_of
 from meshweave.ir.rank import SYMBOLS, ring_index
 from meshweave.ir.traits import RESHAPES
+from meshweave.rings.blocks import raise_blocks
 from meshweave.rings.ring_graph import RingGraph
 
 aten = torch.ops.aten
@@ -34,9 +38,18 @@ def lower(rings: RingGraph) -> None:
     _Lowering(rings.program.graph, rings).run()
 
 
-def lower_blocks(graph: fx.Graph) -> None:
-    """The same of a graph without rings."""
+def rewrite_graph(
+    gm: fx.GraphModule, rewrite: Rewrite[R], groups: Mapping[str, Sequence[int]] | None = None
+) -> tuple[fx.GraphModule, R]:
+    """The module with the graph that `rewrite` makes of anyone's graph, in which every node has meta["val"]; a copy
+    where it makes none. `gm` stays as it is."""
+    own = copied_graph(gm.graph)
+    raise_blocks(own)
+    graph, report = rewrite(graph_program(own, groups))
+    if graph is None:
+        return copied_module(gm), report
     _Lowering(graph, None).run()
+    return module_like(gm, graph), report
 
 
 @dataclass(slots=True)
@@ -48,7 +61,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         vals = (node.meta.get("val") for node in self.graph.nodes)
-        self.like = next(val for val in vals if isinstance(val, torch.Tensor))
+        self.like = next((val for val in vals if isinstance(val, torch.Tensor)), None)
 
     def run(self) -> None:
         graph = self.graph
@@ -59,6 +72,8 @@ class _Lowering:
                 made = self.laid(write(self, node, *node.args), node)
                 node.replace_all_uses_with(made)
                 graph.erase_node(node)
+            elif "val" not in node.meta and is_operator(node.target):
+                node.meta["val"] = val_of_call(node.target, node.args, node.kwargs, self.like)
             for key in ("ring", FIXED, LOOSE):
                 node.meta.pop(key, None)
         for node in reversed(list(graph.nodes)):

@@ -15,6 +15,8 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.collectives import ALL_TO_ALL
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import origin_of, place_of
+from meshweave.problem.prices import ProfilePrices
+from meshweave.problem.read import read
 from meshweave.rings.algorithms import algorithm, prove
 from meshweave.rings.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.rings.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
@@ -23,7 +25,7 @@ from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estima
 from meshweave.rings.proof import prove_rings
 from meshweave.rings.report import DecomposeReport, RingRow, gain_text, joined_reasons, no_gain_text, shared_row
 from meshweave.rings.rewrite import RingWay, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
-from meshweave.rings.share import Shared
+from meshweave.rings.share import Shared, share_gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,23 +272,28 @@ def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: RingWay) -> RingRo
     return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
 
-Costing = tuple[MachineProfile, Kernels]
-
-
 def take_apart(
     program: DeviceProgram,
     options: DecomposeOptions,
     pick: Pick,
-    costing: Costing | None,
-    shared: Sequence[Shared],
+    profile: MachineProfile | None,
     order_of_sums: str = "",
 ) -> tuple[DecomposeReport, tuple[int, ...]]:
     """Rewrite the graph of a program in place; what became of each collective, and the decisions that do it again.
 
-    `costing`: a machine and the kernels of the graph; None: costs are not asked. `shared`: gathers that have become
-    one. `order_of_sums`: over a group, where it is not as the algorithm says.
+    `profile`: of the machine; None: costs are not asked. `order_of_sums`: over a group, where it is not as the
+    algorithm says.
     """
+    shared = share_gathers(program) if options.share else ()
     shapes = Shapes(dict(program.values), dict(program.uneven))
-    prices = None if costing is None else RingPrices(program, costing[0], shapes, costing[1])
+    prices = None if profile is None else RingPrices(program, profile, shapes, _kernels(program, profile))
     rewriter = RingRewriter(program, options, shapes, prices, pick, order_of_sums)
     return rewriter.run(shared), tuple(rewriter.decisions)
+
+
+def _kernels(program: DeviceProgram, profile: MachineProfile) -> Kernels:
+    """Position and seconds of every op that computes."""
+    reading = read(program)
+    prices = ProfilePrices(reading, profile)
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    return [(order[node], prices.compute(node)) for i, node in enumerate(reading.nodes) if i not in reading.rows]

@@ -11,7 +11,6 @@ from torch import fx
 
 from meshweave.chunks.cut import FIXED, LOOSE
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.described import is_symbolic
@@ -19,7 +18,6 @@ from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import copied_graph, place_of
 from meshweave.ir.values import Values
-from meshweave.problem.prices import ProfilePrices
 from meshweave.problem.read import Reading, read
 from meshweave.rings.blocks import raise_blocks
 from meshweave.rings.find import KINDS
@@ -37,13 +35,6 @@ class RingGraph:
     def index(self, group: str) -> int:
         """The place of this rank in a group."""
         return self.members[group].index(self.rank)
-
-    def kernels(self, profile: MachineProfile) -> list[tuple[float, float]]:
-        """Position (among those of the nodes) and seconds of every kernel."""
-        prices = ProfilePrices(self.reading, profile)
-        order = {node: i for i, node in enumerate(self.program.graph.nodes)}
-        computed = ((i, node) for i, node in enumerate(self.reading.nodes) if i not in self.reading.rows)
-        return [(float(order[node]), prices.compute(node)) for _, node in computed]
 
 
 def ring_graph(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: int) -> RingGraph:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshweave.chunks.cut import Cut
+from meshweave.chunks.cut import FIXED, Cut
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.described import is_symbolic
-from meshweave.ir.graph import Spec, copied_graph, copied_module, module_like, op_name, tensor_inputs
-from meshweave.rings.blocks import raise_blocks
-from meshweave.rings.lower import lower_blocks
+from meshweave.ir.device_program import DeviceProgram
+from meshweave.ir.graph import Spec, copied_module, op_name, tensor_inputs
+from meshweave.rings.lower import rewrite_graph
+from meshweave.rows.options import SplitOptions
 from meshweave.rows.regions import Regions, regions, work_of
 from meshweave.rows.ways import ATTENTION, fits
 from meshweave.rows.write import RowWriter
@@ -24,6 +27,7 @@ aten = torch.ops.aten
 Seconds = Callable[[fx.GraphModule], float]
 Dim = int | tuple[int, int]  # a dim, or (dim, outer): the dim is [outer, rows, ...], rows of every outer index are cut
 
+_META = torch.device("meta")
 _MOST_INPUTS = 8  # whose first dim is tried as rows, where no attention or batched matmul says what the rows are
 _ENOUGH = 0.5  # of all multiplications: a way to cut that has them in chunks is taken without trying others
 
@@ -93,79 +97,91 @@ def split_batch(
 
     gm: an ATen graph with functional collectives and fake tensors in meta["val"]: forward, backward, or both in one.
     num_chunks: a number of chunks, or several to choose from by `seconds`.
-    dims: {name of a node: dim or (dim, outer)}, one value whose rows are known; without it they are found: the batch of
-        attention, else that of batched matmuls, else the first dim of an input, whichever covers most multiplications.
-    seconds: what a graph takes, best after it is ordered (`lambda one: mw.overlap(one, cost=profile)[1].seconds`): the
+    dims, fuse_sums: those of `split_program`.
+    seconds: what a graph takes, best after it is ordered (`lambda g: mw.overlap(g, cost=profile)[1].seconds`): the
         split is taken if it is faster. Without it, it is taken wherever a collective is in a region.
-    fuse_sums: whether a gradient of a weight is added to that of the chunk before by the matmul itself (addmm), which
-        rounds the sum to the matmul's dtype per chunk; else chunks are added in float32.
 
-    Values are those of the input: what goes row by row has its operands' rows and no others; sums over rows are taken
-    per chunk and then added, in the order of the chunks; random numbers are drawn whole. Split before the partitioner
-    (the joint graph), saved activations stay in chunks and nothing is joined. Raises MeshweaveError for arguments that
-    fit no graph; a graph that cannot be split comes back as a copy, with the reason.
+    Split before the partitioner (the joint graph), saved activations stay in chunks and nothing is joined. Raises
+    MeshweaveError for arguments that fit no graph; a graph that cannot be split comes back as a copy, with the reason.
     """
     counts = (num_chunks,) if isinstance(num_chunks, int) else tuple(num_chunks)
-    if not counts or any(type(n) is not int or n < 2 for n in counts):
-        raise MeshweaveError("a batch is split in two chunks or more", got=f"num_chunks={num_chunks!r}")
     if len(counts) > 1 and seconds is None:
         raise MeshweaveError(
             "several numbers of chunks need something to choose by",
             got=f"num_chunks={num_chunks!r}, no seconds",
-            hint="hand over seconds=lambda one: mw.overlap(one, cost=profile)[1].seconds",
+            hint="hand over seconds=lambda g: mw.overlap(g, cost=profile)[1].seconds",
         )
+    options = SplitOptions(counts, "gain" if seconds is not None else "always")
     before = seconds(gm) if seconds is not None else 0.0
     best: tuple[fx.GraphModule, SplitReport] | None = None
-    for n in counts:
-        made, report = _split(gm, n, dims, fuse_sums)
+    for count in options.num_chunks:
+        rewrite = partial(split_program, num_chunks=count, dims=dims, fuse_sums=fuse_sums)
+        module, report = rewrite_graph(gm, rewrite)
         if report.is_taken and seconds is not None:
-            report = replace(report, seconds_before=before, seconds_after=seconds(made))
+            report = replace(report, seconds_before=before, seconds_after=seconds(module))
         if best is None or _rank(report) < _rank(best[1]):
-            best = made, report
+            best = module, report
     assert best is not None
-    made, report = best
+    module, report = best
     if report.is_taken and seconds is not None and report.seconds_after >= before:
         return copied_module(gm), replace(report, is_taken=False, reason="it is not faster in chunks")
-    return made, report
+    return module, report
 
 
 def _rank(report: SplitReport) -> tuple[bool, float]:
     return not report.is_taken, report.seconds_after
 
 
-def _split(
-    gm: fx.GraphModule, count: int, dims: Mapping[str, Dim] | None, fuse_sums: bool
-) -> tuple[fx.GraphModule, SplitReport]:
-    graph, has_blocks = _described(gm.graph)
-    found = _chosen(graph, count, dims)
-    if found is None or not found[1].num_collectives:
+def split_program(
+    program: DeviceProgram, num_chunks: int = 2, *, dims: Mapping[str, Dim] | None = None, fuse_sums: bool = False
+) -> tuple[fx.Graph | None, SplitReport]:
+    """The graph of a program with what goes row by row in chunks of the rows, wherever a collective is among it; None
+    where nothing is split, with the reason in the report. The program's own graph is used up.
+
+    dims: {name of a node: dim or (dim, outer)}, one value whose rows are known. Without it rows are the first dims of
+        the program's batch; where that is not known they are looked for: the batch of attention, else that of batched
+        matmuls, else the first dim of an input, whichever covers most multiplications.
+    fuse_sums: whether a gradient of a weight is added to that of the chunk before by the matmul itself (addmm), which
+        rounds the sum to the matmul's dtype per chunk; else chunks are added in float32.
+
+    Values are those of the input: what goes row by row has its operands' rows and no others; sums over rows are taken
+    per chunk and then added, in the order of the chunks; random numbers are drawn whole. What has not the same shape on
+    every device of a role stays whole, and what devices of other roles take part in.
+    """
+    graph, added = program.graph, _describe(program)
+    if dims is None and program.batch is not None:
+        dims = {n.name: 0 for n in program.batch if _has_rows(n, num_chunks)}
+        if not dims:
+            reason = f"no input of the batch has rows for {num_chunks} equal chunks"
+            return None, SplitReport(False, num_chunks, reason)
+    chosen = _chosen(graph, num_chunks, dims)
+    if chosen is None or not chosen[1].num_collectives:
         reason = "no value has rows that come apart into equal chunks"
-        if found is not None:
+        if chosen is not None:
             reason = "no collective stands between ops that go row by row"
-        return copied_module(gm), SplitReport(False, count, reason, whole=_ends(found[1]) if found is not None else ())
-    rows, made = found
-    writer = RowWriter(graph, made, fuse_sums)
-    written = writer.run()
-    if has_blocks:
-        lower_blocks(written)
-    module = module_like(gm, written)
+        return None, SplitReport(False, num_chunks, reason, whole=_ends(chosen[1]) if chosen is not None else ())
+    rows, cut = chosen
+    writer = RowWriter(graph, cut, fuse_sums)
+    split = writer.run()
+    for node in split.nodes:
+        for key in added:
+            node.meta.pop(key, None)
     work = sum(work_of(node) for node in graph.nodes)
-    report = SplitReport(
+    return split, SplitReport(
         is_taken=True,
-        num_chunks=count,
+        num_chunks=num_chunks,
         reason="regions without dependence between rows have collectives",
         rows=rows,
-        num_split=len(made.ways),
-        num_collectives=made.num_collectives,
-        work_share=made.work / work if work else 0.0,
+        num_split=len(cut.ways),
+        num_collectives=cut.num_collectives,
+        work_share=cut.work / work if work else 0.0,
         num_slices=writer.num_slices,
         num_joins=writer.num_joins,
         copied_bytes=writer.copied,
-        sums=tuple(n.name for n, way in made.ways.items() if not any(isinstance(r, Cut) for r in way.results)),
-        whole=_ends(made),
+        sums=tuple(n.name for n, way in cut.ways.items() if not any(isinstance(r, Cut) for r in way.results)),
+        whole=_ends(cut),
         numerics=_numerics(fuse_sums),
     )
-    return module, report
 
 
 def _numerics(fuse_sums: bool) -> str:
@@ -176,28 +192,42 @@ def _numerics(fuse_sums: bool) -> str:
     return f"{products}, other sums over rows in float32 or wider and rounded once; in the order of the chunks"
 
 
-def _ends(made: Regions) -> tuple[Whole, ...]:
+def _ends(cut: Regions) -> tuple[Whole, ...]:
     """Ops that stay whole and have an operand in chunks, or a result that is taken so."""
-    touching = [n for n in made.refused if any(o in made.cuts for o in tensor_inputs(n))]
-    return tuple(Whole(n.name, op_name(n.target), made.refused[n]) for n in touching)
+    touching = [n for n in cut.refused if any(o in cut.cuts for o in tensor_inputs(n))]
+    return tuple(Whole(n.name, op_name(n.target), cut.refused[n]) for n in touching)
 
 
-def _described(old: fx.Graph) -> tuple[fx.Graph, bool]:
-    """A copy whose nodes say what they make in meta["spec"], as sharding rules read it; symbolic shapes say nothing.
-    And whether one op joins or deals blocks in it where several did."""
-    graph = copied_graph(old)
-    has_blocks = raise_blocks(graph)
-    for node in graph.nodes:
-        spec = spec_of_val(node.meta.get("val"))
-        if node.op != "output" and spec is not None:
+def _describe(program: DeviceProgram) -> tuple[str, ...]:
+    """Have all nodes say what they make in meta["spec"], as sharding rules read it, and in meta["val"], as new nodes
+    are described by; returns the keys that are to go again. Symbolic shapes say nothing."""
+    is_role = not any("val" in node.meta for node in program.graph.nodes)
+    for node in program.graph.nodes:
+        if node in program.uneven:
+            node.meta[FIXED] = "it has not the same shape on every device"
+        elif is_role and (values := program.values[node]):
+            tensors = tuple(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=_META) for x in values)
+            is_list = len(tensors) != 1 or isinstance(node.meta.get("spec"), tuple)
+            node.meta["val"] = tensors if is_list else tensors[0]
+        elif node in program.symbols:
+            node.meta["val"] = program.symbols[node]
+        if node.target in COLLECTIVES and (reason := program.refused(node)):
+            node.meta[FIXED] = reason
+        spec = _spec_of(node.meta.get("val"))
+        if node.op != "output" and "spec" not in node.meta and spec is not None:
             node.meta["spec"] = spec
-    return graph, has_blocks
+    return (FIXED, "val") if is_role else (FIXED, "spec")
 
 
-def spec_of_val(val: Any) -> Any:
-    """What a node's meta["val"] says, as rank graphs have it; None where that is no tensor, or of symbolic shape."""
+def _has_rows(node: fx.Node, count: int) -> bool:
+    spec = node.meta.get("spec")
+    return "val" in node.meta and isinstance(spec, Spec) and bool(spec.shape) and fits(Cut(0, 1, count), spec.shape)
+
+
+def _spec_of(val: Any) -> Any:
+    """What meta["val"] says, as meta["spec"] has it; None where that is no tensor, or of symbolic shape."""
     if isinstance(val, (list, tuple)):
-        return tuple(spec_of_val(one) for one in val)
+        return tuple(map(_spec_of, val))
     return Spec(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) and not is_symbolic(val) else None
 
 
@@ -209,11 +239,11 @@ def _chosen(graph: fx.Graph, count: int, dims: Mapping[str, Dim] | None) -> tupl
     for node, cut in _named(graph, count, dims) if dims is not None else _seeds(graph, count):
         if (node, cut) in tried:
             continue
-        made = regions(graph, node, cut)
-        tried |= set(made.cuts.items()) | {(node, cut)}
-        if best is None or (made.work, made.num_collectives) > (best[1].work, best[1].num_collectives):
-            best = f"dim {cut.dim} of {node.name}" + (f" inside {cut.outer}" if cut.outer > 1 else ""), made
-        if total and made.work > _ENOUGH * total:
+        reached = regions(graph, node, cut)
+        tried |= set(reached.cuts.items()) | {(node, cut)}
+        if best is None or (reached.work, reached.num_collectives) > (best[1].work, best[1].num_collectives):
+            best = f"dim {cut.dim} of {node.name}" + (f" inside {cut.outer}" if cut.outer > 1 else ""), reached
+        if total and reached.work > _ENOUGH * total:
             break
     return best
 

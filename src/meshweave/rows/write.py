@@ -66,7 +66,7 @@ class RowWriter:
         """The node as it is, on whole operands."""
         args, kwargs = map_nodes(node, self.as_whole)
         made = self.new.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-        made.meta = {key: value for key, value in node.meta.items() if key != "spec"}
+        made.meta = dict(node.meta)
         pairs = zip(made.all_input_nodes, node.all_input_nodes, strict=True)
         changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
         if is_view(node) and changed and "val" in node.meta:  # without: its shape is not the same on every device
