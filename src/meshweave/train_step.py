@@ -29,6 +29,7 @@ from meshweave.simulate.result import Simulation
 from meshweave.variants import ShapeOptions, Variant, Variants, rows_check
 
 _LOG = logging.getLogger("meshweave")
+_PARTS = "forward, backward or update"
 
 
 class TrainStep:
@@ -93,9 +94,9 @@ class TrainStep:
         Raises LayoutError for a batch that is not like the example or one shape too many, StepError for a loss that is
         not finite and where model, batch or optimizer are no longer what was compiled (docs/capture.md).
         """
-        with self.session.world.guard():
+        with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as held:
             numbers = self._first_numbers()
-            variant, micros = self._micros(batch, accumulate)
+            variant, micros = self._micros(held, accumulate)
             loss = variant.session.run(micros, numbers)
             self._stepped(variant)
         return loss
@@ -106,9 +107,9 @@ class TrainStep:
         The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
         all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
         """
-        with self.session.world.guard():
+        with self._call("trace", batch) as held:
             numbers = self._first_numbers()
-            variant, micros = self._micros(batch)
+            variant, micros = self._micros(held)
             tokens = tokens_of(variant.program.captured) * len(micros)
             found = variant.session.trace(micros, numbers, tokens=tokens)
             self._stepped(variant)
@@ -125,8 +126,9 @@ class TrainStep:
         return self._forward_alone(batch, "outputs", training)[1]
 
     def _forward_alone(self, batch: Any, part: Part, training: bool) -> tuple[float, Any]:
-        with self.session.world.guard(), nullcontext() if training else _evaluating(self.model):
-            variant, held = self.variants.of(Batch.of(batch), part, 1)
+        name = "evaluate" if part == "loss" else "forward_only"
+        with self._call(name, batch) as given, nullcontext() if training else _evaluating(self.model):
+            variant, held = self.variants.of(given, part, 1)
             loss, tensors = variant.session.evaluate(dict(zip(held.names, held.tensors, strict=True)), variant.outputs)
             shape = variant.program.contract.outputs
             return loss, shape.join(tensors) if shape is not None else None
@@ -137,9 +139,8 @@ class TrainStep:
         `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
         Each raises StepError when it is not what comes next; a failure ends the step.
         """
-        with self.session.world.guard():
+        with self._call(_PARTS, batch) as held:
             self._first_numbers()
-            held = Batch.of(batch)
             self.guards.check(held)
             self.variants.compare(self.variants.first, held, 1, self._groups)
             self._take_over()
@@ -147,20 +148,31 @@ class TrainStep:
 
     def backward(self) -> None:
         """Gradients of the microbatch that went forward, reduced over the mesh."""
-        self.session.backward()
+        with self.session.world.call(_PARTS):
+            self.session.backward()
 
     def update(self) -> None:
         """New parameters and optimizer state, when every microbatch has gone backward."""
-        with self.session.world.guard():
+        with self.session.world.call(_PARTS):
             self.session.update(self._numbers())
             self._stepped(self.variants.first)
+
+    @contextmanager
+    def _call(self, name: str, batch: Any) -> Iterator[Batch]:
+        """A call on a batch, which every rank makes with the same shapes."""
+        world, rows = self.session.world, self.variants.first.rows
+        with world.guard():
+            held = Batch.of(batch)
+            is_compared = rows is not None and rows.is_due and name.startswith("step")
+            with world.call(name, held.shapes if world.is_distributed else (), is_compared):
+                yield held
 
     @property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else ()
 
-    def _micros(self, batch: Any, accumulate: int | None = None) -> tuple[Variant, list[Mapping[str, Tensor]]]:
-        variant, held = self.variants.of(Batch.of(batch), "train", accumulate, self._groups)
+    def _micros(self, batch: Batch, accumulate: int | None = None) -> tuple[Variant, list[Mapping[str, Tensor]]]:
+        variant, held = self.variants.of(batch, "train", accumulate, self._groups)
         self._take_over()
         parts = held.split(variant.accumulate)
         return variant, [dict(zip(held.names, tensors, strict=True)) for tensors in parts]

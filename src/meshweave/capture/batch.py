@@ -40,6 +40,11 @@ class Batch:
         join = lambda new: pytree.tree_unflatten([new[name] for name in order], tree)  # noqa: E731
         return Batch(tuple(tensors), tuple(tensors.values()), rest, join)
 
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes of the tensors."""
+        return tuple((n, tuple(t.shape)) for n, t in zip(self.names, self.tensors, strict=True))
+
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """The batch with these tensors, in the order of `names`."""
         return self.join({**self.rest, **dict(zip(self.names, tensors, strict=True))})

@@ -132,8 +132,7 @@ class Bindings:
     def _is_whole(self, item: Input, layout: Layout) -> bool:
         """Whether every process holds the whole value, once."""
         if self.world.is_distributed:
-            mesh = layout.mesh
-            return mesh.covers(self.world.mesh.devices) and all(mesh.size(axis) == 1 for axis in layout.sharded_axes)
+            return self.world.has_whole(layout)
         held = [device for device in self.world.devices if device in layout.mesh]
         return len(held) == 1 and layout.box_of(item.spec.shape, held[0]).size == item.spec.shape
 

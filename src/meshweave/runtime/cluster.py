@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -21,6 +22,7 @@ from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.calls import calls_of_job
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost, Group
 from meshweave.runtime.watch import LINGER, Watch
@@ -45,12 +47,8 @@ class ClusterWorld:
         store = default_store()
         count = store.add(f"meshweave/worlds/{self.rank}", 1)
         communicator = self.communicator
-        self._watch = Watch(
-            PrefixStore(f"meshweave/world/{count}", store),
-            self.rank,
-            mesh.num_devices,
-            lambda: _abort(communicator),
-        )
+        self._calls, self._name = calls_of_job(), f" of model {count}" if count > 1 else ""
+        self._watch = Watch(PrefixStore(f"meshweave/world/{count}", store), self._calls, lambda: _abort(communicator))
         communicator.check = self._watch.check
         self._depth = self._num_guards = 0
         finalize(self, self._watch.close).atexit = False
@@ -145,6 +143,21 @@ class ClusterWorld:
             raise
         finally:
             self._depth -= 1
+
+    @contextmanager
+    def call(self, name: str, detail: Any = (), is_compared: bool = False) -> Iterator[None]:
+        """`guard`, of a call of the user's that communicates: one that the other ranks do not make, too, is an error on
+        every rank, before anything is communicated. `detail` and `is_compared` are those of `Calls.call`."""
+        if self._calls.now.is_inside:
+            with self.guard():
+                yield
+            return
+        with self.guard(), self._calls.call(name + self._name, detail, is_compared, self._watch.check):
+            yield
+
+    def has_whole(self, layout: Layout) -> bool:
+        """Whether every process holds all of a value of this layout: putting it together communicates nothing."""
+        return layout.mesh.covers(self.mesh.devices) and all(layout.mesh.size(a) == 1 for a in layout.sharded_axes)
 
     def _recovers(self, error: BaseException) -> bool:
         """Whether all ranks failed at one point, with as many collectives behind them."""

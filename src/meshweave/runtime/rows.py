@@ -87,10 +87,15 @@ class RowsCheck:
             for name, layout in layouts.items()
         }
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call is compared."""
+        return self.num_calls < ALWAYS_FIRST or self.num_calls % THEN_EVERY == 0
+
     def check(self, batch: Batch, parts: int = 1, groups: Sequence[Mapping[str, Any]] = ()) -> None:
         """Compare this call's batch, of `parts` microbatches, where it is this call's turn. Raises LayoutError or
         StepError on every rank."""
-        is_due = self.num_calls < ALWAYS_FIRST or self.num_calls % THEN_EVERY == 0
+        is_due = self.is_due
         self.num_calls += 1
         if not is_due:
             return

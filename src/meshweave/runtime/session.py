@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,9 @@ from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
+
+# The calls that give full tensors of a kind, as users know them.
+_FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,12 +367,18 @@ class Session:
         """Full tensors by name of one kind (param, buffer, state), or of gradients handed in. All processes call it."""
         source = "param" if kind == "grad" else kind
         named = {name for rank in self.roles for its_kind, name in rank.outputs if its_kind == kind}
-        found = {}
-        for item, layout in self.state.items:
-            if item.kind == source and (pieces is None or item.name in named):
-                held = self.state.pieces[kind, item.name] if pieces is None else pieces.get(item.name, [])
-                found[item.name] = self.world.assemble(item.spec, layout, held)
-        return found
+        wanted = [
+            (item, layout)
+            for item, layout in self.state.items
+            if item.kind == source and (pieces is None or item.name in named)
+        ]
+        held = {
+            item.name: self.state.pieces[kind, item.name] if pieces is None else pieces.get(item.name, [])
+            for item, _ in wanted
+        }
+        is_here = all(self.world.has_whole(layout) for _, layout in wanted)
+        with nullcontext() if is_here else self.world.call(_FULL[kind]):
+            return {item.name: self.world.assemble(item.spec, layout, held[item.name]) for item, layout in wanted}
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""
@@ -390,7 +399,7 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
         self.progress.check_idle("a checkpoint")
-        with self.world.guard():
+        with self.world.call("save"):
             self.state.save(path, self.settings.seed)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -399,7 +408,7 @@ class Session:
         The old state lives until the new one is whole, so that a load that fails changes nothing.
         """
         self.progress.check_idle("a checkpoint")
-        with self.world.guard():
+        with self.world.call("load"):
             loaded = self.state.blank()
             loaded.load(path, self.settings.seed)
             self.state = loaded

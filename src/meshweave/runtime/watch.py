@@ -16,12 +16,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshweave.errors import StepError
+from meshweave.runtime.calls import Calls, Posted, failure_of
 
 # Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after SUSPECT + POLL where a
 # connection broke with it, and after STALE + BEAT where nothing but its heartbeat tells (NCCL).
@@ -31,7 +34,6 @@ LOCKSTEP = 2.0  # how long a failing rank waits for the others to fail at the sa
 SUSPECT = 3.5  # silence that means death once a connection has broken
 STALE = 10.0  # silence that means death by itself: a process may hold the interpreter lock for seconds
 LINGER = 5.0  # how long rank 0, which often hosts the store, waits at its end for the others
-_CLOSED = b"closed"
 _MAX_TEXT = 4000
 
 
@@ -41,15 +43,16 @@ class Watch:
     `store` must be a name space of its own. Every process makes its watches in the same order.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, on_failure: Callable[[], None]) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(self, store: Store, calls: Calls, on_failure: Callable[[], None]) -> None:
+        self.rank, self.num_ranks, self.calls = calls.rank, calls.num_ranks, calls
         # A connection of its own: one that the main thread is blocked in would block the watch.
         self._store = store.clone() if hasattr(store, "clone") else store
         self._on_failure = on_failure
         self._failure: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._store.set(f"beat/{rank}", "0")
+        self._beat, self._posted, self._has_ended = 0, calls.now, False
+        self._post(calls.now)
         self._thread = threading.Thread(target=self._run, name="meshweave-watch", daemon=True)
         self._thread.start()
         atexit.register(self.close, LINGER)
@@ -67,7 +70,7 @@ class Watch:
             self._failure["what"],
             where=f"seen by rank {self.rank}",
             got=self._failure["got"],
-            hint="the job cannot go on: start it again, from its last checkpoint",
+            hint=self._failure.get("hint", "the job cannot go on: start it again, from its last checkpoint"),
         )
 
     def check(self) -> None:
@@ -81,7 +84,10 @@ class Watch:
 
     def declare(self, what: str, got: str, rank: int) -> None:
         """Make a failure of `rank` known, unless another is known already: the first one counts."""
-        text = json.dumps({"what": what, "got": got[:_MAX_TEXT], "rank": rank})
+        self._declare({"what": what, "got": got[:_MAX_TEXT], "rank": rank})
+
+    def _declare(self, failure: dict[str, Any]) -> None:
+        text = json.dumps(failure)
         try:
             first = self._store.compare_set("first", "", text)
         except RuntimeError:  # the store is gone as well, and this process is on its own
@@ -105,8 +111,12 @@ class Watch:
         """After a broken connection: name the rank that left or fell silent, unless a failure is declared meanwhile."""
         try:
             seen = self._beats()
-            if _CLOSED in seen:
-                self._declare_gone(seen.index(_CLOSED))
+            posted = [_posted(beat) for beat in seen]
+            if any(self._differs(its) for its in posted):
+                return
+            ended = [rank for rank, its in enumerate(posted) if its.has_ended]
+            if ended:
+                self._declare_gone(ended[0])
             self._until(lambda: self.has_failed, SUSPECT)
             now = seen if self.has_failed else self._beats()
         except RuntimeError:
@@ -128,7 +138,8 @@ class Watch:
             return
         atexit.unregister(self.close)
         with suppress(RuntimeError):  # the store ended before us
-            self._store.set(f"beat/{self.rank}", _CLOSED.decode())
+            self._has_ended = linger > 0
+            self._post(self._mine)
             self._store.add("closed", 1)
             if self.rank == 0:
                 self._until(lambda: self.has_failed or self._store.add("closed", 0) >= self.num_ranks, linger)
@@ -140,26 +151,53 @@ class Watch:
 
     def _run(self) -> None:
         neighbour = (self.rank + 1) % self.num_ranks
-        beat, heard, heard_at, beat_at = 0, b"", time.monotonic(), 0.0
+        heard, heard_at, beat_at, before = b"", time.monotonic(), 0.0, self.calls.now
         try:
             while not self._stop.wait(POLL) and not self.has_failed:
                 if self._store.check(["first"]):
                     self._fail(json.loads(self._store.get("first")))
                     return
-                now = time.monotonic()
-                if now - beat_at < BEAT:
-                    continue
+                calls, now = self._mine, time.monotonic()
+                is_due, is_stuck = now - beat_at >= BEAT, calls == before
+                before = calls
                 # Where our own beat was late this process was stopped, and perhaps the neighbour with it.
-                was_stopped, beat, beat_at = now - beat_at > 3 * BEAT, beat + 1, now
-                self._store.set(f"beat/{self.rank}", str(beat))
+                was_stopped = is_due and now - beat_at > 3 * BEAT
+                if is_due:
+                    self._beat, beat_at = self._beat + 1, now
+                if is_due or (is_stuck and calls != self._posted):
+                    self._post(calls)
+                if not (is_due or (is_stuck and calls.is_inside)):
+                    continue
                 said = self._beat_of(neighbour)
-                if said != heard or said == _CLOSED or was_stopped:
+                if self._differs(_posted(said)):
+                    return
+                if said != heard or was_stopped or _posted(said).has_ended:
                     heard, heard_at = said, now
                 if now - heard_at > STALE:
                     self._declare_gone(neighbour)
         except RuntimeError:
             if not self._stop.is_set():
                 self._lost_store()
+
+    @property
+    def _mine(self) -> Posted:
+        has_ended = self._has_ended or not dist.is_initialized()
+        return replace(self.calls.now, has_ended=True) if has_ended else self.calls.now
+
+    def _post(self, calls: Posted) -> None:
+        self._posted = calls
+        self._store.set(f"beat/{self.rank}", json.dumps([self._beat, calls.write()]))
+
+    def _differs(self, other: Posted) -> bool:
+        """Whether a rank calls something else than this one; that is then declared."""
+        num = self.calls.now.differs_from(other)
+        if num is None:
+            num = other.differs_from(self.calls.now)
+        if num is None:
+            return False
+        posted = {rank: _posted(beat) for rank, beat in enumerate(self._beats())} | {self.rank: self.calls.now}
+        self._declare(failure_of(num, posted))
+        return True
 
     def _beat_of(self, rank: int) -> bytes:
         key = f"beat/{rank}"
@@ -195,6 +233,10 @@ class Watch:
         with suppress(RuntimeError):
             self._store.add("seen", 1)
         self._on_failure()
+
+
+def _posted(beat: bytes) -> Posted:
+    return Posted.read(json.loads(beat)[1]) if beat else Posted()
 
 
 def await_work(work: Any, check: Callable[[], None]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class World(Protocol):
 
     def guard(self) -> AbstractContextManager[None]:
         """A context in which a failure here reaches every other process."""
+        ...
+
+    def call(self, name: str, detail: Any = (), is_compared: bool = False) -> AbstractContextManager[None]:
+        """`guard`, of a call that every process makes."""
+        ...
+
+    def has_whole(self, layout: Layout) -> bool:
+        """Whether a value of this layout is put together without communication."""
         ...
 
     def meet(self) -> None:
@@ -96,6 +104,12 @@ class LocalWorld:
     @contextmanager
     def guard(self) -> Iterator[None]:
         yield
+
+    def call(self, name: str, detail: Any = (), is_compared: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def has_whole(self, layout: Layout) -> bool:
+        return True
 
     def meet(self) -> None:
         pass
