@@ -24,7 +24,7 @@ from meshweave.ir.collectives import WAIT, collective_of, functional
 from meshweave.passes import Overlap
 from meshweave.schedule import OverlapOptions, OverlapReport
 from meshweave.torch_compile import backend, inductor_pass
-from meshweave.torch_compile.inductor import HoldOrder, OverlapPass, patches
+from meshweave.torch_compile.inductor import GraphPasses, HoldOrder, patches
 from meshweave.torch_compile.scheduling import Settings
 
 GATHER = functional.all_gather_into_tensor.default
@@ -102,7 +102,7 @@ def compiled_by(make: Callable[..., Any], group: str, **kwargs: Any) -> tuple[Te
     """The result, the events of the graph as our pass left it, and those of the code."""
     seen: list[list[str]] = []
 
-    class Watch(OverlapPass):
+    class Watch(GraphPasses):
         def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
             super().__call__(graph, is_inference)
             seen.append(graph_events(graph))
@@ -265,7 +265,7 @@ def test_options_are_restored_after_an_error(group: str) -> None:
 
     def failing() -> None:
         with inductor_pass():
-            assert isinstance(config.post_grad_custom_post_pass, OverlapPass)
+            assert isinstance(config.post_grad_custom_post_pass, GraphPasses)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -328,7 +328,7 @@ def test_modes_of_inductor_are_refused_for_others() -> None:
 
 def test_the_key_of_the_cache_covers_what_an_order_depends_on(group: str) -> None:
     def key(**kwargs: Any) -> Any:
-        return OverlapPass(Settings(**kwargs)).uuid()
+        return GraphPasses(Settings(**kwargs)).uuid()
 
     h100 = mw.load_profile("h100")
     keys = [
@@ -346,8 +346,8 @@ def test_the_key_of_the_cache_covers_what_an_order_depends_on(group: str) -> Non
     # What may change unseen, and what must be called, is never taken from a cache.
     assert key(cost=seconds) is None
     assert key(cost=h100, report=print) is None
-    assert OverlapPass(Settings(), (Earlier(),)).uuid() == ((*keys[0], "earlier"))
-    assert OverlapPass(Settings(), (lambda graph: None,)).uuid() is None
+    assert GraphPasses(Settings(), (Earlier(),)).uuid() == ((*keys[0], "earlier"))
+    assert GraphPasses(Settings(), (lambda graph: None,)).uuid() is None
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch has no hash for the pass before fusion")

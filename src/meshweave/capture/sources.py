@@ -109,7 +109,7 @@ def _from_file(text: str, batch: int | None, seq: int, seed: int, device: str) -
             expected="file.py:factory or hf:MODEL_TYPE",
             hint="for example examples/mlp.py:factory or hf:llama?num_hidden_layers=2",
         )
-    module = _import(Path(path))
+    module = import_file(Path(path))
     factory = _function(module, name, path)
     wanted = {"batch": batch, "seq": seq, "seed": seed}
     parameters = inspect.signature(factory).parameters
@@ -144,7 +144,8 @@ def _read(source: Any, text: str) -> Source:
     return Source(text, model, loss, make(0), make, count, unit)
 
 
-def _import(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
+    """The module of a file. Raises MeshweaveError, naming file and line, where it cannot be imported."""
     if not path.is_file():
         near = near_miss(path.name, sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else [])
         raise MeshweaveError("no such file", got=str(path), expected=near and f"in {path.parent}: {near}")

@@ -10,6 +10,7 @@ from torch import fx
 
 from meshweave.buckets.unmerge import merged_results
 from meshweave.ir.graph import origin_of
+from meshweave.passes import PASSES
 from meshweave.program import Program
 from meshweave.report.tables import bytes_text
 from meshweave.simulate.result import Simulation
@@ -57,6 +58,9 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
             ", ".join(f"{count} {way}" for way, count in ways.items()) or rings.rows[0].reason if rings.rows else ""
         )
         yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives taken apart: {counted}"
+    for name, reports in program.optimized.reports.items():  # of passes of the user's own
+        if name not in PASSES:
+            yield from (f"  role {i}, {name}: {str(report).splitlines()[0]}" for i, report in enumerate(reports))
     for i, report in enumerate(program.overlap):
         taken = [m for m in report.merges if m.is_taken]
         num_merged = sum(len(m.names) for m in taken)

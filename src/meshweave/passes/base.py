@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
+from torch import fx
+
 from meshweave.capture.recompute import Cuts
+from meshweave.ir.device_program import R, Rewrite
+from meshweave.ir.from_role import rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
+from meshweave.ir.verify import verify_rank
+from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 Numerics = Literal["exact", "reassociates"]  # of sums over devices or rows: in the same order, or in another
 Stage = Literal["captured", "expanded", "written", "ordered"]
 STAGES: tuple[Stage, ...] = ("captured", "expanded", "written", "ordered")
+Scope = Literal["step", "graph", "joint graph"]
 P = TypeVar("P")
 
 
@@ -21,6 +28,28 @@ class CapturedProgram:
 
     step: StepGraph
     cuts: Cuts = field(default_factory=dict)
+
+
+class Program(Protocol):
+    """What passes behind expansion work on: all roles of a step (`MeshProgram`), or one graph that a compiler holds
+    (`GraphProgram`)."""
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """What is run, as it is now: other graphs are another program."""
+
+    def each(self, rewrite: Rewrite[R]) -> tuple[Self, tuple[R, ...]]:
+        """Every graph as `rewrite` makes it of a `DeviceProgram`, and what that says of each; `self` where it changes
+        none. So a pass is written once for roles and for the graphs of others."""
+
+    def verify(self, before: Self) -> None:
+        """Raise VerifyError for what a pass did wrong that made this of `before`."""
+
+    def seconds(self, costs: Any) -> float:
+        """What it takes in simulation; infinite where it cannot be run under its cap."""
+
+    def agreed(self, choice: int) -> int:
+        """The choice among candidates that all processes take which decide together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +68,26 @@ class MeshProgram:
     keeps_gradients: bool = False
     carry: int | Literal["auto"] = 0
 
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        return tuple(role.graph for role in self.roles)
+
+    def each(self, rewrite: Rewrite[R]) -> tuple[MeshProgram, tuple[R, ...]]:
+        pairs = [rewrite_role(role, rewrite) for role in self.roles]
+        roles, reports = tuple(role for role, _ in pairs), tuple(report for _, report in pairs)
+        is_same = all(new is old for new, old in zip(roles, self.roles, strict=True))
+        return self if is_same else replace(self, roles=roles), reports
+
+    def verify(self, before: MeshProgram) -> None:
+        for role in self.roles:
+            verify_rank(role)
+
+    def seconds(self, costs: Any) -> float:
+        return simulate_roles(self.roles, costs, SimulateOptions(microbatches=self.microbatches)).seconds
+
+    def agreed(self, choice: int) -> int:
+        return choice  # every process has the same costs
+
 
 class Report(Protocol):
     """What a pass did to one role."""
@@ -53,12 +102,15 @@ class Pass(Protocol[P]):
     name: what lists of passes call it. numerics: "exact" where every value stays the same to the bit.
     stage: what it works on. "captured": a CapturedProgram; else a MeshProgram: "expanded" as soon as there is one,
     "written" passes write other ops, "ordered" ones change order and buckets alone, which is proven after each.
+    scope: whether it needs a whole training step, or any graph will do, as torch.compile has them (a `GraphProgram`):
+    "graph": of forward and of backward, each by itself; "joint graph": before the two are parted.
     """
 
     __slots__ = ()
     name: ClassVar[str]
     numerics: ClassVar[Numerics]
     stage: ClassVar[Stage]
+    scope: ClassVar[Scope] = "step"
 
     @property
     def needs_costs(self) -> bool:

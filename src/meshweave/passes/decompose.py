@@ -1,22 +1,24 @@
-"""Collectives taken apart into messages between chunks of matmuls, as a pass over rank graphs."""
+"""Collectives taken apart into messages between chunks of matmuls, as a pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
-from meshweave.rings import DecomposeOptions, DecomposeReport, decompose
+from meshweave.passes.base import MeshProgram, Numerics, Pass, Scope, Stage
+from meshweave.passes.graph_program import GraphProgram
+from meshweave.rings import DecomposeOptions, DecomposeReport, decompose, tried_graph
 
 
 @dataclass(frozen=True, slots=True)
-class Decompose(DecomposeOptions, Pass[MeshProgram]):
+class Decompose(DecomposeOptions, Pass[Any]):
     """Collectives beside matmuls become rings of messages between the chunks of these. Gathers stay exact; sums over
     devices are taken in the order of the messages."""
 
     name: ClassVar[str] = "decompose"
     numerics: ClassVar[Numerics] = "reassociates"
     stage: ClassVar[Stage] = "written"
+    scope: ClassVar[Scope] = "graph"
 
     @property
     def is_compared(self) -> bool:
@@ -26,9 +28,27 @@ class Decompose(DecomposeOptions, Pass[MeshProgram]):
     def label(self) -> str:
         return "collectives taken apart"
 
-    def run(self, program: MeshProgram, costs: Any) -> tuple[MeshProgram, tuple[DecomposeReport, ...]]:
+    def run(
+        self, program: MeshProgram | GraphProgram, costs: Any
+    ) -> tuple[MeshProgram | GraphProgram, tuple[DecomposeReport, ...]]:
+        if isinstance(program, GraphProgram):
+            return self.of_graph(program, costs)
         apart = [decompose(role, costs, self) for role in program.roles]
         reports = tuple(report for _, report in apart)
         if not any(report.num_taken for report in reports):
             return program, reports
         return replace(program, roles=tuple(role for role, _ in apart)), reports
+
+    def of_graph(self, program: GraphProgram, costs: Any) -> tuple[GraphProgram, tuple[DecomposeReport, ...]]:
+        candidate = tried_graph(
+            program.module,
+            cost=costs,
+            groups=program.groups,
+            rank=program.rank,
+            options=self,
+            memory_cap_bytes=program.memory_cap_bytes,
+            overlap_options=program.order,
+            agree=program.agree,
+        )
+        is_left = not candidate.report.num_taken
+        return program if is_left else program.with_module(candidate.module), (candidate.report,)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeGuard
 
+from meshweave.capture.sources import import_file
 from meshweave.errors import MeshweaveError
 from meshweave.passes.base import Pass
 from meshweave.passes.carry import Carry
@@ -68,8 +71,9 @@ def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
     option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (split,
     decompose, overlap). What is named by itself replaces what a name for several brings.
 
-        "overlap"   "default,split=4"   "recompute=selective,prefetch=1"
+        "overlap"   "default,split=4"   "recompute=selective,prefetch=1"   "overlap,my_passes.py:Fuse"
 
+    A pass of one's own goes by the file or module that has it, and its name there: a class, or an instance.
     Raises MeshweaveError for what names no pass or no value of its option.
     """
     if asked is None or isinstance(asked, str):
@@ -85,7 +89,11 @@ def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
 
 
 def _is_pass(one: Any) -> TypeGuard[Pass[Any]]:
-    return not isinstance(one, type) and all(hasattr(one, part) for part in ("name", "numerics", "stage", "run"))
+    return not isinstance(one, type) and _has_parts(one)
+
+
+def _has_parts(one: Any) -> bool:
+    return all(hasattr(one, part) for part in ("name", "numerics", "stage", "run"))
 
 
 def _named(text: str) -> list[Pass[Any]]:
@@ -97,11 +105,14 @@ def _named(text: str) -> list[Pass[Any]]:
     if len(set(parts)) < len(parts) or len({one.name for one in single}) < len(single):
         raise MeshweaveError("a pass is asked for twice", where="passes=", got=text)
     by_name |= {one.name: one for one in single}
-    return [by_name[name] for name in PASSES if name in by_name]
+    order = [*PASSES, *by_name]
+    return sorted(by_name.values(), key=lambda chosen: order.index(chosen.name))
 
 
 def _pass(text: str) -> Pass[Any]:
     name, equals, value = text.partition("=")
+    if ":" in name:
+        return _loaded(text)
     kind = PASSES.get(name)
     if kind is None:
         raise MeshweaveError(
@@ -122,6 +133,31 @@ def _pass(text: str) -> Pass[Any]:
     if name not in reads:
         raise MeshweaveError("this pass takes no value in a text", where="passes=", got=text, expected=name)
     return reads[name](number)
+
+
+def _loaded(text: str) -> Pass[Any]:
+    """The pass that a file or a module has by a name."""
+    module, _, name = text.rpartition(":")
+    path = Path(module)
+    try:
+        source = import_file(path) if module.endswith(".py") else import_module(module)
+    except ImportError as error:
+        raise MeshweaveError(
+            "there is no such module",
+            where="passes=",
+            got=module,
+            expected="a file.py, or a module that can be imported",
+        ) from error
+    named = getattr(source, name, None)
+    loaded = named() if isinstance(named, type) and _has_parts(named) else named
+    if not _is_pass(loaded):
+        raise MeshweaveError(
+            f"{module} has no pass '{name}'",
+            where="passes=",
+            got=repr(named),
+            expected="a meshweave.passes.Pass, or an instance of one",
+        )
+    return loaded
 
 
 def _split(asked: Any) -> list[Split]:

@@ -1,24 +1,26 @@
-"""Order and buckets, as a pass over rank graphs."""
+"""Order and buckets, as a pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
-from meshweave.schedule import OverlapOptions, OverlapReport
+from meshweave.passes.base import MeshProgram, Numerics, Pass, Scope, Stage
+from meshweave.passes.graph_program import GraphProgram
+from meshweave.schedule import OverlapOptions, OverlapReport, overlap
 from meshweave.schedule.decide import OrderOptions
 from meshweave.schedule.steps import Scheduling, overlap_roles
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap(OrderOptions, Pass[MeshProgram]):
+class Overlap(OrderOptions, Pass[Any]):
     """Communication runs beside compute: the step is put into another order and collectives are merged, where it is
     simulated faster so or the cap on memory asks for it. Values are the same to the bit."""
 
     name: ClassVar[str] = "overlap"
     numerics: ClassVar[Numerics] = "exact"
     stage: ClassVar[Stage] = "ordered"
+    scope: ClassVar[Scope] = "graph"
 
     @property
     def needs_costs(self) -> bool:
@@ -28,8 +30,20 @@ class Overlap(OrderOptions, Pass[MeshProgram]):
         own = {one.name: getattr(self, one.name) for one in fields(OrderOptions)}
         return OverlapOptions(**own, carry=program.carry)
 
-    def run(self, program: MeshProgram, costs: Any) -> tuple[MeshProgram, tuple[OverlapReport, ...]]:
+    def run(
+        self, program: MeshProgram | GraphProgram, costs: Any
+    ) -> tuple[MeshProgram | GraphProgram, tuple[OverlapReport, ...]]:
         """Raises NoOrderError where no order is under the cap."""
+        if isinstance(program, GraphProgram):
+            module, report = overlap(
+                program.module,
+                cost=costs,
+                memory_cap_bytes=program.memory_cap_bytes,
+                groups=program.groups,
+                options=self,
+                agree=program.agree,
+            )
+            return replace(program, module=module, ordered_seconds=report.seconds), (report,)
         how = Scheduling(self.options(program), program.memory_cap_bytes, program.keeps_gradients)
         roles, reports = overlap_roles(program.roles, costs, how, program.microbatches, program.placed)
         return replace(program, roles=roles), reports

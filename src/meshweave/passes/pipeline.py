@@ -3,10 +3,8 @@ the one that is taken still does what it did."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshweave.check.completeness import Completeness, check_complete
@@ -17,27 +15,12 @@ from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank, verify_step
-from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Report, Stage
+from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage
+from meshweave.passes.candidates import AS_IT_IS, Budget, Progress, Variant, run_passes
 from meshweave.rings import DecomposeReport, prove_rings
 from meshweave.rows import SplitReport
 from meshweave.schedule import OverlapReport
 from meshweave.schedule.decide import NoOrderError
-from meshweave.simulate.step import SimulateOptions, simulate_roles
-
-Progress = Callable[[str], None]
-AS_IT_IS = "as it is"  # the name of a program in which no ops are written anew
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How long programs are tried beside the first. `agreed` makes what one process finds late the word of all of them,
-    which call it together."""
-
-    seconds: float = math.inf
-    agreed: Callable[[bool], bool] = bool
-
-    def is_over(self, began: float) -> bool:
-        return self.seconds < math.inf and self.agreed(time.monotonic() - began > self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +38,7 @@ class Pipeline:
     keeps_gradients: bool = False
     least_gain: float = 0.0
     is_default: bool = False
-    budget: Budget = Budget()
+    budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.passes]
@@ -84,22 +67,10 @@ class Pipeline:
         """Rank graphs behind the passes over what has just been expanded."""
         program = MeshProgram(roles)
         for one in self.of("expanded"):
+            before = program
             program, _ = one.run(program, costs)
-            _verify(program)
+            program.verify(before)
         return program.roles
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One way to write a program. `seconds` are those of the simulated step, behind all passes; `reason` says why it
-    has none."""
-
-    name: str
-    seconds: float = 0.0
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.reason or f'{self.seconds * 1e3:,.3f} ms'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,48 +97,6 @@ class Optimized:
     @property
     def overlap(self) -> tuple[OverlapReport, ...]:
         return self.reports.get("overlap", ())
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A program on its way through the passes; `written`: as it was before the passes that only order it; `unfit`: why
-    it got no further."""
-
-    name: str
-    program: MeshProgram
-    written: tuple[RankGraph, ...]
-    reports: Mapping[str, tuple[Report, ...]] = field(default_factory=dict)
-    unfit: NoOrderError | None = None
-
-    def behind(self, one: Pass[MeshProgram], costs: Costs) -> Iterator[_Candidate]:
-        """What becomes of it in a pass: with what that does and, if it is to be compared or does nothing, without.
-        Raises VerifyError for what the pass did wrong."""
-        if self.unfit is not None:
-            yield self
-            return
-        try:
-            tried = [self.after(other, *other.run(self.program, costs)) for other in one.alternatives]
-        except NoOrderError as error:
-            yield replace(self, unfit=error)
-            return
-        changed = [candidate for candidate in tried if candidate.program is not self.program]
-        if not changed:
-            yield tried[-1]
-        elif one.is_compared:
-            yield self
-        yield from changed
-
-    def after(self, one: Pass[MeshProgram], program: MeshProgram, reports: tuple[Report, ...]) -> _Candidate:
-        _verify(program)
-        said = {**self.reports, one.name: reports}
-        if one.stage == "ordered":
-            return replace(self, program=program, reports=said)
-        name = self.name if program.roles is self.program.roles else _joined(self.name, one.label)
-        return _Candidate(name, program, program.roles, said)
-
-
-def _joined(name: str, label: str) -> str:
-    return label if name == AS_IT_IS else f"{name}, {label}"
 
 
 def optimize(
@@ -203,29 +132,13 @@ def _optimized(
     microbatches: int,
     progress: Progress,
 ) -> Optimized:
-    began, untried = time.monotonic(), dict[str, Variant]()
     passes = pipeline.of("written", "ordered")
     for one in passes:
         _check_costs(one, roles, costs)
     program = MeshProgram(roles, placed, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
-    candidates = [_Candidate(AS_IT_IS, program, roles)]
-    for one in passes:
-        progress(one.name)
-        behind: list[_Candidate] = []
-        for i, candidate in enumerate(candidates):
-            if i and pipeline.budget.is_over(began):
-                reason = f"not tried: {pipeline.budget.seconds:g} s were over"
-                untried[candidate.name] = Variant(candidate.name, reason=reason)
-            else:
-                behind += candidate.behind(one, costs)
-        candidates = behind
-    chosen, variants = (
-        _fastest(candidates, costs, pipeline.least_gain) if len(candidates) > 1 or untried else (candidates[0], ())
-    )
-    variants += tuple(untried.values())
-    if chosen.unfit is not None:
-        raise chosen.unfit
-    optimized = Optimized(chosen.program.roles, roles, chosen.written, chosen.reports, chosen.name, variants)
+    chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
+    written, done = chosen.written.roles, chosen.program.roles
+    optimized = Optimized(done, roles, written, chosen.reports, chosen.name, variants)
     if optimized.roles is not roles:
         prove(placed, optimized)
     return optimized
@@ -242,32 +155,6 @@ def _check_costs(one: Pass[Any], roles: tuple[RankGraph, ...], costs: Costs) -> 
             expected='a machine profile: profile="h100", another name or a file',
         )
     costs.check_mesh(roles[0].mesh)
-
-
-def _fastest(candidates: list[_Candidate], costs: Costs, least_gain: float) -> tuple[_Candidate, tuple[Variant, ...]]:
-    """The fastest candidate, the first of equals, and what each takes; its reports say of passes that others went
-    through why it did not. Where none fits, the first. What is written anew has to be faster by `least_gain`."""
-    assert isinstance(costs, MachineProfile)
-    variants: list[Variant] = []
-    for one in candidates:
-        if one.unfit is not None:
-            variants.append(Variant(one.name, reason="does not fit under the cap"))
-            continue
-        options = SimulateOptions(microbatches=one.program.microbatches)
-        variants.append(Variant(one.name, simulate_roles(one.program.roles, costs, options).seconds))
-    handicap = [1.0 if one.name == AS_IT_IS else 1.0 / (1.0 - least_gain) for one in variants]
-    best = candidates[min(range(len(variants)), key=lambda i: (variants[i].reason, variants[i].seconds * handicap[i]))]
-    reason = "the whole step is not faster with it: " + "; ".join(map(str, variants))
-    others: dict[str, tuple[Report, ...]] = {}
-    for one in candidates:
-        for name, reports in one.reports.items():
-            others.setdefault(name, tuple(report.left(reason) for report in reports))
-    return replace(best, reports={**others, **best.reports}), tuple(variants)
-
-
-def _verify(program: MeshProgram) -> None:
-    for role in program.roles:
-        verify_rank(role)
 
 
 def prove(placed: StepGraph, optimized: Optimized) -> tuple[Completeness, DeadlockFreedom]:

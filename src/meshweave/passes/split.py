@@ -1,24 +1,26 @@
-"""Rows of the batch in chunks, as a pass over rank graphs."""
+"""Rows of the batch in chunks, as a pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from meshweave.ir.from_role import rewrite_role
-from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
+from meshweave.passes.base import MeshProgram, Numerics, Pass, Program, Scope, Stage
 from meshweave.rows import SplitOptions, SplitReport, split_program
+
+Q = TypeVar("Q", bound=Program)
 
 
 @dataclass(frozen=True, slots=True)
-class Split(SplitOptions, Pass[MeshProgram]):
+class Split(SplitOptions, Pass[Any]):
     """What goes row by row runs in chunks of a device's rows, so that communication of one hides under the compute of
     another. Sums over rows are added chunk by chunk."""
 
     name: ClassVar[str] = "split"
     numerics: ClassVar[Numerics] = "reassociates"
     stage: ClassVar[Stage] = "written"
+    scope: ClassVar[Scope] = "joint graph"
 
     @property
     def is_compared(self) -> bool:
@@ -33,11 +35,8 @@ class Split(SplitOptions, Pass[MeshProgram]):
     def label(self) -> str:
         return f"rows in {self.num_chunks[0]} chunks"
 
-    def run(self, program: MeshProgram, costs: Any) -> tuple[MeshProgram, tuple[SplitReport, ...]]:
-        """In the first of `num_chunks`."""
-        rewrite = partial(split_program, num_chunks=self.num_chunks[0])
-        split = [rewrite_role(role, rewrite) for role in program.roles]
-        reports = tuple(report for _, report in split)
-        if not any(report.is_taken for report in reports):
-            return program, reports
-        return replace(program, roles=tuple(role for role, _ in split)), reports
+    def run(self, program: Q, costs: Any) -> tuple[Q, tuple[SplitReport, ...]]:
+        """In the first of `num_chunks`. Gradients of weights are added in float32, chunk by chunk; of a graph that a
+        compiler holds by the matmuls themselves."""
+        is_step = isinstance(program, MeshProgram)
+        return program.each(partial(split_program, num_chunks=self.num_chunks[0], fuse_sums=not is_step))

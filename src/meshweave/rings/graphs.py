@@ -16,12 +16,12 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.problem.figures import Agree
 from meshweave.problem.prices import Cost
-from meshweave.rings.candidates import CandidateWriter
+from meshweave.rings.candidates import CandidateWriter, RingCandidate
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.report import DecomposeReport
 from meshweave.rings.rewriter import first
 from meshweave.rings.trials import CandidateSearch
-from meshweave.schedule import OverlapReport, overlap
+from meshweave.schedule import overlap
 from meshweave.schedule.decide import OrderOptions
 
 
@@ -53,28 +53,79 @@ def decompose_graph(
     known whose graph it is, for an unknown group and for a cost that is none; VerifyError, as `mw.overlap`, for graphs
     that are not in order.
     """
-    options = options or DecomposeOptions()
-    if options.when == "gain" and not (isinstance(cost, MachineProfile) or callable(cost)):
+    search = _search(gm, cost, groups, rank, options, memory_cap_bytes, overlap_options)
+    if search is None:
+        always = _writer(gm, cost, groups, rank, options).written(first)
+        return always.module, always.report
+
+    def seconds(module: fx.GraphModule) -> float:
+        assert cost is not None
+        cap = memory_cap_bytes
+        return overlap(module, cost=cost, groups=groups, memory_cap_bytes=cap, options=overlap_options)[1].seconds
+
+    before, chosen = seconds(gm), search.run()
+    after = seconds(chosen.module)
+    if after >= before:
+        chosen, after = search.left(), before
+    agreed = search.agreed(chosen, agree)
+    after = after if agreed is chosen else seconds(agreed.module)
+    return agreed.module, replace(agreed.report, seconds_before=before, seconds_after=after)
+
+
+def tried_graph(
+    gm: fx.GraphModule,
+    *,
+    cost: MachineProfile | Cost,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    rank: int | None = None,
+    options: DecomposeOptions | None = None,
+    memory_cap_bytes: int | None = None,
+    overlap_options: OrderOptions | None = None,
+    agree: Agree | None = None,
+) -> RingCandidate:
+    """As `decompose_graph`, for who compares what comes back with the graph as it is."""
+    search = _search(gm, cost, groups, rank, options, memory_cap_bytes, overlap_options)
+    if search is None:
+        return _writer(gm, cost, groups, rank, options).written(first)
+    return search.agreed(search.run(), agree)
+
+
+def _search(
+    gm: fx.GraphModule,
+    cost: MachineProfile | Cost | None,
+    groups: Mapping[str, Sequence[int]] | None,
+    rank: int | None,
+    options: DecomposeOptions | None,
+    memory_cap_bytes: int | None,
+    overlap_options: OrderOptions | None,
+) -> CandidateSearch | None:
+    """What tries candidates of a graph; None where costs are not asked."""
+    if (options or DecomposeOptions()).when == "always":
+        return None
+    if cost is None or not (isinstance(cost, MachineProfile) or callable(cost)):
         raise MeshweaveError(
             "to take collectives apart needs costs of compute and of links",
             got=type(cost).__name__,
             expected="a machine profile, or a callable that gives a node's seconds",
             hint='or DecomposeOptions(when="always")',
         )
-    work = CandidateWriter(gm, groups, _rank(rank), options, cost if isinstance(cost, MachineProfile) else None)
-    if options.when == "always":
-        made = work.written(first)
-        return made.module, made.report
+    short = replace(overlap_options or OrderOptions(), bucket=False, choose="nominal")
+    cap = memory_cap_bytes
+    return CandidateSearch(
+        _writer(gm, cost, groups, rank, options),
+        lambda module: overlap(module, cost=cost, groups=groups, memory_cap_bytes=cap, options=short)[1],
+    )
 
-    full = overlap_options or OrderOptions()
-    short = replace(full, bucket=False, choose="nominal")
 
-    def judge(one: fx.GraphModule, in_short: bool) -> OverlapReport:
-        assert cost is not None
-        chosen = short if in_short else full
-        return overlap(one, cost=cost, groups=groups, memory_cap_bytes=memory_cap_bytes, options=chosen)[1]
-
-    return CandidateSearch(work, judge).run(agree)
+def _writer(
+    gm: fx.GraphModule,
+    cost: MachineProfile | Cost | None,
+    groups: Mapping[str, Sequence[int]] | None,
+    rank: int | None,
+    options: DecomposeOptions | None,
+) -> CandidateWriter:
+    profile = cost if isinstance(cost, MachineProfile) else None
+    return CandidateWriter(gm, groups, _rank(rank), options or DecomposeOptions(), profile)
 
 
 def _rank(rank: int | None) -> int:

@@ -23,7 +23,7 @@ from meshweave.ir.collectives import ALL_TO_ALL, destinations, permute
 from meshweave.ir.described import val_of_call
 from meshweave.ir.device_program import R, Rewrite
 from meshweave.ir.from_graph import graph_program
-from meshweave.ir.graph import copied_graph, copied_module, module_like, op_name, place_of
+from meshweave.ir.graph import copied_graph, module_like, op_name, place_of
 from meshweave.ir.rank import SYMBOLS, ring_index
 from meshweave.ir.traits import RESHAPES
 from meshweave.rings.blocks import raise_blocks
@@ -41,13 +41,13 @@ def lower(rings: RingGraph) -> None:
 def rewrite_graph(
     gm: fx.GraphModule, rewrite: Rewrite[R], groups: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[fx.GraphModule, R]:
-    """The module with the graph that `rewrite` makes of anyone's graph, in which every node has meta["val"]; a copy
-    where it makes none. `gm` stays as it is."""
+    """A module with the graph that `rewrite` makes of anyone's graph, in which every node has meta["val"]; `gm` itself,
+    which stays as it is, where it makes none."""
     own = copied_graph(gm.graph)
     raise_blocks(own)
     graph, report = rewrite(graph_program(own, groups))
     if graph is None:
-        return copied_module(gm), report
+        return gm, report
     _Lowering(graph, None).run()
     return module_like(gm, graph), report
 

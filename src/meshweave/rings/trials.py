@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -14,11 +14,10 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import op_name
 from meshweave.problem.figures import Agree, Figures, fingerprint
 from meshweave.rings.candidates import CandidateWriter, RingCandidate
-from meshweave.rings.report import DecomposeReport
 from meshweave.rings.rewriter import Choice, Pick, by_gain
 from meshweave.schedule import OverlapReport
 
-Judge = Callable[[fx.GraphModule, bool], OverlapReport]  # of a graph: in short, which compares, or in full
+Judge = Callable[[fx.GraphModule], OverlapReport]  # of a graph, in the best order that a short search finds
 _MOST_TRIALS = 32  # candidates that are judged, each as long as the overlap pass takes
 _LEAST = 1e-3  # of the graph's seconds: classes that are exposed for less are left, and a candidate must gain as much
 
@@ -58,41 +57,39 @@ class CandidateSearch:
     of: dict[str, _Twins] = field(default_factory=dict)  # by name of a start
     names: frozenset[str] = frozenset()  # of the graph as it is
     num_trials: int = 0
+    taken: frozenset[int] = frozenset()  # ids of the classes that `run` has taken apart
 
-    def run(self, agree: Agree | None) -> tuple[fx.GraphModule, DecomposeReport]:
-        """The graph that is chosen. With `agree`, what that says is done, on every rank alike."""
-        whole = self.judge(self.work.gm, False)
-        found, seconds = self.best(whole)
-        if agree is not None:
-            mark = fingerprint(self.work.rings().reading)
-            told = tuple(map(int, agree(Figures(mark, tuple(map(float, found.decisions)))).numbers))
-            if told != found.decisions:
-                found = self.work.written(_again(told))
-                seconds = self.judge(found.module, False).seconds
-        return found.module, replace(found.report, seconds_before=whole.seconds, seconds_after=seconds)
-
-    def best(self, whole: OverlapReport) -> tuple[RingCandidate, float]:
-        """The candidate, and its seconds."""
+    def run(self) -> RingCandidate:
+        """What is the fastest of what was tried."""
+        whole = self.judge(self.work.gm)
         self.enrol(whole)
         aims: dict[int, _Aim] = {}
-        least = shortest = self.judge(self.work.gm, True).seconds
-        for twins in sorted(self.twins.values(), key=lambda one: -one.exposed):
+        least = whole.seconds
+        for twins in sorted(self.twins.values(), key=lambda twins: -twins.exposed):
             if twins.exposed < _LEAST * whole.seconds:
                 twins.reason = "other work hides it in the best order of the graph"
                 continue
             before = dict(aims)
             for aim in twins.aims:
-                seconds = self.tried(before | {id(twins): aim}, twins, shortest)
-                if seconds < least - _LEAST * shortest:
+                seconds = self.tried(before | {id(twins): aim}, twins, whole.seconds)
+                if seconds < least - _LEAST * whole.seconds:
                     least, aims = seconds, before | {id(twins): aim}
-        if aims:
-            made = self.work.written(self.picking(aims))
-            seconds = self.judge(made.module, False).seconds
-            if seconds < whole.seconds:
-                return made, seconds
+        self.taken = frozenset(aims)
+        return self.work.written(self.picking(aims))
+
+    def left(self) -> RingCandidate:
+        """The graph as it is, where that is as fast as what `run` has found."""
         for twins in self.twins.values():
-            twins.reason = "the graph does not get faster" if id(twins) in aims else twins.reason
-        return self.work.written(self.picking({})), whole.seconds
+            twins.reason = "the graph does not get faster" if id(twins) in self.taken else twins.reason
+        return self.work.written(self.picking({}))
+
+    def agreed(self, mine: RingCandidate, agree: Agree | None) -> RingCandidate:
+        """The candidate that all ranks take, as `agree` says."""
+        if agree is None:
+            return mine
+        mark = fingerprint(self.work.rings().reading)
+        decisions = tuple(map(int, agree(Figures(mark, tuple(map(float, mine.decisions)))).numbers))
+        return mine if decisions == mine.decisions else self.work.written(_again(decisions))
 
     def enrol(self, whole: OverlapReport) -> None:
         """Find the classes, and what each may become."""
@@ -122,7 +119,7 @@ class CandidateSearch:
             return float("inf")
         self.num_trials += 1
         try:
-            seconds = self.judge(self.work.written(self.picking(aims)).module, True).seconds
+            seconds = self.judge(self.work.written(self.picking(aims)).module).seconds
         except MeshweaveError as error:  # no order under the cap, or a callable that has no price for what is new
             twins.reason = f"a candidate cannot be judged: {error.what}, {error.where}"
             return float("inf")

@@ -125,7 +125,7 @@ def split_batch(
     module, report = best
     if report.is_taken and seconds is not None and report.seconds_after >= before:
         return copied_module(gm), replace(report, is_taken=False, reason="it is not faster in chunks")
-    return module, report
+    return copied_module(gm) if module is gm else module, report
 
 
 def _rank(report: SplitReport) -> tuple[bool, float]:

@@ -68,16 +68,16 @@ class Backend:
         inner = boxed_nop if isinstance(self.inner, str) else self.inner
 
         def compiled(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
-            self.settings.schedule(graph.graph)
+            self.settings.run(graph.graph, "graph")
             graph.recompile()
             return boxed(inner(graph, graph_inputs))  # type: ignore[arg-type]
 
         def without_backward(graph: fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
-            self.settings.split_rows(graph.graph)
+            self.settings.run(graph.graph, "joint graph")
             return compiled(graph, graph_inputs)
 
         def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            if self.settings.split_rows(joint.graph) is not None:
+            if self.settings.run(joint.graph, "joint graph"):
                 joint.recompile()
             return min_cut_partition(joint, *args, **kwargs)
 
@@ -114,8 +114,8 @@ def backend(
     SplitReport of each.
 
     `passes`: what a graph goes through, as `compile` takes it: "exact" (the same as without: overlap), "default"
-    (overlap, split, decompose) or "overlap,split=2". `options`, `split` and `decompose` are short forms of the same
-    list.
+    (overlap, split, decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph".
+    `options`, `split` and `decompose` are short forms of the same list. After each pass the graph is verified.
 
     `split`: before forward and backward are parted, what goes row by row of the batch runs in so many chunks (True: 2
     or 4), so that the communication of one runs under the compute of another. `decompose`: collectives beside matmuls

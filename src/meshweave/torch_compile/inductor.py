@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import fx
@@ -32,6 +32,8 @@ from meshweave.interop.inductor import (
     is_library_call,
     list_mode_options,
 )
+from meshweave.passes import Decompose
+from meshweave.passes.base import Scope
 from meshweave.torch_compile.scheduling import Settings
 
 # Overlap and bucketing of Inductor's own (torch 2.13, _inductor/config.py), by what switches each off.
@@ -50,9 +52,11 @@ _POST_GRAD, _PRE_FUSION = "post_grad_custom_post_pass", "_pre_fusion_custom_pass
 _JOINT = "joint_custom_post_pass"  # on forward and backward in one, or on a graph without backward
 
 
-class OverlapPass(PostGradPass):  # type: ignore[misc]
-    """`Settings.schedule` as a pass of Inductor, after passes that were installed before. Its uuid is that of all of
+class _Passes:
+    """Passes of ours as one pass of Inductor, after those that were installed before. Its uuid is that of all of
     them."""
+
+    scope: ClassVar[Scope]
 
     def __init__(self, settings: Settings, before: Sequence[Any] = ()) -> None:
         self.settings, self.before = settings, tuple(before)
@@ -63,33 +67,22 @@ class OverlapPass(PostGradPass):  # type: ignore[misc]
                 one(graph, is_inference)
             else:
                 one(graph)
-        self.settings.schedule(graph)
+        self.settings.run(graph, self.scope)
 
     def uuid(self) -> Any | None:
         keys = (self.settings.key(), *(getattr(one, "uuid", lambda: None)() for one in self.before))
         return None if None in keys else keys
 
-    def __deepcopy__(self, memo: object) -> OverlapPass:
+    def __deepcopy__(self, memo: object) -> Self:
         return self  # copies of Inductor's config are for reading
 
 
-class SplitPass(GraphPass):  # type: ignore[misc]
-    """`Settings.split_rows` as a pass of Inductor, after passes that were installed before."""
+class GraphPasses(_Passes, PostGradPass):  # type: ignore[misc]
+    scope = "graph"
 
-    def __init__(self, settings: Settings, before: Sequence[Any] = ()) -> None:
-        self.settings, self.before = settings, tuple(before)
 
-    def __call__(self, graph: fx.Graph) -> None:
-        for one in self.before:
-            one(graph)
-        self.settings.split_rows(graph)
-
-    def uuid(self) -> Any | None:
-        keys = (self.settings.key(), *(getattr(one, "uuid", lambda: None)() for one in self.before))
-        return None if None in keys else keys
-
-    def __deepcopy__(self, memo: object) -> SplitPass:
-        return self
+class JointPasses(_Passes, GraphPass):  # type: ignore[misc]
+    scope = "joint graph"
 
 
 class HoldOrder(SchedulerPass):  # type: ignore[misc]
@@ -190,7 +183,10 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
     What is on now and goes off is named in every report; what a user had switched on, in a warning too. Raises
     MeshweaveError for rings where this torch's Inductor reads what they bring too early.
     """
-    if settings.decompose is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+    if (
+        any(isinstance(one, Decompose) for one in settings.passes)
+        and torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+    ):
         raise MeshweaveError(
             "rings in Inductor need torch 2.13: an earlier one (seen in 2.11) may read messages before they are there",
             where="decompose=",
@@ -210,12 +206,12 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
         )
     note = (f"off in Inductor while it compiles: {', '.join(off)}",) if off else ()
     others, joint, held = _others(now(_POST_GRAD)), _others(now(_JOINT)), now(_PRE_FUSION)
-    splits = {_JOINT: SplitPass(settings, joint)} if settings.split else {}
+    before_parting = {_JOINT: JointPasses(settings, joint)} if settings.has("joint graph") else {}
     return {
         **options,
         **off,
-        **splits,
-        _POST_GRAD: OverlapPass(replace(settings, notes=(*settings.notes, *note)), others),
+        **before_parting,
+        _POST_GRAD: GraphPasses(replace(settings, notes=(*settings.notes, *note)), others),
         _PRE_FUSION: HoldOrder(held.before if isinstance(held, HoldOrder) else held),
     }
 
@@ -223,7 +219,7 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
 def _others(held: Any) -> tuple[Any, ...]:
     """Passes without ours: the innermost of nested ones counts, once."""
     passes = held if isinstance(held, (list, tuple)) else () if held is None else (held,)
-    return tuple(o for one in passes for o in (one.before if isinstance(one, (OverlapPass, SplitPass)) else (one,)))
+    return tuple(o for one in passes for o in (one.before if isinstance(one, _Passes) else (one,)))
 
 
 @contextmanager

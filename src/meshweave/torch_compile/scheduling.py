@@ -1,4 +1,4 @@
-"""What the drop-in does to one graph: settings, prices, agreement, split, rings, order, proof, report."""
+"""What the drop-in does to one graph: its passes run as those of whole steps do, then ranks prove that they meet."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
-from meshweave.passes import Carry, Decompose, Overlap, Pass, Split, pipeline_of
+from meshweave.passes import Carry, GraphProgram, Overlap, Pass, Variant, pipeline_of
+from meshweave.passes.base import Scope
+from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import Asked
-from meshweave.problem.figures import Figures
-from meshweave.rings import DecomposeOptions, DecomposeReport, decompose_graph
-from meshweave.rows import SplitOptions, SplitReport, split_batch
+from meshweave.rings import DecomposeOptions
+from meshweave.rows import SplitOptions, SplitReport
 from meshweave.runtime.exchange import TIMEOUT_SECONDS
-from meshweave.schedule import OverlapOptions, OverlapReport, overlap, overlap_graph
-from meshweave.schedule.decide import NoOrderError
+from meshweave.schedule import OverlapOptions, OverlapReport
+from meshweave.schedule.decide import OrderOptions
 from meshweave.torch_compile.agreement import Agreement, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 
-Report = OverlapReport | DecomposeReport | SplitReport
 Cost = MachineProfile | Callable[..., float]
 # The profile of a machine that nobody described, by the type of device that the graph is for.
 _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
@@ -41,7 +41,7 @@ _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
 class Settings:
     """What `backend` and `inductor_pass` are told, checked. `notes` are put into every report on an order.
 
-    `passes` are those over graphs: split, decompose, overlap.
+    `passes` are those over graphs, in the order in which they run.
     """
 
     cost: Cost | None = None
@@ -53,96 +53,43 @@ class Settings:
     timeout_seconds: float = TIMEOUT_SECONDS
     notes: tuple[str, ...] = ()
 
-    @property
-    def overlap(self) -> Overlap | None:
-        """How graphs are ordered; None: not at all."""
-        return next((one for one in self.passes if isinstance(one, Overlap)), None)
+    def has(self, scope: Scope) -> bool:
+        """Whether some pass is of graphs of this kind."""
+        return any(one.scope == scope for one in self.passes)
 
-    @property
-    def decompose(self) -> Decompose | None:
-        return next((one for one in self.passes if isinstance(one, Decompose)), None)
+    def run(self, graph: fx.Graph, scope: Scope) -> bool:
+        """Run the passes over graphs of this kind, in place; whether that has changed it. A graph without communication
+        stays as it is.
 
-    @property
-    def split(self) -> Split | None:
-        return next((one for one in self.passes if isinstance(one, Split)), None)
-
-    def schedule(self, graph: fx.Graph) -> OverlapReport | None:
-        """Order the communications of a graph in place. One without any stays as it is and has no report.
-
-        Raises MeshweaveError as `overlap_graph` does, and where ranks do not agree.
+        Raises VerifyError for what a pass did wrong, MeshweaveError where ranks do not agree or would not meet, and as
+        the passes do.
         """
-        if not _communicates(graph):
-            return None
+        passes = tuple(one for one in self.passes if one.scope == scope)
+        if not passes or not _communicates(graph):
+            return False
         cost, notes = self._priced(graph)
         agreement = world_agreement(self.ranks, self.timeout_seconds)
-        groups = None if self.groups is None else dict(self.groups)
         with unset_fake_temporarily():  # compilers run under the fake mode of what they compile, ours makes tensors too
-            if self.decompose is not None:
-                self._taken_apart(graph, self.decompose, cost, agreement)
-            report = None
-            if self.overlap is not None:
-                report = overlap_graph(
-                    graph,
-                    cost=cost,
-                    memory_cap_bytes=self.memory_cap_bytes,
-                    groups=groups,
-                    options=self.overlap,
-                    agree=self._agree(agreement),
-                )
-        if agreement is not None:
-            agreement.prove(graph, groups)
-        if report is not None:
-            report = replace(report, notes=(*report.notes, *notes))
-            self._tell(report)
-        return report
+            program = self._program(graph, agreement)
+            chosen, variants = run_passes(program, passes, cost)
+            if chosen.program is not program:
+                substitute(graph, chosen.program.module)
+        if agreement is not None and scope == "graph":
+            agreement.prove(graph, program.groups)
+        for report in (report for reports in chosen.reports.values() for report in reports):
+            self._tell(report, notes, variants)
+        return chosen.program is not program
 
-    def _taken_apart(self, graph: fx.Graph, options: DecomposeOptions, cost: Cost, agreement: Agreement | None) -> None:
-        """Take collectives apart in place."""
-        made, report = decompose_graph(
+    def _program(self, graph: fx.Graph, agreement: Agreement | None) -> GraphProgram:
+        is_job = dist.is_available() and dist.is_initialized()
+        return GraphProgram(
             module_of(graph),
-            cost=cost,
-            groups=None if self.groups is None else dict(self.groups),
-            rank=None if dist.is_available() and dist.is_initialized() else (self.ranks or (0,))[0],
-            options=options,
-            memory_cap_bytes=self.memory_cap_bytes,
-            overlap_options=self.overlap,
-            agree=self._agree(agreement),
+            None if self.groups is None else dict(self.groups),
+            None if is_job else (self.ranks or (0,))[0],
+            self.memory_cap_bytes,
+            None if agreement is None else partial(agreement.figures, told=self._told()),
+            next((one for one in self.passes if isinstance(one, Overlap)), OrderOptions()),
         )
-        if report.num_taken:
-            substitute(graph, made)
-        self._tell(report)
-
-    def split_rows(self, graph: fx.Graph) -> SplitReport | None:
-        """Run the rows of a graph, forward with backward or by itself, in chunks, in place, where its simulated seconds
-        are fewer then. A graph without communication stays as it is and has no report."""
-        if self.split is None or not _communicates(graph):
-            return None
-        cost, _ = self._priced(graph)
-        groups = None if self.groups is None else dict(self.groups)
-
-        def seconds(one: fx.GraphModule) -> float:
-            cap = self.memory_cap_bytes
-            try:
-                return overlap(one, cost=cost, memory_cap_bytes=cap, groups=groups, options=self.overlap)[1].seconds
-            except NoOrderError:
-                return float("inf")
-
-        with unset_fake_temporarily():
-            gm = module_of(graph)
-            is_judged = self.split.when == "gain"
-            counts = self.split.num_chunks if is_judged else self.split.num_chunks[:1]
-            made, report = split_batch(gm, counts, seconds=seconds if is_judged else None)
-            agreement = world_agreement(self.ranks, self.timeout_seconds)
-            if agreement is not None:
-                mine = report.num_chunks if report.is_taken else 0
-                told = Figures(_shape_of(graph), (float(mine),))
-                count = int(agreement.figures(told, self._told()).numbers[0])
-                if count != mine:
-                    made, report = split_batch(gm, count) if count else (gm, replace(report, is_taken=False))
-            if report.is_taken:
-                substitute(graph, made)
-        self._tell(report)
-        return report
 
     def _priced(self, graph: fx.Graph) -> tuple[Cost, tuple[str, ...]]:
         """The costs, and the notes on them."""
@@ -151,15 +98,18 @@ class Settings:
         cost, note = _usual(graph)
         return cost, (*self.notes, note)
 
-    def _agree(self, agreement: Agreement | None) -> Callable[[Figures], Figures] | None:
-        return None if agreement is None else partial(agreement.figures, told=self._told())
-
-    def _tell(self, report: Report) -> None:
-        if self.report is not None:
-            self.report(report)
+    def _tell(self, report: Any, notes: tuple[str, ...], variants: Sequence[Variant]) -> None:
+        if self.report is None:
+            return
+        if isinstance(report, OverlapReport):
+            report = replace(report, notes=(*report.notes, *notes))
+        elif isinstance(report, SplitReport) and variants and report.is_taken:
+            fastest = min(variant.seconds for variant in variants if not variant.reason)
+            report = replace(report, seconds_before=variants[0].seconds, seconds_after=fastest)
+        self.report(report)
 
     def _told(self) -> str:
-        """What else an order depends on and all ranks must have been told alike, as text."""
+        """What else decisions depend on and all ranks must have alike, as text."""
         passes = tuple(replace(one, releasable=None) if isinstance(one, Overlap) else one for one in self.passes)
         return f"memory_cap_bytes={self.memory_cap_bytes}, {passes}"
 
@@ -167,14 +117,16 @@ class Settings:
         """Names everything that an order depends on besides the graph, for caches of compiled graphs; None where a
         graph from a cache would be wrong.
 
-        It would be where other ranks wait for this one to agree, where a callable may cost something else by now, and
-        where a report is due.
+        It would be where other ranks wait for this one to agree, where a callable may cost something else by now, or a
+        pass of the caller's do something else, and where a report is due.
         """
         if world_agreement(self.ranks, self.timeout_seconds) is not None or self.report is not None:
             return None
-        if not (self.cost is None or isinstance(self.cost, MachineProfile)) or (
-            self.overlap and self.overlap.releasable
-        ):
+        if not (self.cost is None or isinstance(self.cost, MachineProfile)):
+            return None
+        if any(not type(one).__module__.startswith("meshweave.") for one in self.passes):
+            return None
+        if any(isinstance(one, Overlap) and one.releasable for one in self.passes):
             return None
         said = [
             _sources(),
@@ -221,29 +173,19 @@ def graph_passes(
     overlap = options or (OverlapOptions() if passes is None else None)
     asked = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
     asked = tuple(one for one in asked if not isinstance(one, Carry))  # from step to step: of no graph by itself
-    if others := [one.name for one in asked if not isinstance(one, (Split, Decompose, Overlap))]:
+    if others := [one.name for one in asked if one.scope == "step"]:
         raise MeshweaveError(
             "this pass is of whole training steps, which torch.compile does not see",
             where="passes=",
             got=", ".join(others),
-            expected="split, decompose and overlap",
+            expected="split, decompose, overlap, or a pass with scope 'graph' or 'joint graph'",
+            hint="a pass that changes its program by program.each(...) alone can have that scope",
         )
     return asked
 
 
 def _communicates(graph: fx.Graph) -> bool:
     return any(n.op == "call_function" and collective_of(n) is not None for n in graph.nodes)
-
-
-def _shape_of(graph: fx.Graph) -> str:
-    """The ops of a graph and what they make, as one number: the same on every rank that runs it."""
-    lines = [f"{node.op} {node.target if node.op == 'call_function' else ''} {_size(node)}" for node in graph.nodes]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
-
-
-def _size(node: fx.Node) -> str:
-    made = node.meta.get("val")
-    return f"{made.dtype}{list(map(str, made.shape))}" if isinstance(made, torch.Tensor) else ""
 
 
 def _usual(graph: fx.Graph) -> tuple[MachineProfile, str]:

@@ -1,0 +1,90 @@
+"""A graph that a compiler holds, as passes take it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import VerifyError
+from meshweave.ir.device_program import R, Rewrite
+from meshweave.ir.from_graph import graph_program
+from meshweave.problem.figures import Agree, Figures, fingerprint
+from meshweave.problem.read import read
+from meshweave.rings.lower import rewrite_graph
+from meshweave.schedule import overlap
+from meshweave.schedule.decide import NoOrderError, OrderOptions
+
+
+@dataclass(frozen=True, slots=True)
+class GraphProgram:
+    """One graph of ATen ops and functional collectives with meta["val"], forward, backward or both in one.
+
+    groups: ranks by name of group; None: as torch.distributed knows them. rank: whose graph it is; None: the rank in
+    torch.distributed. memory_cap_bytes: the most that may be live at once. agree: has all ranks take the same figures.
+    order: how it is ordered where it is compared with others. ordered_seconds: what it takes in the order that it has,
+    where a pass has ordered it.
+    """
+
+    module: fx.GraphModule
+    groups: Mapping[str, Sequence[int]] | None = None
+    rank: int | None = None
+    memory_cap_bytes: int | None = None
+    agree: Agree | None = None
+    order: OrderOptions = field(default_factory=OrderOptions)
+    ordered_seconds: float | None = None
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        return (self.module.graph,)
+
+    def with_module(self, module: fx.GraphModule) -> GraphProgram:
+        return replace(self, module=module, ordered_seconds=None)
+
+    def each(self, rewrite: Rewrite[R]) -> tuple[GraphProgram, tuple[R, ...]]:
+        module, report = rewrite_graph(self.module, rewrite, self.groups)
+        return self if module is self.module else self.with_module(module), (report,)
+
+    def verify(self, before: GraphProgram) -> None:
+        """The graph is in order, as `mw.overlap` has it, takes the inputs that it took, and gives results of the same
+        shapes."""
+        self.module.graph.lint()
+        read(graph_program(self.module.graph, self.groups))
+        now, then = _ends(self.module.graph), _ends(before.module.graph)
+        if now != then:
+            wrong = next((x, y) for x, y in zip_longest(now, then) if x != y)
+            raise VerifyError(
+                "a pass has changed what a graph takes or gives", got=f"{wrong[0]}", expected=f"{wrong[1]}, as before"
+            )
+
+    def seconds(self, costs: Any) -> float:
+        if self.ordered_seconds is not None:
+            return self.ordered_seconds
+        cap = self.memory_cap_bytes
+        try:
+            report = overlap(self.module, cost=costs, memory_cap_bytes=cap, groups=self.groups, options=self.order)[1]
+        except NoOrderError:
+            return float("inf")
+        return report.seconds
+
+    def agreed(self, choice: int) -> int:
+        if self.agree is None:
+            return choice
+        mark = fingerprint(read(graph_program(self.module.graph, self.groups)))
+        return int(self.agree(Figures(mark, (float(choice),))).numbers[0])
+
+
+def _ends(graph: fx.Graph) -> list[str]:
+    """The inputs of a graph, then its results, as text."""
+    inputs = [(node.name, node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
+    results: list[Any] = []
+    fx.map_arg(next(iter(reversed(graph.nodes))).args, lambda n: results.append(("result", n.meta.get("val"))))
+    return [f"{name} {_text(val)}" for name, val in [*inputs, *results]]
+
+
+def _text(val: Any) -> str:
+    return f"{val.dtype} {list(map(str, val.shape))}" if isinstance(val, torch.Tensor) else type(val).__name__
