@@ -76,6 +76,9 @@ TABLES = [
 ]
 
 
+ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)  # an expert without rows, and a row of no expert
+
+
 PRODUCTS = [
     sample(aten.mm.default, F(5, 6), F(6, 3)),
     sample(aten.mm.default, F(2, 3), F(3, 2)),
@@ -84,6 +87,8 @@ PRODUCTS = [
     sample(aten.mv.default, F(5, 3), F(3)),
     sample(aten.dot.default, F(5), F(5)),
     sample(ours.matmul.default, F(2, 3, 5, 4), F(2, 3, 4, 5)),
+    made(ours.grouped_mm.default, lambda g: (F(7, 4).make(g), F(3, 4, 5).make(g), ENDS), exact=True),
+    made(ours.grouped_outer.default, lambda g: (F(7, 4).make(g), F(7, 5).make(g), ENDS), exact=True),
     sample(ours.matmul.default, F(5, 4, 3), F(5, 3, 2)),
 ]
 

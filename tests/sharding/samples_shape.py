@@ -140,6 +140,7 @@ INDEXING = [
     sample(aten.scatter_reduce.two, F(5, 6), 1, I(5, 4, high=6), F(5, 4), "amax"),
     sample(aten.scatter_reduce.two, F(5, 6), 1, I(3, 4, high=6), F(4, 4), "mean", include_self=False, exact=False),
     sample(aten.index.Tensor, F(5, 4, 3), [I(6, high=5)]),
+    sample(aten.index.Tensor, F(5, 4, 3), [I(6, low=-5, high=5)]),
     sample(aten.index.Tensor, F(5, 4, 3), [None, I(2, 3, high=4)]),
     sample(aten.index.Tensor, F(5, 4, 3), [I(3, 1, high=5), I(2, high=4)]),
     sample(aten.index.Tensor, F(5, 4, 3), [I(2, high=5), None, I(2, high=3)]),

@@ -30,6 +30,7 @@ from meshweave.interop.tracing import (
 )
 from meshweave.ir import ops
 from meshweave.ir.graph import Origin
+from meshweave.ir.grouped import OF_OTHERS
 from meshweave.ir.traits import is_random
 
 aten = torch.ops.aten
@@ -223,9 +224,9 @@ class Provenance(GlobalRandom):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """As the tracer runs it: where a run is compared with the trace, constants come of the same decompositions."""
-        function = func
+        function = OF_OTHERS.get(str(func), func)
         if self.record.expected is not None and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
-            function = decomposition_table().get(func, func)
+            function = decomposition_table().get(func, function)
         return function(*args, **kwargs)
 
     def _value(self, x: Tensor) -> Any:

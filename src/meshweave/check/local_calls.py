@@ -17,7 +17,7 @@ from torch import fx
 from meshweave.check.holdings import Ints, boxes
 from meshweave.check.infer import Placed
 from meshweave.errors import VerifyError
-from meshweave.ir import local_ops
+from meshweave.ir import grouped, local_ops
 from meshweave.ir.graph import Spec, map_nodes, op_name
 
 aten = torch.ops.aten
@@ -141,6 +141,44 @@ def _scatter(c: Context) -> Call:
     return Call(local_ops.scatter, (OPERAND, *rest), {})
 
 
+def _indexed(c: Context) -> tuple[int, Number | None]:
+    indices: Any = c.plain().args[1]
+    dim = next(d for d, index in enumerate(indices) if index is not None)
+    return dim, _cut_along(c, dim)
+
+
+def _index(c: Context) -> Call:
+    dim, offset = _indexed(c)
+    if offset is None:
+        return c.plain()
+    return Call(local_ops.index_rows, (OPERAND, dim, OPERAND, c.operands[0][0].shape[dim], offset), {})
+
+
+def _index_put(c: Context) -> Call:
+    dim, offset = _indexed(c)
+    if offset is None:
+        return c.plain()
+    return Call(local_ops.add_rows, (OPERAND, dim, OPERAND, OPERAND, c.operands[0][0].shape[dim], offset), {})
+
+
+def _grouped_mm(c: Context) -> Call:
+    rows, experts = (placed[1].dims[0].axes for placed in c.operands[:2])
+    if not rows and not experts:
+        return c.plain()
+    first = [c.offsets(placed)[0] for placed in c.operands[:2]]
+    numbers = (first[0] if rows else 0, first[1] if experts else 0)
+    return Call(grouped.mm_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
+
+
+def _grouped_outer(c: Context) -> Call:
+    rows, experts = c.operands[0][1].dims[0].axes, c.results[0][1].dims[0].axes
+    if not rows and not experts:
+        return c.plain()
+    row = c.offsets(c.operands[0])[0] if rows else 0
+    numbers = (c.sizes(c.results[0])[0], row, c.offsets(c.results[0])[0])
+    return Call(grouped.outer_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
+
+
 def _extreme(c: Context) -> Call:
     plain, (spec, layout) = c.plain(), c.operands[0]
     dims: Any = plain.args[1] if len(plain.args) > 1 and plain.args[1] else range(len(spec.shape))
@@ -200,6 +238,12 @@ CALLS: dict[Any, Callable[[Context], Call]] = {
     aten.scatter.value: _scatter,
     aten.scatter.src: _scatter,
     aten.scatter_add.default: _scatter,
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    ours.grouped_mm.default: _grouped_mm,
+    ours.grouped_outer.default: _grouped_outer,
     aten.amax.default: _extreme,
     aten.amin.default: _extreme,
     aten.convolution.default: _grouped(0, 8),
@@ -215,6 +259,7 @@ MAKERS = frozenset(
         ours.uniform.default,
         aten.expand.default,
         aten.embedding_dense_backward.default,
+        ours.grouped_outer.default,
     }
 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from meshweave.expand.emit import Emitter
-from meshweave.ir import local_ops
+from meshweave.ir import grouped, local_ops
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 
@@ -104,6 +104,43 @@ def _scatter(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwa
     return emit.call(local_ops.scatter, (args[0], dim, args[2], args[3], added, offset), {})
 
 
+def _indexed(indices: Sequence[Any]) -> int:
+    return next(d for d, index in enumerate(indices) if index is not None)
+
+
+def _index(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    dim = _indexed(args[1])
+    offset = _offset_of(emit, node, 0, dim)
+    if offset is None:
+        return emit.call(node.target, args, kwargs)
+    return emit.call(local_ops.index_rows, (values[0], dim, args[1][dim], _operand(node, 0)[0].shape[dim], offset), {})
+
+
+def _index_put(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    dim = _indexed(args[1])
+    offset = _offset_of(emit, node, 0, dim)
+    if offset is None:
+        return emit.call(node.target, args, kwargs)
+    num_rows = _operand(node, 0)[0].shape[dim]
+    return emit.call(local_ops.add_rows, (values[0], dim, args[1][dim], args[2], num_rows, offset), {})
+
+
+def _grouped_mm(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    row, expert = _offset_of(emit, node, 0, 0), _offset_of(emit, node, 1, 0)
+    if row is None and expert is None:
+        return emit.call(node.target, args, kwargs)
+    return emit.call(grouped.mm_piece, (*values, row or 0, expert or 0), {})
+
+
+def _grouped_outer(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    layout, shape = _layout(node), spec_of(node).shape
+    row = _offset_of(emit, node, 0, 0)
+    if row is None and not layout.dims[0].axes:
+        return emit.call(node.target, args, kwargs)
+    experts = emit.extent(shape, layout, 0), emit.offset(shape, layout, 0)
+    return emit.call(grouped.outer_piece, (*values, experts[0], row or 0, experts[1]), {})
+
+
 def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
     """amax and amin of a dim that is cut: a piece may be empty."""
     spec, layout = _operand(node, 0)
@@ -161,6 +198,10 @@ LOCALIZERS: dict[str, Localizer] = {
     "gather": _along(local_ops.gather),
     "index_select": _along(local_ops.index_select),
     "scatter": _scatter,
+    "index": _index,
+    "index_put": _index_put,
+    "grouped_mm": _grouped_mm,
+    "grouped_outer": _grouped_outer,
     "extreme": _extreme,
     "guarded": _guarded,
     "resized_backward": _resized_backward,

@@ -60,6 +60,24 @@ def index_select(x: Tensor, dim: int, index: Tensor, offset: int) -> Tensor:
     return torch.index_select(_with_row(x, dim), dim, _or_last(index, offset, x.shape[dim]))
 
 
+def _from_front(index: Tensor, num_rows: int) -> Tensor:
+    """Indices of a dim of `num_rows`, those from its end counted from the front."""
+    return torch.where(index < 0, index + num_rows, index)
+
+
+def index_rows(x: Tensor, dim: int, index: Tensor, num_rows: int, offset: int) -> Tensor:
+    """`x[..., index, ...]` from the piece that begins at `offset` along `dim`, which has `num_rows` in all."""
+    target = _or_last(_from_front(index, num_rows), offset, x.shape[dim])
+    return aten.index.Tensor(_with_row(x, dim), [*[None] * dim, target])
+
+
+def add_rows(x: Tensor, dim: int, index: Tensor, values: Tensor, num_rows: int, offset: int) -> Tensor:
+    """`index_put` that adds, into the piece of x that begins at `offset` along `dim`, which has `num_rows` in all."""
+    target = _or_last(_from_front(index, num_rows), offset, x.shape[dim])
+    written = aten.index_put.default(_with_row(x, dim), [*[None] * dim, target], values, True)
+    return written.narrow(dim, 0, x.shape[dim])
+
+
 def scatter(x: Tensor, dim: int, index: Tensor, source: Tensor | float, added: bool, offset: int) -> Tensor:
     """`scatter` (or `scatter_add`) into the piece of x that begins at `offset` along `dim`."""
     target = _or_last(index, offset, x.shape[dim])

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "attention_backward", "matmul", "move", "pin", "round_parts", "square_sum", "uniform"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "define_op",
+    "matmul",
+    "move",
+    "pin",
+    "round_parts",
+    "square_sum",
+    "uniform",
+]
 
 aten = torch.ops.aten
 KERNELS: dict[Any, Callable[..., Any]] = {}  # op -> the function that runs it, for runtimes that need no dispatch
@@ -31,7 +41,7 @@ def _layer_norm_backward(
 KERNELS[aten.native_layer_norm_backward.default] = _layer_norm_backward
 
 
-def _op(name: str) -> Callable[[Callable[..., Any]], Any]:
+def define_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Define `meshweave::name`, and enter its function into KERNELS."""
 
     def define(kernel: Callable[..., Any]) -> Any:
@@ -50,7 +60,7 @@ def move(x: Tensor, target: str) -> Tensor:
     raise AssertionError("a move is expanded before it runs")
 
 
-@_op("pin")
+@define_op("pin")
 def pin(x: Tensor, constraint: str, grad: bool) -> Tensor:
     """The identity. `constraint` is read by the placement; `grad` is True on the pin that autograd adds."""
     return x.clone()
@@ -61,7 +71,7 @@ def _(x: Tensor, constraint: str, grad: bool) -> Tensor:
     return torch.empty_like(x)
 
 
-@_op("round_parts")
+@define_op("round_parts")
 def round_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A cast that is taken as linear: of a partial sum every part is rounded, where the cast would round the sum."""
     return x.to(dtype, copy=True)
@@ -77,7 +87,7 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 _SQUARED_AT_ONCE = 1 << 16
 
 
-@_op("square_sum")
+@define_op("square_sum")
 def square_sum(x: Tensor) -> Tensor:
     """The sum of the squares of all elements, 0-dim, squared and added in float64 without a copy of x in float64."""
     if x.is_cuda and x.numel():
@@ -105,7 +115,7 @@ def _pin_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 pin.register_autograd(_pin_backward, setup_context=_pin_context)
 
 
-@_op("uniform")
+@define_op("uniform")
 def uniform(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
     """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`.
 
@@ -146,7 +156,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-@_op("attention")
+@define_op("attention")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -171,7 +181,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, sca
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@_op("attention_backward")
+@define_op("attention_backward")
 def attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -238,7 +248,7 @@ def _attention_autograd(ctx, grad: Tensor | None, _: Tensor | None):  # type: ig
 attention.register_autograd(_attention_autograd, setup_context=_attention_context)
 
 
-@_op("matmul")
+@define_op("matmul")
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [..., m, k] @ b [..., k, n] over equal leading dims, which stay apart so that each can be sharded."""
     return torch.matmul(a, b)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from meshweave.interop.ops import is_operator, operator_name
-from meshweave.ir import local_ops, ops  # noqa: F401  (defines our ops)
+from meshweave.ir import grouped, local_ops, ops  # noqa: F401  (defines our ops)
 
 aten = torch.ops.aten
 UNIFORM = torch.ops.meshweave.uniform.default
@@ -30,7 +30,10 @@ MATMULS = frozenset(  # whose last two operands are the factors
 )
 # Kinds of work, by name without overload. What has torch's `pointwise` tag is pointwise and not listed.
 _WORK = {
-    "matmul": "mm addmm bmm baddbmm matmul mv convolution convolution_backward _scaled_mm _grouped_mm",
+    "matmul": (
+        "mm addmm bmm baddbmm matmul mv convolution convolution_backward _scaled_mm _grouped_mm grouped_mm "
+        "grouped_outer mm_piece outer_piece"
+    ),
     "attention": (
         "attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention flex_attention "
         "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu _flash_attention_forward "
@@ -66,11 +69,11 @@ _WORK = {
         "select split join_blocks deal_blocks join_chunks take_chunk keep_first embed_part stack"
     ),
     "gather": (
-        "_unsafe_index embedding gather grid_sampler_2d grid_sampler_3d index index_select upsample_nearest1d "
-        "upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d "
-        "upsample_nearest3d_backward upsample_linear1d upsample_linear1d_backward upsample_bilinear2d "
-        "upsample_bilinear2d_backward upsample_trilinear3d upsample_trilinear3d_backward upsample_bicubic2d "
-        "upsample_bicubic2d_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward "
+        "_unsafe_index embedding gather grid_sampler_2d grid_sampler_3d index index_rows index_select "
+        "upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward "
+        "upsample_nearest3d upsample_nearest3d_backward upsample_linear1d upsample_linear1d_backward "
+        "upsample_bilinear2d upsample_bilinear2d_backward upsample_trilinear3d upsample_trilinear3d_backward "
+        "upsample_bicubic2d upsample_bicubic2d_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward "
         "_upsample_nearest_exact2d _upsample_nearest_exact2d_backward _upsample_nearest_exact3d "
         "_upsample_nearest_exact3d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward "
         "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward"
@@ -80,7 +83,7 @@ _WORK = {
         "embedding_dense_backward grid_sampler_2d_backward grid_sampler_3d_backward index_put masked_scatter "
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward scatter scatter_add scatter_reduce "
         "fractional_max_pool2d_backward fractional_max_pool3d_backward masked_scatter_backward index_reduce "
-        "_embedding_bag_dense_backward"
+        "_embedding_bag_dense_backward add_rows"
     ),
     "fill": "arange full zeros ones empty",
     "random": "uniform",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from meshweave.capture.sources import near_miss
@@ -17,6 +18,8 @@ _SCHEMES: Mapping[str, Callable[[str], Plan]] = {
     "fsdp": Plan.fsdp,
     "hf_tp": Plan.hf_tp,
     "auto_tp": Plan.auto_tp,
+    "ep": Plan.ep,
+    "experts": partial(Plan.ep, batch=False),
     "sequence": Plan.sequence_parallel,
     "replicate": Plan.replicate,
     "stages": Plan.stages,

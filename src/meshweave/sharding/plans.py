@@ -15,7 +15,7 @@ Devices = Mesh | int | Sequence[int] | str
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One statement: `kind` is batch, state, style, layout, on, stages, hf_tp, auto_tp, sequence, keep
+    """One statement: `kind` is batch, state, style, layout, on, stages, hf_tp, auto_tp, experts, sequence, keep
     or idle."""
 
     kind: str
@@ -76,6 +76,17 @@ class Plan:
     def hf_tp(axis: str) -> Plan:
         """Tensor parallel as the Hugging Face model's own tp plan says."""
         return Plan([Entry("hf_tp", axis)])
+
+    @staticmethod
+    def ep(axis: str, *, batch: bool = True) -> Plan:
+        """Expert parallel: parameters that are stacked over experts lie with their experts, cut over `axis` in their
+        first dim; the batch is cut over `axis`, too, as in data parallel. With `batch=False` it is not: `axis` is
+        borrowed from something else, such as tp, or is to leave the tokens whole.
+
+        What is not an expert's is replicated over `axis`. Experts need not divide evenly. Which parameters these are
+        says the Hugging Face model's expert plan, else they are those of modules named `experts`.
+        """
+        return Plan([*([Entry("batch", axis)] if batch else []), Entry("experts", axis)])
 
     @staticmethod
     def auto_tp(axis: str) -> Plan:

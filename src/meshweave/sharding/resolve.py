@@ -14,7 +14,7 @@ from meshweave.errors import MeshError, PlanError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plans import Entry, Plan, Resolved
-from meshweave.sharding.styles import HF_STYLES, apply_style
+from meshweave.sharding.styles import HF_STYLES, apply_param_style, apply_style, expert_parameters
 
 
 def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
@@ -71,8 +71,8 @@ def _read(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> Non
 
 # What people mean by axes that have no usual meaning here.
 _USUAL = {
-    "ep": "expert parallelism is a plan: weights of experts sharded over their own dim, such as "
-    'mw.Plan.dp("dp") + mw.Plan({"experts.*": "[{ep}, {}, {}]"})',
+    "ep": "expert parallelism is a plan, which cuts the batch over the axis as well: "
+    'mw.Plan.dp("dp") + mw.Plan.ep("ep")',
 }
 
 
@@ -122,16 +122,33 @@ def _hf_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
             where=type(model).__name__,
             hint=f'use mw.Plan.auto_tp("{entry.axis}"), or mw.Plan.tp("{entry.axis}", {{"*.q_proj": "colwise", ...}})',
         )
-    modules = dict(model.named_modules())
+    modules, params = dict(model.named_modules()), dict(model.named_parameters())
     hits = 0
     for glob, style in styles.items():
-        for name in _matching(glob, modules):
+        of_modules = _matching(glob, modules)
+        apply = apply_style if of_modules else apply_param_style
+        for name in of_modules or _matching(glob, params):
             hits += 1
             if style not in HF_STYLES:
                 raise PlanError(f"tp style '{style}' is not supported", where=name, expected=", ".join(HF_STYLES))
-            apply_style(resolved, model, name, HF_STYLES[style], entry.axis, glob)
+            if HF_STYLES[style]:
+                apply(resolved, model, name, HF_STYLES[style], entry.axis, glob)
     if not hits:
         raise PlanError("the model's tp plan names none of its modules", got=", ".join(styles))
+
+
+def _experts(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    stacked = expert_parameters(model)
+    if not stacked:
+        raise PlanError(
+            "the model has no experts to cut",
+            where=f"experts over {entry.axis}",
+            got=type(model).__name__,
+            expected="a Hugging Face model with an expert plan, or modules named experts with stacked parameters",
+            hint=f'name the parameters: mw.Plan({{"*.w1": "[{{{entry.axis}}}, {{}}, {{}}]"}})',
+        )
+    for name, where in stacked.items():
+        resolved.shard(name, entry.axis, 0, where)
 
 
 def _auto_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
@@ -278,6 +295,7 @@ _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {
     "style": _style,
     "hf_tp": _hf_tp,
     "auto_tp": _auto_tp,
+    "experts": _experts,
     "sequence": _sequence,
     "layout": _layout,
     "on": _on,

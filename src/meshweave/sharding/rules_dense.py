@@ -132,6 +132,10 @@ def _matmul(node: fx.Node) -> Rule:
 add(ours.matmul.default, _matmul)
 
 
+add(ours.grouped_mm.default, "s k, e k n, f! -> s n", linear=sums({0}, {1}), localize="grouped_mm")
+add(ours.grouped_outer.default, "s k, s n, f! -> e k n", linear=sums({0}, {1}), localize="grouped_outer")
+
+
 def _layer_norm(node: fx.Node) -> Rule:
     """Batch dims are free, normalised dims whole. Operands: x, then weight and bias where present."""
     x, *rest = [spec_of(n) for n in tensor_inputs(node)]

@@ -131,27 +131,51 @@ def _index_dims(
     return dims, each, result
 
 
+def _looked_up(indices: Sequence[Any]) -> int | None:
+    """The dim that is indexed, where it is the only one and not by a mask; None for other ways of indexing."""
+    at = [d for d, i in enumerate(indices) if i is not None]
+    return at[0] if len(at) == 1 and spec_of(indices[at[0]]).dtype != torch.bool else None
+
+
 def _index(node: fx.Node) -> Rule:
+    """The positions are free. Where one dim is indexed, a cut of it gives partial sums (rows held elsewhere are 0)."""
     build = RuleBuilder()
-    dims, each, result = _index_dims(build, spec_of(argument(node, 0)).shape, argument(node, 1))
-    return build.rule([dims, *each], [result], moved({0}))
+    indices = argument(node, 1)
+    dims, each, result = _index_dims(build, spec_of(argument(node, 0)).shape, indices)
+    dim = _looked_up(indices)
+    if dim is None:
+        return build.rule([dims, *each], [result], moved({0}))
+    build.fixed.difference_update(dims[dim])
+    return build.rule([dims, *each], [result], sums({0}))
+
+
+def _is_zeros(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 def _index_put(node: fx.Node) -> Rule:
-    """Only dims beside the indexed ones are free: what several positions write to one place must meet there."""
+    """Only dims beside the indexed ones are free: what several positions write to one place must meet there.
+
+    Where values are added on zeros (the gradient of a lookup) the positions are a loop that is summed over; of one
+    indexed dim each device may add up its own rows.
+    """
     x, indices, values = (argument(node, i) for i in range(3))
     build = RuleBuilder()
+    added = bool(argument(node, 3, False))
     if any(i is not None and spec_of(i).dtype == torch.bool for i in indices):  # a mask covers several dims
         operands = [build.dims(spec_of(n).shape, whole=range(len(spec_of(n).shape))) for n in tensor_inputs(node)]
         return build.rule(operands, [operands[0]])
     dims, each, result = _index_dims(build, spec_of(x).shape, indices)
-    for index in each:
-        build.fixed.update(f for dim in index for f in dim)
+    dim = _looked_up(indices)
+    if not (added and _is_zeros(x)):
+        build.fixed.update(f for index in each for d in index for f in d)
+    elif dim is not None:
+        build.fixed.difference_update(dims[dim])
     shape = spec_of(values).shape
     last = result[len(result) - len(shape) :]
     source = [() if s == 1 else f for s, f in zip(shape, last, strict=True)]
-    return build.rule([dims, *each, source], [dims])
+    return build.rule([dims, *each, source], [dims], sums({0, len(each) + 1}) if added else ())
 
 
-add([aten.index.Tensor, aten._unsafe_index.Tensor], _index)
-add([aten.index_put.default, aten._unsafe_index_put.default], _index_put)
+add([aten.index.Tensor, aten._unsafe_index.Tensor], _index, localize="index")
+add([aten.index_put.default, aten._unsafe_index_put.default], _index_put, localize="index_put")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -10,19 +11,25 @@ from meshweave.errors import PlanError
 from meshweave.sharding.plans import Resolved
 
 # The names that Hugging Face tp plans use (transformers/integrations/tensor_parallel.py), and what they mean here.
-# "gather output" and the like say how a module's result is laid out, which placement decides by cost.
+# "gather output" and the like say how a module's result is laid out, which placement decides by cost; what is "" here
+# speaks of values alone. What is packed (gate and up in one matrix) is stored in plain pieces of that dim.
 HF_STYLES = {
     "colwise": "colwise",
     "colwise_rep": "colwise",
     "colwise_gather_output": "colwise",
+    "packed_colwise": "colwise",
     "rowwise": "rowwise",
+    "packed_rowwise": "rowwise",
     "rowwise_rep": "rowwise",
     "rowwise_split_input": "rowwise",
     "embedding_rowwise": "rowwise",
+    "embedding_colwise": "colwise",
     "sequence_parallel": "sequence",
     "replicate": "replicate",
     "replicated_with_grad_allreduce": "replicate",
-    "all_reduce": "replicate",
+    "mla_kv_a_proj": "replicate",
+    "grouped_gemm": "experts",
+    **dict.fromkeys(("all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params", "ep_dispatch_experts"), ""),
 }
 
 # Module type -> style -> parameter -> the dim that the axis shards. Linear weights are [out, in] (torch.nn.Linear),
@@ -63,3 +70,30 @@ def apply_style(resolved: Resolved, model: nn.Module, name: str, style: str, axi
     canonical = {id(p): n for n, p in model.named_parameters()}
     for param, value in module.named_parameters(recurse=False):
         resolved.shard(canonical[id(value)], axis, table[style].get(param), where)
+
+
+def apply_param_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
+    """Note what a style asks of a parameter that no module of its own uses, such as a stack of matrices [e, out, in].
+
+    Colwise cuts the last dim but one (a vector's only dim), rowwise the last (no vector), experts the first.
+    """
+    rank = model.get_parameter(name).dim()
+    dims = {"colwise": max(rank - 2, 0), "rowwise": rank - 1 if rank > 1 else None, "experts": 0}
+    resolved.shard(name, axis, dims.get(style), where)
+
+
+def expert_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameters stacked over experts on dim 0, and what says so: the model's own expert plan, or a module named
+    `experts` whose parameters all have as many rows. Empty for a model without."""
+    plan = getattr(model, "ep_plan", None) or {}
+    stacked = [glob for glob, style in plan.items() if HF_STYLES.get(style) == "experts"]
+    said = {n: g for n, _ in model.named_parameters() for g in stacked if fnmatchcase(n, g) or fnmatchcase(n, f"*.{g}")}
+    if said:
+        return said
+    shown: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own = list(module.named_parameters(prefix=name, recurse=False))
+        is_stack = len({p.shape[:1] for _, p in own}) == 1 and all(p.dim() > 1 for _, p in own)
+        if name.rpartition(".")[2] == "experts" and is_stack:
+            shown |= {n: f"the module {name}" for n, _ in own}
+    return shown

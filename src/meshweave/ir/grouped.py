@@ -1,0 +1,96 @@
+"""The grouped matmul: rows sorted by expert, each multiplied with the matrix of its expert.
+
+`ends[e]` is the row behind the last row of expert e. Rows behind the last end belong to no expert: they give zeros and
+get no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from meshweave.ir.ops import define_op
+
+
+def spans(
+    ends: Tensor, num_experts: int, num_rows: int, first_row: int, first_expert: int
+) -> Iterator[tuple[int, int, int]]:
+    """(index, start, stop) of each of `num_experts` experts from `first_expert` on that has rows among the `num_rows`
+    from `first_row` on, in the numbers of the piece."""
+    stops = [min(max(end - first_row, 0), num_rows) for end in ends.tolist()]
+    for index in range(num_experts):
+        expert = first_expert + index
+        start = stops[expert - 1] if expert else 0
+        if start < stops[expert]:
+            yield index, start, stops[expert]
+
+
+def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expert: int) -> Tensor:
+    """`grouped_mm` of the rows from `first_row` on and the experts from `first_expert` on: rows of others are zeros."""
+    out = x.new_zeros((x.shape[0], weight.shape[2]))
+    for index, start, stop in spans(ends, weight.shape[0], x.shape[0], first_row, first_expert):
+        torch.mm(x[start:stop], weight[index], out=out[start:stop])
+    return out
+
+
+def outer_piece(x: Tensor, grad: Tensor, ends: Tensor, num_experts: int, first_row: int, first_expert: int) -> Tensor:
+    """`grouped_outer` over the rows from `first_row` on for `num_experts` experts from `first_expert` on."""
+    out = x.new_zeros((num_experts, x.shape[1], grad.shape[1]))
+    for index, start, stop in spans(ends, num_experts, x.shape[0], first_row, first_expert):
+        torch.mm(x[start:stop].t(), grad[start:stop], out=out[index])
+    return out
+
+
+@define_op("grouped_mm")
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [s, k], sorted by expert, times weight [e, k, n] of their expert: [s, n]. `ends` [e] int32."""
+    return mm_piece(x, weight, ends, 0, 0)
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[2]))
+
+
+@define_op("grouped_outer")
+def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of `grouped_mm` for its weight: x [s, k], grad [s, n] -> [e, k, n]: each
+    expert adds up its rows."""
+    return outer_piece(x, grad, ends, ends.shape[0], 0, 0)
+
+
+@grouped_outer.register_fake
+def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty((ends.shape[0], x.shape[1], grad.shape[1]))
+
+
+def from_torch(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`torch._grouped_mm` in the ops above: rows are those of a where it has two dims, else columns of b."""
+    if offs is None:
+        out = torch.ops.meshweave.matmul(a, b)
+    elif a.dim() == 2 and b.dim() == 3:
+        out = grouped_mm(a, b, offs)
+    elif a.dim() == 2:
+        out = grouped_outer(a.t(), b, offs)
+    else:
+        out = grouped_mm(b.t(), a.transpose(1, 2), offs).t()
+    out = out if bias is None else out + bias
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def fallback_backward(x: Tensor, weight: Tensor, offs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight that `transformers::grouped_mm_fallback_backward` gives."""
+    return grouped_mm(grad, weight.transpose(1, 2), offs), grouped_outer(x, grad, offs)
+
+
+# Ops of others, by their text, that capture writes in the ops above: their own kernels take some dtypes only, and leave
+# rows of no expert as they were in memory.
+OF_OTHERS = {
+    "aten._grouped_mm.default": from_torch,
+    "transformers.grouped_mm_fallback.default": grouped_mm,
+    "transformers.grouped_mm_fallback_backward.default": fallback_backward,
+}

@@ -1,0 +1,123 @@
+"""Mixtures of experts: every family equals eager PyTorch on every mesh, whatever the router does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.experts import FAMILIES, mixture, own_loss, tokens
+from tests.training import assert_equals_eager, train
+
+import meshweave as mw
+from meshweave.check.numerics import CHECK_LR, check_numerics
+from meshweave.check.runs import Recipe, widened
+from meshweave.ir.graph import origin_of
+
+PLANS = {
+    "dp=2": None,
+    "fsdp=2": None,
+    "tp=2": None,
+    "ep=2": "ep:ep",
+    "ep=4": "ep:ep",
+    "dp=2,ep=2": "dp:dp+ep:ep",
+    "ep=2,tp=2": "ep:ep+hf_tp:tp",
+    "fsdp=2,ep=2": "fsdp:fsdp+ep:ep",
+}
+SAMPLE = {("mixtral", "dp=2"), ("gpt_oss", "tp=2"), ("qwen3_moe", "ep=2"), ("deepseek_v3", "dp=2,ep=2")}
+ALL = [
+    pytest.param(kind, mesh, marks=() if (kind, mesh) in SAMPLE else pytest.mark.slow)
+    for kind in FAMILIES
+    for mesh in PLANS
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh"), ALL)
+def test_a_family_trains_as_in_eager_pytorch(kind: str, mesh: str) -> None:
+    data = [tokens(), tokens(seed=2)]
+    assert_equals_eager(mixture(kind), data, mesh, loss=own_loss, plan=PLANS[mesh])
+
+
+CHECKED = [
+    pytest.param(kind, mesh, marks=() if (kind, mesh) == ("qwen3_moe", "dp=2,ep=2") else pytest.mark.slow)
+    for kind in FAMILIES
+    for mesh in ("ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2", "fsdp=2,ep=2")
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh"), CHECKED)
+def test_gradients_and_updates_equal_one_device_in_float64(kind: str, mesh: str) -> None:
+    batch = tokens()
+
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = mixture(kind, **({"num_hidden_layers": 1} if kind != "deepseek_v3" else {}))
+        return model, torch.optim.AdamW(model.parameters(), lr=CHECK_LR)
+
+    def build(model: torch.nn.Module, optimizer: Any, on: mw.Mesh, plan: Any) -> mw.TrainStep:
+        like = widened(batch) if any(p.dtype == torch.float64 for p in model.parameters()) else batch
+        options: dict[str, Any] = {"clip_grad_norm": 0.5, "keep_gradients": True}
+        return mw.compile(model, loss=own_loss, example=like, optimizer=optimizer, mesh=on, plan=plan, **options)
+
+    recipe = Recipe(own_loss, clip_grad_norm=0.5)
+    report = check_numerics(fresh, lambda i: batch, recipe, mw.Mesh(mesh), PLANS[mesh], build)
+    assert report.failed == ()
+    assert any("gate" in e.name or "router" in e.name for e in report.errors)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm"])
+def test_other_implementations_of_experts(implementation: str) -> None:
+    model = mixture("mixtral", implementation=implementation)
+    assert_equals_eager(model, [tokens()], "ep=2", loss=own_loss, plan="ep:ep")
+
+
+def biased(model: torch.nn.Module, experts: dict[int, float]) -> torch.nn.Module:
+    """The model with a router that prefers some experts over all others, whatever the token."""
+    for layer in model.model.layers:
+        bias = layer.mlp.gate.e_score_correction_bias
+        for expert, value in experts.items():
+            bias[expert] += value
+    return model
+
+
+@pytest.mark.parametrize("experts", [{0: 9.0}, {3: 9.0}, {2: -9.0}], ids=["all to the first", "last", "an empty one"])
+def test_experts_without_tokens_and_with_all_of_them(experts: dict[int, float]) -> None:
+    plain = {"first_k_dense_replace": 0, "n_group": 1, "num_experts_per_tok": 1 if 9.0 in experts.values() else 2}
+    model = biased(mixture("deepseek_v3", **plain), experts)
+    assert_equals_eager(model, [tokens(), tokens(seed=2)], "ep=4", loss=own_loss, plan="ep:ep")
+
+
+def test_experts_that_do_not_divide_evenly() -> None:
+    model = mixture("qwen3_moe", num_experts=5)
+    assert_equals_eager(model, [tokens()], "ep=4", loss=own_loss, plan="ep:ep")
+
+
+def test_experts_are_cut_over_an_axis_of_the_batch_or_of_tensor_parallelism() -> None:
+    for mesh, plan in (("dp=2", "dp:dp+experts:dp"), ("fsdp=2", "fsdp:fsdp+experts:fsdp"), ("tp=2", "experts:tp")):
+        step = assert_equals_eager(mixture("mixtral", num_hidden_layers=1), [tokens()], mesh, loss=own_loss, plan=plan)
+        axis = mesh.partition("=")[0]
+        layouts = [v for (kind, n), v in step.program.placement.stored.items() if kind == "param" and "experts" in n]
+        assert layouts
+        assert all(layout.dims[0].axes == (axis,) for layout in layouts)
+
+
+def test_a_router_that_yields_nan_is_an_error_and_updates_nothing() -> None:
+    model = mixture("mixtral", num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight.fill_(float("nan"))
+    with pytest.raises(mw.StepError, match="the loss of step 1 is nan"):
+        train(model, [tokens()], "ep=2", loss=own_loss, plan="ep:ep")
+
+
+def test_a_model_in_bfloat16() -> None:
+    model = mixture("qwen3_moe", num_hidden_layers=1).to(torch.bfloat16)
+    one, expected = train(model, [tokens()], "", loss=own_loss)
+    two, losses = train(model, [tokens()], "ep=2", loss=own_loss, plan="ep:ep")
+    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=2e-2)
+    assert {t.dtype for t in two.parameters().values()} == {torch.bfloat16}
+    targets = {str(n.target) for n in one.program.captured.graph.nodes if origin_of(n).phase == "backward"}
+    assert "meshweave.grouped_outer.default" in targets
+
+
+def test_a_model_without_experts_has_no_expert_plan() -> None:
+    with pytest.raises(mw.PlanError, match="no experts to cut"):
+        train(torch.nn.Linear(4, 4), [{"x": torch.zeros(2, 4), "y": torch.zeros(2, 4)}], "ep=2", plan="ep:ep")
