@@ -36,9 +36,9 @@ def compiled(mesh_text: str, layers: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import meshweave as mw
+    from meshweave.build import Target, build_program
     from meshweave.capture.optimizers import read_optimizer
-    from meshweave.capture.step import CaptureOptions
-    from meshweave.compile import build_program
+    from meshweave.capture.step import CaptureOptions, StepSource
 
     config = AutoConfig.for_model(
         "llama",
@@ -58,7 +58,9 @@ def compiled(mesh_text: str, layers: int) -> Any:
     options = CaptureOptions(autocast=torch.bfloat16, clip_grad_norm=1.0)
     plan = None
     batch = {"input_ids": ids, "labels": ids}
-    return build_program(model, lambda out, _: out.loss, batch, optimizer, mesh, plan, mw.AlphaBeta(), options)
+    return build_program(
+        StepSource(model, lambda out, _: out.loss), batch, optimizer, Target(mesh, plan, mw.AlphaBeta()), options
+    )
 
 
 def measure(mesh_text: str, layers: int) -> dict[str, object]:

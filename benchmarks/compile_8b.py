@@ -22,9 +22,9 @@ def measure(mesh_text: str, layers: int = 32) -> dict[str, object]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import meshweave as mw
+    from meshweave.build import Target, build_program
     from meshweave.capture.optimizers import read_optimizer
-    from meshweave.capture.step import CaptureOptions
-    from meshweave.compile import build_program
+    from meshweave.capture.step import CaptureOptions, StepSource
 
     config = AutoConfig.for_model(
         "llama",
@@ -44,13 +44,10 @@ def measure(mesh_text: str, layers: int = 32) -> dict[str, object]:
     options = CaptureOptions(autocast=torch.bfloat16, clip_grad_norm=1.0)
     wall, cpu = time.perf_counter(), time.process_time()
     program = build_program(
-        model,
-        lambda out, batch: out.loss,
+        StepSource(model, lambda out, batch: out.loss),
         {"input_ids": ids, "labels": ids},
         optimizer,
-        mesh,
-        None,
-        mw.AlphaBeta(),
+        Target(mesh, None, mw.AlphaBeta()),
         options,
     )
     return {

@@ -23,8 +23,8 @@ from predictions import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshweave as mw
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.build import Target, build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.from_role import rewrite_role
 from meshweave.ir.rank import RankGraph
@@ -80,7 +80,9 @@ def compiled(layers: int, batch: int, machine: MachineProfile) -> Program:
     ids = torch.empty(batch, SEQ, dtype=torch.long, device="meta")
     plan, options = Plan.hf_tp("tp") + Plan.sequence_parallel("tp"), CaptureOptions(param_dtype=torch.bfloat16)
     example = {"input_ids": ids, "labels": ids}
-    return build_program(model, lambda out, _: out.loss, example, None, mw.Mesh(tp=TP), plan, machine, options)
+    return build_program(
+        StepSource(model, lambda out, _: out.loss), example, None, Target(mw.Mesh(tp=TP), plan, machine), options
+    )
 
 
 def rows_of(layers: int, batch: int, machine: MachineProfile) -> Iterator[Row]:

@@ -23,9 +23,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshweave as mw
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware import load_profile
 from meshweave.passes import pipeline_of
 from meshweave.program import Program
@@ -146,13 +146,10 @@ def compiled(setup: Setup) -> Program:
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
     options = CaptureOptions(clip_grad_norm=1.0, accumulate=setup.accumulate, param_dtype=torch.bfloat16)
     return build_program(
-        model,
-        lambda out, batch: out.loss,
+        StepSource(model, lambda out, batch: out.loss),
         {"input_ids": ids, "labels": ids},
         optimizer,
-        mesh,
-        parse_plan(setup.plan),
-        load_profile(setup.profile),
+        Target(mesh, parse_plan(setup.plan), load_profile(setup.profile)),
         options,
         pipeline=pipeline_of(recompute=setup.recompute, prefetch=setup.prefetch),
     )

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshweave as mw
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware import MachineProfile, load_profile
 from meshweave.passes import pipeline_of
 from meshweave.program import Program
@@ -186,7 +186,9 @@ def compiled(run: Run, profile: MachineProfile, layers: int) -> Program:
     plan = parse_plan((MPT_PLAN if run.model in MPT else PLAN) + ("+dp:dp" if "dp" in mesh.axis_names else ""))
     example = {"input_ids": ids, "labels": ids}
     passes = pipeline_of(recompute=run.recompute, prefetch=1)
-    return build_program(model, loss, example, optimizer, mesh, plan, profile, options, pipeline=passes)
+    return build_program(
+        StepSource(model, loss), example, optimizer, Target(mesh, plan, profile), options, pipeline=passes
+    )
 
 
 def simulated(run: Run, layers: int) -> Simulation:

@@ -15,9 +15,9 @@ from predictions import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshweave as mw
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware import load_profile
 from meshweave.passes import pipeline_of
 from meshweave.program import Program
@@ -40,7 +40,12 @@ def compiled(mesh_text: str, microbatches: int) -> Program:
     batch = {"input_ids": ids, "labels": ids}
     passes = pipeline_of(recompute="full", prefetch=1)
     return build_program(
-        model, lambda out, batch: out.loss, batch, optimizer, mesh, None, load_profile("h100"), options, pipeline=passes
+        StepSource(model, lambda out, batch: out.loss),
+        batch,
+        optimizer,
+        Target(mesh, None, load_profile("h100")),
+        options,
+        pipeline=passes,
     )
 
 

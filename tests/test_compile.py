@@ -116,13 +116,15 @@ def test_meta_parameters_are_the_same_on_any_mesh() -> None:
 
 def test_compiled_size_does_not_depend_on_the_number_of_ranks() -> None:
     def nodes(mesh: str) -> int:
-        from meshweave.capture.step import CaptureOptions
-        from meshweave.compile import build_program
+        from meshweave.build import Target, build_program
+        from meshweave.capture.step import CaptureOptions, StepSource
 
         model, _, loss = hugging_face("llama", heads=4, layers=1, device="meta")
         ids = torch.empty(4096, 16, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
-        program = build_program(model, loss, batch, None, mw.Mesh(mesh), None, mw.AlphaBeta(), CaptureOptions())
+        program = build_program(
+            StepSource(model, loss), batch, None, Target(mw.Mesh(mesh), None, mw.AlphaBeta()), CaptureOptions()
+        )
         return len(program.rank.graph.nodes)
 
     assert nodes("fsdp=4,tp=4") == nodes("fsdp=16,tp=4")

@@ -35,6 +35,7 @@ ROOMS = (
     "program",
     "variants",
     "train_step",
+    "build",
     "compile",
     "whatif",
     "cli",

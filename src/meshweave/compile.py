@@ -1,36 +1,25 @@
-"""The pipeline and the public entry point: model, mesh and plan in, a training step out."""
+"""The public entry point: model, mesh and plan in, a training step out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from meshweave.build import Target, build_program
 from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.guards import check_autocast, check_loss, check_not_compiled, check_shapes
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
-from meshweave.capture.step import CaptureOptions, Part, StepSource, capture_source
+from meshweave.capture.step import CaptureOptions, Part, StepSource
 from meshweave.errors import PlanError
-from meshweave.expand.expand import expand
-from meshweave.gathers import settle
 from meshweave.hardware import Costs, MachineProfile
-from meshweave.ir.graph import Spec, StepGraph
-from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph
-from meshweave.ir.verify import verify_placed, verify_rank, verify_step
-from meshweave.movement.arrange import PlanMove, arrange
-from meshweave.movement.plan import plan_move
-from meshweave.movement.replay import proven
-from meshweave.passes import Budget, CapturedProgram, Pipeline, Recompute, pass_list, pipeline_of
-from meshweave.passes.accumulate import accumulated
+from meshweave.passes import Budget, Pipeline, pass_list, pipeline_of
 from meshweave.passes.options import Asked
-from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
@@ -42,110 +31,157 @@ from meshweave.runtime.together import together
 from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World
 from meshweave.schedule import OverlapOptions
-from meshweave.sharding.assign import Price
-from meshweave.sharding.decide import decide, infer_units
-from meshweave.sharding.hooks import pinning
-from meshweave.sharding.mapping import axes_of_operators, map_devices
-from meshweave.sharding.place import place
 from meshweave.sharding.plan_text import plan_of
-from meshweave.sharding.plans import Plan, Resolved
-from meshweave.sharding.resolve import check_axes, resolve, usual_stages
-from meshweave.sharding.search import choose_tp
+from meshweave.sharding.plans import Plan
 from meshweave.sharding.sums import AccumulateIn
 from meshweave.train_step import TrainStep
-from meshweave.variants import ShapeOptions
+from meshweave.variants import Build, ShapeOptions
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-def move_price(planner: PlanMove) -> Price:
-    """Seconds of a move by its plan."""
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """The arguments of `compile`, which says what they mean."""
 
-    @cache
-    def price(source: Layout, target: Layout, spec: Spec) -> float:
-        return planner(source, target, spec.shape, spec.dtype).seconds
+    model: nn.Module
+    loss: Loss
+    example: Any
+    optimizer: torch.optim.Optimizer | None
+    mesh: Mesh | str | Mapping[str, int]
+    plan: Plan | str | None
+    profile: Costs | str | None
+    memory_cap_bytes: int | None
+    clip_grad_norm: float | None
+    accumulate: int
+    accumulate_in: AccumulateIn
+    autocast: torch.dtype | None
+    reduce_after_cast: bool
+    recompute: str
+    param_dtype: torch.dtype | None
+    passes: Asked
+    passes_seconds: float
+    prefetch: int
+    overlap: bool | OverlapOptions | None
+    decompose: bool | DecomposeOptions | None
+    split: bool | int | SplitOptions | None
+    seed: int
+    forward: Callable[[nn.Module, Any], Any]
+    keep_gradients: bool
+    check_finite: bool
+    shapes: Sequence[Any]
+    max_programs: int
+    pad: Mapping[str, float] | None
+    device: torch.device | str | None
+    batch: Literal["global", "local"]
+    on_different_weights: Literal["broadcast", "error"]
+    progress: Callable[[str], None]
 
-    return price
+    def checked(self) -> OptimizerSpec | None:
+        """The optimizer as it is captured. Raises MeshweaveError for arguments that make no step."""
+        check_not_compiled(self.model)
+        check_shapes(self.model)
+        check_loss(self.loss)
+        if self.optimizer is None and self.clip_grad_norm is not None:
+            raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
+        spec = None if self.optimizer is None else read_optimizer(self.optimizer, self.model)
+        check_autocast(self.autocast)
+        return spec
 
+    @property
+    def capture(self) -> CaptureOptions:
+        return CaptureOptions(
+            self.clip_grad_norm,
+            self.accumulate,
+            self.autocast,
+            self.seed,
+            self.reduce_after_cast,
+            self.param_dtype,
+            self.accumulate_in,
+        )
 
-def _planner(profile: Costs, device_bytes: int | None) -> PlanMove:
-    return lambda source, target, shape, dtype: plan_move(
-        source, target, shape, dtype, profile, device_bytes=device_bytes
-    )
+    @property
+    def keeps_gradients(self) -> bool:
+        return self.keep_gradients or self.optimizer is None
 
+    @property
+    def session(self) -> Settings:
+        return Settings(self.accumulate, self.seed, self.keeps_gradients, self.check_finite)
 
-def _proving(planner: PlanMove) -> PlanMove:
-    """The planner's plans, each proven before it is taken for the first time."""
-    return lambda source, target, shape, dtype: proven(planner(source, target, shape, dtype), shape)
+    @property
+    def pipeline(self) -> Pipeline:
+        return pipeline_of(
+            self.passes,
+            recompute=self.recompute,
+            prefetch=self.prefetch,
+            split=self.split,
+            decompose=self.decompose,
+            overlap=self.overlap,
+            memory_cap_bytes=self.memory_cap_bytes,
+            keeps_gradients=self.keeps_gradients,
+        )
 
+    @property
+    def leaves_passes_open(self) -> bool:
+        """Whether no pass is asked for that is chosen by gain."""
+        return self.passes is None and not self.prefetch and self.overlap is self.decompose is self.split is None
 
-def build_program(
-    model: nn.Module,
-    loss: Loss,
-    example: Any,
-    optimizer: OptimizerSpec | None,
-    mesh: Mesh,
-    plan: Plan | None,
-    profile: Costs,
-    options: CaptureOptions,
-    forward: Callable[[nn.Module, Any], Any] = call_model,
-    progress: Callable[[str], None] = lambda stage: None,
-    pipeline: Pipeline | None = None,
-    like: Program | None = None,
-) -> Program:
-    """Capture, place, plan, expand, optimize; the verifier runs after each and after every pass of `pipeline`.
-    `progress(stage)` is called as each begins. `like` is a program of the same model, on whose state this one runs: its
-    choices and its layouts of parameters are kept."""
-    progress("capture")
-    resolved = resolve(plan, model, mesh)
-    micro = Batch.of(example).micros(options.accumulate)[0]
-    step, contract = capture_source(StepSource(model, loss, forward, pinning(resolved)), micro, optimizer, options)
-    captured = verify_step(step)
-    named = axes_of_operators(captured, mesh)
-    usual_stages(resolved, model, mesh, named)
-    check_axes(resolved, mesh, named)
-    progress("place")
-    pipeline = pipeline or Pipeline()
-    planner = _planner(profile, pipeline.room(profile))
-    price = move_price(planner)
-    units = infer_units(captured)
-    homes = map_devices(captured, resolved.homes, mesh)
+    def texts(self, mesh: Mesh, plan: Plan | None) -> Any:
+        """What all ranks must have alike, as text."""
+        arguments = {
+            "batch": self.batch,
+            "on_different_weights": self.on_different_weights,
+            "device": str(self.device).partition(":")[0],
+        }
+        options = {
+            "capture": self.capture,
+            "passes": self.pipeline,
+            "session": self.session,
+            "argument": arguments,
+        }
+        same: dict[str, Any] = {"mesh": (mesh, mesh.devices), "plan": plan, "profile": self.profile, "options": options}
+        calls = {"loss": self.loss, "forward": self.forward}
+        return argument_texts(self.model, self.optimizer, self.example, calls, same)
 
-    def place_with(found: Resolved, decided: dict[Any, Any]) -> StepGraph:
-        return place(captured, decide(found, captured, mesh, units, homes), price, decided)
+    def build(self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str) -> Build:
+        """What compiles a program for a batch."""
+        source = StepSource(self.model, self.loss, self.forward)
 
-    # Without a plan, an axis that operators in the model use is theirs.
-    for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
-        if like is None or like.resolved is None:
-            resolved = choose_tp(model, captured, resolved, axis, place_with, price)
-    resolved = like.resolved if like is not None and like.resolved is not None else resolved
-    cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
-    step = pipeline.captured(CapturedProgram(captured, cuts), profile, progress)
-    placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
-    placement = placement if like is None else placement.keeping(like.placement)
+        def build(example: Any, part: Part, count: int, like: Program | None) -> Program:
+            options = replace(self.capture, accumulate=count, part=part)
+            update = spec if part == "train" else None
+            program = build_program(source, example, update, target, options, pipeline, self.progress, like)
+            return replace(program, costs=target.costs, costs_from=costs_from)
 
-    def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
-        how = replace(placement, accumulate_in=accumulate_in)
-        placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
-        progress("expand")
-        roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), profile)
-        return placed, tuple(verify_rank(settle(role)) for role in roles)
+        return build
 
-    placed, roles, told = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(profile))
-    optimized = optimize(placed, roles, profile, pipeline, options.accumulate, progress)
-    policies = ["none", *(one.policy for one in pipeline.passes if isinstance(one, Recompute))]
-    return Program(
-        step,
-        placed,
-        optimized,
-        placement,
-        options,
-        contract,
-        optimizer,
-        told,
-        recompute=policies[-1],
-        resolved=resolved,
-    )
+    def compiled(self) -> TrainStep:
+        """The step, with its state on the world that is there."""
+        with together(self.device) as ranks:
+            mesh, plan = Mesh.of(self.mesh), plan_of(self.plan)
+            spec = self.checked()
+            ranks.agree(self.texts(mesh, plan))
+            world = make_world(mesh, self.device)
+            align_weights(self.model, self.optimizer, ranks, world, self.on_different_weights)
+            shard = batch_shard(mesh, plan)[0]
+            example = global_example(self.example, self.batch, shard)
+            with world.guard():  # ranks measure and choose together
+                chosen = costs_for(self.profile, world, self.progress)
+                pipeline = self.pipeline
+                if self.leaves_passes_open:
+                    pipeline = by_default(pipeline, world, chosen.costs, self.passes_seconds)
+                build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin)
+                program = build(example, "train", self.accumulate, None)
+                self.progress("start")
+            ranks.agree(program_texts(program.captured, program.roles))
+            shapes = ShapeOptions(build, self.max_programs, self.pad or {})
+            step = TrainStep(
+                program, self.model, self.optimizer, world, self.session, shapes, again=lambda: self.compiled()
+            )
+            for shape in self.shapes:
+                step.variants.prepare(Batch.of(global_example(shape, self.batch, shard)))
+            step.variants.is_local = True if self.batch == "local" and world.is_distributed else None
+            return step
 
 
 # On a busy machine messages between chunks cost more than is simulated: rings that were to gain some percent took 2.6
@@ -265,57 +301,4 @@ def compile(
     values of the example; a rank that differs or fails is an error on every rank.
     Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
     """
-    asked = dict(locals())
-    with together(device) as ranks:
-        mesh, plan = Mesh.of(mesh), plan_of(plan)
-        check_not_compiled(model)
-        check_shapes(model)
-        check_loss(loss)
-        if optimizer is None and (clip_grad_norm is not None):
-            raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
-        spec = None if optimizer is None else read_optimizer(optimizer, model)
-        check_autocast(autocast)
-        options = CaptureOptions(
-            clip_grad_norm, accumulate, autocast, seed, reduce_after_cast, param_dtype, accumulate_in
-        )
-        keeps_gradients = keep_gradients or optimizer is None
-        pipeline = pipeline_of(
-            passes,
-            recompute=recompute,
-            prefetch=prefetch,
-            split=split,
-            decompose=decompose,
-            overlap=overlap,
-            memory_cap_bytes=memory_cap_bytes,
-            keeps_gradients=keeps_gradients,
-        )
-        settings = Settings(accumulate, seed, keeps_gradients, check_finite)
-        same: dict[str, Any] = {"mesh": (mesh, mesh.devices), "plan": plan, "profile": profile}
-        words = {"batch": batch, "on_different_weights": on_different_weights, "device": str(device).partition(":")[0]}
-        same["options"] = {"capture": options, "passes": pipeline, "session": settings, "argument": words}
-        ranks.agree(argument_texts(model, optimizer, example, {"loss": loss, "forward": forward}, same))
-        world = make_world(mesh, device)
-        align_weights(model, optimizer, ranks, world, on_different_weights)
-        example = global_example(example, batch, batch_shard(mesh, plan)[0])
-        with world.guard():  # ranks measure and choose together
-            chosen = costs_for(profile, world, progress)
-            if passes is None and not prefetch and overlap is decompose is split is None:
-                pipeline = by_default(pipeline, world, chosen.costs, passes_seconds)
-
-            def build(example: Any, part: Part, count: int, like: Program | None) -> Program:
-                asked = replace(options, accumulate=count, part=part)
-                update = spec if part == "train" else None
-                made = build_program(
-                    model, loss, example, update, mesh, plan, chosen.costs, asked, forward, progress, pipeline, like
-                )
-                return replace(made, costs=chosen.costs, costs_from=chosen.origin)
-
-            program = build(example, "train", accumulate, None)
-            progress("start")
-        ranks.agree(program_texts(program.captured, program.roles))
-        ways = ShapeOptions(build, max_programs, pad or {})
-        step = TrainStep(program, model, optimizer, world, settings, ways, again=lambda: compile(**asked))
-        for shape in shapes:
-            step.variants.prepare(Batch.of(global_example(shape, batch, batch_shard(mesh, plan)[0])))
-        step.variants.is_local = True if batch == "local" and world.is_distributed else None
-        return step
+    return CompileOptions(**locals()).compiled()

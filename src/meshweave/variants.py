@@ -21,7 +21,8 @@ from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session
 from meshweave.runtime.world import World
 
-Build = Callable[[Any, Part, int, Program], Program]  # (example, part, accumulate, program on whose state it runs)
+# (example, part, accumulate, program on whose state it runs)
+Build = Callable[[Any, Part, int, Program | None], Program]
 Mode = tuple[bool, ...]  # of every module whether it trains
 _NOTES = logging.getLogger("meshweave")
 

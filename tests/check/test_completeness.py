@@ -17,10 +17,10 @@ from tests.sharding import conformance
 from tests.sharding.test_rules import SAMPLES
 from torch import fx, nn
 
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import Completeness, check_complete
-from meshweave.compile import build_program
 from meshweave.errors import VerifyError
 from meshweave.expand.expand import expand
 from meshweave.hardware import AlphaBeta
@@ -46,7 +46,7 @@ def mlp() -> nn.Module:
 def compiled(model: nn.Module, batch: Any, loss: Any, mesh: str, plan: Plan | None = None) -> Program:
     spec = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     options = CaptureOptions(clip_grad_norm=1.0)
-    return build_program(model, loss, batch, spec, Mesh(mesh), plan, AlphaBeta(), options)
+    return build_program(StepSource(model, loss), batch, spec, Target(Mesh(mesh), plan, AlphaBeta()), options)
 
 
 @cache

@@ -22,11 +22,11 @@ from tests.steps import DTYPES, MESHES, SHAPES, Chain, following
 from tests.steps import program as stepwise
 from torch import nn
 
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.compile import build_program
 from meshweave.errors import LayoutError, VerifyError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.collectives import STARTS
@@ -55,7 +55,9 @@ def program(kind: str, mesh: str, sequence: bool = False) -> Program:
 
 def _compiled(model: nn.Module, batch: Any, loss: Any, mesh: str, plan: Plan | None) -> Program:
     spec = read_optimizer(torch.optim.AdamW(model.parameters()), model)
-    return build_program(model, loss, batch, spec, Mesh(mesh), plan, AlphaBeta(), CaptureOptions(clip_grad_norm=1.0))
+    return build_program(
+        StepSource(model, loss), batch, spec, Target(Mesh(mesh), plan, AlphaBeta()), CaptureOptions(clip_grad_norm=1.0)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

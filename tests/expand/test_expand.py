@@ -11,9 +11,9 @@ import torch
 from tests.training import assert_equals_eager, batches, mse
 from torch import Tensor, nn
 
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import Spec, op_name
@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
 def program(model: nn.Module, example: Any, mesh: str, plan: Plan | None = None) -> Program:
     spec = read_optimizer(SGD(model.parameters()), model)
-    return build_program(model, mse, example, spec, Mesh(mesh), plan, AlphaBeta(), CaptureOptions())
+    return build_program(StepSource(model, mse), example, spec, Target(Mesh(mesh), plan, AlphaBeta()), CaptureOptions())
 
 
 def meta_mlp(mesh: str, size: int = 64) -> Program:

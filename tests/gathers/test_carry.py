@@ -19,10 +19,10 @@ from torch import fx
 
 import meshweave as mw
 from meshweave.buckets.unmerge import merged_results, unmerged
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import check_complete
-from meshweave.compile import build_program
 from meshweave.errors import MeshweaveError, StepError, VerifyError
 from meshweave.gathers.carry import carriable, carried, uncarried
 from meshweave.ir.collectives import STARTS, functional
@@ -53,7 +53,9 @@ def built(
     how = None if carry is None else pipeline_of([Carry(carry), Overlap(bucket)])
     spec = read_optimizer(optimizer, model) if trained else None
     settings = CaptureOptions(**options)
-    return build_program(model, loss, batch, spec, mw.Mesh(mesh), None, H100, settings, pipeline=how)
+    return build_program(
+        StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, H100), settings, pipeline=how
+    )
 
 
 # mlp has uneven pieces on four devices: its gathers are padded by sizes that differ between devices

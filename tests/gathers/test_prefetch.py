@@ -12,11 +12,11 @@ from tests.training import assert_equals_eager, batches
 from torch import nn
 
 import meshweave as mw
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.compile import build_program
 from meshweave.errors import PlanError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.collectives import COLLECTIVES, WAIT
@@ -39,7 +39,9 @@ def program(ahead: int, mesh: str = "fsdp=4") -> Program:
     model, batch, loss = llama()
     spec = read_optimizer(sgd(model), model)
     how = pipeline_of(prefetch=ahead)
-    return build_program(model, loss, batch, spec, mw.Mesh(mesh), None, AlphaBeta(), CaptureOptions(), pipeline=how)
+    return build_program(
+        StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, AlphaBeta()), CaptureOptions(), pipeline=how
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -13,9 +13,9 @@ import torch
 from tests.training import mse, sgd
 from torch import fx, nn
 
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.errors import VerifyError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir import ops
@@ -33,7 +33,9 @@ def program() -> Program:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
     example = {"input": torch.ones(4, 4), "y": torch.ones(4, 4)}
     spec = read_optimizer(sgd(model.parameters()), model)
-    return build_program(model, mse, example, spec, Mesh("dp=2,tp=2"), None, AlphaBeta(), CaptureOptions())
+    return build_program(
+        StepSource(model, mse), example, spec, Target(Mesh("dp=2,tp=2"), None, AlphaBeta()), CaptureOptions()
+    )
 
 
 def first(graph: fx.Graph, target: Any) -> fx.Node:
@@ -180,7 +182,9 @@ def test_a_broken_placed_graph_is_named(breaks: Callable[[Program], str]) -> Non
 def test_an_axis_of_size_one_in_a_layout_is_no_normal_form() -> None:
     model, example = nn.Linear(4, 4), {"input": torch.ones(4, 4), "y": torch.ones(4, 4)}
     spec = read_optimizer(sgd(model.parameters()), model)
-    made = build_program(model, mse, example, spec, Mesh("dp=2,tp=1"), None, AlphaBeta(), CaptureOptions())
+    made = build_program(
+        StepSource(model, mse), example, spec, Target(Mesh("dp=2,tp=1"), None, AlphaBeta()), CaptureOptions()
+    )
     node = made.placed.placeholders[0]
     node.meta["layout"] = Layout.of(Mesh("dp=2,tp=1"), 2, {0: ("tp",)})
     with pytest.raises(VerifyError, match=r"weight .* has a layout that is not in normal form"):
@@ -191,7 +195,9 @@ def test_every_result_of_an_op_with_several_needs_a_layout() -> None:
     model = nn.LayerNorm(4)
     example = {"input": torch.ones(4, 4), "y": torch.ones(4, 4)}
     spec = read_optimizer(sgd(model.parameters()), model)
-    made = build_program(model, mse, example, spec, Mesh("dp=2"), None, AlphaBeta(), CaptureOptions())
+    made = build_program(
+        StepSource(model, mse), example, spec, Target(Mesh("dp=2"), None, AlphaBeta()), CaptureOptions()
+    )
     node = next(n for n in made.placed.graph.nodes if isinstance(n.meta.get("spec"), tuple))
     node.meta["layout"] = (node.meta["layout"][0], None, *node.meta["layout"][2:])
     with pytest.raises(VerifyError) as error:

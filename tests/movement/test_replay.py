@@ -280,7 +280,7 @@ def test_a_reduction_on_another_mesh_is_refused() -> None:
 
 def test_compile_takes_no_plan_that_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that leaves out a step is caught, whatever it says of its layouts."""
-    compiler = importlib.import_module("meshweave.compile")
+    compiler = importlib.import_module("meshweave.build")
 
     def careless(*args: Any, **kwargs: Any) -> MovePlan:
         made = plan_move(*args, **kwargs)

@@ -15,11 +15,11 @@ from torch import Tensor, fx
 
 import meshweave as mw
 from meshweave.buckets.unmerge import merged_results, unmerged
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.compile import build_program
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import STARTS, functional
 from meshweave.ir.graph import origin_of
@@ -45,7 +45,7 @@ def program(mesh: str = "fsdp=2,tp=2", uneven: bool = False, accumulate: int = 1
     model, batch, loss = hugging_face("llama", **sizes, layers=1 if uneven or mesh == "fsdp=2,tp=2" else 2)
     spec = read_optimizer(OPTIMIZER(model.parameters()), model)
     options = CaptureOptions(accumulate=accumulate)
-    return build_program(model, loss, batch, spec, mw.Mesh(mesh), None, H100, options)
+    return build_program(StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, H100), options)
 
 
 @cache

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.errors import MeshError, PlanError, VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import origin_of
@@ -46,7 +46,7 @@ def program(model: nn.Module, mesh: str | Mesh, plan: Plan | None = None, *, tra
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     spec = read_optimizer(optimizer, model) if trained else None
-    return build_program(model, squares, BATCH, spec, mesh, plan, mw.AlphaBeta(), CaptureOptions())
+    return build_program(StepSource(model, squares), BATCH, spec, Target(mesh, plan, mw.AlphaBeta()), CaptureOptions())
 
 
 def crossings(made: Program) -> list[tuple[str, str, list[int], list[int]]]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.build import Target, build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware import load_profile
 from meshweave.program import Program
 from meshweave.simulate.pipelines import Pipeline, loss_exchange
@@ -43,7 +43,9 @@ def stages(depth: int, tied: bool = False) -> Program:
     with torch.device("meta"):
         model, batch = Stages(depth, tied), {"x": torch.empty(2 * 2 * WIDTH, WIDTH)}
     mesh, options = mw.Mesh(f"pp={depth}"), CaptureOptions(accumulate=2)
-    return build_program(model, lambda out, batch: out.sum(), batch, None, mesh, None, FREE, options)
+    return build_program(
+        StepSource(model, lambda out, batch: out.sum()), batch, None, Target(mesh, None, FREE), options
+    )
 
 
 def simulated(program: Program, microbatches: int, pipeline: Pipeline) -> Simulation:

@@ -11,9 +11,9 @@ from tests.models import hugging_face
 from torch import nn
 
 import meshweave as mw
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.step import CaptureOptions
-from meshweave.compile import build_program
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 from meshweave.ir.graph import tokens_of
@@ -26,7 +26,9 @@ def compiled(mesh: str, plan: mw.Plan | None = None, accumulate: int = 1, batch:
     model, data, loss = hugging_face("llama", batch=batch, heads=4, seq=16, layers=layers)
     spec = read_optimizer(torch.optim.AdamW(model.parameters()), model)
     options = CaptureOptions(accumulate=accumulate)
-    return build_program(model, loss, data, spec, mw.Mesh(mesh), plan, load_profile("h100"), options)
+    return build_program(
+        StepSource(model, loss), data, spec, Target(mw.Mesh(mesh), plan, load_profile("h100")), options
+    )
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import torch
 import typer
 from torch import nn
 
+from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
-from meshweave.capture.step import CaptureOptions
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Stage
-from meshweave.compile import build_program
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, pipeline_of
@@ -156,16 +156,13 @@ def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer:
     spec = read_optimizer(optimizer, source.model)
     costs = parse_costs(job.profile, mesh.axis_names)
     return build_program(
-        source.model,
-        source.loss,
+        StepSource(source.model, source.loss),
         source.batch,
         spec,
-        mesh,
-        plan,
-        costs,
+        Target(mesh, plan, costs),
         job.capture,
-        progress=stage,
-        pipeline=job.pass_pipeline,
+        job.pass_pipeline,
+        stage,
     )
 
 

@@ -1,0 +1,147 @@
+"""From a model to the program of its step: capture, placement, movement, expansion and passes, verified after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from meshweave.capture.batch import Batch
+from meshweave.capture.optimizers import OptimizerSpec
+from meshweave.capture.step import CaptureOptions, StepSource, capture_source
+from meshweave.expand.expand import expand
+from meshweave.gathers import settle
+from meshweave.hardware import Costs
+from meshweave.ir.graph import Spec, StepGraph
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph
+from meshweave.ir.verify import verify_placed, verify_rank, verify_step
+from meshweave.movement.arrange import PlanMove, arrange
+from meshweave.movement.plan import plan_move
+from meshweave.movement.replay import proven
+from meshweave.passes import CapturedProgram, Pipeline, Recompute
+from meshweave.passes.accumulate import accumulated
+from meshweave.passes.pipeline import optimize
+from meshweave.program import Program
+from meshweave.sharding.assign import Price
+from meshweave.sharding.decide import decide, infer_units
+from meshweave.sharding.hooks import pinning
+from meshweave.sharding.mapping import axes_of_operators, map_devices
+from meshweave.sharding.place import place
+from meshweave.sharding.plans import Plan, Resolved
+from meshweave.sharding.resolve import check_axes, resolve, usual_stages
+from meshweave.sharding.search import choose_tp
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a step is compiled for: the mesh, the plan that says how (None: the usual one of the mesh's axes), and the
+    costs by which moves are chosen."""
+
+    mesh: Mesh
+    plan: Plan | None
+    costs: Costs
+
+
+def move_price(planner: PlanMove) -> Price:
+    """Seconds of a move by its plan."""
+
+    @cache
+    def price(source: Layout, target: Layout, spec: Spec) -> float:
+        return planner(source, target, spec.shape, spec.dtype).seconds
+
+    return price
+
+
+def _planner(costs: Costs, device_bytes: int | None) -> PlanMove:
+    return lambda source, target, shape, dtype: plan_move(
+        source, target, shape, dtype, costs, device_bytes=device_bytes
+    )
+
+
+def _proving(planner: PlanMove) -> PlanMove:
+    """The planner's plans, each proven before it is taken for the first time."""
+    return lambda source, target, shape, dtype: proven(planner(source, target, shape, dtype), shape)
+
+
+def build_program(
+    source: StepSource,
+    example: Any,
+    optimizer: OptimizerSpec | None,
+    target: Target,
+    options: CaptureOptions,
+    pipeline: Pipeline | None = None,
+    progress: Progress = lambda stage: None,
+    like: Program | None = None,
+) -> Program:
+    """Capture, place, plan, expand, optimize; the verifier runs after each and after every pass of `pipeline`.
+    `progress(stage)` is called as each begins. `like` is a program of the same model, on whose state this one runs: its
+    choices and its layouts of parameters are kept."""
+    pipeline = pipeline or Pipeline()
+    mesh, costs = target.mesh, target.costs
+    progress("capture")
+    resolved = resolve(target.plan, source.model, mesh)
+    micro = Batch.of(example).micros(options.accumulate)[0]
+    captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
+    verify_step(captured)
+    planner = _planner(costs, pipeline.room(costs))
+    price = move_price(planner)
+    resolved = _with_choices(resolved, source, captured, mesh, price, progress, like)
+    cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
+    step = pipeline.captured(CapturedProgram(captured, cuts), costs, progress)
+    placement = decide(resolved, step, mesh, infer_units(captured), map_devices(step, resolved.homes, mesh))
+    placement = placement if like is None else placement.keeping(like.placement)
+
+    def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
+        how = replace(placement, accumulate_in=accumulate_in)
+        placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
+        progress("expand")
+        roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), costs)
+        return placed, tuple(verify_rank(settle(role)) for role in roles)
+
+    placed, roles, accumulation = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(costs))
+    optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
+    policies = ["none", *(one.policy for one in pipeline.passes if isinstance(one, Recompute))]
+    return Program(
+        step,
+        placed,
+        optimized,
+        placement,
+        options,
+        contract,
+        optimizer,
+        accumulation,
+        recompute=policies[-1],
+        resolved=resolved,
+    )
+
+
+def _with_choices(
+    resolved: Resolved,
+    source: StepSource,
+    captured: StepGraph,
+    mesh: Mesh,
+    price: Price,
+    progress: Progress,
+    like: Program | None,
+) -> Resolved:
+    """The plan with what it leaves open chosen, as `like` has it if that is given."""
+    model, named = source.model, axes_of_operators(captured, mesh)
+    usual_stages(resolved, model, mesh, named)
+    check_axes(resolved, mesh, named)
+    progress("place")
+    if like is not None and like.resolved is not None:
+        return like.resolved
+    units, homes = infer_units(captured), map_devices(captured, resolved.homes, mesh)
+
+    def place_with(found: Resolved, decided: dict[Any, Any]) -> StepGraph:
+        return place(captured, decide(found, captured, mesh, units, homes), price, decided)
+
+    # Without a plan, an axis that operators in the model use is theirs.
+    for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
+        resolved = choose_tp(model, captured, resolved, axis, place_with, price)
+    return resolved
