@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
@@ -15,19 +15,18 @@ from meshweave.capture.aliases import check_aliases
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
-from meshweave.capture.guards import check_shapes
 from meshweave.capture.normalize import normalize
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
 from meshweave.capture.record import Record, storage_of
-from meshweave.capture.trace import Provenance, capture_errors, fake_like, trace
+from meshweave.capture.step_inputs import StepValues, by_kind, fake_inputs, rebuilt, state_name, step_inputs
+from meshweave.capture.trace import Provenance, capture_errors, trace
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.fake import FakeTensorMode
-from meshweave.interop.hooks import tensor_hooks
 from meshweave.interop.modules import own_parameters
 from meshweave.interop.tracing import check_checkpoints, gradients
-from meshweave.ir.graph import Input, Spec, StepGraph
+from meshweave.ir.graph import StepGraph
 from meshweave.ir.ops import square_sum
 
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
@@ -92,23 +91,6 @@ def cast_for_eager(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Ten
     return {n: p.to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
 
 
-@dataclass(slots=True)
-class _Values:
-    """The inputs of one traced step, by kind and name."""
-
-    params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    state: dict[str, Tensor]
-    acc: dict[str, Tensor]
-    batch: dict[str, Tensor]
-    scalars: dict[str, Tensor]
-
-
-def state_name(slot: str, param: str) -> str:
-    """Name of one piece of optimizer state: `exp_avg/model.embed.weight`."""
-    return f"{slot}/{param}"
-
-
 @dataclass(frozen=True, slots=True)
 class StepSource:
     """What a step is captured from: the model, how it is called (`forward(model, batch)`), the loss, and a context in
@@ -143,28 +125,30 @@ def capture_source(
     The model may be real, on meta or fake: only shapes are read. It is left as it was. Raises CaptureError, with the
     user's line, for a model that is no fixed graph.
     """
-    inputs = _describe(source.model, example, optimizer, options)
+    inputs = step_inputs(source.model, example, optimizer, options.part == "train", options.accumulate > 1)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = _fake_inputs(inputs, source.model, example, mode)
+    fakes = fake_inputs(inputs, source.model, example, mode)
     batch = Batch.of(example)
     outputs: list[tuple[str, str]] = []
 
     def again(record: Record, batch: Batch) -> None:
-        values = _unflatten(inputs, fakes)
+        values = by_kind(inputs, fakes)
         tracker = Provenance(values.scalars["draw"], options.seed, record)
         with capture_errors(), tracker:
-            _step(source, batch, None, options, tracker, values, is_second=True)
+            _StepRun(source, rebuilt(batch, values), options, tracker, values, is_second=True).run(None)
 
-    named = _unflatten(inputs, fakes).batch
+    named = by_kind(inputs, fakes).batch
     batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
     roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
     contract = Contract(roots, batch, fakes, again)
 
     def step(*flat: Tensor) -> list[Tensor]:
-        values = _unflatten(inputs, flat)
+        values = by_kind(inputs, flat)
         tracker = Provenance(values.scalars["draw"], options.seed, contract.record)
         with tracker:
-            results, contract.outputs = _step(source, batch, optimizer, options, tracker, values)
+            run = _StepRun(source, rebuilt(batch, values), options, tracker, values)
+            results = run.run(optimizer)
+            contract.outputs = run.returned
         outputs[:] = list(results)
         return list(results.values())
 
@@ -178,143 +162,91 @@ def capture_source(
     return cast_gradients_early(graph), contract
 
 
-def _describe(
-    model: nn.Module, example: Any, optimizer: OptimizerSpec | None, options: CaptureOptions
-) -> tuple[Input, ...]:
-    def spec_like(x: Tensor) -> Spec:
-        return Spec(tuple(x.shape), x.dtype)
+@dataclass(slots=True)
+class _StepRun:
+    """One run of a step under the tracer. A second run, which is for comparison, ends with the loss.
 
-    check_shapes(model)
-    _check_hooks(model)
-    params = {n: Input("param", n, spec_like(p), p.requires_grad) for n, p in model.named_parameters()}
-    is_trained = options.part == "train"
-    trained = [p for p in params.values() if p.requires_grad and is_trained]
-    if is_trained and not trained:
-        raise CaptureError("the model has no parameter to train", hint="set requires_grad on what should be trained")
-    batch = Batch.of(example)
-    scalars = [Input("scalar", "draw", Spec((), torch.int64))]
-    state: list[Input] = []
-    if optimizer is not None:
-        scalars += [Input("scalar", name, Spec((), torch.float64)) for name in optimizer.numbers()]
-        for p in (p for p in trained if p.name in optimizer.kind_of):
-            state += [Input("state", state_name(slot, p.name), spec) for slot, spec in optimizer.slots(p.name).items()]
-    acc = [Input("acc", p.name, p.spec) for p in trained] if options.accumulate > 1 else []
-    buffers = [Input("buffer", n, spec_like(b)) for n, b in model.named_buffers()]
-    inputs = [Input("batch", n, spec_like(t)) for n, t in zip(batch.names, batch.tensors, strict=True)]
-    return (*params.values(), *buffers, *state, *acc, *inputs, *scalars)
+    `tensors` take the place of the model's parameters and buffers; `leaves` are what gradients are taken of.
+    """
 
+    source: StepSource
+    data: Any
+    options: CaptureOptions
+    tracker: Provenance
+    values: StepValues
+    is_second: bool = False
+    returned: ModelOutputs | None = None  # how those of the model are put together
+    leaves: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+    tensors: dict[str, Tensor] = field(init=False)
+    storages: dict[str, int] = field(init=False)
 
-def _check_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for hooks on parameters, which run when PyTorch itself accumulates a gradient."""
-    for name, param in model.named_parameters():
-        hooks = tensor_hooks(param)
-        if hooks:
-            raise CaptureError(
-                f"the parameter '{name}' has a hook, which a compiled step would not call",
-                got=", ".join(hooks),
-                expected="parameters without hooks",
-                hint="change gradients by clip_grad_norm=, in the loss, or by an autograd.Function in the model",
-            )
+    def run(self, optimizer: OptimizerSpec | None) -> dict[tuple[str, str], Tensor]:
+        """Outputs by (kind, name)."""
+        with torch.enable_grad():
+            results, grads = self.traced()
+        if self.options.accumulate > 1:
+            self.accumulate(grads)
+            results |= {("acc", n): g for n, g in grads.items()}
+        results |= {("grad", n): g for n, g in grads.items()}
+        if optimizer is not None and not self.is_second:
+            self.tracker.phase = "update"
+            results |= _update(optimizer, self.options, self.tracker, self.values, grads)
+        return results
 
-
-def _fake_inputs(inputs: Sequence[Input], model: nn.Module, example: Any, mode: FakeTensorMode) -> list[Tensor]:
-    real: dict[tuple[str, str], Tensor] = {("param", n): p for n, p in model.named_parameters()}
-    real |= {("buffer", n): b for n, b in model.named_buffers()}
-    real |= {("batch", n): t for n, t in zip(Batch.of(example).names, Batch.of(example).tensors, strict=True)}
-    fakes = []
-    for item in inputs:
-        like = real.get((item.kind, item.name))
-        fakes.append(
-            fake_like(
-                mode, like if like is not None else torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")
-            )
-        )
-    return fakes
-
-
-def _unflatten(inputs: Sequence[Input], flat: Sequence[Tensor]) -> _Values:
-    by_kind: dict[str, dict[str, Tensor]] = {k: {} for k in ("param", "buffer", "state", "acc", "batch", "scalar")}
-    for item, value in zip(inputs, flat, strict=True):
-        by_kind[item.kind][item.name] = value
-    return _Values(
-        by_kind["param"],
-        by_kind["buffer"],
-        by_kind["state"],
-        by_kind["acc"],
-        by_kind["batch"],
-        by_kind["scalar"],
-    )
-
-
-def _step(
-    source: StepSource,
-    batch: Batch,
-    optimizer: OptimizerSpec | None,
-    options: CaptureOptions,
-    tracker: Provenance,
-    values: _Values,
-    is_second: bool = False,
-) -> tuple[dict[tuple[str, str], Tensor], ModelOutputs | None]:
-    """Outputs by (kind, name), and how those of the model are put together. Runs under the tracer. A second run, which
-    is for comparison, ends with the loss."""
-    returned: list[ModelOutputs] = []
-    wanted = {n: p.requires_grad for n, p in source.model.named_parameters()}
-    leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in values.params.items()}
-    buffers = {n: b.clone() for n, b in values.buffers.items()}
-    data = batch.rebuild([values.batch[name] for name in batch.names])
-
-    def forward_and_backward(model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+    def traced(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+        """What forward and backward give, and gradients by parameter."""
+        source, options, tracker = self.source, self.options, self.tracker
+        wanted = {n: p.requires_grad for n, p in source.model.named_parameters()}
+        self.leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in self.values.params.items()}
+        self.buffers = {n: b.clone() for n, b in self.values.buffers.items()}
         with _autocast(options.autocast):
-            out = source.forward(model, data)
-            tracker.phase = "loss"
-            value = _scalar_loss(source.loss(out, data))
-        _check_parameters(model, tensors, storages, set(leaves))
+            self.tensors = {**cast_parameters(self.leaves, options.param_dtype, tracker), **self.buffers}
+        self.storages = {n: storage_of(tensor) for n, tensor in self.tensors.items()}
+        kept = [n for n in self.leaves if options.accumulate > 1 or not wanted[n]]
+        tracker.record.protected = {self.storages[n] for n in kept} | {storage_of(self.leaves[n]) for n in kept}
+        known = (*source.model.named_parameters(), *source.model.named_buffers())
+        # the first run may have given the model a new buffer
+        own = [(t, self.tensors[n]) for n, t in known if n in self.tensors]
+        with CapturedFunctions(own), tracker.inside(source.model), source.hooks(source.model):
+            body = self.forward_and_backward if options.part == "train" else self.forward_alone
+            return Substituted.run(source.model, self.tensors, body)  # type: ignore[no-any-return]
+
+    def forward_and_backward(self, model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+        with _autocast(self.options.autocast):
+            out = self.source.forward(model, self.data)
+            self.tracker.phase = "loss"
+            value = _scalar_loss(self.source.loss(out, self.data))
+        _check_parameters(model, self.tensors, self.storages, set(self.leaves))
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
-        tracker.record.finish([*results.values(), *_buffers(model, buffers).values()])
-        if is_second:
+        self.tracker.record.finish([*results.values(), *_buffers(model, self.buffers).values()])
+        if self.is_second:
             return results, {}
         check_checkpoints(value)
-        tracker.phase = "backward"
-        grads = _gradients(value, {n: p for n, p in leaves.items() if p.requires_grad})
-        return results | _buffers(model, buffers), grads
+        self.tracker.phase = "backward"
+        grads = _gradients(value, {n: p for n, p in self.leaves.items() if p.requires_grad})
+        return results | _buffers(model, self.buffers), grads
 
-    def forward_alone(model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
-        with torch.no_grad(), _autocast(options.autocast):
-            out = source.forward(model, data)
-            if options.part == "outputs":
-                shape, found = ModelOutputs.of(out)
-                returned.append(shape)
-                results = {("output", n): t.detach() for n, t in found.items()}
+    def forward_alone(self, model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+        with torch.no_grad(), _autocast(self.options.autocast):
+            out = self.source.forward(model, self.data)
+            if self.options.part == "outputs":
+                self.returned, tensors = ModelOutputs.of(out)
+                results = {("output", n): t.detach() for n, t in tensors.items()}
             else:
-                tracker.phase = "loss"
-                value = _scalar_loss(source.loss(out, data))
+                self.tracker.phase = "loss"
+                value = _scalar_loss(self.source.loss(out, self.data))
                 results = {("loss", ""): value.to(torch.promote_types(value.dtype, torch.float32))}
-        _check_parameters(model, tensors, storages, set(leaves))
-        tracker.record.finish([*results.values()])
+        _check_parameters(model, self.tensors, self.storages, set(self.leaves))
+        self.tracker.record.finish([*results.values()])
         return results, {}
 
-    with torch.enable_grad():
-        with _autocast(options.autocast):
-            tensors = {**cast_parameters(leaves, options.param_dtype, tracker), **buffers}
-        storages = {n: storage_of(tensor) for n, tensor in tensors.items()}
-        kept = [n for n in leaves if options.accumulate > 1 or not wanted[n]]
-        tracker.record.protected = {storages[n] for n in kept} | {storage_of(leaves[n]) for n in kept}
-        known = (*source.model.named_parameters(), *source.model.named_buffers())
-        own = [(t, tensors[n]) for n, t in known if n in tensors]  # the first run may have given the model a new buffer
-        with CapturedFunctions(own), tracker.inside(source.model), source.hooks(source.model):
-            body = forward_and_backward if options.part == "train" else forward_alone
-            results, grads = Substituted.run(source.model, tensors, body)
-    if options.accumulate > 1:
+    def accumulate(self, grads: dict[str, Tensor]) -> None:
+        """Add the gradients of a microbatch to the sums of those before."""
         for name, gradient in grads.items():
-            tracker.modules = [name.rpartition(".")[0]]
-            grads[name] = values.acc[name] + gradient * (1.0 / options.accumulate)
-        tracker.modules = []
-        results |= {("acc", n): g for n, g in grads.items()}
-    results |= {("grad", n): g for n, g in grads.items()}
-    if optimizer is not None and not is_second:
-        tracker.phase = "update"
-        results |= _update(optimizer, options, tracker, values, grads)
-    return results, returned[0] if returned else None
+            self.tracker.modules = [name.rpartition(".")[0]]
+            grads[name] = self.values.acc[name] + gradient * (1.0 / self.options.accumulate)
+        self.tracker.modules = []
 
 
 def _check_parameters(
@@ -389,7 +321,7 @@ def _clipped(grads: Mapping[str, Tensor], largest: float) -> tuple[Tensor, dict[
 
 
 def _update(
-    optimizer: OptimizerSpec, options: CaptureOptions, tracker: Provenance, values: _Values, grads: dict[str, Tensor]
+    optimizer: OptimizerSpec, options: CaptureOptions, tracker: Provenance, values: StepValues, grads: dict[str, Tensor]
 ) -> dict[tuple[str, str], Tensor]:
     results: dict[tuple[str, str], Tensor] = {}
     if options.clip_grad_norm is not None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.batch import call_model
-from meshweave.capture.step import Substituted, cast_for_eager, state_name
+from meshweave.capture.step import Substituted, cast_for_eager
+from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom
 from meshweave.interop import pytree
 from meshweave.interop.fake import TorchDispatchMode
