@@ -153,19 +153,6 @@ def test_a_loss_of_torch_is_told_what_a_loss_takes() -> None:
     assert "criterion(outputs, batch[1])" in error.value.hint
 
 
-def test_several_optimizers_are_no_optimizer() -> None:
-    model = nn.Linear(3, 2)
-    optimizers: Any = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with pytest.raises(mw.PlanError, match="not an optimizer"):
-        mw.compile(
-            model,
-            loss=lambda out, batch: out.sum(),
-            example=(torch.ones(2, 3),),
-            optimizer=optimizers,
-            mesh="dp=2",
-        )
-
-
 def test_parameters_that_no_optimizer_has_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)

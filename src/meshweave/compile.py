@@ -13,6 +13,7 @@ from meshweave.build import Target, build_program
 from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.guards import check_autocast, check_loss, check_not_compiled, check_shapes
+from meshweave.capture.optimizer_several import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Part, StepSource
 from meshweave.errors import PlanError
@@ -211,7 +212,7 @@ def compile(
     *,
     loss: Loss,
     example: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     mesh: Mesh | str | Mapping[str, int],
     plan: Plan | str | None = None,
     profile: Costs | str | None = None,
@@ -249,8 +250,8 @@ def compile(
         called with the keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says
         otherwise.
     optimizer: any optimizer whose step() updates each parameter by its gradient and state: those of torch.optim but for
-        LBFGS and SparseAdam, subclasses, your own. Its param_groups are read at every step, so schedulers work. Without
-        one, the step computes loss and gradients.
+        LBFGS and SparseAdam, subclasses, your own; or a list of several over disjoint parameters. Its param_groups are
+        read at every step, so schedulers work. Without one, the step computes loss and gradients.
     mesh, plan: "dp=2,tp=2", {"dp": 2, "tp": 2} or a Mesh; a `Plan`, or its text ("fsdp:dp+hf_tp:tp", a file). Without a
         plan the axes dp, fsdp, tp and pp mean the usual.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
@@ -301,4 +302,5 @@ def compile(
     values of the example; a rank that differs or fails is an error on every rank.
     Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
     """
-    return CompileOptions(**locals()).compiled()
+    arguments = locals()
+    return CompileOptions(**arguments | {"optimizer": optimizer_of(optimizer)}).compiled()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
+from meshweave.capture.optimizer_several import parts_of
 from meshweave.capture.optimizer_steps import StepNumbers
 from meshweave.capture.optimizers import initial_state
 from meshweave.capture.step import Part
@@ -215,7 +216,8 @@ class TrainStep:
         self._last = variant
         if self.optimizer is not None and self.numbers is not None:
             self.numbers.commit()
-            mark_stepped(self.optimizer)
+            for part in parts_of(self.optimizer):
+                mark_stepped(part)
             self._publish()
 
     def _publish(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from meshweave.capture.optimizer_several import name_of
 from meshweave.capture.optimizers import check_hooks, check_options
 from meshweave.errors import OutdatedUpdate
 
@@ -31,7 +32,7 @@ class OptimizerGuard:
             check_options(self.optimizer, i, group)
 
     def _changed(self, what: str, got: str, expected: str, hint: str) -> OutdatedUpdate:
-        where = f"{type(self.optimizer).__name__}, {what}"
+        where = f"{name_of(self.optimizer)}, {what}"
         return OutdatedUpdate(
             "the optimizer has changed since the step was compiled", where=where, got=got, expected=expected, hint=hint
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshweave.capture.optimizer_numbers import DataNumber, line_of
 from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
 from meshweave.capture.optimizer_recorder import Recorder
+from meshweave.capture.optimizer_several import name_of, parts_of
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.ir.graph import Spec
 
@@ -51,26 +52,18 @@ class StandIns:
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
         state: defaultdict[Any, Any] = defaultdict(dict)
-        memo[id(optimizer.state)] = state
-        attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step")}
-        self.optimizer = object.__new__(type(optimizer))
-        try:
-            self.optimizer.__dict__.update(copy.deepcopy(attributes, memo), state=state)
-        except Exception as error:
-            raise CaptureError(
-                "the optimizer cannot be copied, to trace its step without data",
-                where=type(optimizer).__name__,
-                got=f"{type(error).__name__}: {error}",
-                hint="keep in the optimizer's attributes only what copy.deepcopy copies",
-            ) from error
-        self.groups = list(self.optimizer.param_groups)
+        self.state = state
+        memo |= {id(part.state): state for part in parts_of(optimizer)}
+        self._copies = [_copied(part, memo, state) for part in parts_of(optimizer)]
+        self._groups = [list(own.param_groups) for own in self._copies]
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._runs: dict[tuple[str, tuple[bool, ...]], tuple[Recorder, Prepared]] = {}
 
     def take_options(self) -> None:
         """The options of every group as they are now."""
-        for own, group in zip(self.groups, self.source.param_groups, strict=True):
+        groups = [group for each in self._groups for group in each]
+        for own, group in zip(groups, self.source.param_groups, strict=True):
             options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
             own.update(options | {k: False for k in _IMPLEMENTATIONS if k in group})
 
@@ -87,7 +80,7 @@ class StandIns:
         if any(left.shown != after[0].shown for left in after[1:]):
             raise CaptureError(
                 "the optimizer keeps a number that depends on data",
-                where=type(self.source).__name__,
+                where=name_of(self.source),
                 got=" or ".join(sorted({left.shown for left in after})),
                 hint="keep it as a tensor: in optimizer.state[param], made from the parameter or its gradient",
             )
@@ -100,7 +93,7 @@ class StandIns:
         self._begin([name])
         if kept.tensors or kept.numbers:
             tensors = {slot: self._tensor(name, slot, spec) for slot, spec in kept.tensors.items()}
-            self.optimizer.state[param].update(tensors | copy.deepcopy(dict(kept.numbers)))
+            self.state[param].update(tensors | copy.deepcopy(dict(kept.numbers)))
             for slot, tensor in tensors.items():
                 recorder.record.inputs["state", 0, slot] = recorder.know(tensor)
         recorder.record.inputs |= {
@@ -108,7 +101,7 @@ class StandIns:
             ("grad", 0, ""): recorder.know(self.grads[name]),
         }
         with self._errors(), recorder.running():
-            self.optimizer.step()
+            self._step()
         recorder.record.outputs["param", 0, ""] = recorder.know(param)
         left = self._left(name, recorder)
         path = path.again(recorder.record) if path and recorder.is_repeated else prepared(recorder.record)
@@ -123,17 +116,22 @@ class StandIns:
             made = self._tensors[name, slot] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         return made
 
+    def _step(self) -> None:
+        for own in self._copies:
+            if own.param_groups:
+                own.step()
+
     def _left(self, name: str, recorder: Recorder) -> Kept:
         tensors: dict[str, Spec] = {}
         numbers: dict[str, Any] = {}
-        for slot, value in self.optimizer.state.get(self.params[name], {}).items():
+        for slot, value in self.state.get(self.params[name], {}).items():
             if recorder.is_known(value):
                 tensors[slot] = Spec(tuple(value.shape), value.dtype)
                 recorder.record.outputs["state", 0, slot] = recorder.know(value)
             elif isinstance(value, DataNumber) or (isinstance(value, Tensor) and value.numel() != 1):
                 raise CaptureError(
                     f"the optimizer keeps '{slot}' in a way that cannot be traced",
-                    where=type(self.source).__name__,
+                    where=name_of(self.source),
                     got="a number from .item()" if isinstance(value, DataNumber) else f"shape {tuple(value.shape)}",
                     expected="a tensor made from the parameter or its gradient, or a number",
                 )
@@ -142,7 +140,7 @@ class StandIns:
         return Kept(tensors, numbers)
 
     def _errors(self) -> _Errors:
-        return _Errors(type(self.source).__name__)
+        return _Errors(name_of(self.source))
 
     def trained(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
@@ -157,18 +155,36 @@ class StandIns:
         for name in names:
             owner |= {recorder.know(self.params[name]): name, recorder.know(self.grads[name]): name}
         with self._errors(), recorder.running():
-            self.optimizer.step()
+            self._step()
         return recorder.runs(owner)
 
     def _begin(self, names: Sequence[str]) -> None:
         """Let the optimizer have some parameters alone, without state."""
-        self.optimizer.state.clear()
-        chosen = {i: [n for n in names if self.group_of[n] == i] for i in range(len(self.groups))}
-        for i, group in enumerate(self.groups):
-            group["params"] = [self.params[n] for n in chosen[i]]
-        self.optimizer.param_groups[:] = [group for i, group in enumerate(self.groups) if chosen[i]]
+        self.state.clear()
+        first = 0
+        for own, groups in zip(self._copies, self._groups, strict=True):
+            for i, group in enumerate(groups, first):
+                group["params"] = [self.params[n] for n in names if self.group_of[n] == i]
+            own.param_groups[:] = [group for group in groups if group["params"]]
+            first += len(groups)
         for name in names:
             self.params[name].grad = self.grads[name]
+
+
+def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) -> torch.optim.Optimizer:
+    """A copy of an optimizer, of whatever attributes, with a state of its own."""
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step")}
+    own = object.__new__(type(optimizer))
+    try:
+        own.__dict__.update(copy.deepcopy(attributes, memo), state=state)
+    except Exception as error:
+        raise CaptureError(
+            "the optimizer cannot be copied, to trace its step without data",
+            where=type(optimizer).__name__,
+            got=f"{type(error).__name__}: {error}",
+            hint="keep in the optimizer's attributes only what copy.deepcopy copies",
+        ) from error
+    return own
 
 
 class _Errors:
@@ -192,6 +208,11 @@ class _Errors:
 
 def check_callable(optimizer: torch.optim.Optimizer) -> None:
     """Raises PlanError for an optimizer whose step needs the loss again."""
+    for part in parts_of(optimizer):
+        _check_callable(part)
+
+
+def _check_callable(optimizer: torch.optim.Optimizer) -> None:
     step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
     needed = [
         p.name

@@ -27,6 +27,7 @@ from meshweave.capture.optimizer_graph import (
     values_of,
 )
 from meshweave.capture.optimizer_record import Decision, Key, Num, Prepared, Record
+from meshweave.capture.optimizer_several import name_of, parts_of
 from meshweave.capture.optimizer_stand_ins import Kept, StandIns, check_callable
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop import pytree
@@ -125,14 +126,6 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
     parameters and parameters that the model does not have; CaptureError, with the line, for a step that cannot be
     traced.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(
-            "this is not an optimizer",
-            where="optimizer=",
-            got=type(optimizer).__name__,
-            expected="one torch.optim.Optimizer over all parameters that are trained",
-            hint="several optimizers: one class of your own whose step() has the formulas of both, by group",
-        )
     check_callable(optimizer)
     check_hooks(optimizer)
     named = names_by_id(names)
@@ -160,7 +153,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
         next(i for i in range(k + 1) if i == k or (states[i] == states[k] and kind.has_numbers_of(found[i])))
         for k, kind in enumerate(found)
     )
-    name = type(optimizer).__name__
+    name = name_of(optimizer)
     return OptimizerSpec(name, found, leaders, MappingProxyType(kind_of), MappingProxyType(group_of))
 
 
@@ -169,7 +162,7 @@ def _check_alone(stand_ins: StandIns, name: str, run: tuple[Any, ...]) -> None:
     if stand_ins.runs_of([name])[name] != run:
         raise CaptureError(
             f"the update of the parameter '{name}' depends on the optimizer's other parameters",
-            where=type(stand_ins.source).__name__,
+            where=name_of(stand_ins.source),
             got="other operations or numbers in step() with it alone than with all",
             expected="an update of each parameter by its group's options, its gradient and its state",
             hint="note on the parameter what is special about it (p.is_first = True), or give it a group of its own",
@@ -272,11 +265,11 @@ def kept_of(state: Mapping[str, Any], fresh: Kept) -> Kept:
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raises PlanError for what would run with the optimizer's own step and not with a compiled one."""
-    hooks = optimizer_hooks(optimizer)
+    hooks = [hook for part in parts_of(optimizer) for hook in optimizer_hooks(part)]
     if hooks:
         raise PlanError(
             "the optimizer has hooks, which a compiled step would not call",
-            where=type(optimizer).__name__,
+            where=name_of(optimizer),
             got=", ".join(hooks),
             expected="the optimizer's own step alone",
             hint="remove them, and do before or after each call of the compiled step what they do",
@@ -303,7 +296,7 @@ def names_by_id(names: nn.Module | Mapping[int, str]) -> Mapping[int, str]:
 
 
 def _check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim.Optimizer, index: int) -> None:
-    where = f"{type(optimizer).__name__}, param_groups[{index}]"
+    where = f"{name_of(optimizer)}, param_groups[{index}]"
     if id(param) not in named:
         raise PlanError(
             "the optimizer holds a parameter that the model does not have",
@@ -321,7 +314,7 @@ def check_options(optimizer: torch.optim.Optimizer, index: int, group: Mapping[s
     if group.get("differentiable"):
         raise PlanError(
             "the option 'differentiable' is not supported",
-            where=f"{type(optimizer).__name__}, param_groups[{index}]",
+            where=f"{name_of(optimizer)}, param_groups[{index}]",
             got="differentiable=True",
             hint="leave differentiable=False",
         )

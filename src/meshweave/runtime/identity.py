@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
+from meshweave.capture.optimizer_several import parts_of
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.fingerprint import fingerprint
@@ -74,7 +75,7 @@ def _optimizer_text(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
     if optimizer is None:
         return "none"
     names = {id(p): name for name, p in model.named_parameters()}
-    lines = [f"class {type(optimizer).__module__}.{type(optimizer).__qualname__}"]
+    lines = [f"class {type(part).__module__}.{type(part).__qualname__}" for part in parts_of(optimizer)]
     for index, group in enumerate(optimizer.param_groups):
         lines += [f"param_groups[{index}] {key} = {_plain(group[key])}" for key in sorted(group) if key != "params"]
         lines += [f"param_groups[{index}] has '{names.get(id(p), '?')}'" for p in group["params"]]
