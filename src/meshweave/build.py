@@ -33,6 +33,7 @@ from meshweave.sharding.place import place
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
+from meshweave.sharding.sequences import keep_sequences_apart
 
 Progress = Callable[[str], None]
 
@@ -88,6 +89,8 @@ def build_program(
     micro = Batch.of(example).micros(options.accumulate)[0]
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
     verify_step(captured)
+    if resolved.context_axes:
+        captured = verify_step(keep_sequences_apart(captured, resolved.context_axes))
     planner = _planner(costs, pipeline.room(costs))
     price = move_price(planner)
     resolved = _with_choices(resolved, source, captured, mesh, price, progress, like)

@@ -253,7 +253,7 @@ def compile(
         LBFGS and SparseAdam, subclasses, your own; or a list of several over disjoint parameters. Its param_groups are
         read at every step, so schedulers work. Without one, the step computes loss and gradients.
     mesh, plan: "dp=2,tp=2", {"dp": 2, "tp": 2} or a Mesh; a `Plan`, or its text ("fsdp:dp+hf_tp:tp", a file). Without a
-        plan the axes dp, fsdp, tp and pp mean the usual.
+        plan the axes dp, fsdp, cp, tp and pp mean the usual.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
     accumulate_in: where gradients of microbatches are added up. "whole": as backward gives them, so that devices reduce
         them once a step, and hold whole what fsdp stores in shards; "shards": reduce-scattered over what shards the

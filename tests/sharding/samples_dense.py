@@ -86,6 +86,8 @@ PRODUCTS = [
     sample(aten.bmm.default, F(3, 5, 4), F(3, 4, 2)),
     sample(aten.mv.default, F(5, 3), F(3)),
     sample(aten.dot.default, F(5), F(5)),
+    sample(ours.contract.default, I(3, 5, 4), I(4, 6), [2], [0]),
+    sample(ours.contract.default, I(6, 3, 5), I(3, 5, 4), [1, 2], [0, 1]),
     sample(ours.matmul.default, F(2, 3, 5, 4), F(2, 3, 4, 5)),
     made(ours.grouped_mm.default, lambda g: (F(7, 4).make(g), F(3, 4, 5).make(g), ENDS), exact=True),
     made(ours.grouped_outer.default, lambda g: (F(7, 4).make(g), F(7, 5).make(g), ENDS), exact=True),

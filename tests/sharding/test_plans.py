@@ -115,10 +115,10 @@ def test_another_axis_name_needs_a_plan_unless_its_size_is_one() -> None:
         check_axes(resolve(None, Model(), two), two)
     assert (error.value.where, error.value.got) == ("mesh dp=2,ep=2", "ep")
     assert "expert parallelism" in error.value.hint
-    three = Mesh("dp=2,cp=2")
+    three = Mesh("dp=2,sp=2")
     with pytest.raises(PlanError) as error:
         check_axes(resolve(None, Model(), three), three)
-    assert error.value.hint == 'pass a plan, for example mw.Plan.dp("cp")'
+    assert error.value.hint == 'pass a plan, for example mw.Plan.dp("sp")'
 
 
 def test_an_axis_that_the_plan_leaves_out_is_an_error_unless_its_size_is_one() -> None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.errors import PlanError
 from meshweave.ir.graph import StepGraph, origin_of
-from meshweave.ir.traits import MATMULS
+from meshweave.ir.traits import PRODUCTS
 
 aten = torch.ops.aten
 # Layers of one list may differ: one has a mixture of experts where another has a feed-forward, the first of a stage
@@ -43,7 +43,7 @@ def find_blocks(step: StepGraph) -> Blocks:
     matmuls: dict[str, int] = {}
     for node in ahead:
         module = origin_of(node).module
-        matmuls[module] = matmuls.get(module, 0) + (node.target in MATMULS)
+        matmuls[module] = matmuls.get(module, 0) + (node.target in PRODUCTS)
     lists = _indexed(matmuls)
     blocks: dict[str, None] = {}
     for prefix in sorted(lists, key=lambda p: p.count(".") + bool(p)):

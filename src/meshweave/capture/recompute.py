@@ -14,7 +14,7 @@ from torch import fx
 from meshweave.capture.blocks import Blocks, find_blocks
 from meshweave.errors import PlanError
 from meshweave.ir.graph import StepGraph, map_nodes, origin_of, tensor_inputs
-from meshweave.ir.traits import CASTS, MATMULS, VIEWS
+from meshweave.ir.traits import CASTS, PRODUCTS, VIEWS
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.meshweave.attention.default
@@ -143,7 +143,7 @@ def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx
             yield from (node, *node.users)
         elif node.target is PIN and str(node.args[1]).startswith("reduction "):  # mw.reduction
             yield node
-        elif node.target in MATMULS:
+        elif node.target in PRODUCTS:
             count += 1
             if count % 2:
                 yield node

@@ -207,6 +207,18 @@ def _grouped(operand: int, position: int) -> Callable[[Context], Call]:
     return call
 
 
+def _attention(operand: int, causal_at: int) -> Callable[[Context], Call]:
+    """Attention whose queries, those of `operand`, are cut: a causal mask is given the position of the first."""
+
+    def call(c: Context) -> Call:
+        plain, query = c.plain(), c.operands[operand]
+        if not plain.args[causal_at] or not query[1].dims[2].axes:
+            return plain
+        return Call(plain.target, (*plain.args, c.offsets(query)[2]), plain.kwargs)
+
+    return call
+
+
 _RESIZED = [
     getattr(aten, f"{name}_backward").default
     for name in (
@@ -246,6 +258,8 @@ CALLS: dict[Any, Callable[[Context], Call]] = {
     ours.grouped_outer.default: _grouped_outer,
     aten.amax.default: _extreme,
     aten.amin.default: _extreme,
+    ours.attention.default: _attention(0, 4),
+    ours.attention_backward.default: _attention(1, 7),
     aten.convolution.default: _grouped(0, 8),
     aten.convolution_backward.default: _grouped(1, 9),
     **dict.fromkeys(_RESIZED, _resized_backward),

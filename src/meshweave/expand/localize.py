@@ -14,6 +14,7 @@ from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 
 aten = torch.ops.aten
+ours = torch.ops.meshweave
 Localizer = Callable[[Emitter, fx.Node, list[fx.Node], Any, Any], fx.Node]
 
 
@@ -187,6 +188,14 @@ def _grouped(operand: int, position: int) -> Localizer:
     return localize
 
 
+def _attention(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    """Where queries are cut, a causal mask goes by the position of the first of them."""
+    query = 1 if node.target is ours.attention_backward.default else 0
+    is_causal = args[7 if query else 4]
+    offset = _offset_of(emit, node, query, 2) if is_causal else None
+    return emit.call(node.target, args if offset is None else (*args, offset), kwargs)
+
+
 LOCALIZERS: dict[str, Localizer] = {
     "": as_is,
     "shape": _shape,
@@ -205,6 +214,7 @@ LOCALIZERS: dict[str, Localizer] = {
     "extreme": _extreme,
     "guarded": _guarded,
     "resized_backward": _resized_backward,
+    "attention": _attention,
     "convolution": _grouped(0, 8),
     "convolution_backward": _grouped(1, 9),
 }

@@ -2,9 +2,9 @@
 
 `meshweave::pin` marks a value (or its gradient) whose layout a plan asks for; `meshweave::attention` is
 scaled-dot-product attention as one device-neutral op; `meshweave::matmul` a batched matmul that keeps its batch dims
-apart; `meshweave::uniform` a random number that is a function of (seed, step, call, global index) and therefore the
-same on every mesh; `meshweave::round_parts` a cast that may come before a sum over devices; `meshweave::square_sum` the
-square of a norm.
+apart; `meshweave::contract` a product of two tensors over any dims; `meshweave::uniform` a random number that is a
+function of (seed, step, call, global index) and therefore the same on every mesh; `meshweave::round_parts` a cast that
+may come before a sum over devices; `meshweave::square_sum` the square of a norm.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshweave.ir import attention as kernels
+
 __all__ = [
     "attention",
     "attention_backward",
+    "contract",
     "define_op",
     "matmul",
     "move",
@@ -158,26 +161,35 @@ def _mix(x: Tensor) -> Tensor:
 
 @define_op("attention")
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    first_query: int = 0,
+    first_key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g.
 
-    Returns out [b, h, s, e] and lse [b, h, s].
-    `bias` (float, added to the scores; or bool, True where a query may look) broadcasts to [b, h, s, t]. Bound to the
-    device's kernel when run: the flash kernel on CPU where head sizes allow, else `scaled_dot_product_attention`.
+    Returns out [b, h, s, e] and lse [b, h, s]. `bias` (float, added to the scores; or bool, True where a query may
+    look) broadcasts to [b, h, s, t]. `first_query` and `first_key` are the positions of the first query and key, which
+    a causal mask goes by. Bound to the device's kernel when run (`ir.attention`).
     """
-    k, v = _repeat_groups(q, k), _repeat_groups(q, v)
-    if q.numel() == 0 or not _has_cpu_flash(q, v):
-        out = _plain_attention(q, k, v, bias, is_causal, scale)
-        return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=_float_bias(bias, q), scale=scale
-    )
-    return out.contiguous(), lse.contiguous()
+    return kernels.forward(q, k, v, bias, is_causal, scale, first_query - first_key)
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    first_query: int = 0,
+    first_key: int = 0,
+) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
@@ -192,25 +204,12 @@ def attention_backward(
     lse: Tensor,
     is_causal: bool,
     scale: float,
+    first_query: int = 0,
+    first_key: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; shapes as in `attention`."""
-    if q.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if not _has_cpu_flash(q, v):
-        return _recomputed_backward(grad, q, k, v, bias, is_causal, scale)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad,
-        q,
-        _repeat_groups(q, k),
-        _repeat_groups(q, v),
-        out,
-        lse,
-        0.0,
-        is_causal,
-        attn_mask=_float_bias(bias, q),
-        scale=scale,
-    )
-    return grads[0].contiguous(), _sum_groups(grads[1], k), _sum_groups(grads[2], v)
+    """Gradients of q, k and v; shapes as in `attention`. `out` and `lse` are of all keys that a query sees, of which
+    k and v may be some."""
+    return kernels.backward(grad, q, k, v, bias, out, lse, is_causal, scale, first_query - first_key)
 
 
 @attention_backward.register_fake
@@ -224,25 +223,23 @@ def _(
     lse: Tensor,
     is_causal: bool,
     scale: float,
+    first_query: int = 0,
+    first_key: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-    )
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _attention_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)  # lse has no gradient, and zeros of its size would be made for nothing
-    q, k, v, bias, ctx.is_causal, ctx.scale = inputs
+    q, k, v, bias, ctx.is_causal, ctx.scale, ctx.first_query, ctx.first_key = inputs
     ctx.save_for_backward(q, k, v, bias, *output)
 
 
 def _attention_autograd(ctx, grad: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
     if grad is None:
-        return (None,) * 6
-    grads = attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
-    return (*grads, None, None, None)
+        return (None,) * 8
+    settings = (ctx.is_causal, ctx.scale, ctx.first_query, ctx.first_key)
+    return (*attention_backward(grad, *ctx.saved_tensors, *settings), *(None,) * 5)
 
 
 attention.register_autograd(_attention_autograd, setup_context=_attention_context)
@@ -271,61 +268,13 @@ def _matmul_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 matmul.register_autograd(_matmul_backward, setup_context=_matmul_context)
 
 
-def _has_cpu_flash(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float16
+@define_op("contract")
+def contract(a: Tensor, b: Tensor, dims_a: list[int], dims_b: list[int]) -> Tensor:
+    """The sum of products over `dims_a` of a and `dims_b` of b; the result has the other dims of a, then those of b."""
+    return torch.tensordot(a, b, (dims_a, dims_b))
 
 
-def _repeat_groups(q: Tensor, x: Tensor) -> Tensor:
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
-    if grad.shape == like.shape:
-        return grad.contiguous()
-    return grad.unflatten(1, (like.shape[1], -1)).sum(2)
-
-
-def _float_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    if bias is None or bias.dtype != torch.bool:
-        return bias
-    return torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
-
-
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    if q.numel() == 0:
-        return q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale).contiguous()
-
-
-def _recomputed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward by running the device's forward kernel again; by formula inside a dispatched op (no autograd there)."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        wide = [leaves[0], _repeat_groups(q, leaves[1]), _repeat_groups(q, leaves[2])]
-        out = _plain_attention(wide[0], wide[1], wide[2], bias, is_causal, scale)
-    if not out.requires_grad:
-        return _spelled_backward(grad, q, k, v, bias, is_causal, scale)
-    gq, gk, gv = torch.autograd.grad(out, leaves, grad)
-    return gq, gk, gv
-
-
-def _spelled_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of softmax(q k^T scale + bias) v, in float32 at least; holds all scores at once."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    g, a, b, c = (x.to(wide) for x in (grad, q, _repeat_groups(q, k), _repeat_groups(q, v)))
-    scores = a @ b.transpose(-2, -1) * scale
-    mask = _float_bias(bias, a)
-    scores = scores if mask is None else scores + mask
-    if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
-    weights = torch.softmax(scores, -1)
-    inner = g @ c.transpose(-2, -1)
-    d_scores = weights * (inner - (inner * weights).sum(-1, keepdim=True)) * scale
-    d_k = _sum_groups(d_scores.transpose(-2, -1) @ a, k)
-    d_v = _sum_groups(weights.transpose(-2, -1) @ g, v)
-    return (d_scores @ b).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
+@contract.register_fake
+def _(a: Tensor, b: Tensor, dims_a: list[int], dims_b: list[int]) -> Tensor:
+    left = [size for d, size in enumerate(a.shape) if d not in dims_a]
+    return a.new_empty(left + [size for d, size in enumerate(b.shape) if d not in dims_b])

@@ -28,10 +28,11 @@ FACTORIES = frozenset({aten.full.default, aten.arange.start_step})  # made of nu
 MATMULS = frozenset(  # whose last two operands are the factors
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, torch.ops.meshweave.matmul.default}
 )
+PRODUCTS = MATMULS | {torch.ops.meshweave.contract.default}  # matmuls whatever their operands
 # Kinds of work, by name without overload. What has torch's `pointwise` tag is pointwise and not listed.
 _WORK = {
     "matmul": (
-        "mm addmm bmm baddbmm matmul mv convolution convolution_backward _scaled_mm _grouped_mm grouped_mm "
+        "mm addmm bmm baddbmm matmul mv contract convolution convolution_backward _scaled_mm _grouped_mm grouped_mm "
         "grouped_outer mm_piece outer_piece"
     ),
     "attention": (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from meshweave.errors import RuleError
+from meshweave.errors import PlanError, RuleError
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
@@ -109,11 +109,43 @@ def proposals(rule: Rule, axis: str, held: Sequence[Sequence[Layout]]) -> list[R
             d = layout.dim_of(axis)
             if d is not None:
                 role = _follow(rule, rule.operands[i], d, layout)
-                roles += [role] if role is not None and role not in roles else []
+                roles += [r for r in _ways_to_follow(rule, role, axis, layout.mesh.size(axis)) if r not in roles]
             op = dict(layout.partial).get(axis)
             modes = [m for m, mode in enumerate(rule.linear) if i in mode.operands and op in mode.ops]
             roles += [p for p in (Pass(m, op) for m in modes if op is not None) if p not in roles]
     return [*roles, None]
+
+
+def _ways_to_follow(rule: Rule, role: Shard | None, axis: str, parts: int) -> list[Shard]:
+    """What an axis may do that cuts an operand: the same, or what the rule has instead, in equal pieces."""
+    if role is None:
+        return []
+    others = [to for of, to in rule.instead if of == role.factor]
+    fitting = [Shard(to) for to in others if rule.sizes[to] % parts == 0]
+    if rule.is_instead and others and not fitting:
+        raise PlanError(
+            "key heads do not divide over the devices of a sequence",
+            where=f"axis '{axis}'",
+            got=f"{rule.sizes[others[0]]} key heads",
+            expected=f"a multiple of {parts}",
+            hint='mw.Plan.cp(axis, "gather"), or "auto"',
+        )
+    return fitting if rule.is_instead and others else [role, *fitting]
+
+
+def as_asked(rule: Rule, attention: str) -> Rule:
+    """The rule of an op, of whose ways to meet operands from elsewhere `attention` may leave one (`Plan.cp`)."""
+    if attention == "auto" or not rule.instead:
+        return rule
+    if attention == "gather":
+        return replace(rule, instead=())
+    return replace(rule, is_instead=True)
+
+
+def home(rule: Rule, index: int, operands: Sequence[Operand]) -> Layout | None:
+    """The layout that result `index` is moved to as soon as it is made: that of an operand as it is held."""
+    at = rule.back[index] if rule.back else -1
+    return None if at < 0 else _resolved(operands[at].layouts[0])
 
 
 def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
@@ -206,7 +238,8 @@ def cheapest(
         if wanted:
             cost += sum(price(option.results[0], layout, results[0]) for layout in wanted)
         else:
-            cost += sum(price(r, _resolved(r), s) for r, s in zip(option.results, results, strict=True) if r.partial)
+            ends = [home(rule, i, operands) or _resolved(r) for i, r in enumerate(option.results)]
+            cost += sum(price(*ways) for ways in zip(option.results, ends, results, strict=True) if ways[0] != ways[1])
         cost += _repeated_seconds(rule, option, mesh, results)
         moved = sum(layout not in h.layouts for h, layout in zip(operands, option.operands, strict=True))
         rank = (round(cost * _TICKS), moved, sum(len(r.partial) for r in option.results))

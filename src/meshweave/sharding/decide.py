@@ -16,6 +16,7 @@ from meshweave.sharding.mapping import Homes
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.plans import Resolved
 from meshweave.sharding.registry import TABLE, row_for
+from meshweave.sharding.sequences import has_sequence, sequence_length
 
 Units = Mapping[str, tuple[int, ...]]
 
@@ -27,7 +28,7 @@ def decide(
 
     A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as the mesh
     where it lives has these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole
-    mesh, sharded on dim 0 where they have the batch's size.
+    mesh, sharded on dim 0 where they have the batch's size, and over context axes on dim 1 where they have a sequence.
     """
     stored: dict[tuple[str, str], Layout] = {}
     used: dict[str, Layout] = {}
@@ -40,6 +41,8 @@ def decide(
         )
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
     axes = tuple(a for a in mesh.axis_names if a in resolved.batch_axes)
+    context = tuple(a for a in mesh.axis_names if a in resolved.context_axes)
+    length = sequence_length(step) if context else 0
     params = {i.name: i.spec.shape for i in step.inputs if i.kind == "param"}
     for item in step.inputs:
         rank = len(item.spec.shape)
@@ -48,8 +51,11 @@ def decide(
         elif item.kind == "buffer":
             stored["buffer", item.name] = Layout.replicated(at["buffer", item.name], rank)
         elif item.kind == "batch" and rank and item.spec.shape[0] == size:
-            stored["batch", item.name] = Layout.of(mesh, rank, {0: axes}).normalized(item.spec.shape)
-    return Placement(mesh, stored, used, homes, frozenset(resolved.kept), accumulate_in)
+            along = context if context and has_sequence(item, size, length) else ()
+            stored["batch", item.name] = Layout.of(mesh, rank, {0: axes, **({1: along} if along else {})}).normalized(
+                item.spec.shape
+            )
+    return Placement(mesh, stored, used, homes, frozenset(resolved.kept), accumulate_in, resolved.attention)
 
 
 def _state_layout(layout: Layout, params: Mapping[str, tuple[int, ...]], item: Input) -> Layout:

@@ -33,7 +33,12 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Sharding rule of one op on given shapes. Factor f has `sizes[f]` elements."""
+    """Sharding rule of one op on given shapes. Factor f has `sizes[f]` elements.
+
+    `instead` are pairs of factors: an axis that would cut the first may (must, where `is_instead`) cut the second,
+    though no operand is held so.
+    `back` names per result the operand to whose layout it is moved as soon as it is made; -1 where it stays.
+    """
 
     sizes: tuple[int, ...]
     operands: tuple[Dims, ...]
@@ -41,6 +46,9 @@ class Rule:
     whole: frozenset[int] = frozenset()
     linear: tuple[Linear, ...] = ()
     reduce: tuple[tuple[int, str], ...] = ()  # factor -> reduce op of results that lack it; sum where unnamed
+    instead: tuple[tuple[int, int], ...] = ()
+    is_instead: bool = False
+    back: tuple[int, ...] = ()
 
     def reduce_op(self, factor: int) -> str:
         return dict(self.reduce).get(factor, "sum")

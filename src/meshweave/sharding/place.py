@@ -28,7 +28,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
-from meshweave.sharding.assign import Assignment, Operand, Price, cheapest, follow_result
+from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, home
 from meshweave.sharding.forms import Forms, due_at_casts
 from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
 from meshweave.sharding.placement import Placement
@@ -63,6 +63,7 @@ class _Placer:
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, list[_Copy]] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout | None, ...]]] = field(default_factory=dict)
+    homes: dict[tuple[fx.Node, int], Layout] = field(default_factory=dict)  # results that are moved as they are made
     items: dict[fx.Node, Input] = field(default_factory=dict)
     decided: dict[Any, Assignment] = field(default_factory=dict)
     due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved as soon as they are made
@@ -268,7 +269,7 @@ class _Placer:
         proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_made_on_demand, self._layout_of)
         key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh)
         if key not in self.decided:
-            rule = row_for(node).rule(node)
+            rule = as_asked(row_for(node).rule(node), self.placement.attention)
             self.decided[key] = cheapest(rule, mesh, operands, result_specs(node), self.price, wanted, proposed)
         return self.decided[key]
 
@@ -300,9 +301,16 @@ class _Placer:
             layouts = tuple(next(rest) if s is not None else None for s in node.meta["spec"])
             new.meta["layout"] = layouts
             self.tuples[node] = (new, layouts)
+            self._note_homes(node, described)
             return
         new.meta["layout"] = option.results[0]
         self.copies[node] = [_Copy(new, option.results[0], _phase(new))]
+
+    def _note_homes(self, node: fx.Node, operands: list[Operand]) -> None:
+        rule = row_for(node).rule(node)
+        given = [i for i, spec in enumerate(node.meta["spec"]) if spec is not None]
+        homes = {(node, at): home(rule, i, operands) for i, at in enumerate(given)}
+        self.homes |= {key: layout for key, layout in homes.items() if layout is not None}
 
     def _lay_out_sum(self, so_far: fx.Node, gradient: fx.Node) -> None:
         """Give an input that is the sum of a gradient so far its layout, when that of the gradient is known, and begin
@@ -350,7 +358,11 @@ class _Placer:
         assert layout is not None
         self.said[node] = self.said.get(node.args[0], frozenset())  # type: ignore[arg-type]
         new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])), layout=layout)
-        self.copies[node] = [_Copy(new, layout, _phase(new))]
+        own = _Copy(new, layout, _phase(new))
+        self.copies[node] = [own]
+        target = self.homes.get((node.args[0], node.args[1]), layout).normalized(spec_of(node).shape)  # type: ignore[arg-type]
+        if target != layout and node.users:
+            self.copies[node] = [self._move(own, target, node, own.phase), *([] if layout.partial else [own])]
 
     def _pin(self, node: fx.Node) -> None:
         """A pin is its operand in the pinned layout; the gradient of an operator goes back to where its operand was."""

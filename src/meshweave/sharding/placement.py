@@ -22,6 +22,7 @@ class Placement:
     homes: Homes
     kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
     accumulate_in: str = "whole"  # see `sharding.sums`
+    attention: str = "auto"  # see `Plan.cp`
 
     def keeping(self, other: Placement) -> Placement:
         """The same, with parameters, buffers and optimizer state laid out as `other` has them: for a second program on

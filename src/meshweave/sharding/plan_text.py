@@ -13,9 +13,11 @@ from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plans import Entry, Plan
 
-_SCHEMES: Mapping[str, Callable[[str], Plan]] = {
+_SCHEMES: Mapping[str, Callable[..., Plan]] = {
     "dp": Plan.dp,
     "fsdp": Plan.fsdp,
+    "cp": Plan.cp,
+    "shard_state": Plan.shard_state,
     "hf_tp": Plan.hf_tp,
     "auto_tp": Plan.auto_tp,
     "ep": Plan.ep,
@@ -30,6 +32,8 @@ _SCHEMES: Mapping[str, Callable[[str], Plan]] = {
 def parse_plan(text: str) -> Plan | None:
     """`fsdp:dp+hf_tp:tp`, or a .toml or .json file of globs; None for an empty text, which leaves it to axis names.
 
+    What a scheme takes besides its axis follows it: `cp:cp:gather`.
+
     A file maps globs of parameters and modules to a layout ("[{tp}, {}]"), to style:axis ("colwise:tp") or to devices
     ("on:pp=1", "on:2,3"); its entry `plan` may hold schemes.
     """
@@ -39,8 +43,9 @@ def parse_plan(text: str) -> Plan | None:
         return _plan_file(Path(text))
     plan = Plan()
     for part in text.split("+"):
-        name, _, axis = part.strip().partition(":")
-        if name not in _SCHEMES or not axis:
+        name, *arguments = part.strip().split(":")
+        most = 2 if name == "cp" else 1
+        if name not in _SCHEMES or not 0 < len(arguments) <= most or not arguments[0]:
             raise PlanError(
                 f"'{part}' is no part of a plan",
                 where=f"plan {text}",
@@ -48,7 +53,7 @@ def parse_plan(text: str) -> Plan | None:
                 expected=f"{near_miss(name, _SCHEMES)}, each as scheme:axis",
                 hint="for example fsdp:dp+hf_tp:tp, or a .toml or .json file",
             )
-        plan = plan + _SCHEMES[name](axis)
+        plan = plan + _SCHEMES[name](*arguments)
     return plan
 
 
@@ -88,5 +93,5 @@ def _plan_file(path: Path) -> Plan:
 
 def data_parallel_size(mesh: Mesh, plan: Plan | None) -> int:
     """Number of pieces that the batch is cut into."""
-    named = {"dp", "fsdp"} if plan is None else {e.axis for e in plan.entries if e.kind in ("batch", "state")}
+    named = {"dp", "fsdp"} if plan is None else {e.axis for e in plan.entries if e.kind == "batch"}
     return mesh.flat_size([axis for axis in mesh.axis_names if axis in named])

@@ -10,13 +10,14 @@ from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
 
 STYLES = ("colwise", "rowwise", "sequence", "replicate")
+ATTENTION = ("auto", "gather", "heads")  # how queries meet keys of other devices
 Devices = Mesh | int | Sequence[int] | str
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One statement: `kind` is batch, state, style, layout, on, stages, hf_tp, auto_tp, experts, sequence, keep
-    or idle."""
+    """One statement: `kind` is batch, state, context, style, layout, on, stages, hf_tp, auto_tp, experts, sequence,
+    keep or idle."""
 
     kind: str
     axis: str = ""
@@ -30,8 +31,8 @@ class Plan:
 
     `Plan({"layers.*.mlp.up": "[{tp}, {}]"})` gives globs over parameter and module names layouts (or a Mesh);
     `Plan.tp("tp", {"*.q_proj": "colwise"})` gives modules the familiar styles; `Plan.on({"layers.0": mesh["pp"][1]})`
-    gives modules devices; `dp`, `fsdp`, `hf_tp`, `auto_tp`, `sequence_parallel` and `stages` are the usual schemes over
-    one axis. `a + b` holds both.
+    gives modules devices; `dp`, `fsdp`, `cp`, `shard_state`, `hf_tp`, `auto_tp`, `sequence_parallel` and `stages` are
+    the usual schemes over one axis. `a + b` holds both.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -61,6 +62,24 @@ class Plan:
         """ZeRO-3: batch, parameters, gradients and optimizer state sharded over `axis`; parameters gathered where used,
         in forward and again in backward, and never kept whole."""
         return Plan([Entry("batch", axis), Entry("state", axis)])
+
+    @staticmethod
+    def shard_state(axis: str) -> Plan:
+        """Parameters, gradients and optimizer state sharded over `axis`, as in ZeRO-3, whatever else the axis does:
+        `cp` and this shard them over the devices of a sequence; `fsdp` is `dp` and this."""
+        return Plan([Entry("state", axis)])
+
+    @staticmethod
+    def cp(axis: str, attention: str = "auto") -> Plan:
+        """Context parallel: the sequence, dim 1 of batch and activations, is sharded over `axis`.
+
+        attention: "gather" brings all keys and values to the queries of each device, "heads" exchanges sequences for
+        heads and back (Ulysses; as many heads as devices, or more), "auto" takes what costs less.
+        """
+        if attention not in ATTENTION:
+            expected = ", ".join(ATTENTION)
+            raise PlanError("there is no such way to do attention", where="Plan.cp", got=attention, expected=expected)
+        return Plan([Entry("context", axis, text=attention)])
 
     @staticmethod
     def tp(axis: str, styles: Mapping[str, str]) -> Plan:
@@ -147,6 +166,8 @@ class Resolved:
     is_default: bool = False
 
     batch_axes: list[str] = field(default_factory=list)
+    context_axes: list[str] = field(default_factory=list)  # that cut the sequence, dim 1 of the batch
+    attention: str = "auto"  # of ATTENTION
     state_axes: list[str] = field(default_factory=list)
     auto_axes: list[str] = field(default_factory=list)
     shards: dict[str, dict[str, int]] = field(default_factory=dict)

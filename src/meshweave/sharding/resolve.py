@@ -18,10 +18,11 @@ from meshweave.sharding.styles import HF_STYLES, apply_param_style, apply_style,
 
 
 def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
-    """What axis names mean without a plan: dp, fsdp, tp and pp as usual; others mean nothing."""
+    """What axis names mean without a plan: dp, fsdp, cp, tp and pp as usual; others mean nothing."""
     usual: dict[str, Callable[[str], Plan]] = {
         "dp": Plan.dp,
         "fsdp": Plan.fsdp,
+        "cp": Plan.cp,
         "tp": Plan.hf_tp if hf_tp_plan(model) else Plan.auto_tp,
         "pp": Plan.stages,
     }
@@ -85,7 +86,7 @@ def check_axes(resolved: Resolved, mesh: Mesh, by_operators: Collection[str] = (
             f"axis '{unused[0]}' has no usual meaning",
             where=f"mesh {mesh}",
             got=unused[0],
-            expected="dp, fsdp, tp or pp, or a plan that says what the axis is for",
+            expected="dp, fsdp, cp, tp or pp, or a plan that says what the axis is for",
             hint=_USUAL.get(unused[0], f'pass a plan, for example mw.Plan.dp("{unused[0]}")'),
         )
     if unused:
@@ -104,6 +105,12 @@ def _batch(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
 def _state(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     if entry.axis not in resolved.state_axes:
         resolved.state_axes.append(entry.axis)
+
+
+def _context(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    if entry.axis not in resolved.context_axes:
+        resolved.context_axes.append(entry.axis)
+    resolved.attention = entry.text or "auto"
 
 
 def _style(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
@@ -292,6 +299,7 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
 _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {
     "batch": _batch,
     "state": _state,
+    "context": _context,
     "style": _style,
     "hf_tp": _hf_tp,
     "auto_tp": _auto_tp,

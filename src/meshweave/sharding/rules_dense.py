@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -241,38 +243,61 @@ def _heads(build: RuleBuilder, q: Spec, k: Spec) -> tuple[int, tuple[int, ...], 
     return batch, ((key_head, build.factor(members)) if members > 1 else (key_head,)), key_head
 
 
-def _scores(bias: Spec, batch: int, head: tuple[int, ...], build: RuleBuilder) -> list[tuple[int, ...]]:
-    """Dims of a bias that broadcasts to [b, h, s, t]."""
-    named = [(batch,), head, None, None][4 - len(bias.shape) :]
-    return [
-        () if size == 1 else (dim if dim is not None else (build.factor(size, whole=True),))
-        for size, dim in zip(bias.shape, named, strict=True)
-    ]
+def _scores(bias: Spec, named: Sequence[Dim]) -> list[Dim]:
+    """Dims of a bias that broadcasts to [b, h, s, t], `named`."""
+    return [() if n == 1 else dim for n, dim in zip(bias.shape, named[4 - len(bias.shape) :], strict=True)]
+
+
+def _attention_dims(q: Spec, k: Spec, v: Spec, bias: Sequence[Spec]) -> tuple[RuleBuilder, list[Any], list[Any]]:
+    """Dims of (q, k, v, bias) and of (out, lse): free over batch, key heads and queries; keys and head size whole.
+
+    Where queries come in pieces, either keys and values are gathered, or all three are cut by heads for as long as the
+    op takes (Ulysses): out goes back to where q is, gradients to where their operands are.
+    """
+    build = RuleBuilder()
+    batch, head, key_head = _heads(build, q, k)
+    s = build.factor(q.shape[2])
+    t, d, e = (build.factor(n, whole=True) for n in (k.shape[2], q.shape[3], v.shape[3]))
+    key, value = [(batch,), (key_head,), (t,), (d,)], [(batch,), (key_head,), (t,), (e,)]
+    scores = [_scores(b, [(batch,), head, (s,), (t,)]) for b in bias]
+    results = [[(batch,), head, (s,), (e,)], [(batch,), head, (s,)]]
+    return build, [[(batch,), head, (s,), (d,)], key, value, *scores], results
 
 
 def _attention(node: fx.Node) -> Rule:
-    """Free over batch and key heads; positions and head size whole."""
     q, k, v, *bias = [spec_of(n) for n in tensor_inputs(node)]
-    build = RuleBuilder()
-    batch, head, key_head = _heads(build, q, k)
-    s, t, d, e = (build.factor(n, whole=True) for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
-    key, value = [(batch,), (key_head,), (t,), (d,)], [(batch,), (key_head,), (t,), (e,)]
-    scores = [_scores(b, batch, head, build) for b in bias]
-    results: list[list[Dim]] = [[(batch,), head, (s,), (e,)], [(batch,), head, (s,)]]
-    return build.rule([[(batch,), head, (s,), (d,)], key, value, *scores], results)
+    build, operands, results = _attention_dims(q, k, v, bias)
+    return replace(build.rule(operands, results), instead=_by_heads(operands), back=(0, -1))
+
+
+def _by_heads(operands: Sequence[list[Dim]]) -> tuple[tuple[int, int], ...]:
+    """The pair (queries, key heads) of an attention's factors."""
+    q, k = operands[:2]
+    return ((q[2][0], k[1][0]),)
 
 
 def _attention_backward(node: fx.Node) -> Rule:
-    """Operands grad, q, k, v, (bias), out, lse."""
+    """Operands grad, q, k, v, (bias), out, lse. Gradients of keys and values are sums over queries."""
     _, q, k, v, *bias, _, _ = [spec_of(n) for n in tensor_inputs(node)]
+    build, operands, (out, lse) = _attention_dims(q, k, v, bias)
+    rule = build.rule([out, *operands, out, lse], operands[:3])
+    return replace(rule, instead=_by_heads(operands), back=(1, 2, 3))
+
+
+def _contract(node: fx.Node) -> Rule:
+    """Dims of either operand that the result lacks are summed over."""
+    a, b = (spec_of(n).shape for n in tensor_inputs(node))
+    over_a, over_b = argument(node, 2), argument(node, 3)
     build = RuleBuilder()
-    batch, head, key_head = _heads(build, q, k)
-    s, t, d, e = (build.factor(n, whole=True) for n in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
-    query, result, lse = [(batch,), head, (s,), (d,)], [(batch,), head, (s,), (e,)], [(batch,), head, (s,)]
-    key, value = [(batch,), (key_head,), (t,), (d,)], [(batch,), (key_head,), (t,), (e,)]
-    scores: list[list[Dim]] = [_scores(b, batch, head, build) for b in bias]
-    return build.rule([result, query, key, value, *scores, result, lse], [query, key, value])
+    left = build.dims(a)
+    shared = {d: left[at] for at, d in zip(over_a, over_b, strict=True)}
+    right = [shared[d] if d in shared else (build.factor(size),) for d, size in enumerate(b)]
+    kept = [dim for d, dim in enumerate(left) if d not in over_a] + [
+        dim for d, dim in enumerate(right) if d not in shared
+    ]
+    return build.rule([left, right], [kept], sums({0}, {1}))
 
 
-add(ours.attention.default, _attention)
-add(ours.attention_backward.default, _attention_backward)
+add(ours.contract.default, _contract)
+add(ours.attention.default, _attention, localize="attention")
+add(ours.attention_backward.default, _attention_backward, localize="attention")

@@ -150,6 +150,15 @@ def _mm(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...
     return _product(a.shape[-2], n, a.shape[-1], prod(a.shape[:-2]), operands, results)
 
 
+def _contract(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
+    """A product over several dims is a matmul of what the other dims are together."""
+    a, b = operands[:2]
+    over = argument(node, 2)
+    k = prod(a.shape[d] for d in over)
+    m, n = (prod(x.shape) // max(k, 1) for x in (a, b))
+    return _product(m, n, k, 1, operands, results)
+
+
 def _first_two(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
     """Matmuls whose first two operands are the factors; scales and offsets follow."""
     a, b = operands[:2]
@@ -226,6 +235,7 @@ _MATMULS: Mapping[str, Priced] = {
     **dict.fromkeys(("_scaled_mm", "_grouped_mm"), _first_two),
     **dict.fromkeys(("grouped_mm", "mm_piece"), _grouped_mm),
     **dict.fromkeys(("grouped_outer", "outer_piece"), _grouped_outer),
+    "contract": _contract,
     "mv": lambda node, operands, results: _product(operands[0].shape[0], 1, operands[0].shape[1], 1, operands, results),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from meshweave.ir.graph import block_name, origin_of
-from meshweave.ir.traits import MATMULS
+from meshweave.ir.traits import PRODUCTS
 from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion, is_compiled
 from meshweave.simulate.tasks import RoleTasks, Task, Tasks
@@ -95,7 +95,7 @@ class Ledger:
         counts: Counter[tuple[str, int]] = Counter()
         for number, task in kernels:
             place = places[number]
-            is_matmul = task.kernel is not None and any(n.target in MATMULS for n in task.kernel.nodes)
+            is_matmul = task.kernel is not None and any(n.target in PRODUCTS for n in task.kernel.nodes)
             if is_matmul and phases[number] == "forward" and place in ends:
                 counts[place] += 1
                 for key in self.made_by(task) if counts[place] % 2 else ():

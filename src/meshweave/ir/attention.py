@@ -1,0 +1,259 @@
+"""Attention on one device, by the kernel that the device has, of queries and keys that begin anywhere in a sequence.
+
+A causal mask goes by positions: with an offset of queries against keys it is a few rectangles and triangles, each done
+by the kernel without a mask tensor, and what no query sees is not computed. Partial results of one query over several
+sets of keys, (out, lse), are merged by `merged`: out = sum out_i exp(lse_i - lse), lse = log sum exp lse_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of queries and columns of keys that meet: all of them, or (causal) each row the columns up to its own."""
+
+    rows: slice
+    keys: slice
+    is_causal: bool
+
+
+def blocks(num_queries: int, num_keys: int, offset: int) -> tuple[Block, ...]:
+    """What a causal mask leaves of queries at `offset` + 0, 1, ... over keys at 0, 1, ...: at most three blocks."""
+    first = max(-offset, 0)  # earlier rows see nothing
+    diagonal = max(offset, 0)  # all rows see the keys before
+    side = min(num_queries - first, num_keys - diagonal)
+    found = []
+    if diagonal > 0 and num_queries:
+        found.append(Block(slice(0, num_queries), slice(0, min(diagonal, num_keys)), False))
+    if side > 0:
+        found.append(Block(slice(first, first + side), slice(diagonal, diagonal + side), True))
+        if first + side < num_queries:
+            found.append(Block(slice(first + side, num_queries), slice(diagonal, num_keys), False))
+    return tuple(found)
+
+
+def seen_pairs(num_queries: int, num_keys: int, offset: int) -> int:
+    """Number of pairs of a query and a key that it sees under a causal mask."""
+    total = 0
+    for block in blocks(num_queries, num_keys, offset):
+        rows, keys = (s.stop - s.start for s in (block.rows, block.keys))
+        total += rows * (rows + 1) // 2 if block.is_causal else rows * keys
+    return total
+
+
+def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over two sets of keys, from that over each. A query that saw none has lse -inf."""
+    total = torch.logaddexp(lse, more_lse)
+    base = total.masked_fill(total == float("-inf"), 0.0)
+    left, right = (torch.exp(x - base).unsqueeze(-1) for x in (lse, more_lse))
+    return (out * left + more * right).to(out.dtype), total
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, offset: int
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q [b, h, s, d] over k, v [b, g, t, .], queries being `offset` after keys.
+
+    Where the device has no kernel that returns it, and one block is all, lse is zeros, which `backward` does not read.
+    """
+    k, v = _repeat_groups(q, k), _repeat_groups(q, v)
+    parts = _parts(q, k, is_causal, offset)
+    if _is_one(parts, q):
+        own = (q, k[:, :, parts[0].keys], v[:, :, parts[0].keys], _part(bias, parts[0]), parts[0].is_causal, scale)
+        if _has_cpu_flash(q, v):
+            return _block(*own)
+        return _plain(*own), q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
+    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
+    for part in parts:
+        own = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
+        more, more_lse = _block(*own)
+        rows = merged(out[:, :, part.rows], lse[:, :, part.rows], more.to(wide), more_lse.to(wide))
+        out[:, :, part.rows], lse[:, :, part.rows] = rows
+    return out.to(q.dtype), lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, the weight of a pair being exp(score - lse)."""
+    parts = _parts(q, k, is_causal, offset)
+    if _is_one(parts, q) and not _has_cpu_flash(q, v):
+        (part,) = parts
+        own = (k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
+        gq, gk, gv = _recomputed_backward(grad, q, *own)
+        return gq, _padded(gk, k), _padded(gv, v)
+    wide_k, wide_v = _repeat_groups(q, k), _repeat_groups(q, v)
+
+    def of_part(part: Block) -> tuple[Tensor, Tensor, Tensor]:
+        g, a, o, sums = (x[:, :, part.rows] for x in (grad, q, out, lse))
+        keys, values = wide_k[:, :, part.keys], wide_v[:, :, part.keys]
+        return _block_backward(g, a, keys, values, _part(bias, part), o, sums, part.is_causal, scale)
+
+    if _is_one(parts, q):
+        gq, gk, gv = of_part(parts[0])
+        return gq.contiguous(), _sum_groups(_padded(gk, k), k), _sum_groups(_padded(gv, v), v)
+    total = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, wide_k, wide_v)]
+    for part in parts:
+        for whole, place, more in zip(total, (part.rows, part.keys, part.keys), of_part(part), strict=True):
+            whole[:, :, place] += more
+    return total[0].to(q.dtype), _sum_groups(total[1], k).to(k.dtype), _sum_groups(total[2], v).to(v.dtype)
+
+
+def _parts(q: Tensor, k: Tensor, is_causal: bool, offset: int) -> tuple[Block, ...]:
+    if is_causal and q.numel():
+        return blocks(q.shape[2], k.shape[2], offset)
+    return (Block(slice(0, q.shape[2]), slice(0, k.shape[2]), False),)
+
+
+def _is_one(parts: tuple[Block, ...], q: Tensor) -> bool:
+    return len(parts) == 1 and parts[0].rows == slice(0, q.shape[2])
+
+
+def _part(bias: Tensor | None, block: Block) -> Tensor | None:
+    """The part of a bias, which broadcasts to [b, h, s, t], that belongs to a block."""
+    for dim, cut in ((-1, block.keys), (-2, block.rows)):
+        if bias is not None and bias.dim() >= -dim and bias.shape[dim] > 1:
+            bias = bias.narrow(dim, cut.start, cut.stop - cut.start)
+    return bias
+
+
+def _padded(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of all keys, of which the last have none."""
+    missing = like.shape[2] - grad.shape[2]
+    return torch.nn.functional.pad(grad, (0, 0, 0, missing)) if missing else grad
+
+
+# The kernels: queries and keys that begin at the same position, keys and values with as many heads as queries.
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    if q.numel() == 0 or k.shape[2] == 0:
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        return out, q.new_full(q.shape[:-1], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+    if not _has_cpu_flash(q, v):
+        scores = _scores(q, k, bias, is_causal, scale)
+        lse = torch.logsumexp(scores, -1)
+        weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+        return (weights @ v.to(weights.dtype)).to(q.dtype), lse
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=_float_bias(bias, q), scale=scale
+    )
+    return out.contiguous(), lse.contiguous()
+
+
+def _block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or k.shape[2] == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if not _has_cpu_flash(q, v):
+        return _spelled_backward(grad, q, k, v, bias, out, lse, is_causal, scale)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=_float_bias(bias, q), scale=scale
+    )
+    return grads[0], grads[1], grads[2]
+
+
+def _has_cpu_flash(q: Tensor, v: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float16
+
+
+def _repeat_groups(q: Tensor, x: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+    if grad.shape == like.shape:
+        return grad.contiguous()
+    return grad.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _float_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    if bias is None or bias.dtype != torch.bool:
+        return bias
+    return torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    if q.numel() == 0:
+        return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale).contiguous()
+
+
+def _recomputed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward by running the device's forward kernel again; by formula inside a dispatched op (no autograd there)."""
+    if q.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        wide = [leaves[0], _repeat_groups(q, leaves[1]), _repeat_groups(q, leaves[2])]
+        out = _plain(wide[0], wide[1], wide[2], bias, is_causal, scale)
+    if out.requires_grad:
+        gq, gk, gv = torch.autograd.grad(out, leaves, grad)
+        return gq, gk, gv
+    wide_k, wide_v = _repeat_groups(q, k), _repeat_groups(q, v)
+    lse = torch.logsumexp(_scores(q, wide_k, bias, is_causal, scale), -1)
+    gq, gk, gv = _spelled_backward(grad, q, wide_k, wide_v, bias, out, lse, is_causal, scale)
+    return gq, _sum_groups(gk, k), _sum_groups(gv, v)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """q k^T scale + bias in float32 at least, -inf where nothing is seen: all of them at once."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * scale
+    mask = _float_bias(bias, scores)
+    scores = scores if mask is None else scores + mask
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return scores
+
+
+def _spelled_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of softmax(q k^T scale + bias) v, in float32 at least."""
+    scores = _scores(q, k, bias, is_causal, scale)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+    g, a, b, c, o = (x.to(scores.dtype) for x in (grad, q, k, v, out))
+    d_scores = weights * (g @ c.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * scale
+    d_k, d_v = d_scores.transpose(-2, -1) @ a, weights.transpose(-2, -1) @ g
+    return (d_scores @ b).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
