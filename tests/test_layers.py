@@ -26,6 +26,7 @@ ROOMS = (
     "chunks",
     "rings",
     "rows",
+    "regions",
     "runtime",
     "calibrate",
     "check",

@@ -22,6 +22,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.passes import Budget, Pipeline, pass_list, pipeline_of
 from meshweave.passes.options import Asked
 from meshweave.program import Program
+from meshweave.regions.compiler import checked_backend
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
 from meshweave.runtime.cluster import make_world, on_any
@@ -60,6 +61,7 @@ class CompileOptions:
     reduce_after_cast: bool
     recompute: str
     param_dtype: torch.dtype | None
+    backend: str
     passes: Asked
     passes_seconds: float
     prefetch: int
@@ -107,7 +109,8 @@ class CompileOptions:
 
     @property
     def session(self) -> Settings:
-        return Settings(self.accumulate, self.seed, self.keeps_gradients, self.check_finite)
+        keeps, backend = self.keeps_gradients, checked_backend(self.backend)
+        return Settings(self.accumulate, self.seed, keeps, self.check_finite, backend)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -224,6 +227,7 @@ def compile(
     reduce_after_cast: bool = False,
     recompute: str = "none",
     param_dtype: torch.dtype | None = None,
+    backend: str = "auto",
     passes: Asked = None,
     passes_seconds: float = 60.0,
     prefetch: int = 0,
@@ -268,6 +272,9 @@ def compile(
         Without one (or "auto") a job of several processes takes that of its GPUs where it is known, else measures
         machine and links once (about 10 s) and keeps the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
         and virtual devices, which have no links, use it. `program.costs_from` says which it was.
+    backend: what runs the compute between communications. "eager": op by op; "inductor": compiled, regions of twin
+        layers once; "auto": compiled where that is measured to be faster and saves in 1,000 steps what compiling takes;
+        on virtual devices eager. Values then differ from eager's by rounding (docs/regions.md).
     passes: what the step goes through, as a list of `meshweave.passes` or as text: "exact" (carry, overlap: values stay
         the same to the bit), "default" (split, decompose, overlap: sums may round otherwise), "none",
         "default,split=4,recompute=full". The arguments recompute, prefetch, overlap, decompose and split are short

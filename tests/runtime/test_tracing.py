@@ -15,6 +15,7 @@ from tests.training import batches, train
 from torch import fx, nn
 
 import meshweave as mw
+from meshweave.capture.batch import Batch
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import Input, Origin, Spec, op_name
@@ -49,7 +50,7 @@ def compiled(mesh: str, accumulate: int = 1) -> tuple[mw.TrainStep, list[Any]]:
 
 
 def traced(step: mw.TrainStep, batch: Any, devices: tuple[int, ...] = ()) -> Simulation:
-    _, micros = step._micros(batch)
+    _, micros = step._micros(Batch.of(batch))
     return step.session.trace(micros, step._numbers(), devices)
 
 

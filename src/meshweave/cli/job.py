@@ -22,6 +22,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, pipeline_of
 from meshweave.program import Program
+from meshweave.regions.compiler import BackendName
 from meshweave.sharding.plan_text import data_parallel_size
 from meshweave.sharding.plans import Plan
 
@@ -71,6 +72,9 @@ class StepOptions(Options):
         str,
         typer.Option("--passes", help="what the step goes through, such as default or overlap,split=2,recompute=full"),
     ] = "none"
+    backend: Annotated[
+        BackendName, typer.Option("--backend", help="what runs compute between communications: eager, inductor or auto")
+    ] = "auto"
     seed: Annotated[int, typer.Option("--seed", help="of parameters, data and dropout")] = 0
     overlap: Annotated[
         bool, typer.Option("--overlap", help="order the step so that communication runs beside compute")

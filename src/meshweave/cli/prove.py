@@ -75,7 +75,9 @@ def check(screen: Screen, job: CheckOptions) -> int:
         fresh = Source(source.name, model, source.loss, batch, source.make_batch, 0, "")
         program = compiled(asked, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
-        return TrainStep(program, model, optimizer, world, Settings(job.accumulate, job.seed, keep_gradients=True))
+        backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on many
+        settings = Settings(job.accumulate, job.seed, keep_gradients=True, backend=backend)
+        return TrainStep(program, model, optimizer, world, settings)
 
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)

@@ -45,7 +45,9 @@ def run(screen: Screen, job: RunOptions) -> int:
     optimizer = job.make_optimizer(source.model)
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, optimizer, stage)
-        step = TrainStep(program, source.model, optimizer, world, Settings(job.accumulate, job.seed))
+        step = TrainStep(
+            program, source.model, optimizer, world, Settings(job.accumulate, job.seed, backend=job.backend)
+        )
     if job.checkpoint and Path(job.checkpoint).exists():
         step.load(job.checkpoint)
         screen.say(f"continuing from {job.checkpoint} after step {step.num_steps}")

@@ -7,19 +7,29 @@ backward are not. Importing this file imports Inductor, which takes a second.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch._functorch.config
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as config
 from torch._inductor import custom_graph_pass
 from torch._inductor import list_mode_options as list_mode_options
 from torch._inductor.compile_fx import compile_fx as compile_fx
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.utils import contains_collective as contains_collective
 from torch._inductor.utils import contains_wait as contains_wait
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
 GraphPass: Any = custom_graph_pass.CustomGraphPass
 # What torch 2.13 has and earlier versions may not: a pass after the gradients were made, and one on scheduler nodes.
 PostGradPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", GraphPass)
@@ -39,3 +49,28 @@ def add_dependency(node: Any, buffer: str, written: str) -> None:
 def backward_compiled_with_forward() -> AbstractContextManager[Any]:
     """A context in which backward graphs are compiled with their forward graphs, in the same thread."""
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+
+
+def compile_graph(
+    function: Callable[..., Any], forms: Sequence[Form], device: torch.device
+) -> Callable[[list[Any]], list[Any]]:
+    """A function of tensors, without autograd and without effects, compiled for operands of these forms (shape, stride,
+    dtype) on a device. What it returns is called with a list, which it empties, so that it can free an operand after
+    its last use; results have the strides that `function` gives them.
+
+    Raises whatever Inductor raises, InvalidCxxCompiler where there is no compiler.
+    """
+    with FakeTensorMode() as mode, torch.no_grad():
+        inputs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]
+        traced = make_fx(
+            torch.func.functionalize(function, remove="mutations"),
+            decomposition_table=select_decomp_table(),
+            _allow_non_fake_inputs=True,
+        )(*inputs)
+    output = next(iter(reversed(traced.graph.nodes)))
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    own = {"emulate_precision_casts": True}  # rounds where ops round: results do not hang on what is fused with what
+    context = TracingContext(mode)
+    with config.patch(own), torch.no_grad(), tracing(context), V.set_fake_mode(mode):
+        compiled: Any = compile_fx_inner(traced, inputs, is_inference=True)
+    return compiled  # type: ignore[no-any-return]

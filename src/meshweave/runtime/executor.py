@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,19 +74,49 @@ class Slot:
     index: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fused:
+    """Several nodes that run as one function: of the values of `inputs`, in a list that it empties, and the device. It
+    returns the values of `outputs`."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    function: Callable[[list[Any], int], Sequence[Any]]
+
+
+Step = fx.Node | Fused
+Fuse = Callable[[Sequence[Sequence[fx.Node]], Collection[fx.Node]], Sequence[Sequence[Step]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction: where operands are, where the result goes, which values nobody needs afterwards."""
+    """One instruction: where operands are, where results go, which values nobody needs afterwards.
+
+    A task of several nodes (`fused`, of which `node` is the first) has its operands in the slots `args`, and lets go of
+    those in `frees` before it begins: the function frees each after its last use.
+    """
 
     node: fx.Node
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    out: int
+    outs: tuple[int, ...]
     frees: tuple[int, ...]
     is_flat: bool
     is_start: bool = False
     is_wait: bool = False
+    fused: Fused | None = None
+
+    @property
+    def out(self) -> int:
+        """The slot of the one result."""
+        return self.outs[0]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values stand in `outs`."""
+        return (self.node,) if self.fused is None else self.fused.outputs
 
 
 @dataclass(slots=True)
@@ -114,40 +144,48 @@ def compile_tasks(
     device: torch.device,
     keep: Callable[[str, str], bool] = lambda kind, name: True,
     is_last: bool = True,
+    fuse: Fuse | None = None,
 ) -> Compiled:
-    """What a device runs of a role's graph, in the last microbatch of a step or in one before it."""
+    """What a device runs of a role's graph, in the last microbatch of a step or in one before it. `fuse(parts, kept)`
+    says which nodes of each part run together, where the values `kept` outlive the step."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     parts = _parts(nodes)
     if not is_last:
         parts = [*([n for n in part if origin_of(n).phase != "reduce"] for part in parts[:UPDATE]), []]
-        nodes = [n for part in parts for n in part]
     slot = {n: i for i, n in enumerate(graph.graph.nodes)}
     results = list(next(iter(reversed(graph.graph.nodes))).args[0])
     kept = {n for (kind, name), n in zip(graph.outputs, results, strict=True) if keep(kind, name)}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        for used in node.all_input_nodes:
-            last[used] = node
+    steps: Sequence[Sequence[Step]] = parts if fuse is None else fuse(parts, kept)
+    last: dict[fx.Node, Step] = {}
+    for step in (step for part in steps for step in part):
+        for used in step.inputs if isinstance(step, Fused) else step.all_input_nodes:
+            last[used] = step
     replaced = {key for key in graph.outputs if key[0] in ("param", "state", "acc", "carry")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
     lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
-    frees: dict[fx.Node, list[int]] = {}
-    for used, node in last.items():
+    frees: dict[Step, list[int]] = {}
+    for used, step in last.items():
         if used not in lasting:
-            frees.setdefault(node, []).append(slot[used])
+            frees.setdefault(step, []).append(slot[used])
 
-    def task(node: fx.Node) -> Task:
-        args, kwargs = map_nodes(node, lambda n: Slot(slot[n]))
-        if node.target in FACTORIES and device.type != "cpu":
+    def freed(step: Step, results: Sequence[fx.Node]) -> tuple[int, ...]:
+        unused = [slot[n] for n in results if n not in last and n not in kept]
+        return (*frees.get(step, ()), *unused)
+
+    def task(step: Step) -> Task:
+        if isinstance(step, Fused):
+            args, outs = tuple(slot[n] for n in step.inputs), tuple(slot[n] for n in step.outputs)
+            return Task(step.nodes[0], step.function, args, {}, outs, freed(step, step.outputs), False, fused=step)
+        args, kwargs = map_nodes(step, lambda n: Slot(slot[n]))
+        if step.target in FACTORIES and device.type != "cpu":
             kwargs = {**kwargs, "device": device}
-        unused = [] if node in last or node in kept else [slot[node]]
         is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
-        function: Any = KERNELS.get(node.target, node.target)
-        free = (*frees.get(node, ()), *unused)
-        return Task(node, function, args, kwargs, slot[node], free, is_flat, node.target in STARTS, node.target is WAIT)
+        function: Any = KERNELS.get(step.target, step.target)
+        kind = (step.target in STARTS, step.target is WAIT)
+        return Task(step, function, args, kwargs, (slot[step],), freed(step, (step,)), is_flat, *kind)
 
-    tasks = tuple(tuple(task(n) for n in part) for part in parts)
+    tasks = tuple(tuple(task(step) for step in part) for part in steps)
     inputs = tuple(slot[n] for n in sources)
     return Compiled(graph, tasks, inputs, tuple(slot[n] for n in results), len(slot), tuple(slot))
 
@@ -168,6 +206,22 @@ def environment(compiled: Compiled, device: int) -> Env:
     for node, value in bind_symbols(compiled.graph.graph, compiled.graph.coordinates(device)).items():
         env[slot[node]] = value
     return env
+
+
+def perform(task: Task, env: Env, device: int) -> None:
+    """Run a local task on a device. Raises StepError that names op, source line and device."""
+    if task.fused is None:
+        env[task.out] = evaluate(task, env, device)
+        return
+    operands = [env[slot] for slot in task.args]
+    for slot in task.frees:
+        env[slot] = None
+    try:
+        results = task.function(operands, device)
+    except Exception as error:
+        raise failed(task, f"and {len(task.fused.nodes) - 1} ops after it failed on device {device}", error) from error
+    for slot, value in zip(task.outs, results, strict=True):
+        env[slot] = value
 
 
 def evaluate(task: Task, env: Env, device: int) -> Any:
@@ -243,18 +297,22 @@ class SerialExecutor:
         with torch.no_grad():
             for task in self.compiled.tasks[part]:
                 began = None if recorder is None else recorder.mark()
-                env[task.out] = self._result(task, env)
+                self._run(task, env)
                 if recorder is not None:
                     recorder.ran(0, task, began)
                 if self.meter is not None:
-                    self.meter.made(0, task.node, env[task.out])
+                    tell_made(self.meter, task, env, 0)
                 finish(task, env, 0, self.meter, after, self.compiled)
 
-    def _result(self, task: Task, env: Env) -> Any:
+    def _run(self, task: Task, env: Env) -> None:
         if task.is_wait:
-            return self.communicator.wait(env[task.args[0].index])
-        if not task.is_start:
-            return evaluate(task, env, self.device)
+            env[task.out] = self.communicator.wait(env[task.args[0].index])
+        elif task.is_start:
+            env[task.out] = self._started(task, env)
+        else:
+            perform(task, env, self.device)
+
+    def _started(self, task: Task, env: Env) -> Any:
         operand, *rest = (fill(a, env) for a in task.args)
         try:
             return self.communicator.start(self.compiled.graph, task.function, operand, rest)
@@ -262,6 +320,11 @@ class SerialExecutor:
             raise
         except Exception as error:
             raise failed(task, f"over {rest[-1]} failed", error) from error
+
+
+def tell_made(meter: Meter, task: Task, env: Env, index: int) -> None:
+    for slot, node in zip(task.outs, task.results, strict=True):
+        meter.made(index, node, env[slot])
 
 
 def finish(task: Task, env: Env, index: int, meter: Meter | None, after: After | None, compiled: Compiled) -> None:

@@ -59,12 +59,17 @@ class _Role:
         return self.result()
 
     def task(self, node: fx.Node, event: Event) -> Span:
-        """Ops that read and write, and the host's part of communications: putting them on their way, finishing them."""
-        works = () if node.target in STARTS or node.target is WAIT else _works(node, self.local)
+        """Ops that read and write, and the host's part of communications: putting them on their way, finishing them. Of
+        ops that a compiler has made one function the bytes are those that they would read and write one by one."""
+        nodes = [self.nodes[name] for name in event.fused] or [node]
+        is_alone = node.target in STARTS or node.target is WAIT
+        works = [] if is_alone else [work for n in nodes for work in _works(n, self.local)]
         flops = sum(work.flops for work in works if isinstance(work, Matmul | Attention))
         op = "start" if node.target in STARTS else "wait" if node.target is WAIT else op_name(node.target)
         stream = "compute" if self.is_only else f"compute {self.index}"
-        return self.span(node, event, op, "compute", stream, flops=flops, bytes=float(sum(w.bytes for w in works)))
+        names = tuple(n.name for n in nodes)
+        total = float(sum(w.bytes for w in works))
+        return self.span(node, event, op, "compute", stream, flops=flops, bytes=total, names=names)
 
     def copy(self, node: fx.Node, event: Event) -> Span:
         key = str(node.args[-1])
@@ -87,7 +92,8 @@ class _Role:
 
     def span(self, node: fx.Node, event: Event, op: str, kind: str, stream: str, **more: object) -> Span:
         origin = origin_of(node)
-        more |= {"phase": origin.phase, "module": origin.module, "line": origin.source, "names": (node.name,)}
+        more |= {"phase": origin.phase, "module": origin.module, "line": origin.source}
+        more.setdefault("names", (node.name,))
         if kind != "compute":
             more["layout"] = node.meta.get("move", "")
         begin = event.begin - self.zero
@@ -143,10 +149,11 @@ class _Role:
                 copy = self.copies.get(self.started_by(span))
                 needs = set() if copy is None else {self.first + copy}
             else:
-                needs = {producers[n.name] for n in self.nodes[span.name].all_input_nodes if n.name in producers}
+                read = (n.name for name in span.names for n in self.nodes[name].all_input_nodes)
+                needs = {producers[name] for name in read if name in producers}
             self.spans[i] = replace(span, needs=tuple(sorted(needs)))
             if span.kind == "compute":
-                producers[span.name] = self.first + i
+                producers.update((name, self.first + i) for name in span.names)
 
     def result(self) -> RoleResult:
         compute = covered([(s.start, s.end) for s in self.spans if s.kind == "compute"])

@@ -17,10 +17,22 @@ from meshweave.errors import StepError
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph
+from meshweave.regions.compiler import BackendName, RegionCompiler
 from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
-from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, Task, compile_tasks
+from meshweave.runtime.executor import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    Compiled,
+    Env,
+    Executor,
+    Meter,
+    Task,
+    compile_tasks,
+)
+from meshweave.runtime.fuse import compiler_for, fuse_for
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
@@ -35,12 +47,14 @@ _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state",
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a session keeps and checks. `accumulate` is the number of microbatches of a step."""
+    """What a session keeps and checks. `accumulate` is the number of microbatches of a step, `backend` what compiles
+    the compute between communications."""
 
     accumulate: int = 1
     seed: int = 0
     keep_gradients: bool = False
     check_finite: bool = True
+    backend: BackendName = "eager"
 
 
 class Session:
@@ -61,6 +75,7 @@ class Session:
     ) -> None:
         """`share`: another session of the same model, whose state this one trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
+        self.compiler: RegionCompiler = compiler_for(settings.backend, world) if share is None else share.compiler
         kept = {
             "loss",
             "output",
@@ -95,8 +110,8 @@ class Session:
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
-                keep = partial(_is_kept, frozenset(kept))
-                compiled[id(rank)] = compile_tasks(rank, self.world.device, keep, is_last)
+                keep, fuse = partial(_is_kept, frozenset(kept)), fuse_for(self.compiler, rank, self.world)
+                compiled[id(rank)] = compile_tasks(rank, self.world.device, keep, is_last, fuse)
         return tuple(compiled[id(by_device[d])] for d in self.world.devices)
 
     @property
@@ -333,7 +348,8 @@ class Session:
             replaced.append(targets)
 
         def commit(i: int, task: Task) -> None:
-            keep(i, task.out)
+            for slot in task.outs:
+                keep(i, slot)
 
         def keep(i: int, slot: int) -> None:
             """A new value; what is kept of it more than once has storages of its own."""

@@ -26,12 +26,13 @@ _PATIENCE_SECONDS = 1.0  # for the last callback of a communication that has bee
 @dataclass(frozen=True, slots=True)
 class Event:
     """What a device did from `begin` to `end`, in seconds: ran the node `name`, or (`is_copy`) had the communication
-    under way that the node `name` starts."""
+    under way that the node `name` starts. `fused`: all nodes that ran as one function, `name` the first of them."""
 
     name: str
     begin: float
     end: float
     is_copy: bool
+    fused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class Recorder:
     clock: Clock
     num_held: int
     posted: list[list[Mark]] = field(default_factory=list)
-    _tasks: list[list[tuple[fx.Node, Mark, Mark]]] = field(init=False)
+    _tasks: list[list[tuple[Task, Mark, Mark]]] = field(init=False)
     _copies: list[list[_Communication]] = field(init=False)
     _values: list[list[tuple[fx.Node, Mark, tuple[tuple[int, int], ...] | None]]] = field(init=False)
 
@@ -182,7 +183,7 @@ class Recorder:
     def ran(self, index: int, task: Task, began: Mark) -> None:
         """A task of held device `index` ran from `began` until now."""
         now = self.clock.mark()
-        self._tasks[index].append((task.node, began, now))
+        self._tasks[index].append((task, began, now))
         posted, self.posted = self.posted, []
         if task.is_wait:
             start = task.node.all_input_nodes[0]
@@ -233,7 +234,7 @@ class Recorder:
         at = self.clock.seconds
         traces = []
         for i, device in enumerate(devices):
-            events = [Event(n.name, at(b), at(e), False) for n, b, e in self._tasks[i]]
+            events = [Event(t.node.name, at(b), at(e), False, _fused_names(t)) for t, b, e in self._tasks[i]]
             for copy in self._copies[i]:
                 if (times := copy.seconds(self.clock)) is not None:
                     events.append(Event(copy.start.name, *times, True))
@@ -247,6 +248,10 @@ class Recorder:
 def _storage(x: Tensor) -> tuple[int, int]:
     storage = x.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def _fused_names(task: Task) -> tuple[str, ...]:
+    return () if task.fused is None else tuple(node.name for node in task.fused.nodes)
 
 
 def _changes(

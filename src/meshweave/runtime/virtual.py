@@ -29,10 +29,11 @@ from meshweave.runtime.executor import (
     Recorder,
     Task,
     environment,
-    evaluate,
     failed,
     fill,
     finish,
+    perform,
+    tell_made,
 )
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.streams import Streams
@@ -283,7 +284,7 @@ class LocalExecutor:
         if task.is_start:
             env[task.out] = fill(task.args[0], env)
         elif not task.is_wait:
-            env[task.out] = evaluate(task, env, self.devices[i])
+            perform(task, env, self.devices[i])
         if recorder is not None:
             recorder.ran(i, task, began)
         if self.meter is None:
@@ -291,7 +292,7 @@ class LocalExecutor:
         else:
             with self._meter_lock:
                 if not task.is_wait:  # what a copy has brought, the copy has told
-                    self.meter.made(i, task.node, env[task.out])
+                    tell_made(self.meter, task, env, i)
                 finish(task, env, i, self.meter, now.after, self.ranks[i])
 
     # communication

@@ -1,0 +1,1 @@
+"""Compute between communications as one compiled function: regions of a rank graph, and who compiles them."""

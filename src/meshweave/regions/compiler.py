@@ -1,0 +1,232 @@
+"""Compiles the regions of rank graphs, each distinct one once, and says where that pays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.rank import RankGraph
+from meshweave.ir.traits import is_random
+from meshweave.ir.values import Values, local_values
+from meshweave.regions.cut import Parts, Region, cut, is_generated, written_in_place
+from meshweave.regions.trace import RegionFunction, Shape, region_function, samples
+
+BackendName = Literal["eager", "inductor", "auto"]
+BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "auto")
+Compiled = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is called with
+Functions = Mapping[int, RegionFunction]  # of one region, by device
+ValuesOf = Mapping[fx.Node, Values]
+
+# When `auto` tries a compiler at all: what it may save in so many steps against what it takes. Figures of 2 cores,
+# torch 2.13, 2026-11: a region of a 24.6M Llama compiles in 0.6 to 4 s; an op by itself costs 5 us of Python and
+# dispatch, and reads and writes memory at 10 GB/s in one thread.
+STEPS = 1000
+COMPILE_S = 2.0
+OP_S = 5e-6
+BYTES_PER_S = 10e9
+_NOTES = logging.getLogger("meshweave")
+_SHOWN = 40  # names of ops in a note
+_ROUNDS = 3  # of a measurement, of which the fastest counts
+
+
+def checked_backend(name: str) -> BackendName:
+    """The name of a backend. Raises MeshweaveError for any other."""
+    for known in BACKENDS:
+        if name == known:
+            return known
+    raise MeshweaveError("no backend of that name", where="backend", got=repr(name), expected=", ".join(BACKENDS))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runner:
+    """Runs a region on the devices of a process. `strides` are those that it was compiled for, by number of the
+    operand: of what other regions make they are known, other operands are brought into them. `written` has for every
+    output the operand that it was written into, or -1."""
+
+    by_device: Mapping[int, Compiled]
+    strides: tuple[tuple[int, Shape], ...]
+    written: tuple[int, ...]
+
+    def __call__(self, operands: list[Any], device: int) -> Sequence[Any]:
+        for i, stride in self.strides:
+            if operands[i].stride() != stride:
+                operands[i] = _restrided(operands[i], stride)
+        if max(self.written) < 0:
+            return self.by_device[device](operands)
+        renewed = [operands[i] if i >= 0 else None for i in self.written]
+        rest = iter(self.by_device[device](operands))
+        return [next(rest) if x is None else x for x in renewed]
+
+
+def _restrided(x: Tensor, stride: Shape) -> Tensor:
+    """A tensor in other strides: itself where they differ in dims of one element alone, else a copy."""
+    pairs = zip(x.shape, x.stride(), stride, strict=True)
+    if all(size == 1 or a == b for size, a, b in pairs):
+        return x.as_strided(x.shape, stride)
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+Planned = fx.Node | tuple[Region, Runner]
+
+
+@dataclass(slots=True)
+class RegionCompiler:
+    """Compiles for one step and its variants. `compiled` are the functions by the region's key, None where the
+    compiler failed; `notes` say what failed. `any_rank(flag)` is whether a rank of the job says so: what they decide,
+    all decide alike, or replicas of a value would part."""
+
+    backend: BackendName = "eager"
+    any_rank: Callable[[bool], bool] = lambda flag: flag
+    compiled: dict[str, Compiled | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    has_compiler: bool = True
+
+    def fuse(
+        self, role: RankGraph, devices: Sequence[int], device: torch.device, parts: Parts, kept: Collection[fx.Node]
+    ) -> list[list[Planned]]:
+        """The parts of a role with its regions compiled, for those of its devices that the process holds. A region that
+        cannot be compiled runs op by op, and so does everything where compiling does not pay."""
+        plain: list[list[Planned]] = [list(part) for part in parts]
+        if self.backend == "eager":
+            return plain
+        held = {d: local_values(role, d) for d in devices}
+        refused = {n for part in parts for n in part if is_random(n.target)}
+        while True:
+            values = held[devices[0]].values
+            steps = cut(parts, kept, values, lambda node: node not in refused)
+            steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)
+            regions = [step for part in steps for step in part if isinstance(step, Region)]
+            functions = [{d: region_function(r, x.values, x.symbols, device) for d, x in held.items()} for r in regions]
+            if not self._may_pay(regions, functions, values):
+                return plain
+            failed = [r for r, its in zip(regions, functions, strict=True) if not self._compiles(r, its)]
+            if not self.any_rank(bool(failed)):
+                break
+            if self.any_rank(not failed):  # ranks that compile other regions would not stay replicas
+                return plain
+            refused.update(n for r in failed for n in r.nodes)
+        if not self._pays(functions):
+            return plain
+        known = {n for r in regions for n in r.outputs}
+        runners = {r: self._runner(r, its, known) for r, its in zip(regions, functions, strict=True)}
+        return [[(s, runners[s]) if isinstance(s, Region) else s for s in part] for part in steps]
+
+    def _compiles(self, region: Region, functions: Functions) -> bool:
+        """Whether a region is compiled for all devices, now or before."""
+        for function in functions.values():
+            if function.key not in self.compiled:
+                self.compiled[function.key] = self._compiled(region, function)
+            if self.compiled[function.key] is None:
+                return False
+        return True
+
+    def _compiled(self, region: Region, function: RegionFunction) -> Compiled | None:
+        if not self.has_compiler:
+            return None
+        from meshweave.interop import inductor  # takes a second to import, and eager steps do without
+
+        try:
+            return inductor.compile_graph(function, function.forms, function.device)
+        except inductor.InvalidCxxCompiler:
+            self.has_compiler = False
+            self._note("there is no C++ compiler, so ops run one by one (Inductor needs g++ or clang++, or $CXX)")
+        except Exception as error:  # whatever goes wrong in the compiler: the region can run without
+            names = list(dict.fromkeys(op_name(n.target) for n in region.nodes))
+            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            what = str(error).strip().splitlines()[:1]
+            self._note(
+                f"a region of {len(region.nodes)} ops runs one by one, for Inductor failed on it ({shown}; from "
+                f"{origin_of(region.nodes[0])}): {type(error).__name__}: {''.join(what)}"
+            )
+        return None
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            _NOTES.warning(text)
+
+    def _runner(self, region: Region, functions: Functions, known: Collection[fx.Node]) -> Runner:
+        first = next(iter(functions.values()))
+        strides = [(i, form[1]) for i, form in enumerate(first.forms) if region.inputs[i] not in known]
+        by_device: dict[int, Compiled] = {}
+        for device, function in functions.items():
+            compiled = self.compiled[function.key]
+            assert compiled is not None
+            by_device[device] = compiled
+        place = {node: i for i, node in enumerate(region.inputs)}
+        written = tuple(place[region.written[n]] if n in region.written else -1 for n in region.outputs)
+        return Runner(by_device, tuple(strides), written)
+
+    def _may_pay(self, regions: Sequence[Region], functions: Sequence[Functions], values: ValuesOf) -> bool:
+        """Whether regions may save in STEPS steps what compiling them takes: values that stay in registers, and ops
+        that nobody calls."""
+        if self.backend == "inductor":
+            return True
+        num_new = len({f.key for its in functions for f in its.values() if f.key not in self.compiled})
+        saved = sum(_saved_seconds(region, values) for region in regions) * STEPS
+        return self.any_rank(saved > num_new * COMPILE_S)
+
+    def _pays(self, functions: Sequence[Functions]) -> bool:
+        """Whether compiled regions are faster than ops one by one, measured on operands of their forms, all together:
+        a step's worth of both."""
+        if self.backend == "inductor":
+            return True
+        counts = Counter(f.key for its in functions for f in its.values())
+        gained = 0.0
+        for key, function in {f.key: f for its in functions for f in its.values()}.items():
+            compiled = self.compiled[key]
+            assert compiled is not None
+            eager = _seconds(lambda operands, run=function: run(*operands), function)  # type: ignore[misc]
+            gained += counts[key] * (eager - _seconds(compiled, function))
+        return self.any_rank(gained > 0)
+
+
+def _renewed(role: RankGraph) -> dict[fx.Node, fx.Node]:
+    """New parameters and optimizer state by the inputs whose place they take, where a tensor of its own is behind each:
+    not where a value is an output twice, nor where gathered parameters are carried over, which may share memory."""
+    if any(item.kind == "carry" for item in role.inputs):
+        return {}
+    results: Any = next(iter(reversed(role.graph.nodes))).args[0]
+    new, counts = dict(zip(role.outputs, results, strict=True)), Counter(results)
+    sources = (node for node in role.graph.nodes if node.op == "placeholder")
+    keys = {old: (item.kind, item.name) for item, old in zip(role.inputs, sources, strict=True)}
+    updated = {old: new[key] for old, key in keys.items() if key[0] in ("param", "state") and key in new}
+    return {old: after for old, after in updated.items() if counts[after] == 1}
+
+
+def _saved_seconds(region: Region, values: ValuesOf) -> float:
+    """What a compiler may save of a region: the bytes that generated ops read and write, but for what enters and leaves
+    the region, and the call of each."""
+    generated = [node for node in region.nodes if is_generated(node)]
+    moved = sum(x.bytes for node in generated for n in (node, *node.all_input_nodes) for x in values[n])
+    needed = sum(x.bytes for n in (*region.inputs, *region.outputs) for x in values[n])
+    return max(0, moved - needed) / BYTES_PER_S + len(generated) * OP_S
+
+
+def _seconds(run: Callable[[list[Any]], Any], function: RegionFunction) -> float:
+    """The fastest of some runs. Operands are ones, which no op divides by zero with and any index may be."""
+    taken = []
+    for _ in range(_ROUNDS):
+        operands = [x.fill_(1) for x in samples(function.forms, partial(torch.empty_strided, device=function.device))]
+        _wait_for(function.device)
+        began = time.perf_counter()
+        with torch.no_grad():
+            run(operands)
+        _wait_for(function.device)
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,221 @@
+"""Where the compute of a rank graph is cut into regions, each of which a compiler gets as one graph.
+
+A region is a run of compute between communications, in the order of the graph. It is also cut where a repeated block of
+the model begins, so that the regions of twin layers are the same graph. Views belong to no region: a region makes the
+views that it reads again, which costs nothing, and so passes on nothing that shares memory with something else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from meshweave.ir.collectives import STARTS, WAIT
+from meshweave.ir.graph import block_name, origin_of
+from meshweave.ir.rank import SYMBOLS
+from meshweave.ir.traits import work_kind
+from meshweave.ir.values import Values
+
+# A region of the update ends when it has made so many bytes of what outlives the step: old parameters and optimizer
+# state are freed when it returns, so they are in memory twice. 4 MiB are the weights of a small layer.
+UPDATE_BYTES = 4 << 20
+LEAST_GENERATED = 2  # ops that a compiler writes loops for: fewer have nothing to be fused with
+LEAST_AT_BORDER = 16  # and a border of a block cuts nothing that is shorter, such as the layers of an nn.Sequential
+
+_LIBRARY = frozenset({"matmul", "attention"})  # kinds of work that a compiler calls a library for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Compute that runs as one function of `inputs`, and gives `outputs`.
+
+    `nodes` are what it computes and the views that it makes, in order; a view may stand in several regions. `written`:
+    outputs that are written into an input, whose memory they take.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    written: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+Step = fx.Node | Region  # what an executor runs next
+Parts = Sequence[Sequence[fx.Node]]
+
+
+def cut(
+    parts: Parts,
+    kept: Iterable[fx.Node],
+    values: Mapping[fx.Node, Values],
+    is_compiled: Callable[[fx.Node], bool] = lambda node: True,
+) -> list[list[Step]]:
+    """The parts of a step (nodes in order, without symbols) with regions in them. `kept` are the values that outlive
+    the step's tasks; nodes that are not `is_compiled` run by themselves."""
+    return _Cut(parts, frozenset(kept), values, is_compiled).run()
+
+
+@dataclass(slots=True)
+class _Cut:
+    parts: Parts
+    kept: frozenset[fx.Node]
+    values: Mapping[fx.Node, Values]
+    is_compiled: Callable[[fx.Node], bool]
+    alone: set[fx.Node] = field(default_factory=set)  # views that run by themselves
+
+    def run(self) -> list[list[Step]]:
+        runs = [list(self.runs(part)) for part in self.parts]
+        singles = [run for part in runs for run in part if isinstance(run, fx.Node)]
+        for node in (*self.kept, *(n for single in singles for n in single.all_input_nodes)):
+            self.keep_views(node)
+        read = self.kept | {n for node in (*singles, *self.alone) for n in node.all_input_nodes}
+        chains = {id(run): self.with_views(run) for part in runs for run in part if isinstance(run, list)}
+        inputs = {key: _inputs(nodes) for key, nodes in chains.items()}
+        read |= {n for nodes in inputs.values() for n in nodes}
+        steps: list[list[Step]] = []
+        for nodes, part in zip(self.parts, runs, strict=True):
+            made: list[Step] = []
+            for run in part:
+                if isinstance(run, fx.Node):
+                    made.append(run)
+                    continue
+                outputs = tuple(n for n in run if n in read)
+                made.append(Region(chains[id(run)], inputs[id(run)], outputs))
+            steps.append(self.placed(made, [n for n in nodes if n in self.alone]))
+        return steps
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether a node makes nothing of its own. An element of what an op makes anew is none, though it has no memory
+        of its own: a region passes on tensors, not tuples."""
+        if node.op != "call_function" or node.target in SYMBOLS or node.target is WAIT or node.target in STARTS:
+            return False
+        results = self.values[node]
+        if node.target is operator.getitem:
+            return self.is_view(node.all_input_nodes[0])
+        operands = {x.storage for n in node.all_input_nodes for x in self.values[n]}
+        return bool(results) and all(x.storage in operands for x in results)
+
+    def runs(self, part: Sequence[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
+        """The nodes of a part that are no views: runs of compute, and what runs by itself."""
+        run: list[fx.Node] = []
+        for node in _elements_first(part):
+            if self.is_view(node):
+                continue
+            is_element = node.target is operator.getitem and node.all_input_nodes[0] not in run
+            if node.target in STARTS or node.target is WAIT or is_element or not self.is_compiled(node):
+                yield from self.closed(run)
+                yield node
+                run = []
+                continue
+            if run and self.ends_before(run, node):
+                yield from self.closed(run)
+                run = []
+            run.append(node)
+        yield from self.closed(run)
+
+    def ends_before(self, run: Sequence[fx.Node], node: fx.Node) -> bool:
+        """Whether a new region begins: another block of the model, or as much of the update as may be new at once."""
+        if node.target is operator.getitem:
+            return False
+        origin = origin_of(node)
+        if origin.phase == "update":
+            return sum(x.storage_bytes for n in run if n in self.kept for x in self.values[n]) >= UPDATE_BYTES
+        is_border = block_name(origin) != block_name(origin_of(run[-1]))
+        return is_border and sum(map(is_generated, run)) >= LEAST_AT_BORDER
+
+    def closed(self, run: list[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
+        """A run as a region, or node by node where a compiler would gain nothing."""
+        if sum(map(is_generated, run)) >= LEAST_GENERATED:
+            yield run
+        else:
+            yield from run
+
+    def keep_views(self, node: fx.Node) -> None:
+        """Let a view that something outside of regions reads, and the views it is of, run by themselves."""
+        if self.is_view(node) and node not in self.alone:
+            self.alone.add(node)
+            for operand in node.all_input_nodes:
+                self.keep_views(operand)
+
+    def with_views(self, run: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """A run and the views that it reads, each after what it is of."""
+        nodes: dict[fx.Node, None] = {}
+
+        def add(node: fx.Node) -> None:
+            for operand in node.all_input_nodes:
+                if operand not in nodes and self.is_view(operand):
+                    add(operand)
+            nodes[node] = None
+
+        for node in run:
+            add(node)
+        return tuple(nodes)
+
+    def placed(self, steps: Sequence[Step], views: Sequence[fx.Node]) -> list[Step]:
+        """Steps with views among them, each as soon as what it reads is there."""
+        waiting, placed = list(views), list[Step]()
+        pending = {n for step in steps for n in (step.outputs if isinstance(step, Region) else (step,))} | set(views)
+
+        def settle() -> None:
+            for view in list(waiting):
+                if not pending.intersection(view.all_input_nodes):
+                    waiting.remove(view)
+                    pending.discard(view)
+                    placed.append(view)
+
+        settle()
+        for step in steps:
+            placed.append(step)
+            pending.difference_update(step.outputs if isinstance(step, Region) else (step,))
+            settle()
+        assert not waiting, f"{waiting} read what no step makes"
+        return placed
+
+
+def written_in_place(
+    steps: Sequence[Sequence[Step]], renewed: Mapping[fx.Node, fx.Node], values: Mapping[fx.Node, Values]
+) -> list[list[Step]]:
+    """The steps with updates in place: `renewed` are new values by the inputs that they take the place of. One is
+    written into the old one's memory where no step after its region reads that, and both have one form."""
+    order = [step for part in steps for step in part]
+    last: dict[int, Step] = {}  # by storage, who reads it last
+    for step in order:
+        for node in step.inputs if isinstance(step, Region) else step.all_input_nodes:
+            last.update((x.storage, step) for x in values.get(node, ()))
+
+    def fits(region: Region, new: fx.Node, old: fx.Node) -> bool:
+        (after,), (before,) = values[new], values[old]
+        is_last = old in region.inputs and last[before.storage] is region
+        return is_last and (after.shape, after.stride, after.dtype) == (before.shape, before.stride, before.dtype)
+
+    def placed(step: Step) -> Step:
+        if not isinstance(step, Region):
+            return step
+        pairs = {new: old for old, new in renewed.items() if new in step.outputs and fits(step, new, old)}
+        return replace(step, written=pairs)
+
+    return [[placed(step) for step in part] for part in steps]
+
+
+def is_generated(node: fx.Node) -> bool:
+    """Whether a compiler writes loops for a node, and does not call a library."""
+    return node.target is not operator.getitem and work_kind(node.target) not in _LIBRARY
+
+
+def _elements_first(part: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes of a part with the elements of a tuple right after the op that makes it."""
+    own = set(part)
+    for node in part:
+        if node.target is operator.getitem and node.all_input_nodes[0] in own:
+            continue
+        yield node
+        yield from (user for user in node.users if user.target is operator.getitem and user in own)
+
+
+def _inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The tensors that nodes read and none of them makes, in the order in which they are read."""
+    own = set(nodes)
+    read = (n for node in nodes for n in node.all_input_nodes)
+    return tuple(dict.fromkeys(n for n in read if n not in own and n.target not in SYMBOLS))

@@ -1,0 +1,110 @@
+"""A region as a function of tensors, and what tells it from others: twin regions have one key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from meshweave.interop.ops import is_operator
+from meshweave.ir.graph import map_nodes
+from meshweave.ir.ops import KERNELS
+from meshweave.ir.rank import SYMBOLS
+from meshweave.ir.traits import FACTORIES
+from meshweave.ir.values import Values
+from meshweave.regions.cut import Region
+
+aten, ours = torch.ops.aten, torch.ops.meshweave
+Shape = tuple[int, ...]
+Form = tuple[Shape, Shape, torch.dtype]  # shape, stride and dtype of a tensor
+
+# Ops whose kernels a compiler sees into, for what these call are ops of ATen. Of our other ops it calls the kernel as
+# it is: random numbers wrap around in 64 bits, and squares are added in float64 in an order of our own.
+_SEEN_INTO = {
+    op: KERNELS[op]
+    for op in (
+        aten.native_layer_norm_backward.default,
+        ours.attention.default,
+        ours.attention_backward.default,
+        ours.matmul.default,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Stands for the value of a node of a region: input or result number `index`."""
+
+    is_input: bool
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFunction:
+    """What a region computes on one device, free of the names of its nodes: calls in order, whose arguments are inputs,
+    results of calls before, and numbers. Equal `key`s: equal functions of equal inputs."""
+
+    calls: tuple[Call, ...]
+    forms: tuple[Form, ...]  # of the inputs
+    outputs: tuple[int, ...]  # which results are given out
+    writes: tuple[tuple[int, int], ...]  # (result, input): results that are written into inputs, and not given out
+    device: torch.device
+    key: str
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run it op by op, through kernels that a tracer can follow."""
+        results: list[Any] = []
+
+        def value(x: Any) -> Any:
+            if isinstance(x, _Tensor):
+                return inputs[x.index] if x.is_input else results[x.index]
+            return [value(item) for item in x] if isinstance(x, (list, tuple)) else x
+
+        for call in self.calls:
+            kwargs = {name: value(x) for name, x in call.kwargs.items()}
+            results.append(call.function(*map(value, call.args), **kwargs))
+        for result, i in self.writes:
+            inputs[i].copy_(results[result])
+        return tuple(results[i] for i in self.outputs)
+
+
+def region_function(
+    region: Region, values: Mapping[fx.Node, Values], symbols: Mapping[fx.Node, Any], device: torch.device
+) -> RegionFunction:
+    """A region with the symbols of a device in it. `values` are those of that device."""
+    place = {node: _Tensor(True, i) for i, node in enumerate(region.inputs)}
+    calls: list[Call] = []
+    for i, node in enumerate(region.nodes):
+        args, kwargs = map_nodes(node, lambda n: symbols[n] if n.target in SYMBOLS else place[n])
+        if node.target in FACTORIES:
+            kwargs = {**kwargs, "device": device}
+        function: Any = node.target
+        calls.append(Call(_SEEN_INTO.get(function, function), args, kwargs))
+        place[node] = _Tensor(False, i)
+    forms = tuple((x.shape, x.stride, x.dtype) for node in region.inputs for x in values[node])
+    outputs = tuple(place[node].index for node in region.outputs if node not in region.written)
+    writes = tuple((place[new].index, place[old].index) for new, old in region.written.items())
+    lines = [f"{_name(call.function)}{call.args}{dict(call.kwargs)}" for call in calls]
+    key = "\n".join([str(device), *map(str, forms), *lines, str(outputs), str(writes)])
+    return RegionFunction(tuple(calls), forms, outputs, writes, device, key)
+
+
+def _name(function: Any) -> str:
+    if is_operator(function):
+        return str(function)
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+def samples(forms: Sequence[Form], make: Callable[..., Tensor]) -> list[Tensor]:
+    """A tensor of each form, by a function like torch.empty_strided."""
+    return [make(shape, stride, dtype=dtype) for shape, stride, dtype in forms]

@@ -1,0 +1,38 @@
+"""What the devices of a process run as compiled regions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from torch import fx
+
+from meshweave.ir.rank import RankGraph
+from meshweave.regions.compiler import BackendName, Planned, RegionCompiler
+from meshweave.runtime.cluster import on_any
+from meshweave.runtime.executor import Fuse, Fused, Step
+from meshweave.runtime.world import World
+
+
+def compiler_for(backend: BackendName, world: World) -> RegionCompiler:
+    """The compiler of a step. Virtual devices share one process and hide nothing: for them `auto` compiles nothing."""
+    is_virtual = not world.is_distributed and len(world.devices) > 1
+    return RegionCompiler("eager" if backend == "auto" and is_virtual else backend, partial(on_any, world))
+
+
+def fuse_for(compiler: RegionCompiler, rank: RankGraph, world: World) -> Fuse:
+    """What `compile_tasks` asks which nodes of a rank graph run together on the devices of this process."""
+    devices = [device for device in world.devices if device in rank.devices]
+
+    def fuse(parts: Sequence[Sequence[fx.Node]], kept: Collection[fx.Node]) -> list[list[Step]]:
+        planned = compiler.fuse(rank, devices, world.device, parts, kept)
+        return [[_step(item) for item in part] for part in planned]
+
+    return fuse
+
+
+def _step(item: Planned) -> Step:
+    if isinstance(item, fx.Node):
+        return item
+    region, runner = item
+    return Fused(region.nodes, region.inputs, region.outputs, runner)

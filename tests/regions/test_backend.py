@@ -1,0 +1,150 @@
+"""Compiled compute against compute op by op: the same steps, in each way to train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests import models
+from tests.models import Made, hugging_face
+
+import meshweave as mw
+from meshweave.interop import inductor
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "llama": lambda: hugging_face("llama", batch=4, heads=4),
+    "gpt2": lambda: hugging_face("gpt2", batch=4),
+    "cnn": lambda: models.cnn(batch=4),
+    "mlp": lambda: models.mlp(batch=4),
+}
+
+
+def trained(
+    name: str, backend: str, mesh: str = "", steps: int = 3, **options: Any
+) -> tuple[mw.TrainStep, list[float]]:
+    model, batch, loss = MODELS[name]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh=mesh, backend=backend, **options)
+    return step, [step(batch) for _ in range(steps)]
+
+
+def assert_alike(found: mw.TrainStep, expected: mw.TrainStep, tolerance: float = 2e-5) -> None:
+    """Parameters, buffers and optimizer state, each within `tolerance` of its largest element."""
+    for read in (mw.TrainStep.parameters, mw.TrainStep.buffers, mw.TrainStep.optimizer_state):
+        ours, theirs = read(found), read(expected)
+        assert set(ours) == set(theirs)
+        for key, want in theirs.items():
+            scale = max(float(want.abs().max()), 1e-3) if want.is_floating_point() and want.numel() else 1.0
+            difference = (ours[key].double() - want.double()).abs().max() if want.numel() else 0.0
+            assert float(difference) <= tolerance * scale, key
+
+
+def num_regions(step: mw.TrainStep) -> int:
+    return sum(task.fused is not None for part in step.session.ranks[0].tasks for task in part)
+
+
+CASES = [
+    ("mlp", "", {}),
+    ("mlp", "dp=2", {"accumulate": 2}),
+    *(
+        pytest.param(name, mesh, options, marks=pytest.mark.slow)
+        for name, mesh, options in (
+            ("llama", "", {}),
+            ("llama", "dp=2", {}),
+            ("llama", "fsdp=2", {"accumulate": 2, "clip_grad_norm": 1.0}),
+            ("llama", "tp=2", {}),
+            ("llama", "fsdp=2,tp=2", {"autocast": torch.bfloat16}),
+            ("gpt2", "dp=2", {}),
+            ("gpt2", "fsdp=2", {}),
+            ("cnn", "", {}),
+            ("cnn", "dp=2", {}),
+            ("cnn", "fsdp=2", {}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "options"), CASES)
+def test_compiled_regions_train_as_ops_do(name: str, mesh: str, options: dict[str, Any]) -> None:
+    eager, expected = trained(name, "eager", mesh, **options)
+    step, losses = trained(name, "inductor", mesh, **options)
+    is_narrow = "autocast" in options
+    assert losses == pytest.approx(expected, rel=1e-2 if is_narrow else 1e-5)
+    assert_alike(step, eager, 1.0 if is_narrow else 1e-3)
+    assert num_regions(step)
+    assert not num_regions(eager)
+    assert not step.session.compiler.notes
+    batch = MODELS[name]()[1]
+    assert step.evaluate(batch) == pytest.approx(eager.evaluate(batch), rel=1e-2 if is_narrow else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "tp=2"])
+def test_exact_passes_change_no_bit_of_compiled_steps(mesh: str) -> None:
+    profile = mw.load_profile("cpu-gloo")
+    plain, expected = trained("llama", "inductor", mesh, passes="none", profile=profile)
+    step, losses = trained("llama", "inductor", mesh, passes="exact", profile=profile)
+    assert losses == expected
+    for name, want in plain.parameters().items():
+        assert torch.equal(step.parameters()[name], want), name
+
+
+def test_virtual_devices_and_small_steps_run_op_by_op_unless_asked() -> None:
+    for mesh in ("", "dp=2"):
+        step, _ = trained("mlp", "auto", mesh, steps=1)
+        assert not num_regions(step)
+        assert not step.session.compiler.compiled
+
+
+def test_updates_are_in_place() -> None:
+    step, _ = trained("mlp", "inductor", "", steps=1)
+    key = ("param", "0.weight")
+    before = step.session.state.pieces[key][0].data_ptr()
+    values = step.parameters()["0.weight"].clone()
+    step(MODELS["mlp"]()[1])
+    assert step.session.state.pieces[key][0].data_ptr() == before
+    assert step.model.get_parameter("0.weight").data_ptr() == before
+    assert not torch.equal(step.parameters()["0.weight"], values)
+
+
+def test_a_region_that_inductor_refuses_runs_op_by_op(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_graph = inductor.compile_graph
+
+    def refuse(function: Any, *rest: Any) -> Any:
+        if "tanh" in function.key:
+            raise RuntimeError("no loops for this")
+        return compile_graph(function, *rest)
+
+    monkeypatch.setattr(inductor, "compile_graph", refuse)
+    _eager, expected = trained("mlp", "eager")
+    with caplog.at_level(logging.WARNING, "meshweave"):
+        step, losses = trained("mlp", "inductor")
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert any("aten.tanh" in note and "no loops for this" in note for note in step.session.compiler.notes)
+    assert "Inductor failed" in caplog.text
+
+
+def test_without_a_compiler_steps_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise inductor.InvalidCxxCompiler("g++")
+
+    monkeypatch.setattr(inductor, "compile_graph", missing)
+    _eager, expected = trained("mlp", "eager")
+    step, losses = trained("mlp", "inductor")
+    assert losses == expected
+    assert not num_regions(step)
+    assert len(step.session.compiler.notes) == 1
+    assert "C++ compiler" in step.session.compiler.notes[0]
+
+
+def test_a_region_is_one_span_of_a_trace() -> None:
+    step, _ = trained("mlp", "inductor", "", steps=1)
+    found = step.trace(MODELS["mlp"]()[1])
+    regions = [span for span in found.spans if len(span.names) > 1]
+    assert len(regions) == num_regions(step)
+    assert sum(span.flops for span in regions) > 0
