@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Every sweep and fuzzer in full, too: hours rather than minutes.
+# Every sweep and fuzzer in full, and the trainers of others: hours rather than minutes.
 test-all: setup
+	$(BIN)/python -m pip install --quiet -e '.[integrations]'
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 demo: setup

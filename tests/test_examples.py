@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.stem for path in (EXAMPLES / "before").glob("*.py"))
-MOST_LINES = 6
+MOST_LINES = {"lightning_gpt": 10}  # else 6; a Lightning module must say that it optimizes by itself
+NEEDED = {"hf_trainer": "accelerate", "lightning_gpt": "lightning"}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of schedulers and of transformers
 
 
@@ -45,6 +46,8 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compared(name: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name], reason=f"needs {NEEDED[name]}: pip install -e '.[integrations]'")
     ours = run(EXAMPLES / f"{name}.py", tmp_path / "ours", monkeypatch, capsys, mesh)
     before = run(EXAMPLES / "before" / f"{name}.py", tmp_path / "before", monkeypatch, capsys)
     assert len(before) >= 10
@@ -59,7 +62,7 @@ def compared(name: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_script_changes_few_lines(name: str) -> None:
     before, ours = ((EXAMPLES / part / f"{name}.py").read_text().splitlines() for part in ("before", "."))
     added = [line for line in difflib.ndiff(before, ours) if line.startswith("+ ") and line.strip("+ ")]
-    assert len(added) <= MOST_LINES, added
+    assert len(added) <= MOST_LINES.get(name, 6), added
 
 
 @pytest.mark.parametrize(("name", "mesh"), [(name, "dp=2") for name in NAMES])

@@ -39,6 +39,7 @@ ROOMS = (
     "build",
     "compile",
     "whatif",
+    "integrations",
     "cli",
     "__main__",
     "__init__",

@@ -140,8 +140,8 @@ def backend(
 
 
 def by_name(gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-    """`torch.compile(model, backend="meshweave")`, and what takes a backend's name (Hugging Face's
-    `torch_compile_backend`): `backend()` as it comes. An entry point of the package, found once it is installed."""
+    """`torch.compile(model, backend="meshweave")`, and what takes a backend's name: `backend()` as it
+    comes. An entry point of the package, found once it is installed."""
     return backend()(gm, inputs, **settings)
 
 

@@ -1,0 +1,1 @@
+"""Trainers of others on compiled steps. A module here imports the package that it is for; nothing else imports it."""

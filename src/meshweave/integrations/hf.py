@@ -1,0 +1,115 @@
+"""Hugging Face's Trainer, whose training step is a compiled one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from meshweave.compile import compile
+from meshweave.errors import LayoutError
+from meshweave.integrations.whole import whole
+from meshweave.train_step import TrainStep
+
+_NUM_ITEMS = "num_items_in_batch"
+
+
+class MeshweaveTrainer(Trainer):
+    """Trainer(...) with `compile_options=`, the arguments of `mw.compile` (mesh, plan, passes, ...).
+
+    The model stays as it is: nothing wraps it, and its tensors are the step's state, so that evaluation, callbacks and
+    checkpoints are the Trainer's own. Loss (`compute_loss`), optimizer, schedule, gradient clip and accumulation are
+    those of Trainer and its arguments. Under torchrun each process hands in its own rows, and checkpoints hold whole
+    tensors.
+    """
+
+    def __init__(self, *args: Any, compile_options: Mapping[str, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compile_options = dict(compile_options)
+        self.optimizer: Any
+        self.step: TrainStep | None = None
+        self._micros: list[dict[str, Any]] = []
+        # Accelerate takes a model that it has prepared already as it is: no DistributedDataParallel around it.
+        self.accelerator.prepare_model(self.model, evaluation_mode=True)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Loss, gradients and update of what was handed in since the last update, where it is time for one."""
+        model.train()
+        self._micros.append(inputs)
+        loss = torch.zeros((), device=self.args.device)
+        if not self.accelerator.sync_gradients:
+            return loss
+        micros, self._micros = self._micros, []
+        accumulate = len(micros) if len({rows_of(micro) for micro in micros}) == 1 else 1
+        batch = joined(micros)
+        if num_items_in_batch is not None:
+            # The mean over microbatches, and `compute_loss` times the number of processes, give the sum over all rows.
+            batch[_NUM_ITEMS] = torch.as_tensor(
+                num_items_in_batch * self.accelerator.num_processes / accumulate, dtype=torch.float32
+            )
+        return loss + self._step_for(batch, accumulate)(batch, accumulate=accumulate)
+
+    def _step_for(self, batch: dict[str, Any], accumulate: int) -> TrainStep:
+        """The compiled step of the optimizer as it is now: each call of `train` may have another."""
+        optimizer = self.optimizer.optimizer
+        if self.step is None or self.step.optimizer is not optimizer:
+            options = {
+                "batch": "local",
+                "clip_grad_norm": self.args.max_grad_norm or None,
+                "accumulate": accumulate,
+                "forward": self._loss_of,
+                **self.compile_options,
+            }
+            self.step = compile(self.model, loss=lambda out, batch: out, example=batch, optimizer=optimizer, **options)
+        return self.step
+
+    def _loss_of(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        inputs = {key: value for key, value in batch.items() if key != _NUM_ITEMS}
+        return self.compute_loss(model, inputs, num_items_in_batch=batch.get(_NUM_ITEMS))
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self.step.metrics.get("grad_norm") if self.step is not None else None
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, whole(self.model.state_dict()) if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = self.optimizer
+        state = whole(optimizer.state_dict())
+        self.optimizer = SimpleNamespace(state_dict=lambda: state)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self.optimizer = optimizer
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """Number of rows: size of dim 0 of its first tensor that has one."""
+    return next(int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim())
+
+
+def joined(micros: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of several microbatches as one batch. Raises LayoutError where their other dims differ."""
+    if len(micros) == 1:
+        return dict(micros[0])
+    shapes = [
+        {key: tuple(value.shape[1:]) for key, value in micro.items() if isinstance(value, Tensor)} for micro in micros
+    ]
+    if any(shape != shapes[0] for shape in shapes):
+        raise LayoutError(
+            "microbatches of one step have other shapes",
+            where="gradient_accumulation_steps",
+            got=", ".join(str(shape) for shape in shapes[:2]),
+            expected="rows of one length",
+            hint="pad them to one length (padding='max_length' in the collator)",
+        )
+    return {key: torch.cat([micro[key] for micro in micros]) for key in micros[0]}
