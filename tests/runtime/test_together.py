@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import meshweave as mw
 from meshweave.errors import LayoutError, MeshweaveError, StepError
 from meshweave.runtime.cluster import shutdown
+from meshweave.runtime.collectives import bytes_of
 from meshweave.runtime.fingerprint import fingerprint
-from meshweave.runtime.process_groups import _bytes
 from meshweave.runtime.rows import ALWAYS_FIRST, THEN_EVERY
 
 pytestmark = pytest.mark.multiprocess
@@ -285,5 +285,5 @@ def test_fingerprints_tell_values_apart(dtype: torch.dtype) -> None:
 def test_single_elements_of_any_stride_have_bytes() -> None:
     single = torch.tensor(3.0).expand(1)  # such as the gradient of a bias of one output
     assert single.stride() == (0,)
-    assert _bytes(single).tolist() == _bytes(torch.tensor([3.0])).tolist()
+    assert bytes_of(single).tolist() == bytes_of(torch.tensor([3.0])).tolist()
     assert int(fingerprint(single)) == int(fingerprint(torch.tensor([3.0])))

@@ -23,8 +23,9 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.calls import calls_of_job
+from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
-from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost, Group
+from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
 from meshweave.runtime.watch import LINGER, Watch
 from meshweave.runtime.world import LocalWorld, World, checked_device
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.errors import StepError
-from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.collectives import (
-    ALL_GATHER,
     ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
     COLLECTIVES,
-    REDUCE_SCATTER,
     destinations,
     permute,
     reduce_in_order,
@@ -29,6 +23,7 @@ from meshweave.ir.collectives import (
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
+from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, bytes_of, exchange
 from meshweave.runtime.executor import Recorder
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.watch import await_work
@@ -41,44 +36,6 @@ TIMEOUT = timedelta(minutes=5)
 # 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
 NUM_TAGS = 1 << 16  # messages are told apart by a number, of which far fewer are under way at once
-_REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The process group of one axis list that this rank is in.
-
-    torch sorts the ranks of a process group. `order[i]` is the rank in the process group of member i of the flattened
-    axes; blocks are permuted where the two orders differ.
-    """
-
-    process_group: dist.ProcessGroup | None
-    order: tuple[int, ...]
-    is_sorted: bool
-
-    @property
-    def size(self) -> int:
-        return len(self.order)
-
-    def to_ranks(self, blocks: Sequence[T]) -> list[T]:
-        """Blocks in the order of the flattened axes, put in the order of the process group."""
-        return [blocks[self.order.index(rank)] for rank in range(self.size)]
-
-    def from_ranks(self, blocks: Sequence[T]) -> list[T]:
-        """Blocks in the order of the process group, put in the order of the flattened axes."""
-        return [blocks[rank] for rank in self.order]
-
-
-@dataclass(eq=False, slots=True)
-class Pending:
-    """A started communication. `held` are buffers that must live until it is done; `finish` makes the value of them."""
-
-    works: tuple[Any, ...]
-    held: tuple[Tensor, ...]
-    finish: Callable[[], Tensor | None]
-    is_done: bool = False
-    value: Tensor | None = None
 
 
 class ConnectionLost(StepError):
@@ -158,7 +115,7 @@ class ClusterCommunicator:
         if group.process_group is None:
             return operand
         self.check()
-        begin = self._two_rounds if self._is_long(op, group, operand) else (_NATIVE if self.is_native else _MOVED)[op]
+        begin = self._two_rounds if self._is_long(op, group, operand) else (NATIVE if self.is_native else MOVED)[op]
         return self._begun(lambda: begin(group, operand.contiguous(), args))
 
     def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
@@ -175,14 +132,14 @@ class ClusterCommunicator:
         block = -(-x.numel() // group.size)
         blocks = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel())).view(group.size, block)
         sizes, whole = [1] * group.size, torch.empty_like(blocks)
-        first = _exchange(group, blocks, sizes, sizes, lambda out: reduce_in_order(out.unbind(0), args[0]))
+        first = exchange(group, blocks, sizes, sizes, lambda out: reduce_in_order(out.unbind(0), args[0]))
 
         def second() -> None:
             wait_all(first.works)
             whole[own].copy_(first.finish())  # type: ignore[arg-type]
             others = [(i, rank) for i, rank in enumerate(group.order) if i != own]
-            came = [dist.irecv(_bytes(whole[i]), None, process_group, tag, rank) for i, rank in others]
-            went = [dist.isend(_bytes(whole[own]), None, process_group, tag, rank) for _, rank in others]
+            came = [dist.irecv(bytes_of(whole[i]), None, process_group, tag, rank) for i, rank in others]
+            went = [dist.isend(bytes_of(whole[own]), None, process_group, tag, rank) for _, rank in others]
             wait_all([*came, *went])
 
         return Pending((self._background.run(second),), (x, whole), lambda: whole.view(-1)[: x.numel()].view(x.shape))
@@ -205,12 +162,12 @@ class ClusterCommunicator:
         for message in received:
             if message.sender != self.rank:
                 part = torch.empty(message.box.size, dtype=entry.spec.dtype, device=device)
-                calls.append((dist.irecv, _bytes(part), message.sender))
+                calls.append((dist.irecv, bytes_of(part), message.sender))
                 parts.setdefault(message.sender, []).append(part)
         for message in sent:
             assert operand is not None
             part = operand[piece_of(message.box, entry.source.box_of(shape, self.rank))].contiguous()
-            calls.append((dist.isend, _bytes(part), message.receiver))
+            calls.append((dist.isend, bytes_of(part), message.receiver))
             buffers.append(part)
         works: tuple[Any, ...]
         if self.is_native and calls:
@@ -247,7 +204,7 @@ class ClusterCommunicator:
             return Pending((), (x,), lambda: x)
         out = torch.empty_like(x)
         ends = [(dist.irecv, out, receivers.index(own)), (dist.isend, x, receivers[own])]
-        calls = [(call, _bytes(part), group.order[peer]) for call, part, peer in ends if part.numel()]
+        calls = [(call, bytes_of(part), group.order[peer]) for call, part, peer in ends if part.numel()]
         works: tuple[Any, ...] = ()
         if self.is_native and calls:
             posts = [dist.P2POp(call, part, None, process_group, 0, peer) for call, part, peer in calls]
@@ -272,7 +229,7 @@ class ClusterCommunicator:
         self.num_started += 1
         self.check()
         x = x.contiguous()
-        work = lambda: dist.broadcast(_bytes(x), source, async_op=True)  # noqa: E731
+        work = lambda: dist.broadcast(bytes_of(x), source, async_op=True)  # noqa: E731
         return self.wait(self._begun(lambda: Pending((work(),), (x,), lambda: x)))
 
     def wait(self, started: Any) -> Any:
@@ -312,95 +269,3 @@ class ClusterCommunicator:
                 await_work(work, self.check)
         except RuntimeError as error:
             raise ConnectionLost("a communication broke off", got=str(error)) from error
-
-
-# What a collective becomes. Blocks are along dim 0, in the order of the flattened axes.
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, which share its memory. One of a single element may have any stride."""
-    assert x.is_contiguous(), f"a tensor of strides {x.stride()}"
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-def _gather(group: Group, x: Tensor, finish: Callable[[Tensor], Tensor]) -> Pending:
-    """All-gather; `finish` gets the operands of all members, stacked."""
-    out = x.new_empty((group.size, *x.shape))
-    work = all_gather_single(_bytes(out), _bytes(x), group=group.process_group, async_op=True)
-    return Pending(
-        (work,), (x, out), lambda: finish(out if group.is_sorted else torch.stack(group.from_ranks(out.unbind(0))))
-    )
-
-
-def _exchange(
-    group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int], finish: Callable[[Tensor], Tensor]
-) -> Pending:
-    """All-to-all of rows of `x`: `sent[i]` rows to member i, `received[i]` rows from it. `finish` gets what came."""
-    row = prod(x.shape[1:]) * x.itemsize
-    out = x.new_empty((sum(received), *x.shape[1:]))
-    send, came, went = x, list(received), list(sent)
-    if not group.is_sorted:
-        send = torch.cat(group.to_ranks(x.split(went)))
-        came, went = group.to_ranks(came), group.to_ranks(went)
-    work = dist.all_to_all_single(
-        _bytes(out), _bytes(send), [n * row for n in came], [n * row for n in went], group.process_group, async_op=True
-    )
-    ordered = (lambda: out) if group.is_sorted else (lambda: torch.cat(group.from_ranks(out.split(came))))
-    return Pending((work,), (send, out), lambda: finish(ordered()))
-
-
-def _all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return _gather(group, x, lambda stacked: stacked.flatten(0, 1))
-
-
-def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    received, sent = args
-    return _exchange(group, x, received, sent, lambda out: out)
-
-
-def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    """An exchange, then a local reduction: as many bytes as a ring, in one round."""
-    rows = [x.shape[0] // group.size] * group.size
-    return _exchange(group, x, rows, rows, lambda out: reduce_in_order(out.chunk(group.size), args[0]))
-
-
-def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return _gather(group, x, lambda stacked: reduce_in_order(stacked.unbind(0), args[0]))
-
-
-def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    out = x.clone()  # the source keeps its operand, which torch would take for the result
-    work = dist.broadcast(_bytes(out), group=group.process_group, group_src=group.order[args[0]], async_op=True)
-    return Pending((work,), (out,), lambda: out)
-
-
-def _native_all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    out = _countable(x).clone()
-    work = dist.all_reduce(out, _REDUCE[args[0]], group.process_group, async_op=True)
-    return Pending((work,), (out,), lambda: out.view(x.dtype))
-
-
-def _native_reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    dealt = _countable(x if group.is_sorted else torch.cat(group.to_ranks(x.chunk(group.size))))
-    out = dealt.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    work = reduce_scatter_single(out, dealt, _REDUCE[args[0]], group.process_group, async_op=True)
-    return Pending((work,), (dealt, out), lambda: out.view(x.dtype))
-
-
-def _countable(x: Tensor) -> Tensor:
-    """Booleans as 0 and 1: their maximum is `or`, their minimum `and`."""
-    return x.view(torch.uint8) if x.dtype is torch.bool else x
-
-
-_MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
-    ALL_GATHER.op: _all_gather,
-    ALL_TO_ALL.op: _all_to_all,
-    ALL_REDUCE.op: _all_reduce,
-    REDUCE_SCATTER.op: _reduce_scatter,
-    BROADCAST.op: _broadcast,
-}
-_NATIVE = {
-    **_MOVED,
-    ALL_REDUCE.op: _native_all_reduce,
-    REDUCE_SCATTER.op: _native_reduce_scatter,
-}

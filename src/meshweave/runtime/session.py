@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from meshweave.errors import StepError
 from meshweave.ir.graph import Input, Spec
@@ -21,23 +20,14 @@ from meshweave.regions.compiler import BackendName, RegionCompiler
 from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
-from meshweave.runtime.executor import (
-    BACKWARD,
-    FORWARD,
-    UPDATE,
-    Compiled,
-    Env,
-    Executor,
-    Meter,
-    Task,
-    compile_tasks,
-)
+from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
 from meshweave.runtime.fuse import compiler_for, fuse_for
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
+from meshweave.runtime.update import Update, nodes_of, outputs
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
@@ -326,52 +316,19 @@ class Session:
         if found is None:
             return torch.zeros(size, dtype=dtype, device=self.world.device)
         if self.executor.meter is not None:
-            inputs, results = _nodes(self.ranks[index])
+            inputs, results = nodes_of(self.ranks[index])
             self.executor.meter.made(index, inputs[key], found)
             self.executor.meter.freed(index, results[key])
         return found
 
     def _update(self, numbers: Mapping[str, float]) -> None:
         scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
-        replaced: list[dict[int, list[tuple[Key, int]]]] = []  # per device: slot -> the values and pieces that it is
-        new: dict[Key, list[Any]] = {}
-        for rank, env in zip(self.ranks, self._envs, strict=True):
-            for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True):
-                if item.kind == "scalar" and item.name in scalars:
-                    env[slot] = scalars[item.name]
-            targets: dict[int, list[tuple[Key, int]]] = {}
-            for key, slot in outputs(rank):
-                if key[0] in ("param", "state"):
-                    cells = new.setdefault(key, [])
-                    targets.setdefault(slot, []).append((key, len(cells)))
-                    cells.append(None)
-            replaced.append(targets)
-
-        def commit(i: int, task: Task) -> None:
-            for slot in task.outs:
-                keep(i, slot)
-
-        def keep(i: int, slot: int) -> None:
-            """A new value; what is kept of it more than once has storages of its own."""
-            for number, (key, index) in enumerate(replaced[i].pop(slot, ())):
-                piece = self._envs[i][slot].clone() if number else self._envs[i][slot]
-                self.state.pieces[key][index] = piece
-                self.bindings.renew(key, piece)
-
-        buffers = [(key, v) for held in self._between for key, v in held.items() if key[0] == "buffer"]
+        update = Update(self.state, self.bindings, self.ranks, self._envs, scalars)
+        buffers = [(key, v) for left in self._between for key, v in left.items() if key[0] == "buffer"]
         with uninterrupted():
-            self.state.torn = bool(new)
-            for key in new:
-                self.state.pieces[key] = new[key]
-            self.executor.run(UPDATE, commit)
-            for i, targets in enumerate(replaced):
-                for slot in list(targets):  # values that no task of the update makes
-                    self._envs[i][slot] = self._envs[i][slot].clone()
-                    keep(i, slot)
-            renewed: dict[Key, list[Tensor]] = {}
-            for key, piece in buffers:
-                renewed.setdefault(key, []).append(piece.clone())  # it may be a view of the batch, the caller's
-            self.state.pieces.update(renewed)
+            update.begin()
+            self.executor.run(UPDATE, update.commit)
+            update.finish(buffers)
             self.bindings.publish(self.state, self._lasting_outputs)
             self.carries.keep(self.state, self.ranks, self._envs)
             self.state.num_steps += 1
@@ -431,16 +388,5 @@ class Session:
             self.bindings.publish(loaded)
 
 
-def outputs(rank: Compiled) -> Iterator[tuple[Key, int]]:
-    """(kind, name) and slot of every output of a rank."""
-    return zip(rank.graph.outputs, rank.outputs, strict=True)
-
-
 def _is_kept(kinds: frozenset[str], kind: str, name: str) -> bool:
     return kind in kinds
-
-
-def _nodes(rank: Compiled) -> tuple[dict[Key, fx.Node], dict[Key, fx.Node]]:
-    """The nodes of a rank's inputs and of its outputs."""
-    inputs = {(i.kind, i.name): rank.nodes[slot] for i, slot in zip(rank.graph.inputs, rank.inputs, strict=True)}
-    return inputs, {key: rank.nodes[slot] for key, slot in outputs(rank)}

@@ -1,0 +1,77 @@
+"""The update of a step: each new value takes the place of the old one as soon as it is computed, and gives that up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from meshweave.runtime.bindings import Bindings
+from meshweave.runtime.executor import Compiled, Env, Task
+from meshweave.runtime.state import Key, State
+
+
+@dataclass(slots=True)
+class Update:
+    """New parameters and optimizer state on their way into `state`; `scalars` are the numbers of the optimizer. While
+    it runs the state is torn."""
+
+    state: State
+    bindings: Bindings
+    ranks: Sequence[Compiled]
+    envs: Sequence[Env]
+    scalars: Mapping[str, Tensor]
+    replaced: list[dict[int, list[tuple[Key, int]]]] = field(default_factory=list)  # per device: slot -> what it is
+    new: dict[Key, list[Any]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Hand out the numbers, and open the state for new values."""
+        for rank, env in zip(self.ranks, self.envs, strict=True):
+            for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True):
+                if item.kind == "scalar" and item.name in self.scalars:
+                    env[slot] = self.scalars[item.name]
+            targets: dict[int, list[tuple[Key, int]]] = {}
+            for key, slot in outputs(rank):
+                if key[0] in ("param", "state"):
+                    cells = self.new.setdefault(key, [])
+                    targets.setdefault(slot, []).append((key, len(cells)))
+                    cells.append(None)
+            self.replaced.append(targets)
+        self.state.torn = bool(self.new)
+        self.state.pieces.update(self.new)
+
+    def commit(self, i: int, task: Task) -> None:
+        """Take what a task of device `i` has computed."""
+        for slot in task.outs:
+            self.keep(i, slot)
+
+    def keep(self, i: int, slot: int) -> None:
+        """A new value; what is kept of it more than once has storages of its own."""
+        for number, (key, index) in enumerate(self.replaced[i].pop(slot, ())):
+            piece = self.envs[i][slot].clone() if number else self.envs[i][slot]
+            self.state.pieces[key][index] = piece
+            self.bindings.renew(key, piece)
+
+    def finish(self, buffers: Sequence[tuple[Key, Tensor]]) -> None:
+        """Take what no task of the update computes, and the buffers that the microbatches have left."""
+        for i, targets in enumerate(self.replaced):
+            for slot in list(targets):
+                self.envs[i][slot] = self.envs[i][slot].clone()
+                self.keep(i, slot)
+        renewed: dict[Key, list[Tensor]] = {}
+        for key, piece in buffers:
+            renewed.setdefault(key, []).append(piece.clone())  # it may be a view of the batch, the caller's
+        self.state.pieces.update(renewed)
+
+
+def outputs(rank: Compiled) -> Iterator[tuple[Key, int]]:
+    """(kind, name) and slot of every output of a rank."""
+    return zip(rank.graph.outputs, rank.outputs, strict=True)
+
+
+def nodes_of(rank: Compiled) -> tuple[dict[Key, fx.Node], dict[Key, fx.Node]]:
+    """The nodes of a rank's inputs and of its outputs."""
+    inputs = {(i.kind, i.name): rank.nodes[slot] for i, slot in zip(rank.graph.inputs, rank.inputs, strict=True)}
+    return inputs, {key: rank.nodes[slot] for key, slot in outputs(rank)}
