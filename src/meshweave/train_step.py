@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -69,8 +69,10 @@ class TrainStep:
             self.numbers = StepNumbers(spec, optimizer, model, program.captured.updated)
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
         self._own_state = None if optimizer is None else OptimizerState.of(session.bindings, optimizer, model)
+        trains = {i.name: i.requires_grad for i in program.captured.inputs if i.kind == "param"}
+        self._trains = [(p, trains[name]) for name, p in model.named_parameters()]
         if held:
-            self._publish()
+            self._publish(held.tensors)
 
     @property
     def program(self) -> Program:
@@ -90,7 +92,8 @@ class TrainStep:
         """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
 
         A batch of another shape, another number of microbatches (`accumulate`), `model.train()`, `model.eval()` have
-        programs of their own on the same state, compiled when first seen.
+        programs of their own on the same state, compiled when first seen. Where parameters were frozen or unfrozen
+        (`requires_grad_`), or the optimizer calls for another update, the step is compiled again.
 
         Raises LayoutError for a batch that is not like the example or one shape too many, StepError for a loss that is
         not finite and where model, batch or optimizer are no longer what was compiled (docs/capture.md).
@@ -163,9 +166,12 @@ class TrainStep:
         """A call on a batch, which every rank makes with the same shapes."""
         world, rows = self.session.world, self.variants.first.rows
         with world.guard():
-            held = Batch.of(batch)
+            held, is_refrozen = Batch.of(batch), self._is_refrozen
             is_compared = rows is not None and rows.is_due and name.startswith("step")
+            name = f"{name} after requires_grad has changed" if is_refrozen else name
             with world.call(name, held.shapes if world.is_distributed else (), is_compared):
+                if is_refrozen:
+                    self._renew("parameters were frozen or unfrozen")
                 yield held
 
     @property
@@ -196,11 +202,22 @@ class TrainStep:
             self._take_over()
             return self._numbers()
         except OutdatedUpdate as change:
-            _LOG.warning("the step is compiled again: %s (%s)", change.what, change.where)
+            self._renew(f"{change.what} ({change.where})")
+        return self._numbers()
+
+    @property
+    def _is_refrozen(self) -> bool:
+        """Whether parameters were frozen or unfrozen since the step was compiled, and it can be compiled again."""
+        is_idle = self.again is not None and not self.session.progress.num_done
+        return is_idle and any(p.requires_grad != trains for p, trains in self._trains)
+
+    def _renew(self, why: str) -> None:
+        """Compile again, for model and optimizer as they are now."""
+        assert self.again is not None
+        _LOG.warning("the step is compiled again: %s", why)
         num_steps, renewed = self.num_steps, self.again()
         self.__dict__.update(renewed.__dict__)
         self.session.state.num_steps = num_steps
-        return self._numbers()
 
     def _take_over(self) -> None:
         """What the user has loaded into the optimizer, or written into its state, counts from now on."""
@@ -220,10 +237,11 @@ class TrainStep:
                 mark_stepped(part)
             self._publish()
 
-    def _publish(self) -> None:
-        """Bring the optimizer's state into `optimizer.state`."""
+    def _publish(self, names: Collection[str] | None = None) -> None:
+        """Bring the optimizer's state into `optimizer.state`, of the parameters `names` that have taken a step."""
         if self._own_state is not None and self.numbers is not None:
-            self._own_state.publish(self.session.state, self.numbers.kept(self.program.captured.updated))
+            updated = [n for n in self.program.captured.updated if names is None or n in names]
+            self._own_state.publish(self.session.state, self.numbers.kept(updated), names)
 
     @property
     def metrics(self) -> dict[str, float]:

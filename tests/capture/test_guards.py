@@ -90,11 +90,6 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], type[MeshweaveError], str]] = {
     "a method": (lambda r: setattr(r.model, "forward", lambda x, s: r.model.linear(x)), StepError, "model.forward"),
     "a tensor that is no buffer": (lambda r: r.model.table.add_(1), StepError, "where: model.table"),
     "another such tensor": (lambda r: setattr(r.model, "table", torch.ones(4)), StepError, "where: model.table"),
-    "a frozen parameter": (
-        lambda r: r.model.linear.bias.requires_grad_(False),
-        StepError,
-        "requires_grad of the param",
-    ),
     "another parameter": (
         lambda r: setattr(r.model.linear, "weight", nn.Parameter(torch.ones(4, 4))),
         StepError,

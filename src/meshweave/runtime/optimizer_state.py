@@ -3,7 +3,7 @@ loads into it counts in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,9 @@ class OptimizerState:
         """That of an optimizer over the parameters of `model`, which are bound already."""
         return OptimizerState(bindings, optimizer, dict(model.named_parameters()))
 
-    def publish(self, state: State, numbers: Numbers) -> None:
-        """Bring slots and numbers into `optimizer.state`. What is bound already has the values of the last update.
+    def publish(self, state: State, numbers: Numbers, names: Collection[str] | None = None) -> None:
+        """Bring slots (of the parameters `names` alone) and numbers into `optimizer.state`. What is bound has the
+        values of the last update.
 
         All processes call it.
         """
@@ -53,6 +54,8 @@ class OptimizerState:
                     entries[slot] = value.clone() if isinstance(value, Tensor) else value
                 self.marks[name, slot] = _mark(entries[slot])
         for item, layout in state.items:
+            if names is not None and item.name.partition("/")[2] not in names:
+                continue
             if item.kind == "state" and ("state", item.name) not in self.bindings.bound:
                 slot, entries = self._entries(item)
                 entries[slot] = self._bind(state, item, layout)

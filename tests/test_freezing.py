@@ -1,0 +1,98 @@
+"""Parameters that are frozen and unfrozen between steps train as in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.processes import Job
+from tests.training import assert_tensors, batches, mse
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.errors import StepError
+
+DATA = batches(10, (8, 4), (8, 2))
+
+
+class Tuned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.backbone(x)))
+
+
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> float:
+    loss = mse(model(batch["x"]), batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# Before which step what is done: the backbone joins after two steps, the head rests for two.
+SCHEDULE: dict[int, Callable[[Tuned], Any]] = {
+    2: lambda model: model.backbone.requires_grad_(True),
+    4: lambda model: model.head.requires_grad_(False),
+    6: lambda model: model.head.requires_grad_(True),
+}
+
+
+def trained(mesh: str) -> tuple[mw.TrainStep, float]:
+    """A step after it has trained, and how far its losses were from those of eager PyTorch."""
+    torch.manual_seed(0)
+    model = Tuned()
+    model.backbone.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.02, weight_decay=0.1) for m in (model, twin))
+    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=ours, mesh=mesh, profile="alpha-beta")
+    worst = 0.0
+    for i, batch in enumerate(DATA[:8]):
+        for each in (model, twin) if i in SCHEDULE else ():
+            SCHEDULE[i](each)
+        worst = max(worst, abs(float(step(batch)) / eager_step(twin, theirs, batch) - 1))
+    assert step.num_steps == 8
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in twin.named_parameters()}, 2e-6)
+    for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        assert float(ours.state[mine]["step"]) == float(theirs.state[other]["step"])
+    return step, worst
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_frozen_and_unfrozen_as_in_eager_torch(mesh: str, tmp_path: Path) -> None:
+    step, worst = trained(mesh)
+    assert worst < 1e-6
+    before = step.evaluate(DATA[8])
+    step.model.head.requires_grad_(False)
+    assert step.evaluate(DATA[8]) == before
+    step.save(str(tmp_path / "at"))
+    kept = step.parameters()["head.weight"].clone()
+    step(DATA[8])
+    assert torch.equal(step.parameters()["head.weight"], kept)
+
+
+def job(pipe: Connection, mesh: str) -> dict[str, Any]:
+    step, worst = trained(mesh)
+    if dist.get_rank() == 1:
+        step.model.head.requires_grad_(False)
+    try:
+        step(DATA[8])
+    except StepError as error:
+        return {"worst": worst, "text": str(error)}
+    return {"worst": worst, "text": "none"}
+
+
+@pytest.mark.multiprocess
+def test_on_a_cluster_all_ranks_freeze(start: Callable[..., Job]) -> None:
+    for outcome in start(f"{__name__}:job", 2, "fsdp=2").finish(90):
+        assert outcome.get("worst", 1.0) < 1e-6, outcome
+        assert "rank 0: step" in outcome["text"], outcome
+        assert "rank 1: step after requires_grad has changed" in outcome["text"]
