@@ -5,12 +5,13 @@ import gc
 import pytest
 import torch
 from hypothesis import settings
+from tests.long_tail import mark_long_tail
 from tests.processes import start
 
 __all__ = ["start"]
 
 torch.set_num_threads(1)
-settings.register_profile("quick", max_examples=40, deadline=None)
+settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("all", max_examples=300, deadline=None)
 
 
@@ -19,8 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is marked is left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long_tail(items, config.args_source is pytest.Config.ArgsSource.TESTPATHS)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What collection leaves (modules, tests: a million objects) lives until the end: no collection of garbage walks it
     again. A full one took half a second otherwise, and some tests ask for two."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # graphs are a hundred thousand objects that live as long as their test

@@ -37,8 +37,9 @@ def batch(step: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def compiled(**how: object) -> TrainStep:
+def compiled(layers: int = 2, **how: object) -> TrainStep:
     torch.manual_seed(0)
+    CONFIG.num_hidden_layers = layers
     model = LlamaForCausalLM(CONFIG).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return mw.compile(
@@ -85,7 +86,7 @@ def test_training_is_the_same(how: dict[str, object], plain: list[float]) -> Non
 
 def test_what_does_not_gain_is_left() -> None:
     """Of all ways to write the program the fastest simulated one is taken; the report says what the others take."""
-    step = compiled(split=True, decompose=True, overlap=mw.OverlapOptions(carry=0), profile="h100")
+    step = compiled(1, split=True, decompose=True, overlap=mw.OverlapOptions(carry=0), profile="h100")
     program = step.program.optimized
     names = [v.name for v in program.variants]
     assert names[0] == "as it is"
@@ -100,7 +101,7 @@ def test_what_does_not_gain_is_left() -> None:
 
 
 def test_a_scheduler_that_changes_an_op_is_found() -> None:
-    program = compiled(decompose=ALWAYS).program.optimized
+    program = compiled(1, decompose=ALWAYS).program.optimized
     (role,) = program.roles
     assert check_same(role, copied(role)) > 100
     wrong = copied(role)
@@ -122,4 +123,4 @@ def test_a_scheduler_that_changes_an_op_is_found() -> None:
 )
 def test_bad_input(how: dict[str, object], message: str) -> None:
     with pytest.raises(MeshweaveError, match=message):
-        compiled(**how)
+        compiled(1, **how)

@@ -26,7 +26,7 @@ CLIP, LR = 0.5, 1e-2
 class Stack(nn.Module):
     """Blocks with a bias and a norm; `tied`: the first weight is the last one too."""
 
-    def __init__(self, width: int = 16, depth: int = 3, tied: bool = False) -> None:
+    def __init__(self, width: int = 16, depth: int = 2, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(

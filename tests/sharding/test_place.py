@@ -287,7 +287,7 @@ def _integers(model: nn.Module, widths: list[int], size: int) -> dict[str, Tenso
     }
 
 
-@settings(max_examples=settings.default.max_examples // 3, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.too_slow])
 @example(([1, 1, 1], False, 1, "a=2", Plan.fsdp("a")))
 @given(cases())
 def test_any_plan_on_any_mesh_computes_what_one_device_does_to_the_bit(
