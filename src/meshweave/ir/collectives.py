@@ -69,8 +69,10 @@ def reduce_in_order(parts: Sequence[Tensor], op: str) -> Tensor:
     """Reduce in the order of the group: sums of half-precision values are taken in float32."""
     if op == "sum":
         wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
-        total = parts[0].to(wide, copy=True)
-        for part in parts[1:]:
+        if len(parts) == 1:
+            return parts[0].clone()
+        total = parts[0].to(wide) + parts[1]  # two reads and a write: a copy to add to would be three more
+        for part in parts[2:]:
             total += part
         return total.to(parts[0].dtype)
     combine = {"max": torch.maximum, "min": torch.minimum}[op]

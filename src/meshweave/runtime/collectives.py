@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, reduce_in_order
+from meshweave.runtime.buffers import Buffers
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 T = TypeVar("T")
+Reduce = Callable[[Sequence[Tensor]], Tensor]  # of the members' parts, in the order of the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Group:
     process_group: dist.ProcessGroup | None
     order: tuple[int, ...]
     is_sorted: bool
+    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def size(self) -> int:
@@ -45,11 +48,13 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A started communication. `held` are buffers that must live until it is done; `finish` makes the value of them."""
+    """A started communication. `held` are buffers that must live until it is done; `finish` makes the value of them,
+    and `release` is called when it has."""
 
     works: tuple[Any, ...]
     held: tuple[Tensor, ...]
     finish: Callable[[], Tensor | None]
+    release: Callable[[], None] | None = None
     is_done: bool = False
     value: Tensor | None = None
 
@@ -60,21 +65,25 @@ def bytes_of(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def gather(group: Group, x: Tensor, finish: Callable[[Tensor], Tensor]) -> Pending:
-    """All-gather; `finish` gets the operands of all members, stacked."""
-    out = x.new_empty((group.size, *x.shape))
+def gather(group: Group, x: Tensor, reduce: Reduce | None = None) -> Pending:
+    """All-gather: the operands of all members along dim 0, or what `reduce` makes of them."""
+    shape = (group.size, *x.shape)
+    out = x.new_empty(shape) if reduce is None else group.buffers.take(shape, x)
     work = all_gather_single(bytes_of(out), bytes_of(x), group=group.process_group, async_op=True)
-    return Pending(
-        (work,), (x, out), lambda: finish(out if group.is_sorted else torch.stack(group.from_ranks(out.unbind(0))))
-    )
+    parts = group.from_ranks(out.unbind(0))
+    if reduce is not None:
+        return Pending((work,), (x, out), lambda: reduce(parts), lambda: group.buffers.give_back(out))
+    return Pending((work,), (x, out), lambda: out.flatten(0, 1) if group.is_sorted else torch.cat(parts))
 
 
 def exchange(
-    group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int], finish: Callable[[Tensor], Tensor]
+    group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int], reduce: Reduce | None = None
 ) -> Pending:
-    """All-to-all of rows of `x`: `sent[i]` rows to member i, `received[i]` rows from it. `finish` gets what came."""
+    """All-to-all of rows of `x`: `sent[i]` rows to member i, `received[i]` rows from it. The value is what came along
+    dim 0, or what `reduce` makes of the parts."""
     row = prod(x.shape[1:]) * x.itemsize
-    out = x.new_empty((sum(received), *x.shape[1:]))
+    shape = (sum(received), *x.shape[1:])
+    out = x.new_empty(shape) if reduce is None else group.buffers.take(shape, x)
     send, came, went = x, list(received), list(sent)
     if not group.is_sorted:
         send = torch.cat(group.to_ranks(x.split(went)))
@@ -87,27 +96,29 @@ def exchange(
         group.process_group,
         async_op=True,
     )
-    ordered = (lambda: out) if group.is_sorted else (lambda: torch.cat(group.from_ranks(out.split(came))))
-    return Pending((work,), (send, out), lambda: finish(ordered()))
+    parts = group.from_ranks(out.split(came))
+    if reduce is not None:
+        return Pending((work,), (send, out), lambda: reduce(parts), lambda: group.buffers.give_back(out))
+    return Pending((work,), (send, out), lambda: out if group.is_sorted else torch.cat(parts))
 
 
 def _all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return gather(group, x, lambda stacked: stacked.flatten(0, 1))
+    return gather(group, x)
 
 
 def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     received, sent = args
-    return exchange(group, x, received, sent, lambda out: out)
+    return exchange(group, x, received, sent)
 
 
 def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """An exchange, then a local reduction: as many bytes as a ring, in one round."""
     rows = [x.shape[0] // group.size] * group.size
-    return exchange(group, x, rows, rows, lambda out: reduce_in_order(out.chunk(group.size), args[0]))
+    return exchange(group, x, rows, rows, lambda parts: reduce_in_order(parts, args[0]))
 
 
 def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return gather(group, x, lambda stacked: reduce_in_order(stacked.unbind(0), args[0]))
+    return gather(group, x, lambda parts: reduce_in_order(parts, args[0]))
 
 
 def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:

@@ -132,11 +132,12 @@ class ClusterCommunicator:
         block = -(-x.numel() // group.size)
         blocks = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel())).view(group.size, block)
         sizes, whole = [1] * group.size, torch.empty_like(blocks)
-        first = exchange(group, blocks, sizes, sizes, lambda out: reduce_in_order(out.unbind(0), args[0]))
+        first = exchange(group, blocks, sizes, sizes, lambda parts: reduce_in_order([p[0] for p in parts], args[0]))
 
         def second() -> None:
             wait_all(first.works)
             whole[own].copy_(first.finish())  # type: ignore[arg-type]
+            group.buffers.give_back(first.held[1])
             others = [(i, rank) for i, rank in enumerate(group.order) if i != own]
             came = [dist.irecv(bytes_of(whole[i]), None, process_group, tag, rank) for i, rank in others]
             went = [dist.isend(bytes_of(whole[own]), None, process_group, tag, rank) for _, rank in others]
@@ -258,7 +259,9 @@ class ClusterCommunicator:
             self.num_waited += 1
             self.open.discard(pending)
             pending.value = pending.finish()
-            pending.held, pending.is_done = (), True
+            if pending.release is not None:
+                pending.release()
+            pending.held, pending.is_done, pending.release = (), True, None
         return pending.value
 
     def _await(self, work: Any) -> None:
