@@ -10,9 +10,13 @@ from tests.experts import FAMILIES, mixture, own_loss, tokens
 from tests.training import assert_equals_eager, train
 
 import meshweave as mw
+from meshweave.check.completeness import check_complete
 from meshweave.check.numerics import CHECK_LR, check_numerics
 from meshweave.check.runs import Recipe, widened
-from meshweave.ir.graph import origin_of
+from meshweave.errors import VerifyError
+from meshweave.ir import ops
+from meshweave.ir.graph import origin_of, spec_of
+from meshweave.ir.verify import verify_placed
 
 PLANS = {
     "dp=2": None,
@@ -38,6 +42,7 @@ def test_a_family_trains_as_in_eager_pytorch(kind: str, mesh: str) -> None:
     assert_equals_eager(mixture(kind), data, mesh, loss=own_loss, plan=PLANS[mesh])
 
 
+PROVEN = {("qwen3_moe", "dp=2,ep=2"), ("gpt_oss", "ep=2")}
 CHECKED = [
     pytest.param(kind, mesh, marks=() if (kind, mesh) == ("qwen3_moe", "dp=2,ep=2") else pytest.mark.slow)
     for kind in FAMILIES
@@ -62,6 +67,50 @@ def test_gradients_and_updates_equal_one_device_in_float64(kind: str, mesh: str)
     report = check_numerics(fresh, lambda i: batch, recipe, mw.Mesh(mesh), PLANS[mesh], build)
     assert report.failed == ()
     assert any("gate" in e.name or "router" in e.name for e in report.errors)
+
+
+def compiled(kind: str, mesh: str, **settings: Any) -> mw.TrainStep:
+    model = mixture(kind, **settings)
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "plan": PLANS[mesh]}
+    return mw.compile(model, loss=own_loss, example=tokens(), mesh=mesh, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [pytest.param(*p.values, marks=() if p.values in PROVEN else pytest.mark.slow) for p in ALL]
+)
+def test_every_consumer_sees_every_contribution(kind: str, mesh: str) -> None:
+    program = compiled(kind, mesh).program
+    assert check_complete(program.placed, program.optimized.roles).num_values > 100
+
+
+def moves_of_experts(program: Any, phase: str) -> list[tuple[tuple[int, ...], str, str]]:
+    """(shape, from, to) of the moves of activations in experts: what has 32 rows of tokens or 64 of their experts."""
+    moves = (n for n in program.placed.graph.nodes if n.target is ops.move and origin_of(n).phase == phase)
+    inside = (n for n in moves if "mlp" in origin_of(n).module and spec_of(n).num_elements >= 32 * 24)
+    return [(spec_of(n).shape, str(n.args[0].meta["layout"]), str(n.meta["layout"])) for n in inside]
+
+
+def test_tokens_are_gathered_and_the_sum_of_what_experts_give_is_scattered() -> None:
+    program = compiled("qwen3_moe", "ep=2", num_hidden_layers=1).program
+    gathered, scattered = moves_of_experts(program, "forward")
+    assert gathered == ((32, 32), "[{ep}, {}]", "[{}, {}]")
+    assert scattered == ((4, 8, 32), "[{}, {}, {}] partial(sum: ep)", "[{ep}, {}, {}]")
+    owned = {str(n.meta["layout"]) for n in program.placed.graph.nodes if "silu" in n.name}
+    assert owned == {"[{}, {}] owned(ep: 0 by cumsum_default_1)"}  # between the matmuls nothing moves
+
+
+def test_experts_of_data_parallel_devices_work_on_a_part_of_the_rows() -> None:
+    program = compiled("qwen3_moe", "dp=2,ep=2", num_hidden_layers=1).program
+    layouts = {str(n.meta["layout"]) for n in program.placed.graph.nodes if "silu" in n.name}
+    assert layouts == {"[{dp}, {}] owned(ep: 0 by cumsum_default_1)"}
+
+
+def test_other_ends_under_the_same_name_are_found_out() -> None:
+    placed = compiled("qwen3_moe", "ep=2").program.placed
+    first, *rest = (n for n in placed.graph.nodes if n.target is torch.ops.meshweave.grouped_mm.default)
+    next(n for n in rest if n.meta["key"] != first.meta["key"]).meta["key"] = first.meta["key"]
+    with pytest.raises(VerifyError, match="has other ends than those that are named"):
+        verify_placed(placed)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshweave.ir import local_ops
-from meshweave.ir.grouped import from_torch, grouped_mm, grouped_outer, mm_piece, outer_piece
+from meshweave.ir.grouped import from_torch, grouped_mm, grouped_outer, mm_piece, outer_piece, rows_piece
 
 aten = torch.ops.aten
 X, G = torch.arange(28.0).reshape(7, 4), torch.arange(35.0).reshape(7, 5)
@@ -45,3 +45,13 @@ def test_rows_that_are_looked_up_and_added_on_pieces() -> None:
     zeros, values = torch.zeros(7, 4), X[:4]
     added = [local_ops.add_rows(zeros[s : s + n], 0, index, values, 7, s) for s, n in pieces]
     torch.testing.assert_close(torch.cat(added), zeros.index_put([index], values, accumulate=True))
+
+
+def test_undefined_rows_of_others_reach_nobody() -> None:
+    undefined = X.clone()
+    undefined[2:] = float("nan")  # the first expert has two rows
+    torch.testing.assert_close(rows_piece(undefined, ENDS, 0, 0, 0, 1), torch.cat([X[:2], torch.zeros(5, 4)]))
+    torch.testing.assert_close(rows_piece(undefined[1:], ENDS, 0, 1, 0, 2)[:1], X[1:2])
+    assert not mm_piece(undefined, W[:1], ENDS, 0, 0).isnan().any()
+    assert not outer_piece(undefined, G, ENDS, 2, 0, 0).isnan().any()
+    assert not rows_piece(undefined, ENDS, 0, 0, 3, 0).any()  # a device without experts

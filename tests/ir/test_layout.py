@@ -73,6 +73,22 @@ def test_text_form_reads_back(layout: Layout) -> None:
     assert Layout.parse(str(layout), layout.mesh) == layout
 
 
+def test_rows_that_devices_own() -> None:
+    text = "[{dp}, {}] partial(sum: pp) owned(tp: 0 by ends)"
+    layout = Layout.parse(text, MESH)
+    assert str(layout) == text
+    assert layout.owned == (("tp", 0, "ends"),)
+    assert layout.local_shape((6, 4)) == Layout.parse("[{dp}, {}]", MESH).local_shape((6, 4))  # room for all rows
+    assert str(layout.owned_as_parts()) == "[{dp}, {}] partial(sum: pp,tp)"
+    assert str(layout.without_owned()) == "[{dp}, {}] partial(sum: pp)"
+    assert layout.replicated_axes == ()
+    assert hash(layout) != hash(layout.without_owned())
+    with pytest.raises(LayoutError, match="used twice"):
+        Layout.parse("[{tp}, {}] owned(tp: 0 by ends)", MESH)
+    with pytest.raises(LayoutError, match="this is not a layout"):
+        Layout.parse("[{}, {}] owned(tp by ends)", MESH)
+
+
 def test_axes_by_use() -> None:
     layout = Layout.parse("[{tp}, {}] partial(sum: dp)", MESH)
     assert (layout.sharded_axes, layout.partial_axes, layout.replicated_axes) == (("tp",), ("dp",), ("pp",))

@@ -90,6 +90,7 @@ PRODUCTS = [
     sample(ours.contract.default, I(6, 3, 5), I(3, 5, 4), [1, 2], [0, 1]),
     sample(ours.matmul.default, F(2, 3, 5, 4), F(2, 3, 4, 5)),
     made(ours.grouped_mm.default, lambda g: (F(7, 4).make(g), F(3, 4, 5).make(g), ENDS), exact=True),
+    made(ours.leave_rows.default, lambda g: (F(2, 7).make(g)[:, :6], ENDS[1:], 1), exact=True),
     made(ours.grouped_outer.default, lambda g: (F(7, 4).make(g), F(7, 5).make(g), ENDS), exact=True),
     sample(ours.matmul.default, F(5, 4, 3), F(5, 3, 2)),
 ]

@@ -16,6 +16,7 @@ from meshweave.sharding.factors import Dims, Rule
 
 Placed = tuple[Spec, Layout]
 Cuts = dict[int, DimSharding]  # factor -> how its loop is cut
+Owners = list[tuple[str, int, str]]  # (axis, factor, key), as `Rule.owned` takes them
 
 
 def infer(
@@ -39,19 +40,53 @@ def infer(
     for dims, layout in zip(rule.results, placed_results, strict=False):
         free = {} if layout is None else _dim_cuts(rule, dims, layout)
         cuts |= {f: cut for f, cut in free.items() if f not in known}
-    _check_axes(cuts, passed, operands)
+    owners = _owners(rule, cuts, [layout for _, layout in operands], placed_results)
+    _check_axes(cuts, passed, owners, operands)
     for i, (spec, layout) in enumerate(operands):
         wanted = _layout(rule, rule.operands[i], cuts, mesh, spec)
-        if layout.dims != wanted.dims:
+        if layout.dims != wanted.dims or layout.owned != rule.owned(i, owners):
+            wanted = Layout(mesh, wanted.dims, (), rule.owned(i, owners))
             raise VerifyError(f"operand {i} is not cut as the others are", got=str(layout), expected=str(wanted))
-    return tuple(_result(rule, i, cuts, passed, mesh, spec) for i, spec in enumerate(results))
+    return tuple(_result(rule, i, cuts, passed, owners, (mesh, spec)) for i, spec in enumerate(results))
 
 
-def _result(rule: Rule, i: int, cuts: Cuts, passed: dict[str, str], mesh: Mesh, spec: Spec) -> Layout:
+def _result(
+    rule: Rule, i: int, cuts: Cuts, passed: dict[str, str], owners: Owners, described: tuple[Mesh, Spec]
+) -> Layout:
     inside = {f for dim in rule.results[i] for f in dim}
+    owned = rule.owned(len(rule.operands) + i, owners)
+    kept = {axis for axis, _, _ in owned}
     gone = [(axis, rule.reduce_op(f)) for f, cut in cuts.items() if f not in inside for axis in cut.axes]
-    layout = _layout(rule, rule.results[i], cuts, mesh, spec)
-    return Layout(mesh, layout.dims, (*gone, *passed.items()))
+    partial = (*((axis, op) for axis, op in gone if axis not in kept), *passed.items())
+    layout = _layout(rule, rule.results[i], cuts, *described)
+    return Layout(described[0], layout.dims, partial, owned)
+
+
+def _owners(rule: Rule, cuts: Cuts, layouts: Sequence[Layout], placed_results: Sequence[Layout | None]) -> Owners:
+    """The axes along which devices own rows, as `Rule.owned` takes them, each with what it does in this op. Where they
+    deal out the experts of the op, these are cut over them: that is noted in `cuts`."""
+    owners: dict[str, tuple[str, int, str]] = {}
+    placed = [layout for layout in placed_results if layout is not None]
+    tensors = [*zip(rule.operands, layouts, strict=True), *zip(rule.results, placed, strict=False)]
+    for dims, layout in tensors:
+        for axis, dim, key in layout.owned:
+            factor = dims[dim][0] if len(dims[dim]) == 1 else -1
+            if rule.keyed is not None and (factor, key) == (rule.keyed.rows, rule.keyed.key):
+                owners.setdefault(axis, (axis, rule.keyed.experts, ""))
+            elif rule.keyed is None and factor >= 0 and rule.can_own(factor):
+                owners.setdefault(axis, (axis, factor, key))
+            else:
+                raise VerifyError("rows that devices own meet in an op that needs all of them", got=str(layout))
+    if rule.keyed is not None:
+        experts = rule.keyed.experts
+        for axis in cuts[experts].axes if experts in cuts else ():
+            owners.setdefault(axis, (axis, experts, ""))
+        axes = tuple(axis for axis, factor, _ in owners.values() if factor == experts)
+        if axes:
+            cuts.setdefault(experts, DimSharding(axes))
+        if axes and set(cuts[experts].axes) == set(axes):
+            return [(axis, experts, "") for axis in cuts[experts].axes]
+    return list(owners.values())
 
 
 def _layout(rule: Rule, dims: Dims, cuts: Cuts, mesh: Mesh, spec: Spec) -> Layout:
@@ -115,9 +150,10 @@ def _passed(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
     return passed
 
 
-def _check_axes(cuts: Cuts, passed: dict[str, str], operands: Sequence[Placed]) -> None:
+def _check_axes(cuts: Cuts, passed: dict[str, str], owners: Owners, operands: Sequence[Placed]) -> None:
     """Every axis does one thing."""
-    used = [*passed, *(axis for cut in cuts.values() for axis in cut.axes)]
+    own = [axis for axis, factor, _ in owners if factor not in cuts or axis not in cuts[factor].axes]
+    used = [*passed, *own, *(axis for cut in cuts.values() for axis in cut.axes)]
     twice = sorted({axis for axis in used if used.count(axis) > 1})
     if twice:
         raise VerifyError(

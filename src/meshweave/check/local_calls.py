@@ -19,6 +19,7 @@ from meshweave.check.infer import Placed
 from meshweave.errors import VerifyError
 from meshweave.ir import grouped, local_ops
 from meshweave.ir.graph import Spec, map_nodes, op_name
+from meshweave.ir.layout import DimSharding, Layout
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -179,6 +180,18 @@ def _grouped_outer(c: Context) -> Call:
     return Call(grouped.outer_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
 
 
+def _leave_rows(c: Context) -> Call:
+    (_, layout), dim = c.operands[0], c.plain().args[2]
+    experts, cut = c.operands[1][0], Layout(layout.mesh, (DimSharding(layout.owned_axes),))
+    row: Any = c.offsets(c.operands[0])[dim] if layout.dims[dim].axes else 0  # type: ignore[index]
+    numbers = (row, c.offsets((experts, cut))[0], c.sizes((experts, cut))[0])
+    return Call(grouped.rows_piece, (OPERAND, OPERAND, dim, *numbers), {})
+
+
+def _enter_rows(c: Context) -> Call:
+    return Call(grouped.own_rows, (OPERAND, OPERAND), {})
+
+
 def _extreme(c: Context) -> Call:
     plain, (spec, layout) = c.plain(), c.operands[0]
     dims: Any = plain.args[1] if len(plain.args) > 1 and plain.args[1] else range(len(spec.shape))
@@ -256,6 +269,8 @@ CALLS: dict[Any, Callable[[Context], Call]] = {
     aten._unsafe_index_put.default: _index_put,
     ours.grouped_mm.default: _grouped_mm,
     ours.grouped_outer.default: _grouped_outer,
+    ours.enter_rows.default: _enter_rows,
+    ours.leave_rows.default: _leave_rows,
     aten.amax.default: _extreme,
     aten.amin.default: _extreme,
     ours.attention.default: _attention(0, 4),
@@ -273,7 +288,7 @@ MAKERS = frozenset(
         ours.uniform.default,
         aten.expand.default,
         aten.embedding_dense_backward.default,
-        ours.grouped_outer.default,
+        ours.enter_rows.default,
     }
 )
 

@@ -100,7 +100,8 @@ class Known:
             self._texts[op] = str(map_nodes(op, lambda n: None))
         specs, placed = tuple(spec_of(n) for n in tensor_inputs(op)), op.meta["layout"]
         placed_results = (placed,) if op.target in MAKERS else ()
-        key = (op.target, self._texts[op], specs, str(op.meta["spec"]), tuple(layouts), placed_results)
+        named = op.meta.get("key")
+        key = (op.target, self._texts[op], specs, str(op.meta["spec"]), tuple(layouts), placed_results, named)
         if key not in self._inferred:
             mesh = layouts[0].mesh if layouts else first_layout(placed).mesh
             operands: list[Placed] = list(zip(specs, layouts, strict=True))

@@ -142,6 +142,17 @@ def _grouped_outer(emit: Emitter, node: fx.Node, values: list[fx.Node], args: An
     return emit.call(grouped.outer_piece, (*values, experts[0], row or 0, experts[1]), {})
 
 
+def _leave_rows(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    (_, layout), (experts, _) = _operand(node, 0), _operand(node, 1)
+    row, cut = _offset_of(emit, node, 0, args[2]), Layout(layout.mesh, (DimSharding(layout.owned_axes),))
+    numbers = (row or 0, emit.offset(experts.shape, cut, 0), emit.extent(experts.shape, cut, 0))
+    return emit.call(grouped.rows_piece, (*values, args[2], *numbers), {})
+
+
+def _enter_rows(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    return emit.call(grouped.own_rows, tuple(values), {})
+
+
 def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
     """amax and amin of a dim that is cut: a piece may be empty."""
     spec, layout = _operand(node, 0)
@@ -211,6 +222,8 @@ LOCALIZERS: dict[str, Localizer] = {
     "index_put": _index_put,
     "grouped_mm": _grouped_mm,
     "grouped_outer": _grouped_outer,
+    "enter_rows": _enter_rows,
+    "leave_rows": _leave_rows,
     "extreme": _extreme,
     "guarded": _guarded,
     "resized_backward": _resized_backward,

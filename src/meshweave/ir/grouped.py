@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from meshweave.ir.ops import define_op
 
@@ -64,6 +64,47 @@ def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 @grouped_outer.register_fake
 def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((ends.shape[0], x.shape[1], grad.shape[1]))
+
+
+@define_op("enter_rows")
+def enter_rows(x: Tensor, ends: Tensor, dim: int) -> Tensor:
+    """The identity: from here on the rows along `dim` are on the devices that own them (`Layout.owned`)."""
+    return x.clone()
+
+
+@define_op("leave_rows")
+def leave_rows(x: Tensor, ends: Tensor, dim: int) -> Tensor:
+    """The identity: from here on rows of others are zeros, so that the values of all devices are parts of a sum."""
+    return x.clone()
+
+
+for _identity in (enter_rows, leave_rows):
+    _identity.register_fake(lambda x, ends, dim: torch.empty_like(x))
+
+
+def own_rows(x: Tensor, ends: Tensor) -> Tensor:
+    """x itself: a device that has all rows has its own."""
+    return x.view_as(x)
+
+
+def rows_piece(x: Tensor, ends: Tensor, dim: int, first_row: int, first_expert: int, num_experts: int) -> Tensor:
+    """x, whose rows along `dim` begin at `first_row`, with zeros in rows of experts other than those given."""
+    stop = first_expert + num_experts
+    first = ends[first_expert - 1] if first_expert else 0
+    last = ends[stop - 1] if stop else 0
+    row = torch.arange(first_row, first_row + x.shape[dim], device=x.device)
+    row = row.view(-1, *(1,) * (x.dim() - 1 - dim))
+    return torch.where((row >= first) & (row < last), x, 0)
+
+
+def key_of(node: fx.Node) -> str:
+    """The name of the ends that an op on rows by expert is given, as the captured graph has it."""
+    ends = node.args[1] if node.target in _IDENTITIES else node.args[2]
+    return str(node.meta.get("key") or ends)
+
+
+_IDENTITIES = (torch.ops.meshweave.enter_rows.default, torch.ops.meshweave.leave_rows.default)
+BY_ROWS = (torch.ops.meshweave.grouped_mm.default, torch.ops.meshweave.grouped_outer.default, *_IDENTITIES)
 
 
 def from_torch(

@@ -52,25 +52,32 @@ WHOLE = DimSharding()
 class Layout:
     """Per tensor dim the ordered axes that shard it, and per partial axis its reduce op; replicated elsewhere.
 
+    `owned` are (axis, dim, key): along the axis every device has room for all rows of the dim, and the right values in
+    the rows that are its own; what the others hold is undefined. Which rows are whose is known at run time alone: the
+    value named `key` says which expert a row goes to (the ends of `ir.grouped`), and the experts are cut over these
+    axes in turn as chunks.
+
     Invariants, checked when built: every axis is of the mesh and is used once; `partial` is in mesh order.
-    Written `[{dp}, {tp}]`, `[{}, {tp}x16]` (blocks of 16) and `[{}, {}] partial(sum: tp)`.
+    Written `[{dp}, {tp}]`, `[{}, {tp}x16]` (blocks of 16), `[{}, {}] partial(sum: tp)` and
+    `[{}, {}] owned(ep: 0 by ends)`.
     """
 
     mesh: Mesh
     dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()
+    owned: tuple[tuple[str, int, str], ...] = ()
     _hash: int = field(default=0, init=False, repr=False, compare=False)  # 0: not asked for yet
 
     def __hash__(self) -> int:
         if not self._hash:
-            object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.partial)))
+            object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.partial, self.owned)))
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Layout, (self.mesh, self.dims, self.partial)  # a hash is of one process
+        return Layout, (self.mesh, self.dims, self.partial, self.owned)  # a hash is of one process
 
     def __post_init__(self) -> None:
-        used = [axis for dim in self.dims for axis in dim.axes] + [axis for axis, _ in self.partial]
+        used = [*self.sharded_axes, *self.partial_axes, *self.owned_axes]
         for axis in used:
             self.mesh.axis_index(axis)
             if used.count(axis) > 1:
@@ -124,6 +131,12 @@ class Layout:
 
     def __str__(self) -> str:
         text = "[" + ", ".join(map(str, self.dims)) + "]"
+        if self.owned:
+            plain, owned = (
+                replace(self, owned=()),
+                "; ".join(f"{axis}: {dim} by {key}" for axis, dim, key in self.owned),
+            )
+            return f"{plain} owned({owned})"
         if not self.partial:
             return text
         by_op: dict[str, list[str]] = {}
@@ -139,13 +152,26 @@ class Layout:
         return tuple(axis for axis, _ in self.partial)
 
     @property
+    def owned_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _, _ in self.owned)
+
+    def without_owned(self) -> Layout:
+        """The layout with every row on every device instead of on its own."""
+        return replace(self, owned=()) if self.owned else self
+
+    def owned_as_parts(self) -> Layout:
+        """The layout once rows of others are zeros: a part of a sum."""
+        parts = tuple((axis, "sum") for axis in self.owned_axes)
+        return Layout(self.mesh, self.dims, (*self.partial, *parts)) if self.owned else self
+
+    @property
     def sharded_axes(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
         """The axes along which every device holds the same, in mesh order."""
-        used = (*self.sharded_axes, *self.partial_axes)
+        used = (*self.sharded_axes, *self.partial_axes, *self.owned_axes)
         return tuple(axis for axis in self.mesh.axis_names if axis not in used)
 
     def dim_of(self, axis: str) -> int | None:
@@ -171,9 +197,10 @@ class Layout:
             parts = [self.mesh.size(axis) for axis in axes]
             dims.append(DimSharding(axes, dim.unit if unit_matters(size, parts, dim.unit) else 1))
         partial = tuple(p for p in self.partial if self.mesh.size(p[0]) > 1)
-        if tuple(dims) == self.dims and partial == self.partial:
+        owned = tuple(entry for entry in self.owned if self.mesh.size(entry[0]) > 1)
+        if (tuple(dims), partial, owned) == (self.dims, self.partial, self.owned):
             return self
-        return Layout(self.mesh, tuple(dims), partial)
+        return Layout(self.mesh, tuple(dims), partial, owned)
 
     def check_rank(self, shape: Sequence[int]) -> None:
         if len(shape) != len(self.dims):
@@ -252,7 +279,10 @@ class Layout:
         return layout_from_placements(placements, mesh, num_dims)
 
 
-_LAYOUT = re.compile(r"\s*\[(?P<dims>[^\]]*)\]\s*(?:partial\((?P<partial>[^)]*)\))?\s*")
+_LAYOUT = re.compile(
+    r"\s*\[(?P<dims>[^\]]*)\]\s*(?:partial\((?P<partial>[^)]*)\))?\s*(?:owned\((?P<owned>[^)]*)\))?\s*"
+)
+_OWNED = re.compile(r"\s*(?P<axis>\w+):\s*(?P<dim>\d+) by (?P<key>\w+)\s*")
 _DIM = re.compile(r"\s*\{(?P<axes>[^}]*)\}(?:x(?P<unit>[1-9]\d*))?\s*(?:,|$)")
 
 
@@ -273,7 +303,11 @@ def _parse(text: str, mesh: Mesh) -> Layout:
         if not colon:
             raise _not_a_layout(text)
         partial += [(axis, op.strip()) for axis in _names(axes)]
-    return Layout(mesh, tuple(dims), tuple(partial))
+    entries = [_OWNED.fullmatch(part) for part in filter(None, (match["owned"] or "").split(";"))]
+    if None in entries:
+        raise _not_a_layout(text)
+    owned = tuple((entry["axis"], int(entry["dim"]), entry["key"]) for entry in entries if entry is not None)
+    return Layout(mesh, tuple(dims), tuple(partial), owned)
 
 
 def _names(text: str) -> tuple[str, ...]:

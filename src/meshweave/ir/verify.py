@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +13,7 @@ from meshweave.interop.ops import is_mutable, is_operator
 from meshweave.ir import ops
 from meshweave.ir.collectives import COLLECTIVES, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import Origin, Spec, StepGraph, op_name, origin_of, tensor_inputs
+from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, qualified
 
@@ -67,6 +69,18 @@ def _moves_move(graph: fx.Graph) -> Findings:
             yield node, "moves nothing"
 
 
+def _keys_agree(graph: fx.Graph) -> Findings:
+    """Ops on rows by expert that name the same key have the same ends, moved or not."""
+    ends_of: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target in BY_ROWS:
+            ends: Any = tensor_inputs(node)[-1]
+            while ends.target is ops.move:
+                ends = ends.args[0]
+            if ends_of.setdefault(key_of(node), ends) is not ends:
+                yield node, f"has other ends than those that are named {key_of(node)}"
+
+
 def _no_moves(graph: fx.Graph) -> Findings:
     for node in graph.nodes:
         if node.target is ops.move or node.target is torch.ops.meshweave.pin.default:
@@ -100,7 +114,7 @@ def _groups_exist(rank: RankGraph) -> Findings:
 
 
 _STEP: tuple[Callable[[fx.Graph], Findings], ...] = (_has_meta, _is_functional)
-_PLACED = (*_STEP, _is_placed, _operands_fit, _moves_move)
+_PLACED = (*_STEP, _is_placed, _operands_fit, _moves_move, _keys_agree)
 _RANK = (_is_functional, _no_moves, _waits_match)
 
 

@@ -37,9 +37,17 @@ class Pass:
     op: str
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Along an axis each device works on its own rows of a factor, which the key says (`Layout.owned`)."""
+
+    factor: int
+    key: str
+
+
 _TICKS = 10**15  # costs are compared in femtoseconds, so that sums taken in another order are still ties
 
-Role = Shard | Pass | None  # None: the axis repeats the work
+Role = Shard | Pass | Own | None  # None: the axis repeats the work
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,7 @@ def realize(
     """The Assignment of `roles`; axes of one factor cut in the order in which they are listed."""
     cuts: dict[int, tuple[list[str], int]] = {}
     passes: list[tuple[str, Pass]] = []
+    owners = _owners(rule, roles)
     for axis, role in roles:
         if isinstance(role, Shard):
             cuts.setdefault(role.factor, ([], role.unit))[0].append(axis)
@@ -71,17 +80,32 @@ def realize(
 
     def wanted(i: int) -> Layout:
         partial = tuple((a, p.op) for a, p in passes if i in rule.linear[p.mode].operands)
-        return Layout(mesh, cut(rule.operands[i]), partial).normalized(operands[i].shape)
+        return Layout(mesh, cut(rule.operands[i]), partial, rule.owned(i, owners)).normalized(operands[i].shape)
 
     def given(i: int) -> Layout:
         inside = {f for dim in rule.results[i] for f in dim}
-        gone = [(a, rule.reduce_op(f)) for f, (axes, _) in cuts.items() if f not in inside for a in axes]
+        owned = rule.owned(len(operands) + i, owners)
+        kept = {a for a, _, _ in owned}
+        gone = [
+            (a, rule.reduce_op(f)) for f, (axes, _) in cuts.items() if f not in inside for a in axes if a not in kept
+        ]
         partial = (*gone, *((a, p.op) for a, p in passes))
-        return Layout(mesh, cut(rule.results[i]), tuple(partial)).normalized(results[i].shape)
+        return Layout(mesh, cut(rule.results[i]), tuple(partial), owned).normalized(results[i].shape)
 
     return Assignment(
         tuple(roles), tuple(wanted(i) for i in range(len(operands))), tuple(given(i) for i in range(len(results)))
     )
+
+
+def _owners(rule: Rule, roles: Sequence[tuple[str, Role]]) -> list[tuple[str, int, str]]:
+    """The axes along which devices own rows, as `Rule.owned` takes them."""
+    owners: list[tuple[str, int, str]] = []
+    for axis, role in roles:
+        if isinstance(role, Own):
+            owners.append((axis, role.factor, role.key))
+        elif isinstance(role, Shard) and rule.keyed is not None and role.factor == rule.keyed.experts:
+            owners.append((axis, role.factor, ""))
+    return owners
 
 
 def _dim_sharding(rule: Rule, dims: Dims, d: int, cuts: dict[int, tuple[list[str], int]]) -> DimSharding:
@@ -110,6 +134,8 @@ def proposals(rule: Rule, axis: str, held: Sequence[Sequence[Layout]]) -> list[R
             if d is not None:
                 role = _follow(rule, rule.operands[i], d, layout)
                 roles += [r for r in _ways_to_follow(rule, role, axis, layout.mesh.size(axis)) if r not in roles]
+            owning = [entry for entry in layout.owned if entry[0] == axis]
+            roles += [own for entry in owning if (own := _own(rule, i, *entry[1:])) not in (None, *roles)]
             op = dict(layout.partial).get(axis)
             modes = [m for m, mode in enumerate(rule.linear) if i in mode.operands and op in mode.ops]
             roles += [p for p in (Pass(m, op) for m in modes if op is not None) if p not in roles]
@@ -146,6 +172,17 @@ def home(rule: Rule, index: int, operands: Sequence[Operand]) -> Layout | None:
     """The layout that result `index` is moved to as soon as it is made: that of an operand as it is held."""
     at = rule.back[index] if rule.back else -1
     return None if at < 0 else _resolved(operands[at].layouts[0])
+
+
+def _own(rule: Rule, position: int, dim: int, key: str) -> Shard | Own | None:
+    """How an op goes on with rows of operand `position` that devices own: by its own experts, or row by row."""
+    dims = rule.operands[position][dim]
+    if len(dims) != 1:
+        return None
+    keyed = rule.keyed
+    if keyed is not None and (keyed.rows, keyed.key) == (dims[0], key):
+        return Shard(keyed.experts) if position in keyed.positions else None
+    return Own(dims[0], key) if keyed is None and rule.can_own(dims[0]) else None
 
 
 def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
@@ -198,6 +235,7 @@ def _held_order(axes: Sequence[str], held: Sequence[Sequence[Layout]]) -> list[s
         for layout in layouts[:1]:
             for dim in layout.dims:
                 order += [a for a in dim.axes if a not in order and a in axes]
+            order += [a for a in layout.owned_axes if a not in order and a in axes]
     return order + [a for a in axes if a not in order]
 
 
@@ -264,11 +302,11 @@ def _share(operand: Operand, layout: Layout, wanted: Layout) -> float:
 
 
 def _resolved(layout: Layout) -> Layout:
-    return Layout(layout.mesh, layout.dims)
+    return Layout(layout.mesh, layout.dims, (), layout.owned)
 
 
 def _repeated_seconds(rule: Rule, option: Assignment, mesh: Mesh, results: Sequence[Spec]) -> float:
     """Time of the op on one device beyond what it would be if every axis did its share."""
-    used = prod(mesh.size(axis) for axis, role in option.roles if isinstance(role, Shard))
+    used = prod(mesh.size(axis) for axis, role in option.roles if isinstance(role, (Shard, Own)))
     whole = 2.0 * prod(rule.sizes) / FLOPS_PER_SECOND + sum(s.num_bytes for s in results) / BYTES_PER_SECOND
     return whole * (1.0 / used - 1.0 / mesh.num_devices)

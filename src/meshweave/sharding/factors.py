@@ -32,6 +32,18 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Keyed:
+    """Rows that a key value deals out to experts: an axis that cuts the factor `experts` gives every device the rows of
+    its own experts in the tensors at `positions` (operands first, then results), whose dims of factor `rows` are owned
+    by the key then."""
+
+    experts: int
+    rows: int
+    key: str
+    positions: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """Sharding rule of one op on given shapes. Factor f has `sizes[f]` elements.
 
@@ -49,6 +61,7 @@ class Rule:
     instead: tuple[tuple[int, int], ...] = ()
     is_instead: bool = False
     back: tuple[int, ...] = ()
+    keyed: Keyed | None = None
 
     def reduce_op(self, factor: int) -> str:
         return dict(self.reduce).get(factor, "sum")
@@ -73,6 +86,23 @@ class Rule:
         if factor in self.whole or self.sizes[factor] != 1:
             return False
         return all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
+
+    def can_own(self, factor: int) -> bool:
+        """Whether rows of this factor pass through the op each by itself: it is in every result, alone in its dims."""
+        inside = [{f for dim in dims for f in dim} for dims in self.results]
+        alone = all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
+        return self.is_shardable(factor) and alone and all(factor in factors for factors in inside)
+
+    def owned(self, position: int, axes: Sequence[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
+        """`Layout.owned` of the tensor at `position`, where `axes` are (axis, factor, key): the axis cuts the experts
+        of this rule, or each of its devices owns rows of the factor by the key."""
+        dims = (*self.operands, *self.results)[position]
+        entries = []
+        for axis, factor, key in axes:
+            if self.keyed is not None and factor == self.keyed.experts:
+                factor, key = (self.keyed.rows, self.keyed.key) if position in self.keyed.positions else (-1, "")
+            entries += [(axis, d, key) for d, dim in enumerate(dims) if dim == (factor,) and key]
+        return tuple(entries)
 
     def is_shardable(self, factor: int) -> bool:
         """Whether the factor can be sharded: not whole, and outermost wherever it stands."""

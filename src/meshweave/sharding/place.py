@@ -13,7 +13,6 @@ from meshweave.errors import RuleError
 from meshweave.ir import ops
 from meshweave.ir.graph import (
     Input,
-    Spec,
     StepGraph,
     copy_meta,
     map_nodes,
@@ -23,20 +22,23 @@ from meshweave.ir.graph import (
     spec_of,
     tensor_inputs,
 )
+from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, home
+from meshweave.sharding.copies import Copy, is_no_larger, phase_of
 from meshweave.sharding.forms import Forms, due_at_casts
 from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
+from meshweave.sharding.owned import by_rows, ends_by_key, expert_axes, lookup_cut, owned_price
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for
 from meshweave.sharding.sums import Sums
 from meshweave.sharding.users import proposed_by_users
 
-aten = torch.ops.aten
+ours = torch.ops.meshweave
 PIN = torch.ops.meshweave.pin.default
 ROUND_PARTS = torch.ops.meshweave.round_parts.default
 
@@ -47,33 +49,26 @@ SAID_WEIGHT = 100.0
 
 
 @dataclass(slots=True)
-class _Copy:
-    """One layout in which a value exists, and since which phase."""
-
-    node: fx.Node
-    layout: Layout
-    phase: str
-
-
-@dataclass(slots=True)
 class _Placer:
     step: StepGraph
     placement: Placement
     price: Price
     graph: fx.Graph = field(default_factory=fx.Graph)
-    copies: dict[fx.Node, list[_Copy]] = field(default_factory=dict)
+    copies: dict[fx.Node, list[Copy]] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout | None, ...]]] = field(default_factory=dict)
     homes: dict[tuple[fx.Node, int], Layout] = field(default_factory=dict)  # results that are moved as they are made
     items: dict[fx.Node, Input] = field(default_factory=dict)
     decided: dict[Any, Assignment] = field(default_factory=dict)
     due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved as soon as they are made
-    stored: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
-    used: dict[tuple[fx.Node, str], _Copy] = field(default_factory=dict)
-    abroad: dict[tuple[fx.Node, str, str], _Copy] = field(default_factory=dict)
+    stored: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
+    used: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
+    abroad: dict[tuple[fx.Node, str, str], Copy] = field(default_factory=dict)
     said: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # axes that operators pinned, as far as they act
     before: dict[int, Layout] = field(default_factory=dict)  # operator's call -> layout of its operand
     forms: Forms = field(init=False)
     sums: Sums = field(init=False)
+    ends: dict[str, fx.Node] = field(init=False)  # by key, where rows are owned
+    expert_axes: frozenset[str] = frozenset()
     line: str = ""  # source of the op being placed: where an input is moved, it is moved for this line
 
     def run(self) -> StepGraph:
@@ -81,6 +76,8 @@ class _Placer:
         outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
         self.forms = Forms(self.items)
         self.sums = Sums(self.step, self.placement.accumulate_in)
+        self.ends = ends_by_key(self.step)
+        self.expert_axes = expert_axes(self.step, self.forms, self.placement.used)
         for (kind, name), value in outputs:
             if kind in ("grad", "loss", "buffer", "output"):
                 wanted = self.placement.layout(kind, name, spec_of(value))
@@ -105,7 +102,7 @@ class _Placer:
         item = self.items[node]
         layout = self.placement.layout("param" if item.kind == "acc" else item.kind, item.name, item.spec)
         new = copy_meta(node, self.graph.placeholder(node.name), layout=layout.normalized(item.spec.shape))
-        self.copies[node] = [_Copy(new, new.meta["layout"], _phase(new))]
+        self.copies[node] = [Copy(new, new.meta["layout"], phase_of(new))]
 
     def _output(self, kind: str, name: str, value: fx.Node) -> fx.Node:
         if kind == "acc":
@@ -115,7 +112,7 @@ class _Placer:
     def _output_phase(self, kind: str, value: fx.Node) -> str:
         if kind == "grad":
             return "reduce" if value in self.sums.operands else "backward"
-        return _phase(value) if kind in ("loss", "buffer", "output") else "update"
+        return phase_of(value) if kind in ("loss", "buffer", "output") else "update"
 
     def _node(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node.args[0] in self.tuples:
@@ -127,7 +124,7 @@ class _Placer:
 
     # what a parameter, its casts and its views are
 
-    def _stored_form(self, node: fx.Node, phase: str) -> _Copy:
+    def _stored_form(self, node: fx.Node, phase: str) -> Copy:
         """The parameter, cast where the graph casts it, in the layout it is stored in."""
         if node.op == "placeholder":
             return self.copies[node][0]
@@ -136,10 +133,10 @@ class _Placer:
             source = self._stored_form(tensor_inputs(node)[0], phase)
             new = self._emit(node, [source.node], phase)
             new.meta["layout"] = source.layout
-            self.stored[key] = _Copy(new, source.layout, phase)
+            self.stored[key] = Copy(new, source.layout, phase)
         return self.stored[key]
 
-    def _used_form(self, node: fx.Node, phase: str) -> _Copy:
+    def _used_form(self, node: fx.Node, phase: str) -> Copy:
         """The parameter as `phase` uses it: gathered, then viewed."""
         phase = "forward" if self.forms.name(node) in self.placement.kept else phase
         key = (node, phase)
@@ -159,13 +156,13 @@ class _Placer:
             new = self._emit(node, [used.node], phase)
             new.meta["layout"] = option.results[0]
             new.meta["assignment"] = option
-            used = _Copy(new, option.results[0], phase)
+            used = Copy(new, option.results[0], phase)
         self.used[key] = used
         return used
 
     # values and their copies
 
-    def held(self, node: fx.Node, phase: str) -> list[_Copy]:
+    def held(self, node: fx.Node, phase: str) -> list[Copy]:
         """The copies of a value that a consumer in `phase` may use, the original first.
 
         Larger copies do not outlive their phase, but the first on each other mesh does: it is not sent twice.
@@ -179,7 +176,7 @@ class _Placer:
             return [c for c in (original, *others) if c.layout in wanted] or [original]
         usable, meshes = [original], {original.layout.mesh}
         for copy in others:
-            lasts = copy.layout.mesh not in meshes or (spec and _is_no_larger(copy.layout, original.layout, spec))
+            lasts = copy.layout.mesh not in meshes or (spec and is_no_larger(copy.layout, original.layout, spec))
             meshes.add(copy.layout.mesh)
             usable += [copy] if lasts or copy.phase == phase else []
         return usable
@@ -187,6 +184,8 @@ class _Placer:
     def fetch(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
         """The value in the layout `wanted`: a copy there is, or a new move from the cheapest copy."""
         wanted = wanted.normalized(spec_of(node).shape)
+        if wanted.owned:
+            return self._owned(node, wanted, phase)
         if self.forms.is_made_on_demand(node):
             return self._made(node, wanted, phase).node
         if self._is_view_abroad(node, wanted, phase) and (made := self._viewed_abroad(node, wanted, phase)):
@@ -195,10 +194,31 @@ class _Placer:
         for copy in copies:
             if copy.layout == wanted:
                 return copy.node
-        source = min(copies, key=lambda c: self.price(c.layout, wanted, spec_of(node)))
+        source = min(copies, key=lambda c: (self.price(c.layout, wanted, spec_of(node)), bool(c.layout.owned)))
+        if source.layout.owned:
+            source = self._by_rows(ours.leave_rows.default, source.node, source.layout.owned_as_parts(), node, phase)
+            return self.fetch(node, wanted, phase)
         made = self._move(source, wanted, node, phase)
         self.copies.setdefault(node, [source]).append(made)
         return made.node
+
+    def _owned(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
+        """The value with rows that devices own: a copy there is, or its whole rows from here on."""
+        known = [] if self.forms.is_made_on_demand(node) else self.held(node, phase)
+        for copy in (*known, *self.copies.get(node, ())):
+            if copy.layout == wanted and (copy in known or copy.phase == phase):
+                return copy.node
+        value = self.fetch(node, wanted.without_owned(), phase)
+        return self._by_rows(ours.enter_rows.default, value, wanted, node, phase).node
+
+    def _by_rows(self, target: Any, value: fx.Node, layout: Layout, node: fx.Node, phase: str) -> Copy:
+        key = (*layout.owned, *value.meta["layout"].owned)[0][2]
+        ends = self.fetch(self.ends[key], Layout.replicated(layout.mesh, 1), phase)
+        new = by_rows(target, value, ends, layout, node)
+        new.meta["origin"] = replace(origin_of(node), phase=phase)
+        made = Copy(new, layout, phase)
+        self.copies.setdefault(node, []).append(made)
+        return made
 
     def _is_view_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> bool:
         """Whether a view of a parameter is wanted on another mesh than that on which the parameter lives."""
@@ -210,7 +230,7 @@ class _Placer:
             and wanted.mesh != self.placement.homes[self.forms.parameter(node)]
         )
 
-    def _viewed_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> _Copy | None:
+    def _viewed_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> Copy | None:
         """A view of a parameter's copy on another mesh, which forward and backward share; None where the view cannot be
         made there as it is wanted."""
         key = (node, str(wanted), phase)
@@ -221,10 +241,10 @@ class _Placer:
                 return None
             new = self._emit(node, [self.fetch(source, option.operands[0], phase)], phase)
             new.meta.update(layout=wanted, assignment=option)
-            self.abroad[key] = _Copy(new, wanted, phase)
+            self.abroad[key] = Copy(new, wanted, phase)
         return self.abroad[key]
 
-    def _made(self, node: fx.Node, wanted: Layout, phase: str) -> _Copy:
+    def _made(self, node: fx.Node, wanted: Layout, phase: str) -> Copy:
         """A value that is made on demand, in the layout that is wanted: nothing moves, but to make it partial.
 
         In each phase anew, but for random values: to draw costs more than to keep, so forward and backward share them.
@@ -240,15 +260,15 @@ class _Placer:
             values = [self.fetch(n, layout, phase) for n, layout in zip(operands, option.operands, strict=True)]
             new = self._emit(node, values, phase)
             new.meta.update(layout=plain, assignment=option)
-            known = _Copy(new, plain, phase)
+            known = Copy(new, plain, phase)
             self.copies.setdefault(node, []).append(known)
         return known if plain == wanted else self._move(known, wanted, node, phase)
 
-    def _move(self, source: _Copy, target: Layout, value: fx.Node, phase: str) -> _Copy:
+    def _move(self, source: Copy, target: Layout, value: fx.Node, phase: str) -> Copy:
         new = self.graph.call_function(ops.move, (source.node, str(target)))
         origin = replace(origin_of(value), phase=phase, source=origin_of(value).source or self.line)
         new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
-        return _Copy(new, target, _phase(new))
+        return Copy(new, target, phase_of(new))
 
     # ops
 
@@ -257,6 +277,8 @@ class _Placer:
         new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
         if origin_of(new).phase != phase:
             new.meta["origin"] = replace(origin_of(new), phase=phase)
+        if node.target in BY_ROWS:
+            new.meta["key"] = key_of(node)
         return new
 
     def _choose(self, node: fx.Node, operands: list[Operand], mesh: Mesh) -> Assignment:
@@ -267,7 +289,10 @@ class _Placer:
         else:
             wanted = tuple(layout for layout, _ in self.due.get(node, ()))
         proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_made_on_demand, self._layout_of)
-        key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh)
+        if not wanted:
+            proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
+        named = key_of(node) if node.target in BY_ROWS else ""
+        key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named)
         if key not in self.decided:
             rule = as_asked(row_for(node).rule(node), self.placement.attention)
             self.decided[key] = cheapest(rule, mesh, operands, result_specs(node), self.price, wanted, proposed)
@@ -277,7 +302,7 @@ class _Placer:
         return self.copies[node][0].layout if node in self.copies else None
 
     def _op(self, node: fx.Node) -> None:
-        phase = _phase(node)
+        phase = phase_of(node)
         self.line = origin_of(node).source
         operands, mesh = tensor_inputs(node), self.placement.homes[node]
         described = [self._held(n, phase, mesh) for n in operands]
@@ -304,7 +329,7 @@ class _Placer:
             self._note_homes(node, described)
             return
         new.meta["layout"] = option.results[0]
-        self.copies[node] = [_Copy(new, option.results[0], _phase(new))]
+        self.copies[node] = [Copy(new, option.results[0], phase_of(new))]
 
     def _note_homes(self, node: fx.Node, operands: list[Operand]) -> None:
         rule = row_for(node).rule(node)
@@ -328,6 +353,7 @@ class _Placer:
             return Operand(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
         copies = self.held(node, phase)
         here = [c.layout for c in copies if c.layout.mesh == mesh]
+        here += [layout.owned_as_parts() for layout in here if layout.owned]
         layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
         is_said = bool(self.said.get(node)) or (self.forms.is_of_parameter(node) and phase != "update")
         return Operand(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
@@ -343,7 +369,7 @@ class _Placer:
             axes = self.said.get(operand, frozenset())
             pinned |= axes
             is_inside = origin_of(operand).call == origin_of(node).call
-            if not axes or is_inside or node.target in CASTS or _phase(node) != "forward":
+            if not axes or is_inside or node.target in CASTS or phase_of(node) != "forward":
                 continue
             held = self.copies[operand][0].layout
             lost = [a for a in held.partial_axes if a in axes and a not in wanted.partial_axes]
@@ -358,7 +384,7 @@ class _Placer:
         assert layout is not None
         self.said[node] = self.said.get(node.args[0], frozenset())  # type: ignore[arg-type]
         new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])), layout=layout)
-        own = _Copy(new, layout, _phase(new))
+        own = Copy(new, layout, phase_of(new))
         self.copies[node] = [own]
         target = self.homes.get((node.args[0], node.args[1]), layout).normalized(spec_of(node).shape)  # type: ignore[arg-type]
         if target != layout and node.users:
@@ -368,13 +394,13 @@ class _Placer:
         """A pin is its operand in the pinned layout; the gradient of an operator goes back to where its operand was."""
         value, text, is_grad = node.args
         assert isinstance(value, fx.Node)
-        pin, phase, spec, call = Pin.parse(str(text)), _phase(node), spec_of(node), origin_of(node).call
+        pin, phase, spec, call = Pin.parse(str(text)), phase_of(node), spec_of(node), origin_of(node).call
         self.line = origin_of(node).source
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
         source = self._made(value, whole, phase) if self.forms.is_made_on_demand(value) else self.held(value, phase)[0]
         source_layout = target = (
             translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
-        )
+        ).without_owned()
         if not pin.is_operator:
             target = pin.layout(source_layout, bool(is_grad))
         elif self.placement.mesh.num_devices > 1 and is_grad:
@@ -385,20 +411,7 @@ class _Placer:
             self.before[call] = source_layout
             self.said[node] = pin.acting(target, self.said.get(value, frozenset()))
         pinned = self.fetch(value, target.normalized(spec.shape), phase)
-        self.copies[node] = [_Copy(pinned, pinned.meta["layout"], _phase(pinned))]
-
-
-def _phase(node: fx.Node) -> str:
-    """Forward and loss share copies; backward and update do not."""
-    phase = origin_of(node).phase
-    return "forward" if phase == "loss" else phase
-
-
-def _is_no_larger(copy: Layout, original: Layout, spec: Spec) -> bool:
-    def elements(layout: Layout) -> int:
-        return torch.Size(layout.local_shape(spec.shape)).numel()
-
-    return elements(copy) <= elements(original)
+        self.copies[node] = [Copy(pinned, pinned.meta["layout"], phase_of(pinned))]
 
 
 def place(
@@ -410,4 +423,4 @@ def place(
     same step to the next, which then reuses what was decided for equal ops. Raises RuleError for an op without a rule.
     """
     check_captured(step)
-    return _Placer(step, placement, price, decided={} if decided is None else decided).run()
+    return _Placer(step, placement, owned_price(price), decided={} if decided is None else decided).run()

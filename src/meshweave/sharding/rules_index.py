@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.ir.ops import move
 from meshweave.sharding.factors import Dim, Rule, RuleBuilder, moved, sums
 from meshweave.sharding.registry import add, argument
 
@@ -150,6 +151,8 @@ def _index(node: fx.Node) -> Rule:
 
 
 def _is_zeros(node: Any) -> bool:
+    while isinstance(node, fx.Node) and node.target is move:
+        node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
 
 
