@@ -12,8 +12,8 @@ from tests.check.mutants import split
 from tests.steps import MESHES, Chain, program
 from torch import fx
 
+from meshweave.check.communication import check_messages
 from meshweave.check.completeness import check_complete
-from meshweave.check.exchanges import check_messages
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import functional, transfer

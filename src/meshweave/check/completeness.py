@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from meshweave.buckets.unmerge import unmerged
-from meshweave.check.exchanges import EXCHANGES, apart, check_messages, group_ids, groups_among, together
+from meshweave.check.communication import EXCHANGES, apart, check_messages, group_ids, groups_among, together
 from meshweave.check.holdings import Holding, pending_of
 from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, RoleReplay, Value, first_layout

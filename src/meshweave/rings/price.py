@@ -15,7 +15,7 @@ from meshweave.hardware.work import Memory
 from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.rings.algorithms import Step
-from meshweave.rings.exchange import Region
+from meshweave.rings.all_to_all import Region
 from meshweave.rings.find import KINDS
 from meshweave.rings.play import Message, play_exchange, play_gather, play_reduce
 from meshweave.rings.rewrite import RingWay, wait_of

@@ -18,7 +18,7 @@ from meshweave.ir.graph import origin_of, place_of
 from meshweave.problem.prices import ProfilePrices
 from meshweave.problem.read import read
 from meshweave.rings.algorithms import algorithm, prove
-from meshweave.rings.exchange import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
+from meshweave.rings.all_to_all import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.rings.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estimate, gather_estimate, reduce_estimate

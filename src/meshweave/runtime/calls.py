@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from meshweave.interop.process_groups import default_store
-from meshweave.runtime.exchange import named
+from meshweave.runtime.consensus import named
 
 KEPT = 8  # calls that a rank posts: more than ranks run ahead of each other
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two looks at the store

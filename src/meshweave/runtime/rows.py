@@ -14,7 +14,7 @@ from meshweave.capture.batch import Batch, batch_size
 from meshweave.errors import LayoutError, PlanError, StepError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.runtime.exchange import named, ranks_of_job
+from meshweave.runtime.consensus import named, ranks_of_job
 from meshweave.runtime.fingerprint import fingerprint, text_number
 from meshweave.runtime.together import join
 from meshweave.sharding.plan_text import plan_of

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshweave.errors import MeshError, MeshweaveError
 from meshweave.runtime.cluster import init_from_env, shutdown
-from meshweave.runtime.exchange import Exchange, named, ranks_of_job
+from meshweave.runtime.consensus import Exchange, named, ranks_of_job
 
 _SHOWN = 300  # characters of a line that an error shows
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.errors import MeshweaveError, PlanError
-from meshweave.runtime.exchange import named
+from meshweave.runtime.consensus import named
 from meshweave.runtime.fingerprint import fingerprint, text_number
 from meshweave.runtime.identity import is_comparable
 from meshweave.runtime.together import Ranks

@@ -19,7 +19,7 @@ from meshweave.interop.process_groups import default_store, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.problem.figures import Figures
-from meshweave.runtime.exchange import TIMEOUT_SECONDS, Exchange, named
+from meshweave.runtime.consensus import TIMEOUT_SECONDS, Exchange, named
 
 
 class Agreement(Exchange):

@@ -15,7 +15,7 @@ from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.passes.options import Asked
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
-from meshweave.runtime.exchange import TIMEOUT_SECONDS
+from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapOptions
 from meshweave.torch_compile.scheduling import Cost, Settings, graph_passes, settings
 

@@ -26,7 +26,7 @@ from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import Asked
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions, SplitReport
-from meshweave.runtime.exchange import TIMEOUT_SECONDS
+from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapOptions, OverlapReport
 from meshweave.schedule.decide import OrderOptions
 from meshweave.torch_compile.agreement import Agreement, world_agreement
