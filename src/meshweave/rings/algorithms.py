@@ -80,7 +80,7 @@ def _gather_cyclic(n: int) -> tuple[Step, ...]:
 def _gather_both_ways(n: int) -> tuple[Step, ...]:
     """Chunks come in turn from the device before and the one after: r - 1, r + 1, r - 2, ..., two in a round."""
     turns = ((k, -1 if k % 2 else 1, (k + 1) // 2) for k in range(1, n))
-    return (Step(OWN), *(Step(Index(1, way * hops), -way, max(k - 2, 0)) for k, way, hops in turns))
+    return (Step(OWN), *(Step(Index(1, direction * hops), -direction, max(k - 2, 0)) for k, direction, hops in turns))
 
 
 def _gather_broadcast(n: int) -> tuple[Step, ...]:
@@ -147,22 +147,22 @@ def _prove_gather(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
 
 
 def _prove_scatter(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
-    held: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and who has contributed to it
+    sums: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and who has contributed to it
     results: list[list[tuple[int, list[int]]]] = [[] for _ in range(n)]
     for k, step in enumerate(steps):
-        made = []
+        own_sums = []
         for r in range(n):
             own, parts = step.chunk.at(r, n), [r]
             for earlier in step.adds:
-                chunk, those = held[earlier][(r - steps[earlier].shift) % n]
+                chunk, those = sums[earlier][(r - steps[earlier].shift) % n]
                 _expect(row, n, chunk == own and bool(steps[earlier].shift), f"step {k} adds to another chunk")
                 parts += those
-            made.append((own, parts))
+            own_sums.append((own, parts))
             if not step.shift:
                 results[r].append((own, sorted(parts)))
-        held.append(made)
-    for r, found in enumerate(results):
-        _expect(row, n, found == [(r, list(range(n)))], f"device {r}")
+        sums.append(own_sums)
+    for r, result in enumerate(results):
+        _expect(row, n, result == [(r, list(range(n)))], f"device {r}")
     sent = [k for k, step in enumerate(steps) if step.shift]
     _expect(row, n, sorted(k for step in steps for k in step.adds) == sent, "every message is added once")
 

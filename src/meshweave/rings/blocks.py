@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def raise_blocks(graph: fx.Graph) -> bool:
     """Write them so, in place; whether there were any."""
-    found = False
+    has_blocks = False
     for node in list(graph.nodes):
         if node.target is not aten.cat.default or node.kwargs:
             continue
@@ -39,11 +39,11 @@ def raise_blocks(graph: fx.Graph) -> bool:
         rank, n = source.meta["val"].dim(), len(parts)
         to, dim = to % rank, dim % rank
         if to and not dim and source.target is WAIT:
-            found = _replace(node, local_ops.join_blocks, (source, [n], [0], to, None))
+            has_blocks = _replace(node, local_ops.join_blocks, (source, [n], [0], to, None))
         elif dim and not to and any(user.target in KINDS for user in node.users):
             block = source.meta["val"].shape[dim] // n
-            found = _replace(node, local_ops.deal_blocks, (source, [n], [0], dim, None, block))
-    return found
+            has_blocks = _replace(node, local_ops.deal_blocks, (source, [n], [0], dim, None, block))
+    return has_blocks
 
 
 def _cut_of(parts: Sequence[Any]) -> tuple[fx.Node, int] | None:
@@ -56,18 +56,18 @@ def _cut_of(parts: Sequence[Any]) -> tuple[fx.Node, int] | None:
         return None
     if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         return None
-    made, source = split.meta.get("val"), split.args[0]
-    if made is None or len(made) != len(items) or not isinstance(source, fx.Node):
+    vals, source = split.meta.get("val"), split.args[0]
+    if vals is None or len(vals) != len(items) or not isinstance(source, fx.Node):
         return None
-    if any(map(is_symbolic, made)) or len({tuple(x.shape) for x in made}) != 1:
+    if any(map(is_symbolic, vals)) or len({tuple(x.shape) for x in vals}) != 1:
         return None
     return source, int(split.args[2]) if len(split.args) > 2 else 0  # type: ignore[arg-type]
 
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> bool:
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args)
-    made.meta = kept_meta(node) | {"val": node.meta["val"]}
-    node.replace_all_uses_with(made)
+        block = node.graph.call_function(target, args)
+    block.meta = kept_meta(node) | {"val": node.meta["val"]}
+    node.replace_all_uses_with(block)
     erase_unused(node.graph, [node])
     return True

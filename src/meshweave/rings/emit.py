@@ -94,17 +94,17 @@ def write_reduce(
     last = len(done.steps) - 1
     is_chain = any(step.adds for step in done.steps[:last])
     for k, step in enumerate(done.steps):
-        made = produce(done.number(step))
+        part = produce(done.number(step))
         write.place = late if late is not None and k == last else write.place
         if is_chain:
-            made = write.cast(made, dtype, wide)
+            part = write.cast(part, dtype, wide)
             for earlier in step.adds:
-                made = write.call(aten.add.Tensor, made, done.received(earlier))
+                part = write.call(aten.add.Tensor, part, done.received(earlier))
         elif step.adds:
-            made = _summed(done, step, made, wide)
+            part = _summed(done, step, part, wide)
         if k < last:
-            done.send(k, made)
-    return write.cast(made, wide, dtype) if is_chain else made
+            done.send(k, part)
+    return write.cast(part, wide, dtype) if is_chain else part
 
 
 def _summed(done: _Emission, step: Step, own: fx.Node, wide: torch.dtype) -> fx.Node:

@@ -11,7 +11,7 @@ from meshweave.chunks.chains import Downstream, Shapes, Upstream, downstream, up
 from meshweave.chunks.cut import FIXED, LOOSE, Cut, Shape, Sum, kind_of, operands_of
 from meshweave.chunks.writer import Ring
 from meshweave.ir.collectives import ALL_REDUCE, OURS, STARTS, WAIT
-from meshweave.rings.rewrite import RingWay, wait_of
+from meshweave.rings.rewrite import RingScheme, wait_of
 
 KINDS: Mapping[Any, str] = {row.op: row.name for row in OURS if row.may_decompose}
 _MOST_HOISTED = 16  # nodes that stand before a matmul's operand: views and casts of a weight are two or three
@@ -21,71 +21,73 @@ def starts_of(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target in KINDS]
 
 
-def gathered(start: fx.Node, way: RingWay, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Downstream:
+def gathered(
+    start: fx.Node, scheme: RingScheme, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]
+) -> Downstream:
     """What is made of the chunks of a gather (or an all-to-all), as far as it can be made where that is waited for."""
     wait = wait_of(start)
     last = Downstream({})
-    for cut in _cuts(way, ring, shapes.of(wait)):
+    for cut in _cuts(scheme, ring, shapes.of(wait)):
         if not shapes.fits(wait, cut):
             last.why.append(f"{cut.count} chunks do not divide {list(shapes.of(wait))}")
             continue
-        found = in_time(downstream(wait, cut, shapes), wait, order)
-        if found.consumers:
-            return found
-        last.why += found.why
+        chain = in_time(downstream(wait, cut, shapes), wait, order)
+        if chain.consumers:
+            return chain
+        last.why += chain.why
     return last
 
 
-def _cuts(way: RingWay, ring: Ring, shape: Shape) -> list[Cut]:
+def _cuts(scheme: RingScheme, ring: Ring, shape: Shape) -> list[Cut]:
     """How blocks stacked along dim 0 may be cut: into themselves, or into parts of all of them along some dim."""
     if not shape:
         return []
-    if way.row is not None:
+    if scheme.row is not None:
         return [Cut(0, 1, ring.size)]
-    return [Cut(dim, 1 if dim else ring.size, way.num_chunks) for dim in range(len(shape))]
+    return [Cut(dim, 1 if dim else ring.size, scheme.num_chunks) for dim in range(len(shape))]
 
 
-def in_time(found: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Downstream:
+def in_time(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Downstream:
     """The same without matmuls of what is made later, and cannot be made earlier."""
-    for consumer in list(found.consumers):
-        if late := _late(consumer, wait, found, order):
-            found.why.append(f"{late.name}, which {consumer.name} takes, is made later")
-            del found.consumers[consumer]
-    found.cuts = needed(found, wait, found.consumers)
-    return found
+    for consumer in list(chain.consumers):
+        if late := _late(consumer, wait, chain, order):
+            chain.why.append(f"{late.name}, which {consumer.name} takes, is made later")
+            del chain.consumers[consumer]
+    chain.cuts = needed(chain, wait, chain.consumers)
+    return chain
 
 
-def variants(found: Downstream, wait: fx.Node, with_sums: bool) -> list[Downstream]:
+def variants(chain: Downstream, wait: fx.Node, with_sums: bool) -> list[Downstream]:
     """The same for all consumers, or for the first few of them: those that come first hide the messages, and the others
     are faster whole. Sums of products come last, if at all."""
-    rows = [node for node, cut in found.consumers.items() if cut != "sum"]
-    sums = [node for node, cut in found.consumers.items() if cut == "sum"] if with_sums else []
+    rows = [node for node, cut in chain.consumers.items() if cut != "sum"]
+    sums = [node for node, cut in chain.consumers.items() if cut == "sum"] if with_sums else []
     ordered = [*rows, *sums]
-    made = []
+    chains = []
     for count in range(len(ordered), 0, -1):
-        kept: dict[fx.Node, Cut | Sum] = {node: found.consumers[node] for node in ordered[:count]}
-        made.append(Downstream(needed(found, wait, kept), kept, list(found.why)))
-    return made
+        kept: dict[fx.Node, Cut | Sum] = {node: chain.consumers[node] for node in ordered[:count]}
+        chains.append(Downstream(needed(chain, wait, kept), kept, list(chain.why)))
+    return chains
 
 
-def needed(found: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> dict[fx.Node, Cut]:
+def needed(chain: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> dict[fx.Node, Cut]:
     """The cuts on the way to these consumers, in order; the gathered value's first."""
     waiting, kept = list(consumers), {wait}
     while waiting:
         for operand in operands_of(waiting.pop()):
-            if operand in found.cuts and operand not in kept:
+            if operand in chain.cuts and operand not in kept:
                 kept.add(operand)
                 waiting.append(operand)
-    return {node: cut for node, cut in found.cuts.items() if node in kept}
+    return {node: cut for node, cut in chain.cuts.items() if node in kept}
 
 
-def _late(consumer: fx.Node, wait: fx.Node, found: Downstream, order: Mapping[fx.Node, int]) -> fx.Node | None:
+def _late(consumer: fx.Node, wait: fx.Node, chain: Downstream, order: Mapping[fx.Node, int]) -> fx.Node | None:
     """An operand, of the consumer or of what is on its way, that is not there when the gather is waited for and cannot
     be made by then."""
-    on_way = [node for node in needed(found, wait, [consumer]) if node is not wait]
+    on_way = [node for node in needed(chain, wait, [consumer]) if node is not wait]
     for node in (*on_way, consumer):
         for operand in operands_of(node):
-            if operand not in found.cuts and earlier(operand, wait, order) is None:
+            if operand not in chain.cuts and earlier(operand, wait, order) is None:
                 return operand
     return None
 
@@ -97,47 +99,47 @@ def earlier(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> lis
     moved: set[fx.Node] = set()
     waiting = [node]
     while waiting:
-        one = waiting.pop()
-        if order.get(one, -1) < limit or one in moved:
+        current = waiting.pop()
+        if order.get(current, -1) < limit or current in moved:
             continue
-        kind = kind_of(one)
-        is_made_of_nothing = one.op == "call_function" and not operands_of(one) and FIXED not in one.meta
-        is_light = is_made_of_nothing or one.target is WAIT or (kind is not None and not kind.is_matmul)
-        if one.target in STARTS:
-            is_light = LOOSE in one.meta
-        if one is anchor or not is_light or len(moved) >= _MOST_HOISTED:
+        kind = kind_of(current)
+        is_made_of_nothing = current.op == "call_function" and not operands_of(current) and FIXED not in current.meta
+        is_light = is_made_of_nothing or current.target is WAIT or (kind is not None and not kind.is_matmul)
+        if current.target in STARTS:
+            is_light = LOOSE in current.meta
+        if current is anchor or not is_light or len(moved) >= _MOST_HOISTED:
             return None
-        moved.add(one)
-        waiting += one.all_input_nodes
+        moved.add(current)
+        waiting += current.all_input_nodes
     return sorted(moved, key=order.__getitem__)
 
 
-def hoisted(found: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
+def hoisted(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
     """What stands after the wait and has to stand before it."""
     seen: set[fx.Node] = set()
-    for node in (*found.consumers, *found.cuts):
+    for node in (*chain.consumers, *chain.cuts):
         for operand in operands_of(node) if node is not wait else ():
-            if operand not in found.cuts:
-                for one in earlier(operand, wait, order) or ():
-                    if one not in seen:
-                        seen.add(one)
-                        yield one
+            if operand not in chain.cuts:
+                for light in earlier(operand, wait, order) or ():
+                    if light not in seen:
+                        seen.add(light)
+                        yield light
 
 
-def reduced(start: fx.Node, way: RingWay, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
+def reduced(start: fx.Node, scheme: RingScheme, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
     """What makes the chunks of a reduction's operand: of an all-reduce those along the first dim that has matmuls."""
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
-    count, shape = ring.size if way.row is not None else way.num_chunks, shapes.of(operand)
+    count, shape = ring.size if scheme.row is not None else scheme.num_chunks, shapes.of(operand)
     along_dims = [Cut(dim, 1, count) for dim in range(len(shape))]
-    cuts = along_dims if start.target is ALL_REDUCE.op else _cuts(way, ring, shape)
+    cuts = along_dims if start.target is ALL_REDUCE.op else _cuts(scheme, ring, shape)
     last = Upstream()
     for cut in cuts:
         if not shape or not shapes.fits(operand, cut):
             last.why.append(f"{cut.count} chunks do not divide {list(shape)}")
             continue
-        found = upstream(start, operand, cut, shapes, order)
-        if found.matmuls:
-            return found
-        last.why += found.why
+        chain = upstream(start, operand, cut, shapes, order)
+        if chain.matmuls:
+            return chain
+        last.why += chain.why
     return last

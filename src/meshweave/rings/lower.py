@@ -69,8 +69,8 @@ class _Lowering:
             is_ours = "ring" in node.meta or node.target in _BLOCKS
             if is_ours and node.target not in SYMBOLS:
                 self.place, write = node, _WRITERS.get(node.target, _Lowering.same)
-                made = self.laid(write(self, node, *node.args), node)
-                node.replace_all_uses_with(made)
+                lowered = self.laid(write(self, node, *node.args), node)
+                node.replace_all_uses_with(lowered)
                 graph.erase_node(node)
             elif "val" not in node.meta and is_operator(node.target):
                 node.meta["val"] = val_of_call(node.target, node.args, node.kwargs, self.like)
@@ -83,21 +83,21 @@ class _Lowering:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.place):
-            made = self.graph.call_function(target, args, kwargs)
-        made.meta = kept_meta(self.place) | {"val": val_of_call(target, args, kwargs, self.like)}
-        return made
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = kept_meta(self.place) | {"val": val_of_call(target, args, kwargs, self.like)}
+        return node
 
-    def laid(self, made: fx.Node, node: fx.Node) -> fx.Node:
-        """`made` in memory as what it stands for was, where that is said: later graphs hold on to it."""
+    def laid(self, lowered: fx.Node, node: fx.Node) -> fx.Node:
+        """`lowered` in memory as what it stands for was, where that is said: later graphs hold on to it."""
         wanted = node.meta.get("val")
         if wanted is None:
-            return made
-        if made.meta["val"].stride() != wanted.stride() and wanted.numel():
+            return lowered
+        if lowered.meta["val"].stride() != wanted.stride() and wanted.numel():
             order = memory_order(wanted)
-            made = self.contiguous(self.permuted(made, order))
-            made = self.permuted(made, [order.index(d) for d in range(len(order))])
-        made.meta["val"] = wanted
-        return made
+            lowered = self.contiguous(self.permuted(lowered, order))
+            lowered = self.permuted(lowered, [order.index(d) for d in range(len(order))])
+        lowered.meta["val"] = wanted
+        return lowered
 
     def permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
         return x if list(order) == sorted(order) else self.call(aten.permute.default, x, list(order))
@@ -165,8 +165,8 @@ class _Lowering:
             return self.call(aten.cat.default, self.ordered(chunks, indices), dim)
         shape = tuple(chunks[0].meta["val"].shape)
         wide = [self.viewed(x, (*shape[:dim], outer, -1, *shape[dim + 1 :])) for x in chunks]
-        made = self.call(aten.cat.default, self.ordered(wide, indices), dim + 1)
-        return self.viewed(made, (*shape[:dim], -1, *shape[dim + 1 :]))
+        joined = self.call(aten.cat.default, self.ordered(wide, indices), dim + 1)
+        return self.viewed(joined, (*shape[:dim], -1, *shape[dim + 1 :]))
 
     def ordered(self, parts: Sequence[fx.Node], indices: Sequence[Number]) -> list[fx.Node]:
         numbers = list(map(self.number, indices))
@@ -178,13 +178,13 @@ class _Lowering:
         alike: as one sum, since a chain of additions would be another graph on each."""
         val = parts[0].meta["val"]
         if node.meta["ring"].kind == "sum":
-            made, *others = (self.converted(x, wide) for x in parts)
-            for one in others:
-                made = self.call(aten.add.Tensor, made, one)
+            total, *others = (self.converted(x, wide) for x in parts)
+            for part in others:
+                total = self.call(aten.add.Tensor, total, part)
         else:
             stacked = self.call(aten.cat.default, self.ordered(parts, indices))
-            made = self.call(aten.sum.dim_IntList, self.viewed(stacked, (len(parts), *val.shape)), [0], dtype=wide)
-        return self.converted(made, val.dtype)
+            total = self.call(aten.sum.dim_IntList, self.viewed(stacked, (len(parts), *val.shape)), [0], dtype=wide)
+        return self.converted(total, val.dtype)
 
     def converted(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if x.meta["val"].dtype == dtype else self.call(convert, x, dtype)

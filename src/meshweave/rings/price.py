@@ -18,7 +18,7 @@ from meshweave.rings.algorithms import Step
 from meshweave.rings.all_to_all import Region
 from meshweave.rings.find import KINDS
 from meshweave.rings.play import Message, play_exchange, play_gather, play_reduce
-from meshweave.rings.rewrite import RingWay, wait_of
+from meshweave.rings.rewrite import RingScheme, wait_of
 from meshweave.simulate.classify import work_of
 
 
@@ -129,10 +129,10 @@ class RingPrices:
     def in_turn(self, start: fx.Node, op: str, num_bytes: float, count: int) -> Message:
         """One of `count` messages of so many bytes each. Links that let a short message through faster than their rate
         (a token bucket does) do so once: all take no less than one of all their bytes."""
-        one = self.named(start, op, num_bytes)
+        message = self.named(start, op, num_bytes)
         if count < 2:
-            return one
-        return replace(one, seconds=max(one.seconds, self.named(start, op, count * num_bytes).seconds / count))
+            return message
+        return replace(message, seconds=max(message.seconds, self.named(start, op, count * num_bytes).seconds / count))
 
     def bytes(self, start: fx.Node) -> int:
         """What a device hands in to a start."""
@@ -141,68 +141,68 @@ class RingPrices:
 
 
 def gather_estimate(
-    prices: RingPrices, start: fx.Node, found: Downstream, ring: Ring, way: RingWay, second_half: bool = False
+    prices: RingPrices, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme, second_half: bool = False
 ) -> Estimate:
     """Of an all-gather or all-to-all taken apart, or of the second half of an all-reduce. Results, and what others read
     of the values on the way, are put together or added up."""
-    wait, steps = wait_of(start), _steps(ring, way)
+    wait, steps = wait_of(start), _steps(ring, scheme)
     compute = chunk = losses = 0.0
-    results: dict[fx.Node, Cut | Sum] = {**found.cuts, **found.consumers}
+    results: dict[fx.Node, Cut | Sum] = {**chain.cuts, **chain.consumers}
     for node, result in results.items():
         if node is wait:
             continue
         compute += prices.op(node)
         if isinstance(result, Cut) and is_same(node, result):
             continue
-        cuts = taken(node, result, found.cuts, prices.shapes)
-        chunk += prices.chunk(node, cuts, None if result == "sum" else result, found.cuts)
-        if node in found.consumers:
+        cuts = taken(node, result, chain.cuts, prices.shapes)
+        chunk += prices.chunk(node, cuts, None if result == "sum" else result, chain.cuts)
+        if node in chain.consumers:
             losses += prices.copy(node, (len(steps) + 1) / 2 if result == "sum" else 1.0)
-    losses += sum(map(prices.copy, kept(found)))
-    if way.row is None and found.cuts[wait].dim:
+    losses += sum(map(prices.copy, kept(chain)))
+    if scheme.row is None and chain.cuts[wait].dim:
         losses += prices.copy(start.args[0])  # type: ignore[arg-type]
     num_bytes, hidden = prices.bytes(start) / (ring.size if second_half else 1), prices.between(start, wait)
-    message = _message(prices, start, ring, way, num_bytes)
+    message = _message(prices, start, ring, scheme, num_bytes)
     whole = prices.named(start, "all_gather", num_bytes) if second_half else prices.collective(start)
-    played = play_gather(steps, way.row.ahead if way.row is not None else 1, chunk, message, hidden)
+    played = play_gather(steps, scheme.row.ahead if scheme.row is not None else 1, chunk, message, hidden)
     return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
 
 
 def reduce_estimate(
-    prices: RingPrices, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, wide_factor: float
+    prices: RingPrices, start: fx.Node, chain: Upstream, ring: Ring, scheme: RingScheme, wide_factor: float
 ) -> Estimate:
     """Of a reduce-scatter, all-reduce or all-to-all taken apart. `wide_factor`: bytes of a message per byte of the
     operand."""
-    wait, steps = wait_of(start), _steps(ring, way)
-    compute, chunk = prices.along(found.cuts)
+    wait, steps = wait_of(start), _steps(ring, scheme)
+    compute, chunk = prices.along(chain.cuts)
     hidden, num_bytes = prices.between(start, wait), prices.bytes(start)
-    is_split = way.row is not None and start.target is ALL_REDUCE.op
+    is_split = scheme.row is not None and start.target is ALL_REDUCE.op
     losses = prices.copy(wait)
-    if way.row is not None and start.target is ALL_TO_ALL.op:
+    if scheme.row is not None and start.target is ALL_TO_ALL.op:
         steps = (*steps[1:], steps[0])  # the own chunk last
-    elif way.row is not None:
+    elif scheme.row is not None:
         losses = prices.copy(start.args[0], 0.5 + 0.5 / ring.size, "pointwise")  # type: ignore[arg-type]
     if is_split:
         gather = prices.named(start, "all_gather", num_bytes / ring.size)
         losses += max(gather.seconds - hidden, gather.host)
-    losses += sum(map(prices.copy, found.kept))
-    message = _message(prices, start, ring, way, wide_factor * num_bytes / ring.size)
+    losses += sum(map(prices.copy, chain.kept))
+    message = _message(prices, start, ring, scheme, wide_factor * num_bytes / ring.size)
     played = play_reduce(steps, chunk, message, 0.0 if is_split else hidden)
     whole = prices.collective(start)
     return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
 
 
-def exchange_estimate(prices: RingPrices, start: fx.Node, found: Region, ring: Ring, way: RingWay) -> Estimate:
+def exchange_estimate(prices: RingPrices, start: fx.Node, region: Region, ring: Ring, scheme: RingScheme) -> Estimate:
     """Of two all-to-alls with what is computed between them, taken apart by peer."""
-    wait, last, back = wait_of(start), wait_of(found.back), found.back
-    compute, chunk = prices.along({node: cut for node, cut in found.cuts.items() if node is not wait})
-    steps = _steps(ring, way)
+    wait, last, back = wait_of(start), wait_of(region.back), region.back
+    compute, chunk = prices.along({node: cut for node, cut in region.cuts.items() if node is not wait})
+    steps = _steps(ring, scheme)
     count = ring.size - 1
-    there, again = (prices.in_turn(one, "permute", prices.bytes(one) / ring.size, count) for one in (start, back))
+    there, again = (prices.in_turn(begun, "permute", prices.bytes(begun) / ring.size, count) for begun in (start, back))
     played = play_exchange(steps, chunk, there, again, prices.between(start, wait), prices.between(back, last))
     first, second = prices.collective(start), prices.collective(back)
     hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
-    losses = prices.copy(last) + sum(map(prices.copy, found.kept))
+    losses = prices.copy(last) + sum(map(prices.copy, region.kept))
     return Estimate(
         compute=compute,
         collective=first.seconds + second.seconds,
@@ -234,18 +234,18 @@ def _estimate(
     )
 
 
-def _steps(ring: Ring, way: RingWay) -> tuple[Step, ...]:
+def _steps(ring: Ring, scheme: RingScheme) -> tuple[Step, ...]:
     """Those of the algorithm, or a message (a collective) for every part."""
-    if way.row is not None:
-        return way.row.steps(ring.size)
-    return tuple(Step(Index(0, i), root=0) for i in range(way.num_chunks))
+    if scheme.row is not None:
+        return scheme.row.steps(ring.size)
+    return tuple(Step(Index(0, i), root=0) for i in range(scheme.num_chunks))
 
 
-def _message(prices: RingPrices, start: fx.Node, ring: Ring, way: RingWay, num_bytes: float) -> Message:
+def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme, num_bytes: float) -> Message:
     """One message of a device. They share its links, and go one after the other."""
-    if way.row is None:
-        parts = way.num_chunks
+    if scheme.row is None:
+        parts = scheme.num_chunks
         return prices.in_turn(start, KINDS[start.target], prices.bytes(start) / parts, parts)
-    if way.row.name == BROADCAST.name:
+    if scheme.row.name == BROADCAST.name:
         return prices.in_turn(start, BROADCAST.curve, BROADCAST.curve_bytes((), ring.size, num_bytes), ring.size)
-    return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in _steps(ring, way)))
+    return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in _steps(ring, scheme)))

@@ -33,13 +33,13 @@ class _Graphed(Protocol):
 
 def prove_rings(role: _Graphed) -> int:
     """The number of rings in a graph, each proven. Raises VerifyError, naming the node, for one that is wrong."""
-    found: dict[Mark, list[fx.Node]] = {}
+    rings: dict[Mark, list[fx.Node]] = {}
     for node in role.graph.nodes:
         if "ring" in node.meta:
-            found.setdefault(node.meta["ring"], []).append(node)
-    for mark, nodes in found.items():
+            rings.setdefault(node.meta["ring"], []).append(node)
+    for mark, nodes in rings.items():
         _Proof(mark, nodes).run()
-    return len(found)
+    return len(rings)
 
 
 @dataclass(slots=True)
@@ -70,29 +70,29 @@ class _Proof:
         over the group. An exchange has brought them from the device of their number, or has taken them there and back.
         """
         parts, numbers = node.args[:2]
-        told = [self.number(number, r) for number in numbers]  # type: ignore[union-attr]
-        if sorted(told) != list(range(len(told))):
-            raise self.wrong(node, f"has the numbers {told} on device {r}")
+        stated = [self.number(number, r) for number in numbers]  # type: ignore[union-attr]
+        if sorted(stated) != list(range(len(stated))):
+            raise self.wrong(node, f"has the numbers {stated} on device {r}")
         has_moved = any(map(self.goes_round, parts))  # type: ignore[arg-type]
         is_group_sum = self.mark.kind == "sum" and node.target is local_ops.sum_parts
-        for part, number in zip(parts, told, strict=True):  # type: ignore[arg-type]
-            held = set(self.content(part, r))  # type: ignore[arg-type]
+        for part, number in zip(parts, stated, strict=True):  # type: ignore[arg-type]
+            tokens = set(self.content(part, r))  # type: ignore[arg-type]
             if self.mark.kind == "exchange":
                 has_come = self.goes_round(part) == (has_moved and number != r)  # type: ignore[arg-type]
-                is_right = bool(held) and has_come and held <= {(number, r), (r, number)}
+                is_right = bool(tokens) and has_come and tokens <= {(number, r), (r, number)}
             else:
-                is_right = {token[0 if is_group_sum else 1] for token in held} == {number}
+                is_right = {token[0 if is_group_sum else 1] for token in tokens} == {number}
             if not is_right:
-                raise self.wrong(node, f"takes {part} for number {number} on device {r}, which holds {held}")
+                raise self.wrong(node, f"takes {part} for number {number} on device {r}, which holds {tokens}")
         if is_group_sum:
             self.check_sum(node, r)
 
     def check_sum(self, node: fx.Node, r: int) -> None:
         """What is added up is of the device's own chunk, with as much of each device."""
-        held = self.content(node, r)
-        counts = Counter(device for device, _ in held)
-        if {chunk for _, chunk in held} != {r} or len(counts) != self.mark.ring.size or len(set(counts.values())) > 1:
-            raise self.wrong(node, f"adds up on device {r} (device, chunk): {held}")
+        tokens = self.content(node, r)
+        counts = Counter(device for device, _ in tokens)
+        if {chunk for _, chunk in tokens} != {r} or len(counts) != self.mark.ring.size or len(set(counts.values())) > 1:
+            raise self.wrong(node, f"adds up on device {r} (device, chunk): {tokens}")
 
     def content(self, node: fx.Node, r: int) -> tuple[_Token, ...]:
         """What a node holds on device r: whose data, of which chunk. Nothing, where it is no part of the ring."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshweave.rings.price import Estimate
-from meshweave.rings.rewrite import RingWay
+from meshweave.rings.rewrite import RingScheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +76,25 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def gain_text(way: RingWay, made: Estimate | None, more: float) -> str:
+def gain_text(scheme: RingScheme, estimate: Estimate | None, more: float) -> str:
     """`more` is what the second half of an all-reduce can gain."""
-    if made is None:
-        return f"{way}, as the options ask"
-    before, after = _microseconds(made.before), _microseconds(made.after)
-    told = f", and its gather can gain {_microseconds(more)} beside what comes after" if more else ""
-    return f"{way}: {after} instead of {before}{told}"
+    if estimate is None:
+        return f"{scheme}, as the options ask"
+    before, after = _microseconds(estimate.before), _microseconds(estimate.after)
+    second = f", and its gather can gain {_microseconds(more)} beside what comes after" if more else ""
+    return f"{scheme}: {after} instead of {before}{second}"
 
 
-def no_gain_text(way: RingWay, made: Estimate) -> str:
+def no_gain_text(scheme: RingScheme, estimate: Estimate) -> str:
     """Which of its parts makes the best way too slow."""
-    before, after = _microseconds(made.before), _microseconds(made.after)
-    if made.hidden >= made.collective:
-        return f"other work hides it: {_microseconds(made.hidden)} of {_microseconds(made.collective)}"
+    before, after = _microseconds(estimate.before), _microseconds(estimate.after)
+    if estimate.hidden >= estimate.collective:
+        return f"other work hides it: {_microseconds(estimate.hidden)} of {_microseconds(estimate.collective)}"
     parts = {
-        "the matmuls are slower in chunks": made.num_steps * made.chunk - made.compute,
-        "messages take longer than the collective": made.num_messages * made.message - made.collective,
-        "not every message is hidden": made.played - made.num_steps * made.chunk,
-        "results have to be put together": made.losses,
+        "the matmuls are slower in chunks": estimate.num_steps * estimate.chunk - estimate.compute,
+        "messages take longer than the collective": estimate.num_messages * estimate.message - estimate.collective,
+        "not every message is hidden": estimate.played - estimate.num_steps * estimate.chunk,
+        "results have to be put together": estimate.losses,
     }
     worst = max(parts, key=parts.__getitem__)
-    return f"no gain: {way} takes {after} instead of {before}, {worst} ({_microseconds(parts[worst])})"
+    return f"no gain: {scheme} takes {after} instead of {before}, {worst} ({_microseconds(parts[worst])})"

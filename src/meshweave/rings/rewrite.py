@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class RingWay:
+class RingScheme:
     """How a collective is taken apart: by an algorithm of the table, or (None) as `num_chunks` collectives of the same
     kind, each of a part of every device's piece."""
 
@@ -36,12 +36,12 @@ def wait_of(start: fx.Node) -> fx.Node:
     return wait
 
 
-def inherit(made: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
-    """`made` stands for `old` from now on."""
-    shapes.take_over(made, shapes.values[old], old)
-    made.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
-    old.replace_all_uses_with(made)
-    return made
+def inherit(new: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
+    """`new` stands for `old` from now on."""
+    shapes.take_over(new, shapes.values[old], old)
+    new.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
+    old.replace_all_uses_with(new)
+    return new
 
 
 def erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
@@ -80,37 +80,43 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rewrite_gather(
-    write: ChunkWriter, start: fx.Node, found: Downstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
+    write: ChunkWriter,
+    start: fx.Node,
+    chain: Downstream,
+    ring: Ring,
+    scheme: RingScheme,
+    shapes: Shapes,
+    wide: torch.dtype,
 ) -> None:
-    """An all-gather, or an all-to-all, and the matmuls that `found` leads to. Who else reads the gathered value finds
+    """An all-gather, or an all-to-all, and the matmuls that `chain` leads to. Who else reads the gathered value finds
     it put together."""
     wait = wait_of(start)
     write.follow(start, wait)
     piece = start.args[0]
     assert isinstance(piece, fx.Node)
-    results = _Results(write, wide, [], {consumer: [] for consumer in found.consumers})
-    read: dict[fx.Node, list[fx.Node]] = {node: [] for node in kept(found)}
+    results = _Results(write, wide, [], {consumer: [] for consumer in chain.consumers})
+    read: dict[fx.Node, list[fx.Node]] = {node: [] for node in kept(chain)}
 
     def consume(number: Number, chunk: fx.Node) -> None:
         chunker = Chunker(write, shapes, number, {wait: chunk})
         results.numbers.append(number)
-        for consumer, cut in found.consumers.items():
-            results.parts[consumer].append(chunker.down(consumer, found.cuts, cut))
+        for consumer, cut in chain.consumers.items():
+            results.parts[consumer].append(chunker.down(consumer, chain.cuts, cut))
         for node, chunks in read.items():
-            chunks.append(chunker.through(node, found.cuts))
+            chunks.append(chunker.through(node, chain.cuts))
 
-    if way.row is not None and way.row.collective == "all_to_all":
-        write_exchange(write, way.row, ring, blocks_of(write, piece, ring), consume, start)
-    elif way.row is not None:
-        write_gather(write, way.row, ring, piece, consume, start)
+    if scheme.row is not None and scheme.row.collective == "all_to_all":
+        write_exchange(write, scheme.row, ring, blocks_of(write, piece, ring), consume, start)
+    elif scheme.row is not None:
+        write_gather(write, scheme.row, ring, piece, consume, start)
     else:
-        _write_parts_gathered(write, start, _of_piece(found.cuts[wait], ring), consume)
-    for consumer, cut in found.consumers.items():
+        _write_parts_gathered(write, start, _of_piece(chain.cuts[wait], ring), consume)
+    for consumer, cut in chain.consumers.items():
         inherit(results.put(consumer, cut), consumer, shapes)
     for node, chunks in read.items():
-        cut = found.cuts[node]
+        cut = chain.cuts[node]
         inherit(write.call(local_ops.join_chunks, chunks, list(results.numbers), cut.dim, cut.outer), node, shapes)
-    erase_unused(write.graph, [*found.consumers, *found.cuts])
+    erase_unused(write.graph, [*chain.consumers, *chain.cuts])
 
 
 def _of_piece(cut: Cut, ring: Ring) -> Cut:
@@ -140,24 +146,36 @@ def _write_parts_gathered(write: ChunkWriter, start: fx.Node, cut: Cut, consume:
 
 
 def rewrite_scatter(
-    write: ChunkWriter, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
+    write: ChunkWriter,
+    start: fx.Node,
+    chain: Upstream,
+    ring: Ring,
+    scheme: RingScheme,
+    shapes: Shapes,
+    wide: torch.dtype,
 ) -> None:
     """A reduce-scatter and the matmuls that make its operand."""
     wait = wait_of(start)
     write.follow(start, start)
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
-    products = Products(write, shapes, found, operand)
-    if way.row is not None:
+    products = Products(write, shapes, chain, operand)
+    if scheme.row is not None:
         dtype = shapes.values[operand][0].dtype
-        made = write_reduce(write, way.row, ring, products, dtype, wide, wait)
+        result = write_reduce(write, scheme.row, ring, products, dtype, wide, wait)
     else:
-        made = _write_parts_reduced(write, start, products, way, _of_piece(found.cuts[operand], ring))
-    finish(write, made, start, products)
+        result = _write_parts_reduced(write, start, products, scheme, _of_piece(chain.cuts[operand], ring))
+    finish(write, result, start, products)
 
 
 def rewrite_reduce(
-    write: ChunkWriter, start: fx.Node, found: Upstream, ring: Ring, way: RingWay, shapes: Shapes, wide: torch.dtype
+    write: ChunkWriter,
+    start: fx.Node,
+    chain: Upstream,
+    ring: Ring,
+    scheme: RingScheme,
+    shapes: Shapes,
+    wide: torch.dtype,
 ) -> fx.Node | None:
     """An all-reduce and the matmuls that make its operand: as a reduce-scatter that is taken apart and an all-gather,
     whose start it returns, or as all-reduces of parts."""
@@ -165,32 +183,32 @@ def rewrite_reduce(
     write.follow(start, start)
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
-    cut, begun = found.cuts[operand], None
-    products = Products(write, shapes, found, operand)
-    if way.row is None:
-        made = _write_parts_reduced(write, start, products, way, cut)
+    cut, begun = chain.cuts[operand], None
+    products = Products(write, shapes, chain, operand)
+    if scheme.row is None:
+        result = _write_parts_reduced(write, start, products, scheme, cut)
     else:
         dtype = shapes.values[operand][0].dtype
-        own = write_reduce(write, way.row, ring, products, dtype, wide)
+        own = write_reduce(write, scheme.row, ring, products, dtype, wide)
         gather = ALL_GATHER.op
         begun = write.call(gather, write.contiguous(own), ring.size, ring.group)
         write.place = wait
-        made = write.wait(begun)
+        result = write.wait(begun)
         part = part_of(shapes.values[operand][0], cut)
         stacked = shaped(part, (ring.size * part.shape[0], *part.shape[1:]))
         shapes.take_over(operands_of(begun)[0], (part,), operand)
-        shapes.take_over(made, (stacked,), operand)
+        shapes.take_over(result, (stacked,), operand)
         if cut.dim:
-            made = write.call(local_ops.join_blocks, made, [ring.size], [0], cut.dim, None)
-    finish(write, made, start, products)
+            result = write.call(local_ops.join_blocks, result, [ring.size], [0], cut.dim, None)
+    finish(write, result, start, products)
     return begun
 
 
-def finish(write: ChunkWriter, made: fx.Node, start: fx.Node, products: Products) -> None:
-    """`made` stands for what a reduction has brought; nobody needs what it was made of."""
+def finish(write: ChunkWriter, result: fx.Node, start: fx.Node, products: Products) -> None:
+    """`result` stands for what a reduction has brought; nobody needs what it was made of."""
     wait = wait_of(start)
     products.join(start)
-    inherit(made, wait, products.shapes)
+    inherit(result, wait, products.shapes)
     erase_unused(write.graph, [wait, *products.parts])
 
 
@@ -207,11 +225,11 @@ class Products:
 
     def __call__(self, number: Number) -> fx.Node:
         chunker = Chunker(self.write, self.shapes, number)
-        made = chunker.up(self.operand, self.found.cuts)
+        product = chunker.up(self.operand, self.found.cuts)
         self.numbers.append(number)
         for node in self.found.kept:
             self.parts.setdefault(node, []).append(chunker.made[node])
-        return made
+        return product
 
     def join(self, place: fx.Node) -> None:
         """Put together before `place` what others read."""
@@ -222,10 +240,12 @@ class Products:
                 inherit(whole, node, self.shapes)
 
 
-def _write_parts_reduced(write: ChunkWriter, start: fx.Node, produce: Produce, way: RingWay, joined: Cut) -> fx.Node:
+def _write_parts_reduced(
+    write: ChunkWriter, start: fx.Node, produce: Produce, scheme: RingScheme, joined: Cut
+) -> fx.Node:
     """Part i is reduced while part i + 1 is computed; the results are put together at the wait."""
     _, *args = start.args
-    begun = [write.call(start.target, write.contiguous(produce(i)), *args) for i in range(way.num_chunks)]
+    begun = [write.call(start.target, write.contiguous(produce(i)), *args) for i in range(scheme.num_chunks)]
     write.place = wait_of(start)
-    parts = [write.wait(one) for one in begun]
-    return write.call(local_ops.join_chunks, parts, list(range(way.num_chunks)), joined.dim, joined.outer)
+    parts = [write.wait(start_of_part) for start_of_part in begun]
+    return write.call(local_ops.join_chunks, parts, list(range(scheme.num_chunks)), joined.dim, joined.outer)

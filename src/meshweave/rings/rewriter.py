@@ -24,7 +24,7 @@ from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.rings.proof import prove_rings
 from meshweave.rings.report import DecomposeReport, RingRow, gain_text, joined_reasons, no_gain_text, shared_row
-from meshweave.rings.rewrite import RingWay, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
+from meshweave.rings.rewrite import RingScheme, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
 from meshweave.rings.share import Shared, share_gathers
 
 
@@ -32,7 +32,7 @@ from meshweave.rings.share import Shared, share_gathers
 class Choice:
     """A way that can be gone, and what it costs."""
 
-    way: RingWay
+    way: RingScheme
     found: Downstream | Upstream | Region
     num_steps: int
     estimate: Estimate | None
@@ -44,8 +44,8 @@ class Choice:
 
     @property
     def matmuls(self) -> tuple[fx.Node, ...]:
-        found = self.found
-        return tuple(found.consumers) if isinstance(found, Downstream) else tuple(found.matmuls)
+        chain = self.found
+        return tuple(chain.consumers) if isinstance(chain, Downstream) else tuple(chain.matmuls)
 
 
 # Of the choices for a start: which, and why it is left all the same ("": it is taken).
@@ -93,7 +93,7 @@ class RingRewriter:
         self.write = ChunkWriter(self.program.graph, next(iter(self.program.graph.nodes)))
 
     def run(self, shared: Sequence[Shared] = ()) -> DecomposeReport:
-        rows = [shared_row(*one) for one in shared]
+        rows = [shared_row(*merged) for merged in shared]
         for start in starts_of(self.program.graph):
             rows.append(self.returned.get(start) or self.collective(start))
             while self.halves:
@@ -124,18 +124,18 @@ class RingRewriter:
         numerics = self.rewrite(start, ring, best, order)
         return replace(row, is_taken=True, reason=gain_text(best.way, best.estimate, best.more), numerics=numerics)
 
-    def ways(self, kind: str) -> list[RingWay]:
+    def ways(self, kind: str) -> list[RingScheme]:
         names: tuple[str, ...] = getattr(self.options, kind)
         table = "reduce_scatter" if kind == "all_reduce" else kind
-        found = []
+        schemes = []
         for name in names:
             if name == "pipelined":
-                found += [RingWay(None, count) for count in self.options.num_chunks if count > 1]
+                schemes += [RingScheme(None, count) for count in self.options.num_chunks if count > 1]
             else:
-                found.append(RingWay(algorithm(table, name), 0))  # type: ignore[arg-type]
-        return found
+                schemes.append(RingScheme(algorithm(table, name), 0))  # type: ignore[arg-type]
+        return schemes
 
-    def refused(self, start: fx.Node, ring: Ring, ways: list[RingWay]) -> str:
+    def refused(self, start: fx.Node, ring: Ring, ways: list[RingScheme]) -> str:
         """Why nothing is tried, if so."""
         if not ways:
             return "the options leave it as it is"
@@ -148,7 +148,7 @@ class RingRewriter:
         return ""
 
     def choices(
-        self, start: fx.Node, ring: Ring, ways: list[RingWay], order: dict[fx.Node, int], why: list[str]
+        self, start: fx.Node, ring: Ring, ways: list[RingScheme], order: dict[fx.Node, int], why: list[str]
     ) -> Iterator[Choice]:
         kind = KINDS[start.target]
         for way in ways:
@@ -174,35 +174,37 @@ class RingRewriter:
                 more = self.second_half(start, made, ring, order) if kind == "all_reduce" and way.row else 0.0
                 yield Choice(way, made, steps, self.reduce_estimate(start, made, ring, way), more)
 
-    def gather_estimate(self, start: fx.Node, found: Downstream, ring: Ring, way: RingWay) -> Estimate | None:
+    def gather_estimate(self, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme) -> Estimate | None:
         if self.prices is None:
             return None
-        return gather_estimate(self.prices, start, found, ring, way)
+        return gather_estimate(self.prices, start, chain, ring, scheme)
 
-    def reduce_estimate(self, start: fx.Node, found: Upstream, ring: Ring, way: RingWay) -> Estimate | None:
+    def reduce_estimate(self, start: fx.Node, chain: Upstream, ring: Ring, scheme: RingScheme) -> Estimate | None:
         if self.prices is None:
             return None
         dtype = self.dtype(start)
-        factor = self.wide(dtype).itemsize / dtype.itemsize if way.row is not None and way.row.name == "ring" else 1.0
-        return reduce_estimate(self.prices, start, found, ring, way, factor)
+        factor = (
+            self.wide(dtype).itemsize / dtype.itemsize if scheme.row is not None and scheme.row.name == "ring" else 1.0
+        )
+        return reduce_estimate(self.prices, start, chain, ring, scheme, factor)
 
-    def second_half(self, start: fx.Node, made: Upstream, ring: Ring, order: dict[fx.Node, int]) -> float:
+    def second_half(self, start: fx.Node, chain: Upstream, ring: Ring, order: dict[fx.Node, int]) -> float:
         """What the gather that an all-reduce ends with can gain beside the matmuls that come after."""
         if self.prices is None:
             return 0.0
         wait, (operand,) = wait_of(start), operands_of(start)
-        found = in_time(downstream(wait, made.cuts[operand], self.shapes), wait, order)
-        ways = [way for way in self.ways("all_gather") if way.row is not None]
-        tried = [(one, way) for way in ways for one in variants(found, wait, self.options.sums)]
+        after = in_time(downstream(wait, chain.cuts[operand], self.shapes), wait, order)
+        ways = [scheme for scheme in self.ways("all_gather") if scheme.row is not None]
+        tried = [(variant, scheme) for scheme in ways for variant in variants(after, wait, self.options.sums)]
         gains = [0.0]
-        for one, way in tried:
-            estimate = gather_estimate(self.prices, start, one, ring, way, second_half=True)
+        for variant, scheme in tried:
+            estimate = gather_estimate(self.prices, start, variant, ring, scheme, second_half=True)
             if estimate.before - estimate.after > self.options.margin * estimate.before:
                 gains.append(estimate.before - estimate.after)
         return max(gains)
 
-    def exchange_estimate(self, start: fx.Node, found: Region, ring: Ring, way: RingWay) -> Estimate | None:
-        return exchange_estimate(self.prices, start, found, ring, way) if self.prices is not None else None
+    def exchange_estimate(self, start: fx.Node, region: Region, ring: Ring, scheme: RingScheme) -> Estimate | None:
+        return exchange_estimate(self.prices, start, region, ring, scheme) if self.prices is not None else None
 
     def dtype(self, start: fx.Node) -> torch.dtype:
         return self.shapes.values[wait_of(start)][0].dtype
@@ -212,27 +214,27 @@ class RingRewriter:
 
     def rewrite(self, start: fx.Node, ring: Ring, best: Choice, order: dict[fx.Node, int]) -> str:
         """Do it; returns what becomes of values."""
-        way, found, wide = best.way, best.found, self.wide(self.dtype(start))
+        scheme, chain, wide = best.way, best.found, self.wide(self.dtype(start))
         kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
         write.begin(ring, _RINGS[kind])
-        if not isinstance(found, Upstream):
-            way_there = found if isinstance(found, Downstream) else Downstream(found.cuts)
+        if not isinstance(chain, Upstream):
+            way_there = chain if isinstance(chain, Downstream) else Downstream(chain.cuts)
             for node in list(hoisted(way_there, wait, order)):
                 wait.prepend(node)
-        if isinstance(found, Region):
-            self.returned[found.back] = _returned(found.back, start, ring, way)
-            rewrite_exchange(write, start, found, ring, way, shapes)
-        elif isinstance(found, Downstream):
-            rewrite_gather(write, start, found, ring, way, shapes, wide)
+        if isinstance(chain, Region):
+            self.returned[chain.back] = _returned(chain.back, start, ring, scheme)
+            rewrite_exchange(write, start, chain, ring, scheme, shapes)
+        elif isinstance(chain, Downstream):
+            rewrite_gather(write, start, chain, ring, scheme, shapes, wide)
         elif kind == "all_to_all":
-            rewrite_deal(write, start, found, ring, way, shapes)
+            rewrite_deal(write, start, chain, ring, scheme, shapes)
         else:
             rewrite = rewrite_scatter if kind == "reduce_scatter" else rewrite_reduce
-            begun = rewrite(write, start, found, ring, way, shapes, wide)
+            begun = rewrite(write, start, chain, ring, scheme, shapes, wide)
             if begun is not None:
                 self.halves.append(begun)
                 self.located(begun, start, wait)
-        return self.numerics(kind, way, found, wide)
+        return self.numerics(kind, scheme, chain, wide)
 
     def located(self, begun: fx.Node, start: fx.Node, wait: fx.Node) -> None:
         """A new collective stands, for costs, where the one stood that it comes from."""
@@ -240,15 +242,15 @@ class RingRewriter:
             order = self.prices.order
             order |= {begun: order[start], wait_of(begun): order[wait]}
 
-    def numerics(self, kind: str, way: RingWay, found: Downstream | Upstream | Region, wide: torch.dtype) -> str:
-        is_summed = way.row is not None and kind in ("reduce_scatter", "all_reduce")
-        if isinstance(found, Downstream):
-            is_summed = "sum" in found.consumers.values()
-        told = way.row.numerics if way.row is not None else "as by the collective"
-        if is_summed and way.row is not None and not isinstance(found, Downstream):
-            told = self.order_of_sums or told
+    def numerics(self, kind: str, scheme: RingScheme, chain: Downstream | Upstream | Region, wide: torch.dtype) -> str:
+        is_summed = scheme.row is not None and kind in ("reduce_scatter", "all_reduce")
+        if isinstance(chain, Downstream):
+            is_summed = "sum" in chain.consumers.values()
+        order = scheme.row.numerics if scheme.row is not None else "as by the collective"
+        if is_summed and scheme.row is not None and not isinstance(chain, Downstream):
+            order = self.order_of_sums or order
         sums = f"; sums in {str(wide).removeprefix('torch.')}" if is_summed else ""
-        return f"{told}{sums}; a matmul of fewer rows may round otherwise than the whole"
+        return f"{order}{sums}; a matmul of fewer rows may round otherwise than the whole"
 
 
 _RINGS: dict[str, RingKind] = {
@@ -266,9 +268,9 @@ def described(row: RingRow, best: Choice) -> RingRow:
     return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
 
 
-def _returned(back: fx.Node, start: fx.Node, ring: Ring, way: RingWay) -> RingRow:
-    reason = f"{way}: it takes back the chunks that {start.name} brings, each as soon as it is computed"
-    row = RingRow(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(way), num_steps=ring.size)
+def _returned(back: fx.Node, start: fx.Node, ring: Ring, scheme: RingScheme) -> RingRow:
+    reason = f"{scheme}: it takes back the chunks that {start.name} brings, each as soon as it is computed"
+    row = RingRow(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(scheme), num_steps=ring.size)
     return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
 

@@ -102,6 +102,6 @@ def _fix(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> None:
 
 
 def _is_symbolic(node: fx.Node) -> bool:
-    made = node.meta.get("val")
-    several = made if isinstance(made, (list, tuple)) else (made,)
+    val = node.meta.get("val")
+    several = val if isinstance(val, (list, tuple)) else (val,)
     return any(is_symbolic(x) for x in several if isinstance(x, torch.Tensor))

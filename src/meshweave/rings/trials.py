@@ -32,8 +32,8 @@ class _Aim:
     with_half: bool = False
 
     def of(self, choices: Sequence[Choice]) -> list[Choice]:
-        found = [one for one in choices if (one.way.row is not None) == self.is_messages]
-        return [one for one in found if not self.num_chunks or one.way.num_chunks == self.num_chunks]
+        fitting = [choice for choice in choices if (choice.way.row is not None) == self.is_messages]
+        return [choice for choice in fitting if not self.num_chunks or choice.way.num_chunks == self.num_chunks]
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ class CandidateSearch:
             if key not in self.twins:
                 margin = self.work.options.margin
                 is_priced = choices[0].estimate is not None
-                told = by_gain(margin)(start, choices)[1] if is_priced else ""
-                self.twins[key] = _Twins(tuple(_aims(start, choices, margin)), told or "it was not tried")
+                reason = by_gain(margin)(start, choices)[1] if is_priced else ""
+                self.twins[key] = _Twins(tuple(_aims(start, choices, margin)), reason or "it was not tried")
             twins = self.of[start.name] = self.twins[key]
             twins.exposed += shown.get(start.name, 0.0)
             return 0, "left"
@@ -137,11 +137,11 @@ class CandidateSearch:
             if twins is None:  # the second half of an all-reduce
                 return by_gain(margin)(start, choices) if is_priced else (0, "" if with_half else "no gain was found")
             aim = aims.get(id(twins))
-            found = aim.of(choices) if aim is not None else []
-            if not found:
+            fitting = aim.of(choices) if aim is not None else []
+            if not fitting:
                 return 0, twins.reason
-            at, told = by_gain(margin)(start, found) if is_priced else (0, "")
-            return choices.index(found[at]), told
+            at, reason = by_gain(margin)(start, fitting) if is_priced else (0, "")
+            return choices.index(fitting[at]), reason
 
         return pick
 
@@ -172,11 +172,11 @@ def _aims(start: fx.Node, choices: Sequence[Choice], margin: float) -> Iterator[
     """What is tried for a class: by estimates the best ring and the best number of parts, if they gain; without, one of
     each kind."""
     if choices[0].estimate is None:
-        counts = dict.fromkeys(one.way.num_chunks for one in choices)
+        counts = dict.fromkeys(choice.way.num_chunks for choice in choices)
         halves = (False, True) if op_name(start.target).endswith("all_reduce") else (False,)
         yield from (_Aim(not n, n, half) for n in counts for half in halves if not (n and half))
         return
     for aim in (_Aim(True), _Aim(False)):
-        found = aim.of(choices)
-        if found and not by_gain(margin)(start, found)[1]:
+        fitting = aim.of(choices)
+        if fitting and not by_gain(margin)(start, fitting)[1]:
             yield aim

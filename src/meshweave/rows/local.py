@@ -10,10 +10,10 @@ from torch import fx
 from meshweave.chunks.cut import Cut, NoCut, Op, kind_of
 from meshweave.ir import local_ops
 from meshweave.ir.graph import spec_of, tensor_inputs
-from meshweave.rows.way import End, RowWay
+from meshweave.rows.way import End, RowRule
 
 
-def _blocks(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _blocks(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """Blocks of a group, stacked or side by side: every block is cut alike, along another dim than that of blocks."""
     dim = int(node.args[3])  # type: ignore[arg-type]
     (source,) = tensor_inputs(node)
@@ -26,18 +26,18 @@ def _blocks(node: fx.Node, end: End, cut: Cut) -> RowWay:
     side_by_side = result if node.target is local_ops.join_blocks else operand
     if side_by_side.dim == dim:
         raise NoCut("the rows are those that its blocks divide")
-    return RowWay((operand,), (result,))
+    return RowRule((operand,), (result,))
 
 
-def _embedding(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _embedding(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """Rows of indices; the table is whole."""
     _, index = tensor_inputs(node)
     if (not end.is_result and end.index == 0) or cut.dim >= len(spec_of(index).shape):
         raise NoCut("the rows are what its indices point into")
-    return RowWay((None, cut), (cut,))
+    return RowRule((None, cut), (cut,))
 
 
-def _along(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _along(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """gather, index into rows of the same number, and scatter: all operands are cut alike, beside their dim."""
     operands = tensor_inputs(node)
     shapes = [spec_of(n).shape for n in (*operands, node)]
@@ -45,10 +45,10 @@ def _along(node: fx.Node, end: End, cut: Cut) -> RowWay:
         raise NoCut("the rows are what its indices point into")
     if len({shape[cut.dim : cut.dim + 1] for shape in shapes}) > 1:
         raise NoCut("its index has other rows than what it points into")
-    return RowWay((cut,) * len(operands), (cut,))
+    return RowRule((cut,) * len(operands), (cut,))
 
 
-def _extreme(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _extreme(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """The largest or least over some dims."""
     rank = len(spec_of(tensor_inputs(node)[0]).shape)
     gone = {d % rank for d in node.args[1]} or set(range(rank))  # type: ignore[union-attr, operator]
@@ -56,10 +56,10 @@ def _extreme(node: fx.Node, end: End, cut: Cut) -> RowWay:
     at = left[cut.dim] if end.is_result else cut.dim
     if at in gone:
         raise NoCut("the rows are what it takes the largest or the least of")
-    return RowWay((Cut(at, cut.outer, cut.count),), (Cut(left.index(at), cut.outer, cut.count),))
+    return RowRule((Cut(at, cut.outer, cut.count),), (Cut(left.index(at), cut.outer, cut.count),))
 
 
-LOCAL: Mapping[Any, Callable[[fx.Node, End, Cut], RowWay]] = {
+LOCAL: Mapping[Any, Callable[[fx.Node, End, Cut], RowRule]] = {
     local_ops.join_blocks: _blocks,
     local_ops.deal_blocks: _blocks,
     local_ops.embedding: _embedding,

@@ -18,7 +18,7 @@ from meshweave.ir.aliases import is_view_op, written_of
 from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.traits import MATMULS
-from meshweave.rows.way import End, RowWay
+from meshweave.rows.way import End, RowRule
 from meshweave.rows.ways import ATTENTION, fits, specs_of, way_of
 
 
@@ -32,7 +32,7 @@ class Regions:
 
     count: int
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
-    ways: dict[fx.Node, RowWay] = field(default_factory=dict)
+    ways: dict[fx.Node, RowRule] = field(default_factory=dict)
     refused: dict[fx.Node, str] = field(default_factory=dict)
 
     @property
@@ -64,25 +64,25 @@ def regions(graph: fx.Graph, seed: fx.Node, cut: Cut) -> Regions:
 
 def _changed(graph: fx.Graph) -> set[int]:
     """Storages that some op writes into."""
-    found = set()
+    storages = set()
     for node in graph.nodes:
         for position, name in written_of(node.target):
-            held = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
-            found |= {s for n in _nodes(held) for s in _storages(n)}
-    return found
+            operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+            storages |= {s for n in _nodes(operand) for s in _storages(n)}
+    return storages
 
 
 def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)
+    return nodes
 
 
 def _storages(node: fx.Node) -> Iterator[int]:
-    made = node.meta.get("val")
-    for one in made if isinstance(made, (list, tuple)) else (made,):
-        if isinstance(one, torch.Tensor) and one.layout is torch.strided:
-            yield storage_key(one)
+    val = node.meta.get("val")
+    for tensor in val if isinstance(val, (list, tuple)) else (val,):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            yield storage_key(tensor)
 
 
 def _follow(seed: fx.Node, cut: Cut, changed: set[int]) -> dict[fx.Node, Cut]:
@@ -100,13 +100,13 @@ def _follow(seed: fx.Node, cut: Cut, changed: set[int]) -> dict[fx.Node, Cut]:
 
     def apply(node: fx.Node, end: End, cut: Cut) -> None:
         try:
-            way = way_of(node, end, cut)
+            rule = way_of(node, end, cut)
         except NoCut:
             return
-        for operand, needed in zip(tensor_inputs(node), way.operands, strict=True):
+        for operand, needed in zip(tensor_inputs(node), rule.operands, strict=True):
             propose(operand, needed)
         for result, index in _results(node):
-            propose(result, way.results[index])
+            propose(result, rule.results[index])
 
     propose(seed, cut)
     while queue:
@@ -143,7 +143,7 @@ def _index(item: fx.Node) -> int:
 
 
 def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regions:
-    found = Regions(count)
+    settled = Regions(count)
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
@@ -151,52 +151,54 @@ def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regio
         ends += [(End(False, i), labels[n]) for i, n in enumerate(tensor_inputs(node)) if n in labels]
         if not ends:
             continue
-        way = _first(node, ends, found)
-        if way is not None:
-            found.ways[node] = way
-            found.cuts |= {n: c for n, i in _results(node) if isinstance(c := way.results[i], Cut)}
-    _trim(graph, found)
-    return found
+        rule = _first(node, ends, settled)
+        if rule is not None:
+            settled.ways[node] = rule
+            settled.cuts |= {n: c for n, i in _results(node) if isinstance(c := rule.results[i], Cut)}
+    _trim(graph, settled)
+    return settled
 
 
-def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], found: Regions) -> RowWay | None:
+def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], settled: Regions) -> RowRule | None:
     """The way that the first end leads to which leads to one; without one the first reason is kept."""
     for end, cut in ends:
         try:
-            way = _fitting(node, way_of(node, end, cut), found.cuts)
+            rule = _fitting(node, way_of(node, end, cut), settled.cuts)
         except NoCut as reason:
-            found.refused.setdefault(node, str(reason))
+            settled.refused.setdefault(node, str(reason))
         else:
-            found.refused.pop(node, None)
-            return way
+            settled.refused.pop(node, None)
+            return rule
     return None
 
 
-def _fitting(node: fx.Node, way: RowWay, cuts: Mapping[fx.Node, Cut]) -> RowWay:
+def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRule:
     """The way, if the operands that are in chunks are in those that it takes, and the results can be put together."""
-    operands = list(zip(tensor_inputs(node), way.operands, strict=True))
+    operands = list(zip(tensor_inputs(node), rule.operands, strict=True))
     if node.target is WAIT and operands[0][0] not in cuts:
         raise NoCut("what it waits for is not made in chunks")
     for operand, needed in operands:
-        held = cuts.get(operand)
-        if held is not None and needed is None:
+        cut = cuts.get(operand)
+        if cut is not None and needed is None:
             raise NoCut(f"every row of its result needs all rows of {operand.name}")
-        if held is not None and needed != held:
+        if cut is not None and needed != cut:
             raise NoCut(f"it takes other rows together than those that {operand.name} is cut into")
-    if not any(isinstance(c, Cut) for c in way.results) and not any(operand in cuts for operand, _ in operands):
+    if not any(isinstance(c, Cut) for c in rule.results) and not any(operand in cuts for operand, _ in operands):
         raise NoCut("none of its operands is made in chunks")
     if isinstance(node.meta.get("spec"), tuple) and any(u.target is not operator.getitem for u in node.users):
         raise NoCut("its results are taken as a list")
-    made = [i for i, (c, s) in enumerate(zip(way.results, specs_of(node), strict=True)) if isinstance(c, Cut) and s]
-    if not all(_is_dense(node, i) for i in made):
+    cut_results = [
+        i for i, (c, s) in enumerate(zip(rule.results, specs_of(node), strict=True)) if isinstance(c, Cut) and s
+    ]
+    if not all(_is_dense(node, i) for i in cut_results):
         raise NoCut("its result has gaps in memory")
-    return way
+    return rule
 
 
 def _is_dense(node: fx.Node, index: int) -> bool:
     """Whether a result fills its memory, in some order of dims, or is a view, which is made anew where it is whole."""
-    made = node.meta["val"]
-    x = made[index] if isinstance(made, (list, tuple)) else made
+    val = node.meta["val"]
+    x = val[index] if isinstance(val, (list, tuple)) else val
     if is_view(node) or x.numel() == 0:
         return True
     size = 1
@@ -212,22 +214,22 @@ def is_view(node: fx.Node) -> bool:
     return node.target is not WAIT and is_view_op(node.target)
 
 
-def _trim(graph: fx.Graph, found: Regions) -> None:
+def _trim(graph: fx.Graph, settled: Regions) -> None:
     """Ops are taken back whose operands come whole and whose results are only needed whole."""
     for node in reversed(list(graph.nodes)):
-        way = found.ways.get(node)
-        if way is None or any(o in found.cuts for o in tensor_inputs(node)):
+        rule = settled.ways.get(node)
+        if rule is None or any(o in settled.cuts for o in tensor_inputs(node)):
             continue
         results = [n for n, _ in _results(node)]
-        if not any(_takes(user, n, found) for n in results for user in n.users):
-            del found.ways[node]
+        if not any(_takes(user, n, settled) for n in results for user in n.users):
+            del settled.ways[node]
             for n in results:
-                found.cuts.pop(n, None)
+                settled.cuts.pop(n, None)
 
 
-def _takes(user: fx.Node, operand: fx.Node, found: Regions) -> bool:
+def _takes(user: fx.Node, operand: fx.Node, settled: Regions) -> bool:
     """Whether an op takes an operand in chunks."""
-    way = found.ways.get(user)
-    return way is not None and any(
-        n is operand and c is not None for n, c in zip(tensor_inputs(user), way.operands, strict=True)
+    rule = settled.ways.get(user)
+    return rule is not None and any(
+        n is operand and c is not None for n, c in zip(tensor_inputs(user), rule.operands, strict=True)
     )

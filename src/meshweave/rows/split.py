@@ -178,7 +178,7 @@ def split_program(
         num_slices=writer.num_slices,
         num_joins=writer.num_joins,
         copied_bytes=writer.copied,
-        sums=tuple(n.name for n, way in cut.ways.items() if not any(isinstance(r, Cut) for r in way.results)),
+        sums=tuple(n.name for n, rule in cut.ways.items() if not any(isinstance(r, Cut) for r in rule.results)),
         whole=_ends(cut),
         numerics=_numerics(fuse_sums),
     )

@@ -7,11 +7,11 @@ from typing import Literal
 
 from meshweave.chunks.cut import Cut
 
-Combine = Literal["sum", "avg", "max", "min", "same", "chain"]  # "same": equal in all chunks; "chain": see RowWay
+Combine = Literal["sum", "avg", "max", "min", "same", "chain"]  # "same": equal in all chunks; "chain": see RowRule
 
 
 @dataclass(frozen=True, slots=True)
-class RowWay:
+class RowRule:
     """How an op runs chunk by chunk.
 
     `operands`: per tensor operand the cut of which chunk c takes chunk c, None where it takes the whole. `results`: per

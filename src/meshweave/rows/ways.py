@@ -16,7 +16,7 @@ from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
 from meshweave.rows.local import LOCAL
 from meshweave.rows.rules import RULES
-from meshweave.rows.way import Combine, End, RowWay
+from meshweave.rows.way import Combine, End, RowRule
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dims, Rule
 from meshweave.sharding.registry import row_for
@@ -25,16 +25,16 @@ aten = torch.ops.aten
 # collectives: blocks of the members of the group stand one after another on dim 0
 
 
-def _gather(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _gather(node: fx.Node, end: End, cut: Cut) -> RowRule:
     size = _arguments(node)["group_size"]
     small, large = (_fewer(cut, size), cut) if end.is_result else (cut, _more(cut, size))
-    return RowWay((small,), (large,))
+    return RowRule((small,), (large,))
 
 
-def _scatter(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _scatter(node: fx.Node, end: End, cut: Cut) -> RowRule:
     size = _arguments(node)["group_size"]
     small, large = (cut, _more(cut, size)) if end.is_result else (_fewer(cut, size), cut)
-    return RowWay((large,), (small,))
+    return RowRule((large,), (small,))
 
 
 def _more(cut: Cut, size: int) -> Cut:
@@ -49,22 +49,22 @@ def _fewer(cut: Cut, size: int) -> Cut:
     return Cut(0, cut.outer // size, cut.count)
 
 
-def _exchange(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _exchange(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """All-to-all of equal blocks; every block is cut alike."""
     arguments = _arguments(node)
     sizes = (*arguments["output_split_sizes"], *arguments["input_split_sizes"])
     blocks = len(arguments["input_split_sizes"])
     if cut.dim:
-        return RowWay((cut,), (cut,))
+        return RowRule((cut,), (cut,))
     if any(type(s) is not int for s in sizes) or len(set(sizes)) != 1:
         raise NoCut("its blocks are of several sizes, or of sizes that only the data says")
     if cut.outer % blocks:
         raise NoCut(f"a chunk of its rows is not the same part of all {blocks} blocks")
-    return RowWay((cut,), (cut,), splits_at=(1, 2))
+    return RowRule((cut,), (cut,), splits_at=(1, 2))
 
 
-def _same(node: fx.Node, end: End, cut: Cut) -> RowWay:
-    return RowWay((cut,), (cut,))
+def _same(node: fx.Node, end: End, cut: Cut) -> RowRule:
+    return RowRule((cut,), (cut,))
 
 
 _BY_BLOCKS = {"": _same, "result": _gather, "operand": _scatter, "both": _exchange}
@@ -73,18 +73,18 @@ _BY_BLOCKS = {"": _same, "result": _gather, "operand": _scatter, "both": _exchan
 # views that keep the order of elements
 
 
-def _view(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _view(node: fx.Node, end: End, cut: Cut) -> RowRule:
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
     shape_at = 1 if node.target in RESHAPES else -1
     if end.is_result:
-        return RowWay((through_view(cut, after, before),), (cut,), shape_at)
-    return RowWay((cut,), (through_view(cut, before, after),), shape_at)
+        return RowRule((through_view(cut, after, before),), (cut,), shape_at)
+    return RowRule((cut,), (through_view(cut, before, after),), shape_at)
 
 
 # attention: every sequence of the batch by itself
 
 
-def _attention(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
     arguments = _arguments(node)
     query: fx.Node = arguments["query"]
     batch = spec_of(query).shape[0]
@@ -95,7 +95,7 @@ def _attention(node: fx.Node, end: End, cut: Cut) -> RowWay:
     if cut.dim or not (results if end.is_result else rows)[end.index]:
         raise NoCut("attention is cut along its batch only")
     made: list[Cut | Combine] = [cut if has else "same" for has in results]
-    return RowWay(tuple(cut if has else None for has in rows), tuple(made))
+    return RowRule(tuple(cut if has else None for has in rows), tuple(made))
 
 
 _VARLEN = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
@@ -111,7 +111,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 # a sum over rows that is written into what is there: the chunks write one after the other
 
 
-def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """x with values added at indices of its first dim: index, mask and values are cut along the index's dims."""
     arguments = _arguments(node)
     indices = arguments["indices"]
@@ -126,13 +126,13 @@ def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowWay:
     size = spec_of(operands[end.index]).shape[cut.dim]
     if any(spec_of(n).shape[cut.dim : cut.dim + 1] != (size,) for n in operands[1:]):
         raise NoCut("its values are repeated along the rows")
-    return RowWay((None, *(cut for _ in operands[1:])), ("chain",))
+    return RowRule((None, *(cut for _ in operands[1:])), ("chain",))
 
 
 # everything else: by factors
 
 
-def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """A factor is cut where it stands alone in a dim; results that lack it are put together."""
     if None in specs_of(node):
         raise NoCut("some of its results are no tensors")
@@ -151,7 +151,7 @@ def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowWay:
     operands = tuple(_cut_of(rule, dims, factor, cut) for dims in rule.operands)
     if node.target in PRODUCTS and "sum" in results and any(node.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
         raise NoCut("what is added to its product is scaled")
-    return RowWay(operands, results, shape_at)  # type: ignore[arg-type]
+    return RowRule(operands, results, shape_at)  # type: ignore[arg-type]
 
 
 def _rule(node: fx.Node) -> tuple[Rule, str]:
@@ -188,7 +188,7 @@ PRODUCTS: Mapping[Any, Any] = {
 _BY_INDEX = frozenset({"embedding", "embedding_backward", "gather", "scatter", "index_select"})
 _AS_IT_IS = _BY_INDEX | {"", "shape", "full", "extreme", "guarded"}
 _SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
-WayOf = Callable[[fx.Node, End, Cut], RowWay]
+WayOf = Callable[[fx.Node, End, Cut], RowRule]
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 
 
@@ -200,7 +200,7 @@ def _table() -> Mapping[Any, WayOf]:
         WAIT: _same,
         **LOCAL,
         **dict.fromkeys(RESHAPES | RANK_CHANGES, _view),
-        **{getattr(aten, name).default: way for name, way in named.items() if hasattr(aten, name)},
+        **{getattr(aten, name).default: rule for name, rule in named.items() if hasattr(aten, name)},
     }
 
 
@@ -210,7 +210,7 @@ ATTENTION = frozenset(
 )
 
 
-def way_of(node: fx.Node, end: End, cut: Cut) -> RowWay:
+def way_of(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """How `node` runs in chunks where one end of it is cut so. Raises NoCut with the reason where it cannot."""
     if FIXED in node.meta:
         raise NoCut(node.meta[FIXED])
@@ -219,14 +219,14 @@ def way_of(node: fx.Node, end: End, cut: Cut) -> RowWay:
         _check_operator(node)
     if not _is_described(node):
         raise NoCut("the shape of an operand or a result is symbolic, or not known")
-    way = (find or _by_rule)(node, end, cut)
-    if max(way.shape_at, *way.splits_at, -1) >= len(node.args):
+    rule = (find or _by_rule)(node, end, cut)
+    if max(rule.shape_at, *rule.splits_at, -1) >= len(node.args):
         raise NoCut("its sizes are handed over by name")
-    shapes = [(spec_of(n).shape, c) for n, c in zip(tensor_inputs(node), way.operands, strict=True)]
-    shapes += [(s.shape, c) for s, c in zip(specs_of(node), way.results, strict=True) if s is not None]  # type: ignore[misc]
+    shapes = [(spec_of(n).shape, c) for n, c in zip(tensor_inputs(node), rule.operands, strict=True)]
+    shapes += [(s.shape, c) for s, c in zip(specs_of(node), rule.results, strict=True) if s is not None]  # type: ignore[misc]
     if any(isinstance(c, Cut) and not fits(c, shape) for shape, c in shapes):
         raise NoCut(f"its rows do not come apart into {cut.count} equal chunks")
-    return way
+    return rule
 
 
 def _check_operator(node: fx.Node) -> None:
@@ -243,11 +243,11 @@ def _check_operator(node: fx.Node) -> None:
 
 def _is_described(node: fx.Node) -> bool:
     """Whether all tensors that an op takes and makes say their shape, in numbers."""
-    for one in (node, *node.all_input_nodes):
-        val = one.meta.get("val")
-        made = val if isinstance(val, (list, tuple)) else (val,)
+    for value in (node, *node.all_input_nodes):
+        val = value.meta.get("val")
+        tensors = val if isinstance(val, (list, tuple)) else (val,)
         if val is None or any(
-            isinstance(x, torch.Tensor) and s is None for x, s in zip(made, specs_of(one), strict=True)
+            isinstance(x, torch.Tensor) and s is None for x, s in zip(tensors, specs_of(value), strict=True)
         ):
             return False
     return True

@@ -18,7 +18,7 @@ from meshweave.ir.described import val_of_call
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
 from meshweave.ir.traits import RESHAPES
 from meshweave.rows.regions import Regions, is_view
-from meshweave.rows.way import RowWay
+from meshweave.rows.way import RowRule
 from meshweave.rows.ways import PLAIN, PRODUCTS
 
 aten = torch.ops.aten
@@ -50,9 +50,9 @@ class RowWriter:
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
-            way = self.regions.ways.get(node)
-            if way is not None:
-                self.split(node, way)
+            rule = self.regions.ways.get(node)
+            if rule is not None:
+                self.split(node, rule)
             elif node.target is operator.getitem and node.args[0] in self.chunks:
                 self.item(node)
             else:
@@ -65,14 +65,14 @@ class RowWriter:
     def keep(self, node: fx.Node) -> fx.Node:
         """The node as it is, on whole operands."""
         args, kwargs = map_nodes(node, self.as_whole)
-        made = self.new.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-        made.meta = dict(node.meta)
-        pairs = zip(made.all_input_nodes, node.all_input_nodes, strict=True)
+        new = self.new.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        new.meta = dict(node.meta)
+        pairs = zip(new.all_input_nodes, node.all_input_nodes, strict=True)
         changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
         if is_view(node) and changed and "val" in node.meta:  # without: its shape is not the same on every device
-            made.meta["val"] = val_of_call(node.target, made.args, made.kwargs, node.meta["val"])
-        self.whole[node] = made
-        return made
+            new.meta["val"] = val_of_call(node.target, new.args, new.kwargs, node.meta["val"])
+        self.whole[node] = new
+        return new
 
     def as_whole(self, node: fx.Node) -> fx.Node:
         """A value whole: as it was made, as a view of a whole one, or its chunks joined."""
@@ -80,9 +80,9 @@ class RowWriter:
             return self.whole[node]
         if is_view(node):
             return self.keep(node)
-        made = self.join(node, self.chunks[node], self.regions.cuts[node])
-        self.whole[node] = made
-        return made
+        joined = self.join(node, self.chunks[node], self.regions.cuts[node])
+        self.whole[node] = joined
+        return joined
 
     def join(self, node: fx.Node, chunks: Sequence[fx.Node], cut: Cut) -> fx.Node:
         """Chunks side by side, in memory as the value was."""
@@ -96,12 +96,12 @@ class RowWriter:
             if cut.outer > 1:
                 part = self.viewed(part, _unfolded(shape, dim, cut.outer, cut.count, 1), node)
             parts.append(part)
-        made = self.call(aten.cat.default, (parts, dim + (cut.outer > 1)), {}, node)
+        joined = self.call(aten.cat.default, (parts, dim + (cut.outer > 1)), {}, node)
         if cut.outer > 1:
-            made = self.viewed(made, shape, node)
+            joined = self.viewed(joined, shape, node)
         self.num_joins += 1
         self.copied += node.meta["spec"].num_bytes
-        return self.permuted(made, back, node)
+        return self.permuted(joined, back, node)
 
     def permuted(self, x: fx.Node, order: Sequence[int], like: fx.Node) -> fx.Node:
         if list(order) == sorted(order):
@@ -121,10 +121,10 @@ class RowWriter:
         """Chunk c of a value: as it was made, or sliced from the whole one."""
         if node in self.chunks and self.regions.cuts.get(node) == cut:
             return self.chunks[node][c]
-        made = self.slices.setdefault((node, cut), [])
-        while len(made) <= c:
-            made.append(self.slice(node, cut, len(made)))
-        return made[c]
+        slices = self.slices.setdefault((node, cut), [])
+        while len(slices) <= c:
+            slices.append(self.slice(node, cut, len(slices)))
+        return slices[c]
 
     def slice(self, node: fx.Node, cut: Cut, c: int) -> fx.Node:
         """Chunk c of a whole value: a view where the chunk is one stretch of its dim or single rows at equal distances,
@@ -139,36 +139,40 @@ class RowWriter:
         part = self.call(aten.select.int, (wide, cut.dim + 1, c), {}, node, c)
         return self.viewed(part, cut.chunk(shape), node, c)
 
-    def split(self, node: fx.Node, way: RowWay) -> None:
+    def split(self, node: fx.Node, rule: RowRule) -> None:
         """The op once per chunk, and one whole result of those that only together have it."""
-        made: list[fx.Node] = []
+        chunks: list[fx.Node] = []
         for c in range(self.regions.count):
-            made.append(self.one(node, way, c, made))
-        if isinstance(node.meta.get("spec"), tuple) or isinstance(way.results[0], Cut):
-            self.chunks[node] = made
+            chunks.append(self.one(node, rule, c, chunks))
+        if isinstance(node.meta.get("spec"), tuple) or isinstance(rule.results[0], Cut):
+            self.chunks[node] = chunks
         else:
-            self.whole[node] = self.together(node, made, way.results[0])
+            self.whole[node] = self.together(node, chunks, rule.results[0])
 
-    def one(self, node: fx.Node, way: RowWay, c: int, before: Sequence[fx.Node]) -> fx.Node:
+    def one(self, node: fx.Node, rule: RowRule, c: int, before: Sequence[fx.Node]) -> fx.Node:
         operands = [
             self.as_whole(n) if cut is None else self.as_chunk(n, cut, c)
-            for n, cut in zip(tensor_inputs(node), way.operands, strict=True)
+            for n, cut in zip(tensor_inputs(node), rule.operands, strict=True)
         ]
         rest = iter(operands)
         args, kwargs = map_nodes(
             node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else self.as_whole(n)
         )
         target = node.target
-        if way.shape_at >= 0 and isinstance(cut := way.results[0], Cut):
-            args = _replaced(args, way.shape_at, list(cut.chunk(node.meta["spec"].shape)))
-        for at in way.splits_at:
+        if rule.shape_at >= 0 and isinstance(cut := rule.results[0], Cut):
+            args = _replaced(args, rule.shape_at, list(cut.chunk(node.meta["spec"].shape)))
+        for at in rule.splits_at:
             args = _replaced(args, at, [size // self.regions.count for size in args[at]])
-        if before and way.results[0] == "chain":
+        if before and rule.results[0] == "chain":
             args = _replaced(args, 0, before[-1])
-        elif before and way.results[0] == "sum" and target in PRODUCTS:
-            held = (before[-1],) if self.is_fused(node) else ()
-            target, args, kwargs = PRODUCTS[target] if held else PLAIN.get(target, target), (*held, *args[-2:]), {}
-        elif target in _SUMS and way.results[0] in ("sum", "avg") and node.meta["spec"].dtype in _HALF:
+        elif before and rule.results[0] == "sum" and target in PRODUCTS:
+            sum_before = (before[-1],) if self.is_fused(node) else ()
+            target, args, kwargs = (
+                PRODUCTS[target] if sum_before else PLAIN.get(target, target),
+                (*sum_before, *args[-2:]),
+                {},
+            )
+        elif target in _SUMS and rule.results[0] in ("sum", "avg") and node.meta["spec"].dtype in _HALF:
             kwargs = {**kwargs, "dtype": torch.float32}
         return self.op(target, args, kwargs, node, c)
 
@@ -200,22 +204,22 @@ class RowWriter:
     def item(self, node: fx.Node) -> None:
         """A result of an op that has several."""
         of, index = node.args
-        made = [self.call(operator.getitem, (part, index), {}, node, c) for c, part in enumerate(self.chunks[of])]  # type: ignore[index]
+        chunks = [self.call(operator.getitem, (part, index), {}, node, c) for c, part in enumerate(self.chunks[of])]  # type: ignore[index]
         kind = self.regions.ways[of].results[index]  # type: ignore[index]
         if isinstance(kind, Cut):
-            self.chunks[node] = made
+            self.chunks[node] = chunks
         else:
-            self.whole[node] = self.together(node, made, kind)
+            self.whole[node] = self.together(node, chunks, kind)
 
-    def together(self, node: fx.Node, made: Sequence[fx.Node], kind: str) -> fx.Node:
+    def together(self, node: fx.Node, chunks: Sequence[fx.Node], kind: str) -> fx.Node:
         """The whole result, by the results of the chunks."""
         if kind == "same":
-            return made[0]
+            return chunks[0]
         fused = kind == "sum" and node.target in PRODUCTS and self.is_fused(node)
         if kind == "chain" or fused:
-            return made[-1]
+            return chunks[-1]
         dtype = node.meta["spec"].dtype
-        parts = list(made)
+        parts = list(chunks)
         if kind in ("sum", "avg") and dtype in _HALF:
             parts = [p if p.meta["val"].dtype is torch.float32 else self.cast(p, torch.float32, node) for p in parts]
         total = parts[0]
@@ -235,9 +239,9 @@ class RowWriter:
         is_item = target is operator.getitem
         val = args[0].meta["val"][args[1]] if is_item else val_of_call(target, args, kwargs, like.meta["val"])
         name = like.name if c is None else f"{like.name}_chunk{c}"
-        made = self.new.create_node("call_function", target, args, kwargs, name)
-        made.meta = kept_meta(like) | {"val": val}
-        return made
+        new = self.new.create_node("call_function", target, args, kwargs, name)
+        new.meta = kept_meta(like) | {"val": val}
+        return new
 
 
 # The operands that an op takes to be contiguous. That of layer norm reads its statistics so, without asking.

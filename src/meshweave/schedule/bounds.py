@@ -136,14 +136,14 @@ def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own
     if not own:
         return []
     middle = max(range(len(own)), key=lambda i: (heads[i] + own[i] + tails[i], i))
-    found = [middle]
-    while needs := [*(d for d in problem.deps[found[-1]] if channel[d] < 0), *problem.waits[found[-1]]]:
-        found.append(max(needs, key=lambda d: (heads[d] + own[d], d)))
-    found.reverse()
+    chain = [middle]
+    while needs := [*(d for d in problem.deps[chain[-1]] if channel[d] < 0), *problem.waits[chain[-1]]]:
+        chain.append(max(needs, key=lambda d: (heads[d] + own[d], d)))
+    chain.reverse()
     users = problem.users()
-    while later := [u for u in users[found[-1]] if channel[found[-1]] < 0 or found[-1] in problem.waits[u]]:
-        found.append(max(later, key=lambda u: (own[u] + tails[u], -u)))
-    return [i for i in found if channel[i] < 0]
+    while later := [u for u in users[chain[-1]] if channel[chain[-1]] < 0 or chain[-1] in problem.waits[u]]:
+        chain.append(max(later, key=lambda u: (own[u] + tails[u], -u)))
+    return [i for i in chain if channel[i] < 0]
 
 
 def _preempted(heads: Sequence[float], work: Sequence[float], tails: Sequence[float]) -> float:

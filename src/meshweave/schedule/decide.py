@@ -103,12 +103,12 @@ def decide(
         cap = max(before, min(cap, ceiling))
     known = [(INPUT, problem.order), *orders]
     search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
-    found = search.run(known)
-    if not found:
+    candidates = search.run(known)
+    if not candidates:
         assert search.least is not None, "it is kept where nothing fits"
         raise _no_order(merger.reading, search.least, cap)
     names = {name for name, _ in known}
-    choice = choose(found, slowdown, options.choose, sum(c.name in names for c in found))
+    choice = choose(candidates, slowdown, options.choose, sum(c.name in names for c in candidates))
     report = _report(search, choice, before, notes)
     rewrite(merger.reading, choice.chosen.merged, choice.chosen.order)
     return report

@@ -87,14 +87,14 @@ def _reason(
             key=lambda s: played.end[s],
             default=-1,
         )
-        told = f"its link is busy with {problem.names[before]}" if before >= 0 else "its link is busy"
+        reason = f"its link is busy with {problem.names[before]}" if before >= 0 else "its link is busy"
     elif played.issued[c] > ready + tiny:
-        told = f"it starts {(played.issued[c] - ready) * 1e3:.3f} ms after it could: memory or order holds it back"
+        reason = f"it starts {(played.issued[c] - ready) * 1e3:.3f} ms after it could: memory or order holds it back"
     else:
-        told = f"{problem.names[last]} has just made what it carries" if last >= 0 else "nothing stands before it"
+        reason = f"{problem.names[last]} has just made what it carries" if last >= 0 else "nothing stands before it"
     fill = _could_run(chosen, played, c, since, place)
     rest = f"{fill} could have run meanwhile" if fill else "nothing else is left that could run"
-    return f"{user} needs it; {told}; {rest}"
+    return f"{user} needs it; {reason}; {rest}"
 
 
 def _could_run(chosen: Candidate, played: Played, c: int, since: float, place: Mapping[int, int]) -> str:
@@ -128,7 +128,7 @@ def merge_rows(search: OrderSearch, chosen: Candidate) -> tuple[Merge, ...]:
         bucket = chosen.merged.buckets[of[a]] if a in of else (a,)
         reason = merger.can_join(bucket, b)
         if not reason:
-            other = next((c for c, held in ranked if a in held and held[a] == held.get(b)), None)
+            other = next((c for c, bucketed in ranked if a in bucketed and bucketed[a] == bucketed.get(b)), None)
             reason = _worse(other, chosen) if other is not None else search.why_apart(bucket, b)
         apart.append(Merge((problem.names[a], problem.names[b]), False, reason))
     return (*taken, *apart)
@@ -141,11 +141,11 @@ def _places(candidate: Candidate) -> dict[int, int]:
 
 def _worse(other: Candidate, chosen: Candidate) -> str:
     """Why the best order that merges two was not taken."""
-    told = f"{other.seconds[0] * 1e3:.3f} ms, not {chosen.seconds[0] * 1e3:.3f} ms ({other.name})"
+    took = f"{other.seconds[0] * 1e3:.3f} ms, not {chosen.seconds[0] * 1e3:.3f} ms ({other.name})"
     if other.seconds[0] > chosen.seconds[0]:
-        return f"the step would take {told}"
+        return f"the step would take {took}"
     if other.busy > chosen.busy:
         return (
-            f"links and copies would do {other.busy * 1e3:.3f} ms, not {chosen.busy * 1e3:.3f} ms, for a step of {told}"
+            f"links and copies would do {other.busy * 1e3:.3f} ms, not {chosen.busy * 1e3:.3f} ms, for a step of {took}"
         )
-    return f"the step would take {told}, but lose more where links are slower or shared"
+    return f"the step would take {took}, but lose more where links are slower or shared"

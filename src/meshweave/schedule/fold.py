@@ -21,13 +21,13 @@ class Folded:
 
     def unfold(self, order: Order) -> list[int]:
         """An order of the folded problem as one of the problem before."""
-        found: list[int] = []
+        unfolded_order: list[int] = []
         for x in order:
             if x >= 0:
-                found += self.members[x]
+                unfolded_order += self.members[x]
             else:
-                found.append(~self.members[~x][-1])
-        return found
+                unfolded_order.append(~self.members[~x][-1])
+        return unfolded_order
 
 
 def unfolded(problem: Problem) -> Folded:
@@ -54,22 +54,22 @@ def fold(problem: Problem) -> Folded:
     kept = [i for i in range(problem.num_items) if i not in into]
     number = {i: n for n, i in enumerate(kept)}
     members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
-    made = Problem(sizes=problem.sizes, kept=problem.kept, before=problem.before, channels=problem.channels)
+    folded = Problem(sizes=problem.sizes, kept=problem.kept, before=problem.before, channels=problem.channels)
     for name in ("names", "channel", "copy", "startup", "usage", "is_waited"):
-        held = getattr(problem, name)
-        setattr(made, name, [held[i] for i in kept])
-    made.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]
+        values = getattr(problem, name)
+        setattr(folded, name, [values[i] for i in kept])
+    folded.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]
     counts = problem.counts()
     for i, group in zip(kept, members, strict=True):
         if len(group) == 1:
-            made.seconds.append(seconds[i])
-            made.deps.append(tuple([number[d] for d in deps[i]]))
-            made.allocs.append(problem.allocs[i])
-            made.uses.append(problem.uses[i])
+            folded.seconds.append(seconds[i])
+            folded.deps.append(tuple([number[d] for d in deps[i]]))
+            folded.allocs.append(problem.allocs[i])
+            folded.uses.append(problem.uses[i])
             continue
-        made.seconds.append(sum([seconds[m] for m in group]))
-        made.deps.append(tuple([number[d] for d in deps[i] if d not in group]))
-        made.allocs.append(tuple(s for m in group for s in problem.allocs[m] if counts[s] or m == i))
-        made.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m])))
-    made.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]
-    return Folded(made, members)
+        folded.seconds.append(sum([seconds[m] for m in group]))
+        folded.deps.append(tuple([number[d] for d in deps[i] if d not in group]))
+        folded.allocs.append(tuple(s for m in group for s in problem.allocs[m] if counts[s] or m == i))
+        folded.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m])))
+    folded.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]
+    return Folded(folded, members)

@@ -79,26 +79,26 @@ def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
     number |= {wait.name: ~c for c, waits in reading.waits.items() for wait in waits[:1]}
     later = {wait.name for waits in reading.waits.values() for wait in waits[1:]}
     free = {node.name for node in reading.graph.nodes} - set(number) | later
-    made = []
+    orders = []
     for k, names in enumerate(options.orders):
         if strange := [name for name in names if name not in number and name not in free]:
             raise MeshweaveError(f"order {k} names no node of the graph", got=strange[0])
         order = _with_waits(problem, [number[name] for name in names if name in number])
         if wrong := problem.check(order):
             raise MeshweaveError(f"order {k} is no order of the graph", got=wrong)
-        made.append(order)
-    return made
+        orders.append(order)
+    return orders
 
 
 def _with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
     """An order with the waits that it leaves out, each before the first item that needs it."""
-    found: list[int] = []
+    complete: list[int] = []
     waited = {~x for x in order if x < 0}
     for x in order:
         if x >= 0:
             for c in problem.waits[x]:
                 if c not in waited:
                     waited.add(c)
-                    found.append(~c)
-        found.append(x)
-    return [*found, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]
+                    complete.append(~c)
+        complete.append(x)
+    return [*complete, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]

@@ -32,7 +32,7 @@ class Outline:
         problem, n = self.problem, self.problem.num_items
         self.users = problem.users()
         sizes = problem.sizes
-        self.growth = [sum([sizes[s] for s in made]) for made in problem.allocs]
+        self.growth = [sum([sizes[s] for s in position]) for position in problem.allocs]
         before, total = [0.0] * (n + 1), 0.0
         for i in range(n):
             before[i] = total

@@ -143,8 +143,8 @@ class OverlapReport:
             found += [f"  {' + '.join(m.names)}: {m.reason}" for m in refused[:num_rows]]
         found += ["", "candidates:"]
         for c in self.candidates:
-            told = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in c.seconds)
-            found.append(f"  {'*' if c.is_chosen else ' '} {c.name}: {told}, peak {_gb(c.peak_bytes)}")
+            more = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in c.seconds)
+            found.append(f"  {'*' if c.is_chosen else ' '} {c.name}: {more}, peak {_gb(c.peak_bytes)}")
         return [*found, *(f"note: {note}" for note in self.notes)]
 
 

@@ -118,7 +118,7 @@ class OrderSearch:
             room = int(room * _STEP)
         self.again(usual, ways)
         for part in _RUNGS:
-            rung = max(usual * part, min(span[1] for way in ways if (span := self.span(way))))
+            rung = max(usual * part, min(span[1] for attempt in ways if (span := self.span(attempt))))
             if rung > self.cap or rung == inf:
                 break
             self.again(int(rung), ways)
@@ -132,8 +132,11 @@ class OrderSearch:
     def seek(self, room: float) -> None:
         """Seek orders and buckets under so many bytes."""
         self.room = room
-        made = [self.schedule(name, self.shape((), is_folded=way[1]), way[0]) for name, way in self.ways().items()]
-        if all(c.peak > room for c in made):
+        tried = [
+            self.schedule(name, self.shape((), is_folded=settings[1]), settings[0])
+            for name, settings in self.ways().items()
+        ]
+        if all(c.peak > room for c in tried):
             self.save_memory(self.shape(()))
         if self.is_bucketing and self.merger.kinds:
             self.bucket()
@@ -143,14 +146,14 @@ class OrderSearch:
     def again(self, room: float, ways: Sequence[tuple[str, _Shape, Policy]]) -> bool:
         """Seek orders by some ways under other bytes, where memory was in their way; whether any fits."""
         self.room = room
-        rest = [way for way in ways if not self.span(way)]
+        rest = [attempt for attempt in ways if not self.span(attempt)]
         where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
-        made = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
-        return len(rest) < len(ways) or any(c.peak <= room for c in made)
+        tried = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
+        return len(rest) < len(ways) or any(c.peak <= room for c in tried)
 
-    def span(self, way: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
+    def span(self, attempt: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
         """From which bytes on, and up to which, a way makes the order that it makes now; None where it is not known."""
-        spans = self.spans.get((way[2], id(way[1])), ())
+        spans = self.spans.get((attempt[2], id(attempt[1])), ())
         return next(
             ((low, high) for low, high in spans if low <= self.room and (self.room < high or high == inf)), None
         )
@@ -159,22 +162,22 @@ class OrderSearch:
         """The ways of the fastest orders so far: of those under what memory there is now and of all, those first that
         differ in time."""
         most = max(2, _AGAIN // max(1, self.merger.reading.problem.num_items))
-        ranked = sorted(self.made, key=lambda one: one[0].seconds[0])
-        found: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
+        ranked = sorted(self.made, key=lambda attempt: attempt[0].seconds[0])
+        distinct: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
         for room in (self.room, inf):
-            fitting = [one for one in ranked if one[0].peak <= room]
+            fitting = [attempt for attempt in ranked if attempt[0].peak <= room]
             first = {round(c.seconds[0], 9): c for c, *_ in reversed(fitting)}
-            fitting.sort(key=lambda one: one[0] is not first[round(one[0].seconds[0], 9)])
-            found |= {(id(shape), policy): (c.name, shape, policy) for c, shape, policy in fitting[:most]}
-        return list(found.values())
+            fitting.sort(key=lambda attempt: attempt[0] is not first[round(attempt[0].seconds[0], 9)])
+            distinct |= {(id(shape), policy): (c.name, shape, policy) for c, shape, policy in fitting[:most]}
+        return list(distinct.values())
 
     def ways(self) -> dict[str, Way]:
         """How the graph is scheduled without buckets: a policy, and whether on folded items."""
-        found = {str(policy): (policy, True) for policy in _POLICIES}
-        found |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
+        policies = {str(policy): (policy, True) for policy in _POLICIES}
+        policies |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
         num_items = self.merger.reading.problem.num_items
-        most = len(found) if self.is_small else max(_LEAST, _EFFORT // num_items)
-        return dict(list(found.items())[:most])
+        most = len(policies) if self.is_small else max(_LEAST, _EFFORT // num_items)
+        return dict(list(policies.items())[:most])
 
     def save_memory(self, plain: _Shape) -> None:
         """Memory is in the way: orders that hold little, some of which do not hang on how much there is."""
@@ -205,16 +208,16 @@ class OrderSearch:
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
         order, *span = schedule(shape.outline, policy, self.room)
         self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
-        found = self.judge(name, shape, shape.folded.unfold(order))
-        self.made.append((found, shape, policy))
-        return found
+        candidate = self.judge(name, shape, shape.folded.unfold(order))
+        self.made.append((candidate, shape, policy))
+        return candidate
 
     def judge(self, name: str, shape: _Shape, order: Order) -> Candidate:
         problem = shape.merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
-        made = Candidate(name, shape.merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
-        self.judged.append(made)
-        return made
+        candidate = Candidate(name, shape.merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
+        self.judged.append(candidate)
+        return candidate
 
     def bucket(self) -> None:
         """Buckets of several sizes, then (in a graph that is small enough) single merges and cuts as long as they
@@ -236,8 +239,8 @@ class OrderSearch:
 
     def sizes(self) -> tuple[float, ...]:
         """The sizes of buckets to try: few in a large graph whose links have room."""
-        found = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
-        return tuple(sorted({min(size, self.most_bytes) for size in found}))
+        sizes = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
+        return tuple(sorted({min(size, self.most_bytes) for size in sizes}))
 
     def sized(self, gathers: float, reductions: float, ways: Sequence[Way] = ()) -> float:
         """Schedule buckets of these sizes, by `ways` or those that lead; returns the seconds."""
@@ -270,8 +273,8 @@ class OrderSearch:
 
     def fastest_way(self) -> tuple[Way, ...]:
         """The way of the fastest order with buckets so far; none where there is none."""
-        bucketed = [one for one in self.made if one[0].merged.buckets and one[0].peak <= self.room]
-        fastest = min(bucketed, key=lambda one: one[0].seconds[0], default=None)
+        bucketed = [attempt for attempt in self.made if attempt[0].merged.buckets and attempt[0].peak <= self.room]
+        fastest = min(bucketed, key=lambda attempt: attempt[0].seconds[0], default=None)
         return ((fastest[2], fastest[1].is_folded),) if fastest else ()
 
     def all_ways(self, name: str, buckets: tuple[Bucket, ...], ways: Sequence[Way] = ()) -> list[Candidate]:
@@ -286,8 +289,8 @@ class OrderSearch:
         ways = self.ways()
         ranked = sorted((c for c in self.judged if c.name in ways and c.peak <= self.room), key=lambda c: c.seconds[0])
         distinct = {round(c.seconds[0], 9): ways[c.name] for c in reversed(ranked)}
-        found = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
-        return found[: 3 if self.is_small else 2]
+        best = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
+        return best[: 3 if self.is_small else 2]
 
     def climb(self) -> None:
         """Take the best neighbour of the best candidate: two buckets as one, or one as two, within a fixed effort."""
@@ -362,7 +365,7 @@ def choose(candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str
     slow: dict[int, float] = {}  # by candidate, where communication takes twice as long
     if len(ranked) > most:
         slow |= {id(c): SLOW.seconds(c.merged.problem, c.order, slowdown) for c in ranked}
-        rest = [c for c in ranked if not any(c is one for one in pool)]
+        rest = [c for c in ranked if not any(c is pooled for pooled in pool)]
         pool += sorted(rest, key=lambda c: slow[id(c)])[: most // 2]
     judged = [_judged(c, slowdown, slow.get(id(c))) for c in pool]
     limit = min((c.seconds[0] for c in judged[:protected]), default=inf)
@@ -381,11 +384,11 @@ def choose(candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str
 
 def _distinct(ranked: Sequence[Candidate], most: int) -> list[Candidate]:
     """The first `most` that differ in order or buckets, and the careful ones, which are not the fastest."""
-    found: dict[tuple[int, ...], Candidate] = {}
+    distinct: dict[tuple[int, ...], Candidate] = {}
     for c in ranked:
-        if len(found) < most or "communication x" in c.name:
-            found.setdefault((*c.order, len(c.merged.buckets)), c)
-    return list(found.values())
+        if len(distinct) < most or "communication x" in c.name:
+            distinct.setdefault((*c.order, len(c.merged.buckets)), c)
+    return list(distinct.values())
 
 
 def _judged(c: Candidate, slowdown: Slowdown | None, slow: float | None) -> Candidate:

@@ -51,26 +51,26 @@ class StepTasks:
 
     def seconds_of(self, nodes: Mapping[fx.Node, fx.Node]) -> SimulatedSeconds:
         """Of the nodes that stand for those of a role."""
-        seconds = {nodes[node]: held for node, held in self.seconds.items() if node in nodes}
-        return SimulatedSeconds(seconds, {nodes[node]: held for node, held in self.usage.items() if node in nodes})
+        seconds = {nodes[node]: value for node, value in self.seconds.items() if node in nodes}
+        return SimulatedSeconds(seconds, {nodes[node]: value for node, value in self.usage.items() if node in nodes})
 
 
 def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
     """Raises MeshweaveError for an op, dtype or link that the profile has no cost for."""
     fusion: Fusion = "compiled" if profile.fusion == "pointwise" else "ops"
     tasks = lower_tasks(roles, profile, fusion)
-    made = StepTasks()
+    costs = StepTasks()
     for number, task in enumerate(tasks.tasks):
         if task.kernel is not None:
-            made.seconds.update(dict.fromkeys(task.kernel.nodes, task.seconds / len(task.kernel.nodes)))
+            costs.seconds.update(dict.fromkeys(task.kernel.nodes, task.seconds / len(task.kernel.nodes)))
         elif task.kind == "copy":
             needed = (tasks.tasks[n] for n in tasks.schedule.needs[number])
-            starts = [one.node for one in needed if one.kind == "start"]
-            made.seconds.update(dict.fromkeys(starts, task.seconds))
-            made.usage.update(dict.fromkeys(starts, task.usage))
-            made.lines.update(dict.fromkeys(starts, tasks.streams[tasks.schedule.stream_of[number]]))
-            made.shared.update(starts if len(task.roles) > 1 else ())
-    return made
+            starts = [task_before.node for task_before in needed if task_before.kind == "start"]
+            costs.seconds.update(dict.fromkeys(starts, task.seconds))
+            costs.usage.update(dict.fromkeys(starts, task.usage))
+            costs.lines.update(dict.fromkeys(starts, tasks.streams[tasks.schedule.stream_of[number]]))
+            costs.shared.update(starts if len(task.roles) > 1 else ())
+    return costs
 
 
 def overlap_role(
@@ -118,14 +118,14 @@ def overlap_roles(
     """
     how = scheduling or Scheduling()
     plain = _ordered(roles, profile, how, microbatches)
-    found = plain if placed is None else _carrying(roles, placed, plain, profile, how, microbatches)
+    ordered = plain if placed is None else _carrying(roles, placed, plain, profile, how, microbatches)
     before = simulate_roles(roles, profile, SimulateOptions(microbatches=microbatches)).seconds
-    told = f"the simulated step takes {before * 1e3:.3f} ms as it was, {found.seconds * 1e3:.3f} ms in this order"
+    note = f"the simulated step takes {before * 1e3:.3f} ms as it was, {ordered.seconds * 1e3:.3f} ms in this order"
     cap = how.memory_cap_bytes
-    is_forced = cap is not None and any(r.peak_before > cap for r in found.reports)
-    if found.seconds <= before or is_forced:
-        return found.roles, tuple(replace(r, notes=(*r.notes, told)) for r in found.reports)
-    return tuple(map(copied, roles)), tuple(r.left(told) for r in plain.reports)
+    is_forced = cap is not None and any(r.peak_before > cap for r in ordered.reports)
+    if ordered.seconds <= before or is_forced:
+        return ordered.roles, tuple(replace(r, notes=(*r.notes, note)) for r in ordered.reports)
+    return tuple(map(copied, roles)), tuple(r.left(note) for r in plain.reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,13 @@ def _ordered(
         )
         for role, cap in zip(roles, caps or [how.memory_cap_bytes] * len(roles), strict=True)
     ]
-    made = tuple(role for role, _ in ordered)
+    ordered_roles = tuple(role for role, _ in ordered)
     reports = tuple(report for _, report in ordered)
-    return _Ordered(made, reports, simulate_roles(made, profile, SimulateOptions(microbatches=microbatches)).seconds)
+    return _Ordered(
+        ordered_roles,
+        reports,
+        simulate_roles(ordered_roles, profile, SimulateOptions(microbatches=microbatches)).seconds,
+    )
 
 
 def _carrying(
@@ -181,18 +185,18 @@ def _carrying(
         taken = [held[:count] for held in blocks]
         made = [carried(r, [g for b in held for g in b.gathered]) for r, held in zip(roles, taken, strict=True)]
         try:
-            found = _ordered(made, profile, how, microbatches, caps)
+            ordered = _ordered(made, profile, how, microbatches, caps)
         except NoOrderError:
             if wanted != "auto":
                 raise
             tried.append(f"{count} blocks no order is under the cap")
             break
-        tried.append(f"{count} blocks it takes {found.seconds * 1e3:.3f} ms")
-        num_worse = num_worse + 1 if found.seconds > best.seconds * (1 - _ENOUGH) else 0
-        if found.seconds < best.seconds or wanted != "auto":
-            notes = [_told(held, plain, found, microbatches) for held in taken]
-            rows = zip(found.reports, plain.reports, notes, strict=True)
-            best = replace(found, reports=tuple(_since(*row) for row in rows))
+        tried.append(f"{count} blocks it takes {ordered.seconds * 1e3:.3f} ms")
+        num_worse = num_worse + 1 if ordered.seconds > best.seconds * (1 - _ENOUGH) else 0
+        if ordered.seconds < best.seconds or wanted != "auto":
+            notes = [_told(held, plain, ordered, microbatches) for held in taken]
+            rows = zip(ordered.reports, plain.reports, notes, strict=True)
+            best = replace(ordered, reports=tuple(_since(*row) for row in rows))
         if num_worse == _PATIENCE:
             break
     if best is plain and tried:
@@ -205,11 +209,11 @@ def _counts(wanted: int | str, most: int) -> list[int]:
     """The numbers of blocks to try, where at most `most` are there."""
     if isinstance(wanted, int):
         return [min(wanted, most)] if min(wanted, most) else []
-    found = [2**k for k in range(most.bit_length()) if 2**k < most]
-    return [*found, most] if most else []
+    counts = [2**k for k in range(most.bit_length()) if 2**k < most]
+    return [*counts, most] if most else []
 
 
-def _told(blocks: Sequence[Block], plain: _Ordered, found: _Ordered, microbatches: int) -> str:
+def _told(blocks: Sequence[Block], plain: _Ordered, ordered: _Ordered, microbatches: int) -> str:
     """What a role takes over from the step before, and what that brings."""
     if not blocks:
         return "nothing is carried over from the step before"
@@ -217,7 +221,7 @@ def _told(blocks: Sequence[Block], plain: _Ordered, found: _Ordered, microbatche
     once = ", once a step instead of once a microbatch" if microbatches > 1 else ""
     return (
         f"the step before gathers the parameters of {names} among its updates{once}: the simulated step takes "
-        f"{plain.seconds * 1e3:.3f} ms without, {found.seconds * 1e3:.3f} ms with that"
+        f"{plain.seconds * 1e3:.3f} ms without, {ordered.seconds * 1e3:.3f} ms with that"
     )
 
 

@@ -71,42 +71,42 @@ class Agreement(Exchange):
         digest = hashlib.sha256("\n".join(events).encode()).hexdigest()[:24]
         tables = [list(_ranks_of(group, where, groups)) for group, where in channels]
 
-        def judge(said: Mapping[int, Any]) -> None:
-            _judge_order(said, self.ranks[0])
-            _judge_blocks(said)
+        def judge(answers: Mapping[int, Any]) -> None:
+            _judge_order(answers, self.ranks[0])
+            _judge_blocks(answers)
 
         self.exchange([digest, len(events), tables, blocks], judge)
 
 
-def _judge_order(said: Mapping[int, Any], lead: int) -> None:
-    digest, count = said[lead][:2]
-    others = [rank for rank, (its, *_) in said.items() if its != digest]
+def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
+    digest, count = answers[lead][:2]
+    others = [rank for rank, (its, *_) in answers.items() if its != digest]
     if others:
         raise MeshweaveError(
             "ranks would communicate in different orders, which can deadlock",
             where=named(others),
-            got=f"order {said[others[0]][0]} of {said[others[0]][1]} starts and waits on rank {others[0]}",
+            got=f"order {answers[others[0]][0]} of {answers[others[0]][1]} starts and waits on rank {others[0]}",
             expected=f"order {digest} of {count}, as on rank {lead}",
             hint="the same figures must give the same order: are all ranks of one version of meshweave and torch?",
         )
-    for rank, (_, _, tables, _) in said.items():
+    for rank, (_, _, tables, _) in answers.items():
         for i, members in enumerate(tables):
-            outside = sorted({*members} - {*said})
-            other = next((m for m in members if m in said and said[m][2][i] != members), None)
+            outside = sorted({*members} - {*answers})
+            other = next((m for m in members if m in answers and answers[m][2][i] != members), None)
             if rank in members and not outside and other is None:
                 continue
             raise MeshweaveError(
                 "the groups of a graph's communications do not fit each other",
                 where=f"rank {rank}, group {i} in order of appearance",
-                got=f"ranks {members}" + ("" if other is None else f"; on rank {other} it is {said[other][2][i]}"),
+                got=f"ranks {members}" + ("" if other is None else f"; on rank {other} it is {answers[other][2][i]}"),
                 expected="a group that each of its members has at this place",
                 hint=f"{named(outside)} did not agree: add them to ranks=" if outside else "",
             )
 
 
-def _judge_blocks(said: Mapping[int, Any]) -> None:
-    known = {rank: {one[0]: one for one in its[3]} for rank, its in said.items()}
-    for rank, (_, _, tables, blocks) in said.items():
+def _judge_blocks(answers: Mapping[int, Any]) -> None:
+    known = {rank: {block[0]: block for block in its[3]} for rank, its in answers.items()}
+    for rank, (_, _, tables, blocks) in answers.items():
         for event, channel, place, _, sent in blocks:
             members = tables[channel]
             for i, rows in enumerate(sent):
@@ -175,10 +175,10 @@ def _are_known(sizes: Any) -> bool:
     return isinstance(sizes, (list, tuple)) and all(type(size) is int for size in sizes)
 
 
-def _shapes(made: Any) -> Iterator[str]:
-    for one in made if isinstance(made, (list, tuple)) else (made,):
-        if isinstance(one, torch.Tensor):
-            yield f"{one.dtype}{list(map(str, one.shape))}"
+def _shapes(val: Any) -> Iterator[str]:
+    for tensor in val if isinstance(val, (list, tuple)) else (val,):
+        if isinstance(tensor, torch.Tensor):
+            yield f"{tensor.dtype}{list(map(str, tensor.shape))}"
 
 
 def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None) -> tuple[int, ...]:

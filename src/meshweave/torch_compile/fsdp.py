@@ -103,18 +103,18 @@ def shard_in_graph(
             got=f"a mesh of {mesh.ndim} dims, {mesh.mesh_dim_names or tuple(mesh.shape)}",
             expected="one dim of it, as mesh['dp']",
         )
-    made: dict[nn.Parameter, tuple[nn.Parameter, _Stored]] = {}
+    sharded: dict[nn.Parameter, tuple[nn.Parameter, _Stored]] = {}
     for part in list(module.modules()):
-        held = {name: p for name, p in part.named_parameters(recurse=False) if name not in _ways(part)}
-        for p in held.values():
-            if p not in made:
-                made[p] = _stored(p, mesh, reshard_after_forward, param_dtype)
-        if not held:
+        own = {name: p for name, p in part.named_parameters(recurse=False) if name not in _ways(part)}
+        for p in own.values():
+            if p not in sharded:
+                sharded[p] = _stored(p, mesh, reshard_after_forward, param_dtype)
+        if not own:
             continue
-        ways = {**_ways(part), **{name: made[p][1] for name, p in held.items()}}
-        for name, p in held.items():
-            own_parameters(part)[name] = made[p][0]
-        readers = {name: property(partial(_read, name=name, way=way)) for name, way in ways.items()}
+        ways = {**_ways(part), **{name: sharded[p][1] for name, p in own.items()}}
+        for name, p in own.items():
+            own_parameters(part)[name] = sharded[p][0]
+        readers = {name: property(partial(_read, name=name, stored_form=stored)) for name, stored in ways.items()}
         part.__class__ = type(part.__class__.__name__, (part.__class__,), {**readers, "meshweave_in_graph": ways})
     return module
 
@@ -123,9 +123,9 @@ def _ways(part: nn.Module) -> Mapping[str, _Stored]:
     return getattr(type(part), "meshweave_in_graph", {})
 
 
-def _read(part: nn.Module, name: str, way: _Stored) -> Tensor | None:
+def _read(part: nn.Module, name: str, stored_form: _Stored) -> Tensor | None:
     stored = own_parameters(part)[name]
-    return None if stored is None else way.used(stored)  # type: ignore[arg-type]
+    return None if stored is None else stored_form.used(stored)  # type: ignore[arg-type]
 
 
 def _stored(

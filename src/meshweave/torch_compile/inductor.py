@@ -62,15 +62,15 @@ class _Passes:
         self.settings, self.before = settings, tuple(before)
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
-        for one in self.before:
-            if isinstance(one, PostGradPass) and PostGradPass is not GraphPass:
-                one(graph, is_inference)
+        for earlier in self.before:
+            if isinstance(earlier, PostGradPass) and PostGradPass is not GraphPass:
+                earlier(graph, is_inference)
             else:
-                one(graph)
+                earlier(graph)
         self.settings.run(graph, self.scope)
 
     def uuid(self) -> Any | None:
-        keys = (self.settings.key(), *(getattr(one, "uuid", lambda: None)() for one in self.before))
+        keys = (self.settings.key(), *(getattr(earlier, "uuid", lambda: None)() for earlier in self.before))
         return None if None in keys else keys
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -146,28 +146,30 @@ def _read_after(nodes: Sequence[Any], waits: Iterable[Any]) -> None:
     """Keep what reads a result behind its wait. A wait is a mutation to Inductor, and its C++ backend loses that
     dependency where it computes the loops of a reader anew to fuse it, unless the reader has another that is no read
     (torch 2.13, SchedulerNode.recompute_size_and_body)."""
-    made = {name: wait for wait in waits for name in wait.get_buffer_names()}
+    buffers = {name: wait for wait in waits for name in wait.get_buffer_names()}
     for node in nodes:
-        for name in [dep.name for dep in node.unmet_dependencies if dep.name in made and made[dep.name] is not node]:
+        for name in [
+            dep.name for dep in node.unmet_dependencies if dep.name in buffers and buffers[dep.name] is not node
+        ]:
             add_dependency(node, name, written=name)  # which no fusion makes redundant
 
 
 def _windows(nodes: Sequence[Any], waits: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Each wait with its start, by position; -1 where the start is not found, which holds everything before the
     wait."""
-    made = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
+    makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
     for i in waits:
-        asked, found = [i], -1
-        while asked and found < 0:
+        asked, start = [i], -1
+        while asked and start < 0:
             for dep in nodes[asked.pop()].unmet_dependencies:
-                source = made.get(dep.name)
+                source = makers.get(dep.name)
                 if source is None or getattr(dep, "is_fake", False):
                     continue
                 if contains_collective(nodes[source]):
-                    found = max(found, source)
+                    start = max(start, source)
                 else:  # one of several results of a start
                     asked.append(source)
-        yield i, found
+        yield i, start
 
 
 def _after(node: Any, earlier: Any) -> None:
@@ -184,7 +186,7 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
     MeshweaveError for rings where this torch's Inductor reads what they bring too early.
     """
     if (
-        any(isinstance(one, Decompose) for one in settings.passes)
+        any(isinstance(graph_pass, Decompose) for graph_pass in settings.passes)
         and torch.torch_version.TorchVersion(torch.__version__) < "2.13"
     ):
         raise MeshweaveError(
@@ -205,21 +207,31 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=3,
         )
     note = (f"off in Inductor while it compiles: {', '.join(off)}",) if off else ()
-    others, joint, held = _others(now(_POST_GRAD)), _others(now(_JOINT)), now(_PRE_FUSION)
+    others, joint, before_fusion = _others(now(_POST_GRAD)), _others(now(_JOINT)), now(_PRE_FUSION)
     before_parting = {_JOINT: JointPasses(settings, joint)} if settings.has("joint graph") else {}
     return {
         **options,
         **off,
         **before_parting,
         _POST_GRAD: GraphPasses(replace(settings, notes=(*settings.notes, *note)), others),
-        _PRE_FUSION: HoldOrder(held.before if isinstance(held, HoldOrder) else held),
+        _PRE_FUSION: HoldOrder(before_fusion.before if isinstance(before_fusion, HoldOrder) else before_fusion),
     }
 
 
-def _others(held: Any) -> tuple[Any, ...]:
+def _others(installed_passes: Any) -> tuple[Any, ...]:
     """Passes without ours: the innermost of nested ones counts, once."""
-    passes = held if isinstance(held, (list, tuple)) else () if held is None else (held,)
-    return tuple(o for one in passes for o in (one.before if isinstance(one, _Passes) else (one,)))
+    passes = (
+        installed_passes
+        if isinstance(installed_passes, (list, tuple))
+        else ()
+        if installed_passes is None
+        else (installed_passes,)
+    )
+    return tuple(
+        o
+        for installed_pass in passes
+        for o in (installed_pass.before if isinstance(installed_pass, _Passes) else (installed_pass,))
+    )
 
 
 @contextmanager

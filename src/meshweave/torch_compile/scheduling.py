@@ -55,7 +55,7 @@ class Settings:
 
     def has(self, scope: Scope) -> bool:
         """Whether some pass is of graphs of this kind."""
-        return any(one.scope == scope for one in self.passes)
+        return any(graph_pass.scope == scope for graph_pass in self.passes)
 
     def run(self, graph: fx.Graph, scope: Scope) -> bool:
         """Run the passes over graphs of this kind, in place; whether that has changed it. A graph without communication
@@ -64,7 +64,7 @@ class Settings:
         Raises VerifyError for what a pass did wrong, MeshweaveError where ranks do not agree or would not meet, and as
         the passes do.
         """
-        passes = tuple(one for one in self.passes if one.scope == scope)
+        passes = tuple(graph_pass for graph_pass in self.passes if graph_pass.scope == scope)
         if not passes or not _communicates(graph):
             return False
         cost, notes = self._priced(graph)
@@ -88,7 +88,7 @@ class Settings:
             None if is_job else (self.ranks or (0,))[0],
             self.memory_cap_bytes,
             None if agreement is None else partial(agreement.figures, told=self._told()),
-            next((one for one in self.passes if isinstance(one, Overlap)), OrderOptions()),
+            next((graph_pass for graph_pass in self.passes if isinstance(graph_pass, Overlap)), OrderOptions()),
         )
 
     def _priced(self, graph: fx.Graph) -> tuple[Cost, tuple[str, ...]]:
@@ -110,7 +110,10 @@ class Settings:
 
     def _told(self) -> str:
         """What else decisions depend on and all ranks must have alike, as text."""
-        passes = tuple(replace(one, releasable=None) if isinstance(one, Overlap) else one for one in self.passes)
+        passes = tuple(
+            replace(graph_pass, releasable=None) if isinstance(graph_pass, Overlap) else graph_pass
+            for graph_pass in self.passes
+        )
         return f"memory_cap_bytes={self.memory_cap_bytes}, {passes}"
 
     def key(self) -> str | None:
@@ -124,18 +127,18 @@ class Settings:
             return None
         if not (self.cost is None or isinstance(self.cost, MachineProfile)):
             return None
-        if any(not type(one).__module__.startswith("meshweave.") for one in self.passes):
+        if any(not type(graph_pass).__module__.startswith("meshweave.") for graph_pass in self.passes):
             return None
-        if any(isinstance(one, Overlap) and one.releasable for one in self.passes):
+        if any(isinstance(graph_pass, Overlap) and graph_pass.releasable for graph_pass in self.passes):
             return None
-        said = [
+        parts = [
             _sources(),
             torch.__version__,
             "" if self.cost is None else _figures(self.cost),
             repr((self.memory_cap_bytes, self.passes, self.groups, self.ranks)),
             repr(ranks_of_groups()),  # a compiled graph names them, and one name may be another group next time
         ]
-        return hashlib.sha256("\n".join(said).encode()).hexdigest()
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def settings(
@@ -172,8 +175,10 @@ def graph_passes(
     what names no pass, or one over whole steps."""
     overlap = options or (OverlapOptions() if passes is None else None)
     asked = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
-    asked = tuple(one for one in asked if not isinstance(one, Carry))  # from step to step: of no graph by itself
-    if others := [one.name for one in asked if one.scope == "step"]:
+    asked = tuple(
+        graph_pass for graph_pass in asked if not isinstance(graph_pass, Carry)
+    )  # from step to step: of no graph by itself
+    if others := [graph_pass.name for graph_pass in asked if graph_pass.scope == "step"]:
         raise MeshweaveError(
             "this pass is of whole training steps, which torch.compile does not see",
             where="passes=",
@@ -209,10 +214,10 @@ def _usual(graph: fx.Graph) -> tuple[MachineProfile, str]:
 def _sources() -> str:
     """The code of meshweave, as one number: another version may order otherwise."""
     package = Path(meshweave.errors.__file__).parent
-    held = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        held.update(path.read_bytes())
-    return held.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _figures(profile: MachineProfile) -> str:
