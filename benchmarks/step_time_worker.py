@@ -111,7 +111,7 @@ def ours(config: Config, num_ranks: int) -> Step:
     )
 
     def run(batch: Tensor) -> float:
-        return step({"input_ids": batch, "labels": batch})
+        return float(step({"input_ids": batch, "labels": batch}))
 
     run.compiled = step  # type: ignore[attr-defined]
     return run

@@ -78,7 +78,7 @@ def train(mesh: str, steps: int = 3, **options: Any) -> tuple[mw.TrainStep, list
     model, batch, loss = hugging_face("llama", batch=4, heads=4, layers=1, device=options.pop("device", "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh=mesh, **options)
-    return step, [step(batch) for _ in range(steps)]
+    return step, [float(step(batch)) for _ in range(steps)]
 
 
 def test_checkpoint_moves_to_another_mesh(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_checkpoint_has_the_numbers_of_the_optimizer(kind: str, tmp_path: Path
         if run == "second":
             step.load(str(tmp_path / "saved"))
         chosen = {"whole": data, "first": data[:3], "second": data[3:]}[run]
-        losses[run] = [step(batch) for batch in chosen]
+        losses[run] = [float(step(batch)) for batch in chosen]
         if run == "first":
             step.save(str(tmp_path / "saved"))
     assert losses["first"] + losses["second"] == losses["whole"]

@@ -43,7 +43,7 @@ def job_default(pipe: Connection, mesh: str) -> dict[str, Any]:
     """Steps as they come, and plain; the same to rounding, and simulated no slower."""
     fast, plain = compiled(mesh, profile=PROFILE), compiled(mesh, profile=PROFILE, passes="none")
     exact = compiled(mesh, profile=PROFILE, passes="exact")
-    losses = {name: [step(batch()) for _ in range(3)] for name, step in (("fast", fast), ("plain", plain))}
+    losses = {name: [float(step(batch())) for _ in range(3)] for name, step in (("fast", fast), ("plain", plain))}
     losses["exact"] = [exact(batch()) for _ in range(3)]
     lacking = replace(mw.load_profile(PROFILE), version="0", peak=(("float32", 1e11),))
     unpriced = compiled(mesh, torch.float64, profile=lacking)

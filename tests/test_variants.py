@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -186,13 +188,31 @@ def test_batches_are_padded_to_the_next_shape_where_asked() -> None:
     assert_alike(step, eager)
 
 
-def test_the_number_of_programs_is_bounded() -> None:
-    step, _ = pair("", max_programs=2)
-    step(tokens(3, 6))
-    with pytest.raises(LayoutError, match="as many programs as it may") as error:
+def test_the_program_used_longest_ago_makes_room(caplog: pytest.LogCaptureFixture) -> None:
+    step, eager = pair("fsdp=2", max_programs=3)
+    for length in (6, 3, 5, 3, 7):  # the fourth length, when three have programs
+        assert step(tokens(4, length)) == pytest.approx(eager(tokens(4, length)), rel=1e-5)
+    assert sorted(v.batch[0].spec.shape[1] for v in step.variants.all) == [
+        3,
+        6,
+        7,
+    ]  # not the first, which has the state
+    assert "that for ids [4, 5], labels [4, 5], used longest ago, is given up" in caplog.text
+    assert "ids dim 1: 4, 8" in caplog.text
+    gone = [weakref.ref(v.session) for v in step.variants.all[1:]]
+    for length in (5, 9, 6):
+        assert step(tokens(4, length)) == pytest.approx(eager(tokens(4, length)), rel=1e-5)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert_alike(step, eager)
+
+
+def test_one_program_alone_takes_one_shape() -> None:
+    step, _ = pair("", max_programs=1)
+    with pytest.raises(LayoutError, match="may have no other") as error:
         step(tokens(2, 6))
     assert "ids [2, 6]" in str(error.value)
-    assert step.num_steps == 1
+    assert step.num_steps == 0
     step(tokens(4, 6))
 
 

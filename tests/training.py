@@ -63,12 +63,12 @@ def train(
     """A compiled step after it has trained a copy of the model on `data`, and the losses."""
     model = copy.deepcopy(model)
     step = mw.compile(model, loss=loss, example=data[0], optimizer=make(model.parameters()), mesh=mesh, **options)
-    return step, [step(batch) for batch in data]
+    return step, [float(step(batch)) for batch in data]
 
 
 def assert_trained_alike(step: mw.TrainStep, losses: list[float], eager: nn.Module, expected: list[float]) -> None:
     """Losses, every parameter and every buffer to float32 rounding."""
-    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close([float(loss) for loss in losses], expected, rtol=2e-6, atol=1e-6)
     assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})
     assert_tensors(step.buffers(), dict(eager.named_buffers()))
 

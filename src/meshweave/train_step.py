@@ -88,8 +88,9 @@ class TrainStep:
     def guards(self) -> Guards:
         return self.variants.first.guards
 
-    def __call__(self, batch: Any, *, accumulate: int | None = None) -> float:
-        """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss.
+    def __call__(self, batch: Any, *, accumulate: int | None = None) -> Tensor:
+        """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss: a 0-dim tensor
+        without gradient, of its own memory on the step's device.
 
         A batch of another shape, another number of microbatches (`accumulate`), `model.train()`, `model.eval()` have
         programs of their own on the same state, compiled when first seen. Where parameters were frozen or unfrozen
@@ -119,7 +120,7 @@ class TrainStep:
             self._stepped(variant)
         return found
 
-    def evaluate(self, batch: Any, *, training: bool = False) -> float:
+    def evaluate(self, batch: Any, *, training: bool = False) -> Tensor:
         """The loss of a batch, with `model.eval()` (or, for `training`, in the modes that the modules are in). Nothing
         is updated, neither parameters nor buffers. On a cluster all ranks call it."""
         return self._forward_alone(batch, "loss", training)[0]
@@ -129,7 +130,7 @@ class TrainStep:
         state are as in `evaluate`."""
         return self._forward_alone(batch, "outputs", training)[1]
 
-    def _forward_alone(self, batch: Any, part: Part, training: bool) -> tuple[float, Any]:
+    def _forward_alone(self, batch: Any, part: Part, training: bool) -> tuple[Tensor, Any]:
         name = "evaluate" if part == "loss" else "forward_only"
         with self._call(name, batch) as given, nullcontext() if training else _evaluating(self.model):
             variant, held = self.variants.of(given, part, 1)
@@ -137,7 +138,7 @@ class TrainStep:
             shape = variant.program.contract.outputs
             return loss, shape.join(tensors) if shape is not None else None
 
-    def forward(self, batch: Any) -> float:
+    def forward(self, batch: Any) -> Tensor:
         """Forward and loss of one microbatch (the batch, unless gradients are accumulated); returns its loss.
 
         `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
@@ -245,7 +246,8 @@ class TrainStep:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self._last.session.metrics
+        """The numbers of the last step. On CUDA this waits for it."""
+        return {name: float(value) for name, value in self._last.session.values.items()}
 
     @property
     def num_steps(self) -> int:

@@ -47,6 +47,7 @@ class Variant:
     guards: Guards
     modes: set[Mode]
     rows: RowsCheck | None = None
+    last_use: int = 0
 
     @property
     def part(self) -> Part:
@@ -92,6 +93,7 @@ class Variants:
         self.options = options
         self._modules = list(model.modules())
         self.is_local: bool | None = None  # whether batches are those of this rank alone; None before the first one
+        self._num_uses = 0
         first.modes.add(self.mode)
         self.all = [first]
 
@@ -139,7 +141,7 @@ class Variants:
                 variant.guards.check(batch)
                 if self.is_local is None:
                     self.is_local = any(tuple(micro[i.name].shape) != i.spec.shape for i in variant.batch)
-                return variant
+                return self._used(variant)
         return self._compiled(batch, part, accumulate, mode)
 
     def _alike(self, part: Part, accumulate: int) -> list[Variant]:
@@ -173,15 +175,16 @@ class Variants:
         if self.options.build is None or (part != "outputs" and not self._is_like_the_example(batch)):
             first.guards.check(batch)
             return first  # which says what it takes
-        if len(self.all) >= self.options.limit:
+        if self.options.limit < 2:
             raise LayoutError(
-                "this step has as many programs as it may",
+                "this step has one program, and may have no other",
                 where=f"batch of {_shapes(batch)}",
-                got=f"one program more than {len(self.all)}",
-                expected=f"at most {self.options.limit}",
-                hint="pad batches to few shapes (compile(shapes=..., pad=...)), or raise compile(max_programs=...)",
+                expected="batches of the example's shape",
+                hint="raise compile(max_programs=...), or pad batches to that shape (compile(pad=...))",
             )
         example = self._example(batch)
+        if len(self.all) >= self.options.limit:
+            self._give_one_up(batch)
         _NOTES.warning(
             "compiles for a batch of %s, %d microbatches (program %d of at most %d)",
             _shapes(batch), accumulate, len(self.all) + 1, self.options.limit,
@@ -192,7 +195,41 @@ class Variants:
         guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
         variant = Variant(program, session, guards, {mode}, rows_check(program, first.session.world))
         self.all.append(variant)
+        return self._used(variant)
+
+    def _used(self, variant: Variant) -> Variant:
+        self._num_uses += 1
+        variant.last_use = self._num_uses
         return variant
+
+    def _give_one_up(self, batch: Batch) -> None:
+        """Drop the program that was used longest ago, the first aside, which has the state; it is compiled again when
+        its shape comes back."""
+        oldest = min(self.all[1:], key=lambda v: v.last_use)
+        self.all.remove(oldest)
+        _NOTES.warning(
+            "%d programs are as many as this step may have: that for %s, used longest ago, is given up. %s",
+            self.options.limit,
+            ", ".join(f"{i.name} {list(i.spec.shape)}" for i in oldest.batch),
+            self._advice(batch),
+        )
+
+    def _advice(self, batch: Batch) -> str:
+        """Which few shapes would do: the sizes that vary, rounded up to powers of two."""
+        shapes = [dict(batch.shapes), *({i.name: i.spec.shape for i in v.batch} for v in self.all)]
+        sizes = {
+            (name, dim): {its[name][dim] for its in shapes if name in its and len(its[name]) > dim}
+            for name, shape in shapes[0].items()
+            for dim in range(len(shape))
+        }
+        few = [
+            f"{name} dim {dim}: {', '.join(str(s) for s in sorted({1 << (size - 1).bit_length() for size in each}))}"
+            for (name, dim), each in sizes.items()
+            if len(each) > 1
+        ]
+        return (
+            f"Pad to few sizes (mw.compile(shapes=[...], pad={{...}})), such as {'; '.join(few)}, or raise max_programs"
+        )
 
     def _example(self, batch: Batch) -> Any:
         """The batch as an example of global shapes: where ranks hand in their own rows, as many times those as the rows

@@ -113,7 +113,7 @@ def assert_as_eager(model: nn.Module, mesh: str = "", shape: tuple[int, ...] = (
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected, trained = eager(model, data, 4)
     step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, seed=4, **options)
-    torch.testing.assert_close([step(b) for b in data], expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close([float(step(b)) for b in data], expected, rtol=2e-6, atol=0)
     assert_tensors(step.parameters(), {n: p.detach() for n, p in trained.named_parameters()})
     assert_tensors(step.buffers(), dict(trained.named_buffers()))
     return step

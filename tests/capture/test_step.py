@@ -226,7 +226,7 @@ def test_a_scheduler_of_the_optimizer_is_followed() -> None:
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, factors.__getitem__) for o in (ours, theirs)]
     step = mw.compile(model, loss=mse, example=data[0], optimizer=ours, mesh="dp=2")
     for batch in data:
-        losses["ours"].append(step(batch))
+        losses["ours"].append(float(step(batch)))
         theirs.zero_grad()
         value = mse(twin(batch["x"]), batch)
         value.backward()
@@ -489,7 +489,7 @@ def test_a_loss_that_reads_parameters_is_that_of_eager(way: str, mesh: str) -> N
         data = batches(3, (5, 4), (5, 4))
         if is_compiled:
             step = mw.compile(model, loss=loss, example=data[0], optimizer=optimizer, mesh=mesh)
-            results.append(([step(batch) for batch in data], step.parameters()))
+            results.append(([float(step(batch)) for batch in data], step.parameters()))
             continue
         losses = []
         for batch in data:

@@ -89,7 +89,7 @@ def compiled(program: Program) -> Trained:
         **settings.options,
     )
     for batch in program.batches:
-        found.losses.append(step(batch))
+        found.losses.append(float(step(batch)))
         if "clip_grad_norm" in settings.options:
             found.norms.append(step.metrics["grad_norm"])
     if optimizer is None or "keep_gradients" in settings.options:

@@ -47,7 +47,7 @@ def compiled(program: Program) -> tuple[Trained, Masks]:
     )
     schedule, losses, masks = program.scheduler(optimizer), [], []
     for batch in program.data:
-        losses.append(step(batch))
+        losses.append(float(step(batch)))
         masks.append({n: v.clone() for n, v in step.buffers().items() if n.endswith("masks")})
         if schedule:
             schedule.step()

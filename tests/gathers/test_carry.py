@@ -293,17 +293,17 @@ def job_train(pipe: Any, carry: str) -> dict[str, Any]:
         clip_grad_norm=1.0,
         overlap=mw.OverlapOptions(carry=int(carry), bucket=False),
     )
-    losses = [step((x, y)) for _ in range(3)]
+    losses = [float(step((x, y))) for _ in range(3)]
     try:
         step((torch.full_like(x, torch.inf), y))
         failed = False
     except StepError:
         failed = True
-    losses += [step((x, y)) for _ in range(2)]
+    losses += [float(step((x, y))) for _ in range(2)]
     for p in model.parameters():
         if p.dim() == 1 and (pipe is None or torch.distributed.get_rank() == 0):  # whose first piece the first rank has
             (p.to_local() if hasattr(p, "to_local") else p).data[:1].mul_(0.5)
-    losses.append(step((x, y)))
+    losses.append(float(step((x, y))))
     parameters = {name: value.flatten().tolist() for name, value in step.parameters().items()}
     return {"losses": losses, "failed": failed, "parameters": parameters, "num": len(keys(step.program.rank))}
 

@@ -82,7 +82,7 @@ def test_the_step_is_the_same_to_the_bit_and_proven(mesh: str, distances: tuple[
         check_complete(made.placed, made.roles)
         check_deadlock(made.roles)
         step = TrainStep(made, model, sgd(model), LocalWorld(made.mesh), Settings(1, 0))
-        return [step(llama()[1]) for _ in range(2)], step.parameters()
+        return [float(step(llama()[1])) for _ in range(2)], step.parameters()
 
     losses, params = trained(0)
     for ahead in distances:

@@ -60,7 +60,7 @@ class Compiled(Plain):
                 self.net, loss=loss_of, example=batch, optimizer=self.optimizers().optimizer, mesh=self.mesh,
                 batch="local", profile="alpha-beta",
             )  # fmt: skip
-        self.losses.append(self.step(batch))
+        self.losses.append(float(self.step(batch)))
         self.optimizers().step()
         if self.trainer.is_last_batch:
             self.lr_schedulers().step()

@@ -28,7 +28,7 @@ def losses(**options: Any) -> tuple[list[float], mw.TrainStep]:
     model, batch, loss = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh="dp=2", **options)
-    return [step(batch) for _ in range(2)], step
+    return [float(step(batch)) for _ in range(2)], step
 
 
 def test_in_compile() -> None:

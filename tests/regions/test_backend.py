@@ -28,7 +28,7 @@ def trained(
     model, batch, loss = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh=mesh, backend=backend, **options)
-    return step, [step(batch) for _ in range(steps)]
+    return step, [float(step(batch)) for _ in range(steps)]
 
 
 def assert_alike(found: mw.TrainStep, expected: mw.TrainStep, tolerance: float = 2e-5) -> None:

@@ -134,7 +134,7 @@ def test_it_equals_eager_pytorch(mesh: str, where: str, accumulate: int) -> None
         twin, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, accumulate=accumulate, accumulate_in=where,
         clip_grad_norm=CLIP, keep_gradients=True,
     )  # fmt: skip
-    losses = [step(batch) for batch in data]
+    losses = [float(step(batch)) for batch in data]
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
     assert_tensors(step.gradients(), gradients)
     assert_tensors(step.parameters(), {n: p.detach() for n, p in model.named_parameters()})
@@ -147,7 +147,7 @@ def test_a_tied_weight_is_counted_once_for_each_use(mesh: str) -> None:
     data = batches(2, (8, 16), (8, 16))
     step = compiled(mesh, 2, tied=True)
     model, expected, gradients = eager(2, data, tied=True)
-    torch.testing.assert_close([step(batch) for batch in data], expected, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close([float(step(batch)) for batch in data], expected, rtol=2e-6, atol=1e-6)
     assert_tensors(step.gradients(), gradients)
     assert_tensors(step.parameters(), {n: p.detach() for n, p in model.named_parameters()})
 

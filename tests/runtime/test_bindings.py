@@ -47,7 +47,7 @@ class Script:
 
     def train(self, batch: dict[str, Tensor]) -> float:
         if self.step is not None:
-            return self.step(batch)
+            return float(self.step(batch))
         self.optimizer.zero_grad()
         value = mse(self.model(batch["x"]), batch)
         value.backward()

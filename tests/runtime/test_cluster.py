@@ -172,7 +172,7 @@ def job_phases(pipe: Connection) -> dict[str, Any]:
     whole, parts = step(), step()
     losses = []
     for batch in data:
-        losses.append(parts.forward(batch))
+        losses.append(float(parts.forward(batch)))
         with pytest.raises(StepError, match="update is not what comes next"):
             parts.update()
         parts.backward()
@@ -285,9 +285,9 @@ def train(path: str) -> dict[str, Any]:
         plan=mw.Plan.fsdp("dp") + mw.Plan.tp("tp", {"0": "colwise", "2": "rowwise"}),
         profile="alpha-beta",
     )
-    losses = [step(batch) for _ in range(3)]
+    losses = [float(step(batch)) for _ in range(3)]
     step.save(path)
-    losses.append(step(batch))
+    losses.append(float(step(batch)))
     step.load(path)
     assert step(batch) == losses[-1]
     with pytest.raises(CheckpointError, match="no checkpoint"):

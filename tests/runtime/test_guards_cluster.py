@@ -48,7 +48,7 @@ def job_guarded(pipe: Connection, changing: str) -> dict[str, Any]:
         shutdown(step.session.world)
         return outcome
     model.alpha = 1.0
-    return outcome | {"went_on": step(data[2]) > 0}
+    return outcome | {"went_on": bool(step(data[2]) > 0)}
 
 
 @pytest.mark.parametrize("changing", ["1", "all"])

@@ -45,7 +45,7 @@ def everything(step: mw.TrainStep) -> dict[str, Tensor]:
 def in_parts(step: mw.TrainStep, batch: dict[str, Tensor], accumulate: int = 1) -> float:
     losses = []
     for micro in micros(batch, accumulate):
-        losses.append(step.forward(micro))
+        losses.append(float(step.forward(micro)))
         step.backward()
     step.update()
     return sum(losses) / len(losses)

@@ -187,16 +187,16 @@ def test_a_checkpoint_of_stages_goes_on_anywhere_and_back(tmp_path: Path) -> Non
         return mw.compile(model, loss=mse, example=data[0], optimizer=ADAMW(model.parameters()), mesh=mesh, plan=plan)
 
     first, losses = step("pp=2,dp=2", stages), []
-    losses += [first(b) for b in data[:3]]
+    losses += [float(first(b)) for b in data[:3]]
     first.save(str(tmp_path / "stages"))
     for mesh, plan in (("dp=4", None), ("", None), ("pp=2,dp=2", stages)):
         other = step(mesh, plan)
         other.load(str(tmp_path / "stages"))
-        torch.testing.assert_close([other(b) for b in data[3:6]], expected[3:6], rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close([float(other(b)) for b in data[3:6]], expected[3:6], rtol=2e-6, atol=1e-6)
         other.save(str(tmp_path / f"from {mesh}"))
     back = step("pp=2,dp=2", stages)
     back.load(str(tmp_path / "from dp=4"))
-    torch.testing.assert_close([back(b) for b in data[6:]], expected[6:], rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close([float(back(b)) for b in data[6:]], expected[6:], rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(losses, expected[:3], rtol=2e-6, atol=1e-6)
 
 
@@ -212,7 +212,7 @@ def test_a_device_that_fails_in_a_step_leaves_the_state_of_the_last_one(index: i
     step = mw.compile(
         model, loss=mse, example=data[0], optimizer=ADAMW(model.parameters()), mesh="pp=2,dp=2", plan=plan
     )
-    losses = [step(data[0]), step(data[1])]
+    losses = [float(step(data[0])), float(step(data[1]))]
     before = {n: p.clone() for n, p in step.parameters().items()}
     step.session.executor.meter = Breaks(index, phase)
     with pytest.raises(StepError, match="the device is on fire") as error:
@@ -220,5 +220,5 @@ def test_a_device_that_fails_in_a_step_leaves_the_state_of_the_last_one(index: i
     assert error.value.where == f"device {index}"
     assert all(torch.equal(p, before[n]) for n, p in step.parameters().items())
     assert step.num_steps == 2
-    losses += [step(data[2]), step(data[3])]
+    losses += [float(step(data[2])), float(step(data[3]))]
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)

@@ -79,7 +79,7 @@ def job_differences(pipe: Connection) -> dict[str, Any]:
     """Every kind of difference is one error on both ranks, and the job goes on after each."""
     rank = dist.get_rank()
     found = {name: raised(lambda of=of: compiled(**of(rank))) for name, (of, _) in DIFFERENCES.items()}
-    return found | {"works": compiled()(rows_of(range(8))) > 0}
+    return found | {"works": bool(compiled()(rows_of(range(8))) > 0)}
 
 
 def rows_of(rows: Iterable[int]) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def check_weights() -> list[float]:
     expected = compiled(init=0)  # without a warning, which would be an error
     for name, value in expected.parameters().items():
         assert torch.equal(step.parameters()[name], value)
-    return [step(rows_of(range(8))), expected(rows_of(range(8)))]
+    return [float(step(rows_of(range(8)))), float(expected(rows_of(range(8))))]
 
 
 def check_local() -> list[float]:
@@ -126,7 +126,7 @@ def check_local() -> list[float]:
     sampler: DistributedSampler[Any] = DistributedSampler(ROWS, 2, rank, shuffle=False)
     loader = DataLoader(ROWS, batch_size=4, sampler=sampler)
     step = compiled(batch="local", example=next(iter(loader)))
-    losses = [step(batch) for batch in loader]
+    losses = [float(step(batch)) for batch in loader]
     torch.manual_seed(0)
     whole = [rows_of([*range(at, at + 8, 2), *range(at + 1, at + 8, 2)]) for at in (0, 8)]
     eager, expected = train_eagerly(Small(8), whole, make=lambda params: torch.optim.SGD(params, lr=0.01))
@@ -216,7 +216,7 @@ def job_failures(pipe: Connection) -> dict[str, Any]:
             got = error.got if isinstance(error, MeshweaveError) else str(error)
             found.append(got if isinstance(error, Disk) or "rank 1 failed" in error.what else str(error))
         assert time.monotonic() - began < SECONDS
-    return {"found": found, "works": compiled()(rows_of(range(8))) > 0}
+    return {"found": found, "works": bool(compiled()(rows_of(range(8))) > 0)}
 
 
 def test_a_failure_of_one_rank_in_compile_stops_all(start: Callable[..., Job]) -> None:
@@ -238,7 +238,7 @@ def main_of_script(pipe: Connection, rank: int, num_ranks: int, port: int) -> No
         errors = [raised(lambda mesh=mesh: compiled(mesh), mw.MeshError) for mesh in ("dp=4", "dp=1")]
         assert [mw.batch_shard(mesh) for mesh in ("dp=2", "tp=2")] == [(2, rank), (1, 0)]
         step = compiled(init=0, batch="local", example=rows_of(range(4)))
-        outcome = {"errors": errors, "loss": step(rows_of(range(4 * rank, 4 * rank + 4)))}
+        outcome = {"errors": errors, "loss": float(step(rows_of(range(4 * rank, 4 * rank + 4))))}
         outcome["weights"] = float(sum(p.sum() for p in step.parameters().values()))
     except BaseException as error:
         outcome = {"error": type(error).__name__, "text": str(error)}

@@ -265,7 +265,7 @@ def job_traced(pipe: Connection, mesh: str) -> dict[str, Any]:
     after = step(data[2])
     starts = {n.name for n in step.program.roles[0].graph.nodes if n.target in STARTS}
     shutdown(step.session.world)
-    return {"found": found, "loss": after, "starts": starts}
+    return {"found": found, "loss": float(after), "starts": starts}
 
 
 @pytest.mark.multiprocess

@@ -62,7 +62,7 @@ def count(rows: list[MoveRow], phase: str, module: str) -> dict[str, int]:
 
 def assert_trains_alike(step: mw.TrainStep, model: nn.Module, make: Callable[..., Any] = sgd) -> None:
     _, expected = train_eagerly(model, [EXAMPLE] * 2, own_loss, make)
-    torch.testing.assert_close([step(EXAMPLE) for _ in range(2)], expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close([float(step(EXAMPLE)) for _ in range(2)], expected, rtol=2e-6, atol=0)
 
 
 def test_tensor_parallel_llama_reduces_twice_per_layer_and_direction() -> None:

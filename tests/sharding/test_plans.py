@@ -390,7 +390,7 @@ def test_kept_parameters_are_gathered_once_and_train_the_same() -> None:
             plan=plan,
             forward=lambda model, batch: model(batch["x"]),
         )
-        return step, [step(batch) for _ in range(3)]
+        return step, [float(step(batch)) for _ in range(3)]
 
     def gathers(step: mw.TrainStep, name: str) -> list[str]:
         return [r.phase for r in step.explain() if r.name == name and r.kind == "all_gather"]

@@ -30,7 +30,7 @@ MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 class Trainee(Protocol):
     """What is compared: a training step with its state, full tensors by name. `meshweave.TrainStep` is one."""
 
-    def __call__(self, batch: Any) -> float: ...
+    def __call__(self, batch: Any) -> float | Tensor: ...
     def gradients(self) -> dict[str, Tensor]: ...
     def parameters(self) -> dict[str, Tensor]: ...
     def buffers(self) -> dict[str, Tensor]: ...
@@ -81,7 +81,7 @@ def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> Recor
     losses: list[float] = []
     tensors = {("initial", n): t for n, t in copied(trainee.parameters()).items()}
     for i in range(steps):
-        losses.append(trainee(batches(i)))
+        losses.append(float(trainee(batches(i))))
         if i in (0, steps - 1):
             tensors |= {(f"gradient {i + 1}", n): t for n, t in copied(trainee.gradients()).items()}
     ends = {"parameter": trainee.parameters, "buffer": trainee.buffers, "state": trainee.optimizer_state}
@@ -104,7 +104,7 @@ class Updates:
     clip_grad_norm: float | None
 
     def __call__(self, batch: Any) -> float:
-        loss = self.trainee(batch)
+        loss = float(self.trainee(batch))
         gradients = self.trainee.gradients()
         for name, param in self.model.named_parameters():
             gradient = gradients.get(name)

@@ -82,7 +82,7 @@ def _train(
         try:
             for i in range(step.num_steps, steps):
                 run_one = last if last is not None and i + 1 == steps else step
-                losses.append(run_one(source.make_batch(i)))
+                losses.append(float(run_one(source.make_batch(i))))
                 began = time.perf_counter() if len(losses) == 1 else began
                 if len(losses) == 1 or (i + 1) % shown_every == 0 or i + 1 == steps:
                     screen.say(_progress_line(i + 1, steps, losses, source, time.perf_counter() - began))

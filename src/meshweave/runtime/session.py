@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
+from meshweave.runtime.fetched import Fetched, check_finite, mean_of
 from meshweave.runtime.fuse import compiler_for, fuse_for
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
@@ -87,12 +87,12 @@ class Session:
             self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
         self.carries = Carries(self.roles, world)
-        self.metrics: dict[str, float] = {}
+        self.values: dict[str, Tensor] = {}  # loss and grad_norm of the last step
         self.progress = Progress(settings.accumulate)
         self._gradients: dict[str, list[Tensor]] | None = None
         self._envs: list[Env] = []
         self._between: list[dict[Key, Tensor]] = []  # what a microbatch leaves to the next one
-        self._losses: list[float] = []
+        self._losses: list[Fetched] = []
 
     def _compiled(self, kept: set[str], is_last: bool) -> tuple[Compiled, ...]:
         """What each held device runs, with outputs of the kinds `kept`."""
@@ -118,7 +118,7 @@ class Session:
 
     # running
 
-    def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float]) -> float:
+    def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float]) -> Tensor:
         """One step over its microbatches; the loss is their mean. `numbers` are those of
         the optimizer (`capture.optimizer_steps.StepNumbers`).
 
@@ -130,7 +130,7 @@ class Session:
                 self.forward(batch)
                 self.backward()
             self.update(numbers)
-        return self.metrics["loss"]
+        return self.values["loss"].clone()
 
     def trace(
         self,
@@ -162,7 +162,7 @@ class Session:
             found = gathered(traces) if self.world.is_distributed else traces
         return measured(self.roles, found, devices, tokens)
 
-    def forward(self, batch: Mapping[str, Tensor]) -> float:
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward and loss of one microbatch. Returns its loss. StepError when that is not what comes next."""
         self.progress.check("forward")
         self.state.check_usable()
@@ -177,8 +177,8 @@ class Session:
                 self.carries.drop()
             self._running.begin(self._envs)
             self._running.run(FORWARD)
-            self._losses.append(self._number("loss"))
-        return self._losses[-1]
+            self._losses.append(Fetched(self._value("loss"), self.settings.check_finite))
+        return self._losses[-1].value.clone()
 
     def backward(self) -> None:
         """Backward of the microbatch that went forward. Its gradients are added to those before; the last microbatch
@@ -198,22 +198,16 @@ class Session:
         """New parameters and optimizer state, after every microbatch of the step has gone backward."""
         self.progress.check("update")
         with self._attempt("update"):
-            loss = sum(self._losses) / len(self._losses)
-            if self.settings.check_finite and not math.isfinite(loss):
-                raise StepError(
-                    f"the loss of step {self.state.num_steps + 1} is {loss}",
-                    got="a loss that is not finite; nothing was updated",
-                    hint="lower the learning rate, clip gradients or look at the batch; "
-                    "check_finite=False carries on regardless",
-                )
+            if self.settings.check_finite:
+                check_finite([loss.number() for loss in self._losses], self.state.num_steps + 1)
             self._update(numbers)
             if self.settings.keep_gradients:
                 self._gradients = self._held("grad")
             has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
-            self.metrics = {"loss": loss, **({"grad_norm": self._number("norm")} if has_norm else {})}
+            self.values = {"loss": mean_of(self._losses), **({"grad_norm": self._value("norm")} if has_norm else {})}
         self._let_go()
 
-    def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[float, dict[str, Tensor]]:
+    def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward alone, which changes nothing: the loss (NaN where the program has none) and the full tensors of the
         model's outputs, whose `specs` are by name. All processes call it. StepError in the middle of a step."""
         self.progress.check_idle("an evaluation")
@@ -226,7 +220,8 @@ class Session:
                 self.executor.begin(self._envs)
                 self.executor.run(FORWARD)
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
-                return self._number("loss") if has_loss else math.nan, self._outputs(specs)
+                loss = self._value("loss") if has_loss else torch.tensor(torch.nan)
+                return loss, self._outputs(specs)
             finally:
                 self._let_go()
 
@@ -262,9 +257,11 @@ class Session:
             raise
         self.progress.advance(part)
 
-    def _number(self, kind: str) -> float:
+    def _value(self, kind: str) -> Tensor:
+        """A number that the step gives, as a 0-dim tensor of its own."""
         (slot,) = (slot for key, slot in outputs(self.ranks[0]) if key == (kind, ""))
-        return float(self._envs[0][slot])
+        value: Tensor = self._envs[0][slot]
+        return value.detach().clone()
 
     def _held(self, kind: str) -> dict[str, list[Tensor]]:
         """Outputs of one kind by name: a piece per held device that has one."""
