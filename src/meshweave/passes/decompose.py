@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Scope, Stage
 from meshweave.passes.graph_program import GraphProgram
-from meshweave.rings import DecomposeOptions, DecomposeReport, decompose, tried_graph
+from meshweave.rings import DecomposeOptions, DecomposeReport, GraphTrials, decompose
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,8 @@ class Decompose(DecomposeOptions, Pass[Any]):
         return replace(program, roles=tuple(role for role, _ in apart)), reports
 
     def of_graph(self, program: GraphProgram, costs: Any) -> tuple[GraphProgram, tuple[DecomposeReport, ...]]:
-        candidate = tried_graph(
-            program.module,
-            cost=costs,
-            groups=program.groups,
-            rank=program.rank,
-            options=self,
-            memory_cap_bytes=program.memory_cap_bytes,
-            overlap_options=program.order,
-            agree=program.agree,
-        )
+        cap, order = program.memory_cap_bytes, program.order
+        trials = GraphTrials(program.module, costs, program.groups, program.rank, self, cap, order)
+        candidate = trials.chosen(program.agree)
         is_left = not candidate.report.num_taken
         return program if is_left else program.with_module(candidate.module), (candidate.report,)

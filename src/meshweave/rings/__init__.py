@@ -1,7 +1,7 @@
 """Collectives taken apart into messages between the chunks of matmuls."""
 
 from meshweave.rings.algorithms import ALGORITHMS, Algorithm, Step, algorithm, prove
-from meshweave.rings.graphs import decompose_graph, tried_graph
+from meshweave.rings.graphs import GraphTrials, decompose_graph
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.proof import prove_rings
 from meshweave.rings.report import DecomposeReport, RingRow
@@ -12,6 +12,7 @@ __all__ = [
     "Algorithm",
     "DecomposeOptions",
     "DecomposeReport",
+    "GraphTrials",
     "RingRow",
     "Step",
     "algorithm",
@@ -19,5 +20,4 @@ __all__ = [
     "decompose_graph",
     "prove",
     "prove_rings",
-    "tried_graph",
 ]

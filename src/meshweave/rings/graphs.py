@@ -7,7 +7,7 @@ best order by the overlap pass with the same costs. What other work hides anyway
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import fx
@@ -21,7 +21,7 @@ from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.report import DecomposeReport
 from meshweave.rings.rewriter import first
 from meshweave.rings.trials import CandidateSearch
-from meshweave.schedule import overlap
+from meshweave.schedule import OverlapReport, overlap
 from meshweave.schedule.decide import OrderOptions
 
 
@@ -53,79 +53,61 @@ def decompose_graph(
     known whose graph it is, for an unknown group and for a cost that is none; VerifyError, as `mw.overlap`, for graphs
     that are not in order.
     """
-    search = _search(gm, cost, groups, rank, options, memory_cap_bytes, overlap_options)
-    if search is None:
-        always = _writer(gm, cost, groups, rank, options).written(first)
+    trials = GraphTrials(gm, cost, groups, rank, options or DecomposeOptions(), memory_cap_bytes, overlap_options)
+    if trials.options.when == "always":
+        always = trials.chosen(agree)
         return always.module, always.report
-
-    def seconds(module: fx.GraphModule) -> float:
-        assert cost is not None
-        cap = memory_cap_bytes
-        return overlap(module, cost=cost, groups=groups, memory_cap_bytes=cap, options=overlap_options)[1].seconds
-
-    before, chosen = seconds(gm), search.run()
-    after = seconds(chosen.module)
+    search = trials.search()
+    before, chosen = trials.seconds(gm), search.run()
+    after = trials.seconds(chosen.module)
     if after >= before:
         chosen, after = search.left(), before
     agreed = search.agreed(chosen, agree)
-    after = after if agreed is chosen else seconds(agreed.module)
+    after = after if agreed is chosen else trials.seconds(agreed.module)
     return agreed.module, replace(agreed.report, seconds_before=before, seconds_after=after)
 
 
-def tried_graph(
-    gm: fx.GraphModule,
-    *,
-    cost: MachineProfile | Cost,
-    groups: Mapping[str, Sequence[int]] | None = None,
-    rank: int | None = None,
-    options: DecomposeOptions | None = None,
-    memory_cap_bytes: int | None = None,
-    overlap_options: OrderOptions | None = None,
-    agree: Agree | None = None,
-) -> RingCandidate:
-    """As `decompose_graph`, for who compares what comes back with the graph as it is."""
-    search = _search(gm, cost, groups, rank, options, memory_cap_bytes, overlap_options)
-    if search is None:
-        return _writer(gm, cost, groups, rank, options).written(first)
-    return search.agreed(search.run(), agree)
+@dataclass(frozen=True, slots=True)
+class GraphTrials:
+    """A graph whose collectives may be taken apart, and what candidates are judged by: as `decompose_graph` has it."""
 
+    gm: fx.GraphModule
+    cost: MachineProfile | Cost | None
+    groups: Mapping[str, Sequence[int]] | None
+    rank: int | None
+    options: DecomposeOptions
+    memory_cap_bytes: int | None
+    order: OrderOptions | None
 
-def _search(
-    gm: fx.GraphModule,
-    cost: MachineProfile | Cost | None,
-    groups: Mapping[str, Sequence[int]] | None,
-    rank: int | None,
-    options: DecomposeOptions | None,
-    memory_cap_bytes: int | None,
-    overlap_options: OrderOptions | None,
-) -> CandidateSearch | None:
-    """What tries candidates of a graph; None where costs are not asked."""
-    if (options or DecomposeOptions()).when == "always":
-        return None
-    if cost is None or not (isinstance(cost, MachineProfile) or callable(cost)):
-        raise MeshweaveError(
-            "to take collectives apart needs costs of compute and of links",
-            got=type(cost).__name__,
-            expected="a machine profile, or a callable that gives a node's seconds",
-            hint='or DecomposeOptions(when="always")',
-        )
-    short = replace(overlap_options or OrderOptions(), bucket=False, choose="nominal")
-    cap = memory_cap_bytes
-    return CandidateSearch(
-        _writer(gm, cost, groups, rank, options),
-        lambda module: overlap(module, cost=cost, groups=groups, memory_cap_bytes=cap, options=short)[1],
-    )
+    def chosen(self, agree: Agree | None) -> RingCandidate:
+        """The fastest candidate, for who compares it with the graph as it is; where costs are not asked the first."""
+        if self.options.when == "always":
+            return self.writer().written(first)
+        search = self.search()
+        return search.agreed(search.run(), agree)
 
+    def search(self) -> CandidateSearch:
+        if not (isinstance(self.cost, MachineProfile) or callable(self.cost)):
+            raise MeshweaveError(
+                "to take collectives apart needs costs of compute and of links",
+                got=type(self.cost).__name__,
+                expected="a machine profile, or a callable that gives a node's seconds",
+                hint='or DecomposeOptions(when="always")',
+            )
+        short = replace(self.order or OrderOptions(), bucket=False, choose="nominal")
+        return CandidateSearch(self.writer(), lambda module: self.ordered(module, short))
 
-def _writer(
-    gm: fx.GraphModule,
-    cost: MachineProfile | Cost | None,
-    groups: Mapping[str, Sequence[int]] | None,
-    rank: int | None,
-    options: DecomposeOptions | None,
-) -> CandidateWriter:
-    profile = cost if isinstance(cost, MachineProfile) else None
-    return CandidateWriter(gm, groups, _rank(rank), options or DecomposeOptions(), profile)
+    def writer(self) -> CandidateWriter:
+        profile = self.cost if isinstance(self.cost, MachineProfile) else None
+        return CandidateWriter(self.gm, self.groups, _rank(self.rank), self.options, profile)
+
+    def seconds(self, module: fx.GraphModule) -> float:
+        return self.ordered(module, self.order).seconds
+
+    def ordered(self, module: fx.GraphModule, order: OrderOptions | None) -> OverlapReport:
+        assert self.cost is not None
+        cap = self.memory_cap_bytes
+        return overlap(module, cost=self.cost, groups=self.groups, memory_cap_bytes=cap, options=order)[1]
 
 
 def _rank(rank: int | None) -> int:
