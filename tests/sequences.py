@@ -74,6 +74,8 @@ class Plain(nn.Module):
         return self.head(x + self.down(F.gelu(self.up(rows))).view(x.shape))
 
     def mask(self, ids: Tensor, documents: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if self.shape.mask in ("causal", "none"):
+            return None
         at = torch.arange(ids.shape[1])
         seen = at[:, None] >= at[None]
         if self.shape.mask == "documents":
@@ -81,7 +83,7 @@ class Plain(nn.Module):
             return (seen & (documents[:, :, None] == documents[:, None, :]))[:, None]
         if self.shape.mask == "float":
             return torch.where(seen, 0.0, float("-inf")).to(dtype) - 0.1 * (at[:, None] - at[None]).abs().to(dtype)
-        return seen if self.shape.mask == "bool" else None
+        return seen
 
 
 def next_token_loss(out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

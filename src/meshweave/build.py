@@ -21,7 +21,7 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.arrange import PlanMove, arrange
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
-from meshweave.passes import CapturedProgram, Pipeline, Recompute
+from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
 from meshweave.passes.accumulate import accumulated
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
@@ -95,6 +95,7 @@ def build_program(
     price = move_price(planner)
     resolved = _with_choices(resolved, source, captured, mesh, price, progress, like)
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
+    pipeline = _with_ring(pipeline, resolved)
     step = pipeline.captured(CapturedProgram(captured, cuts), costs, progress)
     placement = decide(resolved, step, mesh, infer_units(captured), map_devices(step, resolved.homes, mesh))
     placement = placement if like is None else placement.keeping(like.placement)
@@ -121,6 +122,16 @@ def build_program(
         recompute=policies[-1],
         resolved=resolved,
     )
+
+
+def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:
+    """The pipeline with ring attention, where the plan asks for it, or leaves it open and ways are compared anyway."""
+    if resolved.attention == "ring":
+        return pipeline.having(RingAttention("always"))
+    is_open = resolved.context_axes and resolved.attention == "auto"
+    names = [one.name for one in pipeline.passes]
+    is_compared = any(one.is_compared for one in pipeline.of("written"))
+    return pipeline.having(RingAttention()) if is_open and is_compared and "ring" not in names else pipeline
 
 
 def _with_choices(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 
 def job_attention(pipe: Connection) -> dict[str, Any]:
     errors = []
-    for attention, tokens in (("gather", 9), ("heads", 8)):
+    for attention, tokens in (("gather", 9), ("heads", 8), ("ring", 8)):
         made = plain(Shape(tokens=tokens))
         error, step = difference(made, "cp=2", torch.float64, plan=f"cp:cp:{attention}", profile="alpha-beta")
         errors.append(error)

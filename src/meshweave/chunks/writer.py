@@ -15,7 +15,7 @@ from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.rank import ring_index
 
 aten = torch.ops.aten
-RingKind = Literal["gather", "sum", "exchange"]
+RingKind = Literal["gather", "sum", "exchange", "attention"]
 Number = Any  # an int, or the fx.Node of a symbolic one
 KEPT = (  # of what a node's meta says, what holds for its chunks too
     *("origin", "stack_trace", "nn_module_stack", "original_aten", "source_fn_stack", "from_node", "seq_nr"),
@@ -55,7 +55,7 @@ def ring_of(program: DeviceProgram, start: fx.Node) -> Ring:
 @dataclass(frozen=True, slots=True)
 class Mark:
     """Which ring a node is of (`meta["ring"]`): its number in the graph, its group, and what it does: "gather" what the
-    devices of the group have, "sum" it up, or "exchange" chunks of it."""
+    devices of the group have, "sum" it up, "exchange" chunks of it, or attend to what each has."""
 
     number: int
     ring: Ring

@@ -56,16 +56,35 @@ def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
     return (out * left + more * right).to(out.dtype), total
 
 
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`merged` in float32 at least."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return merged(out.to(wide), lse.to(wide), more.to(wide), more_lse.to(wide))
+
+
+def finish(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What has been merged, as kernels give it: a query that saw nothing has lse 0."""
+    return out.to(dtype), lse.masked_fill(lse == float("-inf"), 0.0)
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    offset: int,
+    is_part: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q [b, h, s, d] over k, v [b, g, t, .], queries being `offset` after keys.
 
-    Where the device has no kernel that returns it, and one block is all, lse is zeros, which `backward` does not read.
+    is_part: there are more keys elsewhere, so that lse is what `merged` needs. Else, where the device has no kernel
+    that returns it and one block is all, lse is zeros, which `backward` does not read.
     """
     k, v = _repeat_groups(q, k), _repeat_groups(q, v)
     parts = _parts(q, k, is_causal, offset)
-    if _is_one(parts, q):
+    if _is_one(parts, q) and not is_part:
         own = (q, k[:, :, parts[0].keys], v[:, :, parts[0].keys], _part(bias, parts[0]), parts[0].is_causal, scale)
         if _has_cpu_flash(q, v):
             return _block(*own)
@@ -76,9 +95,10 @@ def forward(
     for part in parts:
         own = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
         more, more_lse = _block(*own)
-        rows = merged(out[:, :, part.rows], lse[:, :, part.rows], more.to(wide), more_lse.to(wide))
+        more_lse = _without_blind(more_lse.to(wide), own[3], part.is_causal)
+        rows = merged(out[:, :, part.rows], lse[:, :, part.rows], more.to(wide), more_lse)
         out[:, :, part.rows], lse[:, :, part.rows] = rows
-    return out.to(q.dtype), lse
+    return (out.to(q.dtype), lse) if is_part else finish(out, lse, q.dtype)
 
 
 def backward(
@@ -92,10 +112,11 @@ def backward(
     is_causal: bool,
     scale: float,
     offset: int,
+    is_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, the weight of a pair being exp(score - lse)."""
     parts = _parts(q, k, is_causal, offset)
-    if _is_one(parts, q) and not _has_cpu_flash(q, v):
+    if _is_one(parts, q) and not is_part and not _has_cpu_flash(q, v):
         (part,) = parts
         own = (k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
         gq, gk, gv = _recomputed_backward(grad, q, *own)
@@ -115,6 +136,16 @@ def backward(
         for whole, place, more in zip(total, (part.rows, part.keys, part.keys), of_part(part), strict=True):
             whole[:, :, place] += more
     return total[0].to(q.dtype), _sum_groups(total[1], k).to(k.dtype), _sum_groups(total[2], v).to(v.dtype)
+
+
+def _without_blind(lse: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
+    """lse with -inf for queries to whom a bias leaves no key: kernels say 0 for them (torch 2.13)."""
+    if bias is None:
+        return lse
+    seen = bias if bias.dtype == torch.bool else bias != float("-inf")
+    if is_causal:
+        seen = seen & torch.ones(lse.shape[-1], lse.shape[-1], dtype=torch.bool, device=lse.device).tril()
+    return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
 def _parts(q: Tensor, k: Tensor, is_causal: bool, offset: int) -> tuple[Block, ...]:

@@ -169,14 +169,16 @@ def attention(
     scale: float,
     first_query: int = 0,
     first_key: int = 0,
+    is_part: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g.
 
     Returns out [b, h, s, e] and lse [b, h, s]. `bias` (float, added to the scores; or bool, True where a query may
     look) broadcasts to [b, h, s, t]. `first_query` and `first_key` are the positions of the first query and key, which
-    a causal mask goes by. Bound to the device's kernel when run (`ir.attention`).
+    a causal mask goes by; `is_part` says that there are more keys, with whose result this one is merged. Bound to the
+    device's kernel when run (`ir.attention`).
     """
-    return kernels.forward(q, k, v, bias, is_causal, scale, first_query - first_key)
+    return kernels.forward(q, k, v, bias, is_causal, scale, first_query - first_key, is_part)
 
 
 @attention.register_fake
@@ -189,6 +191,7 @@ def _(
     scale: float,
     first_query: int = 0,
     first_key: int = 0,
+    is_part: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -206,10 +209,12 @@ def attention_backward(
     scale: float,
     first_query: int = 0,
     first_key: int = 0,
+    is_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; shapes as in `attention`. `out` and `lse` are of all keys that a query sees, of which
     k and v may be some."""
-    return kernels.backward(grad, q, k, v, bias, out, lse, is_causal, scale, first_query - first_key)
+    offset = first_query - first_key
+    return kernels.backward(grad, q, k, v, bias, out, lse, is_causal, scale, offset, is_part)
 
 
 @attention_backward.register_fake
@@ -225,21 +230,21 @@ def _(
     scale: float,
     first_query: int = 0,
     first_key: int = 0,
+    is_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _attention_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)  # lse has no gradient, and zeros of its size would be made for nothing
-    q, k, v, bias, ctx.is_causal, ctx.scale, ctx.first_query, ctx.first_key = inputs
+    q, k, v, bias, ctx.is_causal, ctx.scale, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, bias, *output)
 
 
 def _attention_autograd(ctx, grad: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
     if grad is None:
-        return (None,) * 8
-    settings = (ctx.is_causal, ctx.scale, ctx.first_query, ctx.first_key)
-    return (*attention_backward(grad, *ctx.saved_tensors, *settings), *(None,) * 5)
+        return (None,) * 9
+    return (*attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale, *ctx.rest), *(None,) * 6)
 
 
 attention.register_autograd(_attention_autograd, setup_context=_attention_context)

@@ -59,6 +59,7 @@ _WORK = {
     ),
     "scan": (
         "cummax cummin cumprod cumsum logcumsumexp sort topk kthvalue median nanmedian mode _fft_c2c _fft_c2r _fft_r2c "
+        "merge_attention finish_attention add_gradient "
         "_cdist_forward _cdist_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss_backward"
     ),
     "strided": (

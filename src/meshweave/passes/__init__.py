@@ -11,6 +11,7 @@ from meshweave.passes.overlap import Overlap
 from meshweave.passes.pipeline import Optimized, Pipeline, prove
 from meshweave.passes.prefetch import Prefetch
 from meshweave.passes.recompute import Recompute
+from meshweave.passes.ring import RingAttention
 from meshweave.passes.split import Split
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Prefetch",
     "Program",
     "Recompute",
+    "RingAttention",
     "Split",
     "Variant",
     "pass_list",

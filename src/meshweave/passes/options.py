@@ -17,6 +17,7 @@ from meshweave.passes.overlap import Overlap
 from meshweave.passes.pipeline import Pipeline
 from meshweave.passes.prefetch import Prefetch
 from meshweave.passes.recompute import Recompute
+from meshweave.passes.ring import RingAttention
 from meshweave.passes.split import Split
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
@@ -25,7 +26,7 @@ from meshweave.schedule.decide import OrderOptions
 
 # All passes that a text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {
-    one.name: one for one in (Recompute, Prefetch, Split, Decompose, Carry, Overlap)
+    one.name: one for one in (Recompute, Prefetch, RingAttention, Split, Decompose, Carry, Overlap)
 }
 GROUPS = {
     "exact": ("carry", "overlap"),  # those that change no value
@@ -68,8 +69,8 @@ def pipeline_of(
 
 def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
     """The passes of a list, or of a text: names with commas between, in any order, each with a value for its first
-    option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (split,
-    decompose, overlap). What is named by itself replaces what a name for several brings.
+    option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (split, decompose,
+    overlap; where a plan cuts sequences also ring). What is named by itself replaces what a name for several brings.
 
         "overlap"   "default,split=4"   "recompute=selective,prefetch=1"   "overlap,my_passes.py:Fuse"
 
@@ -128,6 +129,7 @@ def _pass(text: str) -> Pass[Any]:
         "recompute": Recompute,
         "prefetch": Prefetch,
         "carry": Carry,
+        "ring": RingAttention,
         "split": lambda count: _split(count)[0],
     }
     if name not in reads:

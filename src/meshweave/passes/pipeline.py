@@ -4,7 +4,7 @@ the one that is taken still does what it did."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshweave.check.completeness import Completeness, check_complete
@@ -48,6 +48,10 @@ class Pipeline:
 
     def of(self, *stages: Stage) -> tuple[Pass[Any], ...]:
         return tuple(one for one in self.passes if one.stage in stages)
+
+    def having(self, one: Pass[Any]) -> Pipeline:
+        """The pipeline with a pass, in place of the one of its name."""
+        return replace(self, passes=(one, *(other for other in self.passes if other.name != one.name)))
 
     def room(self, costs: Costs) -> int | None:
         """Bytes that a device may hold: the cap, else what the machine has; None where neither is known."""

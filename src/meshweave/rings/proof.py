@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from meshweave.chunks.cut import operands_of
 from meshweave.chunks.writer import Mark
 from meshweave.errors import VerifyError
-from meshweave.ir import local_ops
+from meshweave.ir import local_ops, ops  # noqa: F401  (defines our attention)
 from meshweave.ir.collectives import BROADCAST, destinations, permute
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import ring_index
+from meshweave.ir.rank import linear, ring_index
 
 _Token = tuple[int, int]  # the device whose data it is, and the number of the chunk
 
@@ -50,12 +51,14 @@ class _Proof:
     known: dict[tuple[fx.Node, int], tuple[_Token, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
-        if self.mark.kind == "gather":
+        if self.mark.kind in ("gather", "attention"):
             moved = [x for node in self.nodes if node.target in _MOVES for x in operands_of(node)]
             self.pieces = frozenset(x for x in moved if not self.goes_round(x))
         for r in range(self.mark.ring.size):
             for node in self.nodes:
-                if node.target in (local_ops.join_chunks, local_ops.sum_parts):
+                if self.mark.kind == "attention":
+                    self.check_attention(node, r)
+                elif node.target in (local_ops.join_chunks, local_ops.sum_parts):
                     self.check_numbers(node, r)
                 elif self.mark.kind == "sum" and any(user.meta.get("ring") != self.mark for user in node.users):
                     self.check_sum(node, r)
@@ -94,6 +97,26 @@ class _Proof:
         if {chunk for _, chunk in tokens} != {r} or len(counts) != self.mark.ring.size or len(set(counts.values())) > 1:
             raise self.wrong(node, f"adds up on device {r} (device, chunk): {tokens}")
 
+    def check_attention(self, node: fx.Node, r: int) -> None:
+        """A part is of the keys that its position says. What is taken from the ring is of all keys for the device's own
+        queries, or of its own keys for the queries of all."""
+        n = self.mark.ring.size
+        if node.target in ATTENTION:
+            chunks, position = [chunk for _, chunk in self.content(_keys_of(node), r)], node.args[-2]
+            if isinstance(position, fx.Node) and position.target is linear:
+                position = position.args[1][0]  # type: ignore[index,assignment]
+            if chunks != [self.number(position, r)]:
+                raise self.wrong(node, f"takes keys {chunks} for those at {position} on device {r}")
+        elif self.is_result(node):
+            held = set(self.content(node, r))
+            of_queries, of_keys = {(r, chunk) for chunk in range(n)}, {(device, r) for device in range(n)}
+            if held not in (of_queries, of_keys) or len(self.content(node, r)) != n:
+                raise self.wrong(node, f"has on device {r} results of (queries, keys): {sorted(held)}")
+
+    def is_result(self, node: fx.Node) -> bool:
+        is_taken = any(user.meta.get("ring") != self.mark for user in node.users)
+        return is_taken and self.mark.kind == "attention" and bool(self.content(node, 0)) and node not in self.pieces
+
     def content(self, node: fx.Node, r: int) -> tuple[_Token, ...]:
         """What a node holds on device r: whose data, of which chunk. Nothing, where it is no part of the ring."""
         if node in self.pieces:
@@ -101,7 +124,11 @@ class _Proof:
         if node.meta.get("ring") != self.mark:
             return ()
         if (node, r) not in self.known:
-            if node.target is local_ops.take_chunk:
+            if node.target in ATTENTION:
+                self.known[node, r] = tuple((r, chunk) for _, chunk in self.content(_keys_of(node), r))
+            elif node.target in _FIRST_OF_TWO:
+                self.known[node, r] = tuple(t for x in operands_of(node)[::2] for t in self.content(x, r))
+            elif node.target is local_ops.take_chunk:
                 self.known[node, r] = ((r, self.number(node.args[4], r)),)
             else:
                 source = self.source(node, r)
@@ -130,5 +157,16 @@ class _Proof:
         return VerifyError(f"ring {self.mark.number}: {node.name} {what}", where=str(origin_of(node)))
 
 
+aten = torch.ops.aten
+ATTENTION = (torch.ops.meshweave.attention.default, torch.ops.meshweave.attention_backward.default)
+# Of what stands in pairs, (out, lse) or keys and values, the first says it.
+_FIRST_OF_TWO = (local_ops.merge_attention, local_ops.finish_attention, aten.cat.default)
 _BROADCAST = BROADCAST.op
 _MOVES = frozenset({permute, _BROADCAST})
+
+
+def _keys_of(node: fx.Node) -> fx.Node:
+    """The keys that an attention is given."""
+    keys = node.args[1 if node.target is ATTENTION[0] else 2]
+    assert isinstance(keys, fx.Node)
+    return keys

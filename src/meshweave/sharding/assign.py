@@ -163,7 +163,7 @@ def as_asked(rule: Rule, attention: str) -> Rule:
     """The rule of an op, of whose ways to meet operands from elsewhere `attention` may leave one (`Plan.cp`)."""
     if attention == "auto" or not rule.instead:
         return rule
-    if attention == "gather":
+    if attention in ("gather", "ring"):  # a ring is written in place of the gathers
         return replace(rule, instead=())
     return replace(rule, is_instead=True)
 

@@ -10,7 +10,7 @@ from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
 
 STYLES = ("colwise", "rowwise", "sequence", "replicate")
-ATTENTION = ("auto", "gather", "heads")  # how queries meet keys of other devices
+ATTENTION = ("auto", "gather", "heads", "ring")  # how queries meet keys of other devices
 Devices = Mesh | int | Sequence[int] | str
 
 
@@ -73,8 +73,10 @@ class Plan:
     def cp(axis: str, attention: str = "auto") -> Plan:
         """Context parallel: the sequence, dim 1 of batch and activations, is sharded over `axis`.
 
-        attention: "gather" brings all keys and values to the queries of each device, "heads" exchanges sequences for
-        heads and back (Ulysses; as many heads as devices, or more), "auto" takes what costs less.
+        attention: "gather" brings all keys and values to the queries of each device; "heads" exchanges sequences for
+        heads and back (Ulysses; key heads must divide); "ring" sends pieces of keys and values from device to device
+        and merges the results, so that none holds them whole; "auto" takes what costs less of the first two, and a
+        ring in place of gathers where the passes "ring" or "default" find that faster.
         """
         if attention not in ATTENTION:
             expected = ", ".join(ATTENTION)

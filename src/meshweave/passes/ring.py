@@ -1,0 +1,31 @@
+"""Attention over gathered keys and values as a ring of messages, as a pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
+from meshweave.rings.attention import AttentionReport, ring_attention
+
+
+@dataclass(frozen=True, slots=True)
+class RingAttention(Pass[MeshProgram]):
+    """Keys and values go round the devices of a sequence instead of being gathered: memory for them falls as one over
+    their number. `when`: "gain" (where the step is simulated faster), or "always"."""
+
+    name: ClassVar[str] = "ring"
+    numerics: ClassVar[Numerics] = "reassociates"
+    stage: ClassVar[Stage] = "written"
+    when: Literal["gain", "always"] = "gain"
+
+    @property
+    def is_compared(self) -> bool:
+        return self.when == "gain"
+
+    @property
+    def label(self) -> str:
+        return "ring attention"
+
+    def run(self, program: MeshProgram, costs: Any) -> tuple[MeshProgram, tuple[AttentionReport, ...]]:
+        return program.each(ring_attention)
