@@ -109,7 +109,8 @@ def eager(model: nn.Module, data: list[dict[str, Tensor]], seed: int = 0, **_: A
 
 
 def assert_as_eager(model: nn.Module, mesh: str = "", shape: tuple[int, ...] = (8, 6), **options: Any) -> mw.TrainStep:
-    data = batches(3, shape, shape)
+    dtype = next(model.parameters()).dtype
+    data = [{name: x.to(dtype) for name, x in batch.items()} for batch in batches(3, shape, shape)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected, trained = eager(model, data, 4)
     step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, seed=4, **options)
@@ -166,7 +167,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("mesh", ["", "dp=2"])
 def test_buffers_are_read_and_written_when_a_function_runs_again(mesh: str) -> None:
-    step = assert_as_eager(Net(again, Normed), mesh)
+    step = assert_as_eager(Net(again, Normed).double(), mesh)  # batch norm makes much of what float32 rounds
     assert step.buffers()["blocks.0.norm.num_batches_tracked"] == 6
     assert step.buffers()["blocks.1.seen"] == 6
 
@@ -180,7 +181,7 @@ def test_what_runs_again_knows_its_module_line_and_call() -> None:
     assert (first, repeated, call) == ("forward", "backward", same)
     sources = {o.source for o in matmuls}
     assert len(sources) == 1, "forward, repeated and gradients are of one line"
-    masks = [n for n in nodes if op_name(n.target) == "meshweave.uniform"]
+    masks = [n for n in nodes if op_name(n.target) == "meshweave.chance"]
     assert len({n.args[2] for n in masks}) == 6
     assert len(masks) == 10, "the four in the blocks twice"
 
@@ -196,13 +197,13 @@ def test_own_seeds_and_forks_are_followed() -> None:
     before = torch.get_rng_state()
     step = assert_as_eager(model)
     assert torch.equal(torch.get_rng_state(), before), "the user's generator is as it was"
-    drawn = [n for n in step.program.captured.graph.nodes if op_name(n.target) == "meshweave.uniform"]
+    drawn = [n for n in step.program.captured.graph.nodes if op_name(n.target) == "meshweave.chance"]
     assert len({n.args[2] for n in drawn}) < len(drawn)
 
 
 def test_without_the_state_of_the_generator_a_repeated_function_draws_anew() -> None:
     step = assert_as_eager(Net(partial(again, preserve_rng_state=False)))
-    drawn = [n.args[2] for n in step.program.captured.graph.nodes if op_name(n.target) == "meshweave.uniform"]
+    drawn = [n.args[2] for n in step.program.captured.graph.nodes if op_name(n.target) == "meshweave.chance"]
     assert sorted(drawn) == list(range(1, 11))
 
 
@@ -255,5 +256,5 @@ def test_a_hugging_face_model_with_checkpoints_and_dropout_equals_eager(kind: st
         expected.backward()
     assert found == pytest.approx(expected.item(), rel=1e-6)
     assert_tensors(step.gradients(), {n: p.grad for n, p in eager.named_parameters()})
-    masks = [n for n in step.program.captured.graph.nodes if op_name(n.target) == "meshweave.uniform"]
+    masks = [n for n in step.program.captured.graph.nodes if op_name(n.target) == "meshweave.chance"]
     assert {origin_of(n).phase for n in masks} == {"forward", "backward"}

@@ -203,14 +203,14 @@ def test_sound_updates_pass(make: Make, clip: float | None, runs_float64: bool) 
 
 @pytest.mark.slow
 def test_an_offset_of_zero_for_every_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = localize.LOCALIZERS["uniform"]
+    plain = localize.LOCALIZERS["random"]
 
     def whole(emit: Any, node: Any, values: Any, args: Any, kwargs: Any) -> Any:
         made = plain(emit, node, values, args, kwargs)
-        made.args = (*made.args[:4], [0] * len(made.args[4]), made.args[5])
+        made.args = (*made.args[:4], [0] * len(made.args[4]), *made.args[5:])
         return made
 
-    monkeypatch.setitem(localize.LOCALIZERS, "uniform", whole)
+    monkeypatch.setitem(localize.LOCALIZERS, "random", whole)
     assert not check().ok
 
 
@@ -229,10 +229,10 @@ def test_a_checkpoint_that_draws_other_numbers_again_is_seen(monkeypatch: pytest
     class Counts(Provenance):
         drawn = 0
 
-        def uniform(self, shape: Any) -> Tensor:
+        def chance(self, shape: Any, p: float) -> Tensor:
             self.drawn += 1
             size = [int(s) for s in shape]
-            return ops.uniform(self.step, self.seed, self.drawn, size, [0] * len(size), size)
+            return ops.chance(self.step, self.seed, self.drawn, size, [0] * len(size), size, p)
 
     monkeypatch.setattr(step, "Provenance", Counts)
     failed = check().failed

@@ -15,8 +15,7 @@ from meshweave.ir import ops
 from meshweave.ir.graph import spec_of, tensor_inputs
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import SYMBOLS, RankGraph
-
-UNIFORM = torch.ops.meshweave.uniform.default
+from meshweave.ir.traits import RANDOM
 
 
 def drawn_boxes(rank: RankGraph) -> list[tuple[tuple[int, ...], dict[int, Box]]]:
@@ -25,8 +24,8 @@ def drawn_boxes(rank: RankGraph) -> list[tuple[tuple[int, ...], dict[int, Box]]]
     for node in rank.graph.nodes:
         if node.target in SYMBOLS:
             numbers.add(node)
-        elif node.target is UNIFORM:
-            shape, offset, size = node.args[3:]
+        elif node.target in RANDOM:
+            shape, offset, size = node.args[3:6]
             wide = [[numbers.wide(x).tolist() for x in part] for part in (offset, size)]
             boxes = {
                 d: Box(tuple(o[i] for o in wide[0]), tuple(s[i] for s in wide[1])) for i, d in enumerate(rank.devices)
@@ -39,7 +38,7 @@ def moved_random(step: mw.TrainStep) -> list[fx.Node]:
     """Moves in the placed graph of what is drawn, or computed from nothing but drawn numbers."""
     random: set[fx.Node] = set()
     for node in step.program.placed.graph.nodes:
-        if node.target is UNIFORM or (node.op == "call_function" and tensor_inputs(node) and
+        if node.target in RANDOM or (node.op == "call_function" and tensor_inputs(node) and
                                       all(n in random or not spec_of(n).shape for n in tensor_inputs(node)) and
                                       any(n in random for n in tensor_inputs(node))):  # fmt: skip
             random.add(node)
@@ -55,7 +54,7 @@ def test_each_device_draws_its_own_piece_of_every_mask(mesh: str) -> None:
     model, batch, loss = hugging_face("gpt2", batch=8, heads=4)
     step = mw.compile(model, loss=loss, example=batch, mesh=mesh)
     assert moved_random(step) == []
-    placed = [n for n in step.program.placed.graph.nodes if n.target is UNIFORM]
+    placed = [n for n in step.program.placed.graph.nodes if n.target in RANDOM]
     boxes = drawn_boxes(step.program.rank)
     assert len(boxes) == len(placed) >= 7
     on = step.program.mesh
@@ -96,7 +95,7 @@ def test_what_is_computed_from_random_numbers_is_computed_on_pieces_and_kept_for
         gradients = [step.gradients() for step in steps]
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
     assert moved_random(steps[0]) == []
-    drawn = [n for n in steps[0].program.placed.graph.nodes if n.target is UNIFORM]
+    drawn = [n for n in steps[0].program.placed.graph.nodes if n.target in RANDOM]
     keys = [(n.args[2], n.meta["layout"]) for n in drawn]
     assert len(keys) == len(set(keys)), "backward keeps what forward drew"
     if "tp" not in mesh:  # along tp, what runs on the whole residual stream draws the whole of it

@@ -59,7 +59,7 @@ def _spelled_attention(
         scores = torch.where(mask, scores, torch.full((), float("-inf"), dtype=scores.dtype, device=q.device))
     elif mask is not None:
         scores = scores + mask
-    return _matmul(F.dropout(torch.softmax(scores, -1), dropout_p), v)
+    return _matmul(_dropout(torch.softmax(scores, -1), dropout_p), v)
 
 
 def _matmul(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -163,8 +163,16 @@ def _functional_instance_norm(
     return _instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """As one op, whose mask is kept for backward as bool; on a CPU PyTorch spells it with a mask of floats."""
+    if inplace or not training or not 0.0 < p < 1.0:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
 _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
+    F.dropout: _dropout,
     F.batch_norm: _functional_batch_norm,
     torch.batch_norm: _batch_norm,
     F.instance_norm: _functional_instance_norm,

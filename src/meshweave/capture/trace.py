@@ -127,14 +127,23 @@ class GlobalRandom(TorchDispatchMode):
         torch.set_rng_state(self._before.pop())
 
     def uniform(self, shape: Any) -> Tensor:
+        """Numbers in [0, 1)."""
+        step, call, size = self._draw(shape)
+        return ops.uniform(step, self.seed, call, size, [0] * len(size), size)
+
+    def chance(self, shape: Any, p: float) -> Tensor:
+        """True with probability p."""
+        step, call, size = self._draw(shape)
+        return ops.chance(step, self.seed, call, size, [0] * len(size), size, p)
+
+    def _draw(self, shape: Any) -> tuple[Tensor, int, list[int]]:
         seed = _GENERATOR.initial_seed()
         if _is_place(seed):
             step, call, then = self.step, seed % (1 << _DRAW_BITS) + 1, seed + 1
         else:
             step, call, then = torch.zeros_like(self.step), _following(seed), _following(seed)
         _GENERATOR.manual_seed(then)
-        size = [int(s) for s in shape]
-        return ops.uniform(step, self.seed, call, size, [0] * len(size), size)
+        return step, call, [int(s) for s in shape]
 
     def normal(self, shape: Any) -> Tensor:
         radius = (-2.0 * torch.log1p(-self.uniform(shape))).sqrt()
@@ -172,14 +181,14 @@ def _like(options: dict[str, Any], x: Tensor | None = None) -> torch.dtype:
 def _dropout(mode: GlobalRandom, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    keep = mode.uniform(x.shape) >= p
+    keep = mode.chance(x.shape, 1 - p)
     return x * keep * (0.0 if p == 1 else 1.0 / (1.0 - p)), keep
 
 
 _RANDOM: dict[Any, Callable[..., Any]] = {
-    aten.bernoulli_.float: lambda m, x, p=0.5, **_: x.copy_(m.uniform(x.shape) < p),
+    aten.bernoulli_.float: lambda m, x, p=0.5, **_: x.copy_(m.chance(x.shape, p)),
     aten.bernoulli.default: lambda m, x, **_: (m.uniform(x.shape) < x).to(x.dtype),
-    aten.bernoulli.p: lambda m, x, p=0.5, **_: (m.uniform(x.shape) < p).to(x.dtype),
+    aten.bernoulli.p: lambda m, x, p=0.5, **_: m.chance(x.shape, p).to(x.dtype),
     aten.native_dropout.default: _dropout,
     aten.rand.default: lambda m, size, **o: m.uniform(size).to(_like(o)),
     aten.rand_like.default: lambda m, x, **o: m.uniform(x.shape).to(_like(o, x)),

@@ -89,11 +89,11 @@ def _arange(c: Context) -> Call:
     return Call(plain.target, (first, first + size * step, step), plain.kwargs)
 
 
-def _uniform(c: Context) -> Call:
+def _random(c: Context) -> Call:
     plain, (spec, _) = c.plain(), c.results[0]
     return Call(
         plain.target,
-        (*plain.args[:3], list(spec.shape), c.offsets(c.results[0]), c.sizes(c.results[0])),
+        (*plain.args[:3], list(spec.shape), c.offsets(c.results[0]), c.sizes(c.results[0]), *plain.args[6:]),
         plain.kwargs,
     )
 
@@ -255,7 +255,8 @@ CALLS: dict[Any, Callable[[Context], Call]] = {
     aten.expand.default: _view,
     aten.full.default: _full,
     aten.arange.start_step: _arange,
-    ours.uniform.default: _uniform,
+    ours.uniform.default: _random,
+    ours.chance.default: _random,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.gather.default: _gather,
@@ -286,6 +287,7 @@ MAKERS = frozenset(
         aten.full.default,
         aten.arange.start_step,
         ours.uniform.default,
+        ours.chance.default,
         aten.expand.default,
         aten.embedding_dense_backward.default,
         ours.enter_rows.default,

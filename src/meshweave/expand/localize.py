@@ -54,10 +54,11 @@ def _arange(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwar
     return emit.call(node.target, (first, emit.linear(0, (first, 1), (size, step)), step), kwargs)
 
 
-def _uniform(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+def _random(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
     layout, shape = _layout(node), spec_of(node).shape
     offsets = [emit.offset(shape, layout, d) for d in range(len(shape))]
-    return emit.call(node.target, (*args[:3], list(shape), offsets, emit.local_shape(shape, layout)), kwargs)
+    own = (list(shape), offsets, emit.local_shape(shape, layout))
+    return emit.call(node.target, (*args[:3], *own, *args[6:]), kwargs)
 
 
 def _offset_of(emit: Emitter, node: fx.Node, operand: int, dim: int) -> Any:
@@ -212,7 +213,7 @@ LOCALIZERS: dict[str, Localizer] = {
     "shape": _shape,
     "full": _full,
     "arange": _arange,
-    "uniform": _uniform,
+    "random": _random,
     "embedding": _embedding,
     "embedding_backward": _embedding_backward,
     "gather": _along(local_ops.gather),

@@ -2,8 +2,9 @@
 
 `meshweave::pin` marks a value (or its gradient) whose layout a plan asks for; `meshweave::attention` is
 scaled-dot-product attention as one device-neutral op; `meshweave::matmul` a batched matmul that keeps its batch dims
-apart; `meshweave::contract` a product of two tensors over any dims; `meshweave::uniform` a random number that is a
-function of (seed, step, call, global index) and therefore the same on every mesh; `meshweave::round_parts` a cast that
+apart; `meshweave::contract` a product of two tensors over any dims; `meshweave::uniform` and `meshweave::chance` random
+numbers and bools that are functions of (seed, step, call, global index) and therefore the same on every mesh;
+`meshweave::round_parts` a cast that
 may come before a sum over devices; `meshweave::square_sum` the square of a norm.
 """
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from meshweave.ir import attention as kernels
+from meshweave.ir import random
 
 __all__ = [
     "attention",
     "attention_backward",
+    "chance",
     "contract",
     "define_op",
     "matmul",
@@ -120,20 +123,8 @@ pin.register_autograd(_pin_backward, setup_context=_pin_context)
 
 @define_op("uniform")
 def uniform(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
-    """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`.
-
-    Element i of the global tensor gets the top 24 bits of two rounds of the splitmix64 finaliser (Steele, Lea
-    and Flood, OOPSLA 2014) over i and a key made of seed, call and step. `step` is a 0-dim int64 tensor.
-    """
-    index = torch.zeros((), dtype=torch.int64, device=step.device)
-    stride = 1
-    for dim in reversed(range(len(shape))):
-        along = torch.arange(offset[dim], offset[dim] + size[dim], device=step.device) * stride
-        index = index + along.view(-1, *(1,) * (len(shape) - 1 - dim))
-        stride *= shape[dim]
-    key = _mix(_mix(_mix(step.to(torch.int64) + _GOLDEN) ^ seed) ^ call)
-    bits = _mix(_mix(index * _GOLDEN + key))
-    return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`. `step`: 0-dim int64."""
+    return random.uniform(step, (seed, call), shape, offset, size)
 
 
 @uniform.register_fake
@@ -141,22 +132,17 @@ def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], s
     return step.new_empty(size, dtype=torch.float32)
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+@define_op("chance")
+def chance(
+    step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], p: float
+) -> Tensor:
+    """bool, True with probability `p`, for such a box."""
+    return random.chance(step, (seed, call), shape, offset, size, p)
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+@chance.register_fake
+def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], p: float) -> Tensor:
+    return step.new_empty(size, dtype=torch.bool)
 
 
 @define_op("attention")

@@ -15,7 +15,7 @@ from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir import grouped, local_ops, ops  # noqa: F401  (defines our ops)
 
 aten = torch.ops.aten
-UNIFORM = torch.ops.meshweave.uniform.default
+RANDOM = frozenset({torch.ops.meshweave.uniform.default, torch.ops.meshweave.chance.default})
 CASTS = frozenset({aten._to_copy.default})
 # Views of captured graphs, whose normal form has no others: they may stand on either side of a move, and are made again
 # where they are needed.
@@ -88,7 +88,7 @@ _WORK = {
         "_embedding_bag_dense_backward add_rows"
     ),
     "fill": "arange full zeros ones empty",
-    "random": "uniform",
+    "random": "uniform chance",
 }
 _KIND_OF_WORK = {name: kind for kind, names in _WORK.items() for name in names.split()}
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.ir.graph import Input, Spec, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
-from meshweave.ir.traits import CASTS, FACTORIES, UNIFORM, VIEWS, is_pointwise
+from meshweave.ir.traits import CASTS, FACTORIES, RANDOM, VIEWS, is_pointwise
 from meshweave.sharding.assign import follow_result
 from meshweave.sharding.registry import row_for
 
@@ -51,7 +51,7 @@ class Forms:
         """Whether a value is made from nothing, or pointwise of such values and single numbers: any piece of it can be
         made alone."""
         if node not in self.on_demand:
-            self.on_demand[node] = node.target in FACTORIES or node.target is UNIFORM or self._spreads(node)
+            self.on_demand[node] = node.target in FACTORIES or node.target in RANDOM or self._spreads(node)
         return self.on_demand[node]
 
     def _spreads(self, node: fx.Node) -> bool:
@@ -65,7 +65,7 @@ class Forms:
         """Whether a value that is made on demand comes of random numbers: to draw them costs more than to keep them."""
         if node not in self.random:
             operands = tensor_inputs(node) if self.is_made_on_demand(node) else []
-            self.random[node] = node.target is UNIFORM or any(self.is_random(n) for n in operands)
+            self.random[node] = node.target in RANDOM or any(self.is_random(n) for n in operands)
         return self.random[node]
 
     def is_of_parameter(self, node: fx.Node) -> bool:

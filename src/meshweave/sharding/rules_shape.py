@@ -312,4 +312,5 @@ def _factory(node: fx.Node) -> Rule:
 
 add(aten.full.default, _factory, localize="full")
 add(aten.arange.start_step, _factory, localize="arange")
-add(ours.uniform.default, _factory, localize="uniform")
+add(ours.uniform.default, _factory, localize="random")
+add(ours.chance.default, _factory, localize="random")
