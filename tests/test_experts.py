@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 from tests.experts import FAMILIES, mixture, own_loss, tokens
-from tests.training import assert_equals_eager, train
+from tests.processes import Job
+from tests.training import assert_equals_eager, assert_tensors, batches, train, train_eagerly
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
 
 import meshweave as mw
 from meshweave.check.completeness import check_complete
@@ -51,7 +56,7 @@ CHECKED = [
 
 
 @pytest.mark.parametrize(("kind", "mesh"), CHECKED)
-def test_gradients_and_updates_equal_one_device_in_float64(kind: str, mesh: str) -> None:
+def test_gradients_and_updates_equal_one_device_and_eager_pytorch(kind: str, mesh: str) -> None:
     batch = tokens()
 
     def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -165,6 +170,93 @@ def test_a_model_in_bfloat16() -> None:
     assert {t.dtype for t in two.parameters().values()} == {torch.bfloat16}
     targets = {str(n.target) for n in one.program.captured.graph.nodes if origin_of(n).phase == "backward"}
     assert "meshweave.grouped_outer.default" in targets
+
+
+class Experts(nn.Module):
+    """Stacked matrices of experts, as torchtitan and others write them."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, width, 2 * width) / 4)
+        self.down = nn.Parameter(torch.randn(count, 2 * width, width) / 4)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return grouped_mm(torch.tanh(grouped_mm(rows, self.up, offs=ends)), self.down, offs=ends)
+
+
+class Mixture(nn.Module):
+    """A mixture by hand: sigmoid scores, a bias that balances the load without a loss, a shared expert, a z-loss."""
+
+    def __init__(self, count: int = 5, width: int = 8, top: int = 2) -> None:
+        super().__init__()
+        self.count, self.top = count, top
+        self.router, self.shared = nn.Linear(width, count), nn.Linear(width, width)
+        self.experts = Experts(count, width)
+        self.register_buffer("bias", torch.zeros(count))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        scores = logits.sigmoid()
+        chosen = (scores + self.bias).topk(self.top, -1).indices
+        experts, order = chosen.reshape(-1).sort(stable=True)
+        load = (experts.unsqueeze(1) == torch.arange(self.count)).sum(0)
+        rows = self.experts(x[order // self.top], load.cumsum(0).to(torch.int32))
+        rows = rows * scores.gather(1, chosen).reshape(-1)[order].unsqueeze(1)
+        self.bias += 0.01 * (load.float().mean() - load).sign()
+        mixed = torch.zeros_like(x).index_add(0, order // self.top, rows)
+        return mixed + self.shared(x), logits.logsumexp(-1).square().mean()
+
+
+def with_z_loss(out: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    return ((out[0] - batch["y"]) ** 2).mean() + 0.1 * out[1]
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("ep=4", "ep:ep"), ("dp=2,ep=2", "dp:dp+ep:ep")])
+def test_a_mixture_by_hand_equals_one_device_in_float64(mesh: str, plan: str) -> None:
+    torch.manual_seed(0)
+    model = Mixture().double()
+    data = [{k: t.double() for k, t in b.items()} for b in batches(3, (12, 8), (12, 8))]
+    alone, expected = train(model, data, "", loss=with_z_loss)
+    step, losses = train(model, data, mesh, loss=with_z_loss, plan=plan)
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    assert_tensors(step.buffers(), alone.buffers(), 1e-10)
+    assert bool(alone.buffers()["bias"].any())
+    eager, first = train_eagerly(model.float(), [{k: t.float() for k, t in b.items()} for b in data], with_z_loss)
+    torch.testing.assert_close(losses, first, rtol=1e-5, atol=1e-6)
+    assert_tensors({"bias": step.buffers()["bias"].float()}, dict(eager.named_buffers()))
+
+
+def job(pipe: Connection, kind: str, mesh: str) -> dict[str, Any]:
+    data = [tokens(), tokens(seed=2)]
+    model = mixture(kind)
+    eager, expected = train_eagerly(model, data, own_loss)
+    step, losses = train(model, data, mesh, loss=own_loss, plan=PLANS[mesh])
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})
+    return {"worst": max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))}
+
+
+ON_A_CLUSTER = [
+    pytest.param(kind, mesh, marks=() if (kind, mesh) == ("mixtral", "ep=2") else pytest.mark.slow)
+    for kind in FAMILIES
+    for mesh in PLANS
+    if "ep" in mesh
+]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("kind", "mesh"), ON_A_CLUSTER)
+def test_on_a_cluster(start: Callable[..., Job], kind: str, mesh: str) -> None:
+    for outcome in start(f"{__name__}:job", mw.Mesh(mesh).num_devices, kind, mesh).finish(240):
+        assert outcome.get("worst", 1.0) < 2e-6, outcome
+
+
+def test_what_a_step_costs_is_simulated() -> None:
+    program = compiled("mixtral", "ep=2", num_hidden_layers=1).program
+    simulated = mw.simulate(program, "h100")
+    assert simulated.seconds > 0
+    other = mw.simulate(compiled("mixtral", "dp=2", num_hidden_layers=1).program, "h100")
+    assert simulated.flops == pytest.approx(other.flops, rel=0.02)  # what the model does is no matter of the mesh
 
 
 def test_a_model_without_experts_has_no_expert_plan() -> None:

@@ -165,8 +165,8 @@ class GlobalRandom(TorchDispatchMode):
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an op that is not random."""
-        return func(*args, **kwargs)
+        """The result of an op that is not random: of ours, where one of others takes some dtypes only."""
+        return OF_OTHERS.get(str(func), func)(*args, **kwargs)
 
 
 def _is_silent_random(func: Any, args: Any) -> bool:

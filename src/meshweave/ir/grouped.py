@@ -30,6 +30,8 @@ def spans(
 def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expert: int) -> Tensor:
     """`grouped_mm` of the rows from `first_row` on and the experts from `first_expert` on: rows of others are zeros."""
     out = x.new_zeros((x.shape[0], weight.shape[2]))
+    if out.is_meta:
+        return out
     for index, start, stop in spans(ends, weight.shape[0], x.shape[0], first_row, first_expert):
         torch.mm(x[start:stop], weight[index], out=out[start:stop])
     return out
@@ -38,6 +40,8 @@ def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expe
 def outer_piece(x: Tensor, grad: Tensor, ends: Tensor, num_experts: int, first_row: int, first_expert: int) -> Tensor:
     """`grouped_outer` over the rows from `first_row` on for `num_experts` experts from `first_expert` on."""
     out = x.new_zeros((num_experts, x.shape[1], grad.shape[1]))
+    if out.is_meta:
+        return out
     for index, start, stop in spans(ends, num_experts, x.shape[0], first_row, first_expert):
         torch.mm(x[start:stop].t(), grad[start:stop], out=out[index])
     return out
