@@ -165,7 +165,7 @@ def gather_estimate(
     message = _message(prices, start, ring, scheme, num_bytes)
     whole = prices.named(start, "all_gather", num_bytes) if second_half else prices.collective(start)
     played = play_gather(steps, scheme.row.ahead if scheme.row is not None else 1, chunk, message, hidden)
-    return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
+    return _estimate(hidden, whole, compute, chunk, message, steps, losses, played)
 
 
 def reduce_estimate(
@@ -189,7 +189,7 @@ def reduce_estimate(
     message = _message(prices, start, ring, scheme, wide_factor * num_bytes / ring.size)
     played = play_reduce(steps, chunk, message, 0.0 if is_split else hidden)
     whole = prices.collective(start)
-    return _estimate(prices, start, whole, compute, chunk, message, steps, losses, played)
+    return _estimate(hidden, whole, compute, chunk, message, steps, losses, played)
 
 
 def exchange_estimate(prices: RingPrices, start: fx.Node, region: Region, ring: Ring, scheme: RingScheme) -> Estimate:
@@ -218,8 +218,7 @@ def exchange_estimate(prices: RingPrices, start: fx.Node, region: Region, ring: 
 
 
 def _estimate(
-    prices: RingPrices,
-    start: fx.Node,
+    hidden: float,
     whole: Message,
     compute: float,
     chunk: float,
@@ -228,10 +227,8 @@ def _estimate(
     losses: float,
     played: float,
 ) -> Estimate:
-    hidden, num_messages = prices.between(start, wait_of(start)), sum(step.has_message for step in steps)
-    return Estimate(
-        compute, whole.seconds, whole.host, hidden, chunk, message.seconds, len(steps), num_messages, losses, played
-    )
+    counts = len(steps), sum(step.has_message for step in steps)
+    return Estimate(compute, whole.seconds, whole.host, hidden, chunk, message.seconds, *counts, losses, played)
 
 
 def _steps(ring: Ring, scheme: RingScheme) -> tuple[Step, ...]:

@@ -132,10 +132,8 @@ class OrderSearch:
     def seek(self, room: float) -> None:
         """Seek orders and buckets under so many bytes."""
         self.room = room
-        tried = [
-            self.schedule(name, self.shape((), is_folded=settings[1]), settings[0])
-            for name, settings in self.ways().items()
-        ]
+        ways = self.ways().items()
+        tried = [self.schedule(name, self.shape((), is_folded=folds), policy) for name, (policy, folds) in ways]
         if all(c.peak > room for c in tried):
             self.save_memory(self.shape(()))
         if self.is_bucketing and self.merger.kinds:

@@ -174,6 +174,13 @@ def home(rule: Rule, index: int, operands: Sequence[Operand]) -> Layout | None:
     return None if at < 0 else _resolved(operands[at].layouts[0])
 
 
+def homes(rule: Rule, results: Sequence[Spec | None], operands: Sequence[Operand]) -> dict[int, Layout]:
+    """The homes of the results that have one, by their places among those that are tensors or not."""
+    places = (at for at, spec in enumerate(results) if spec is not None)
+    known = ((at, home(rule, index, operands)) for index, at in enumerate(places))
+    return {at: layout for at, layout in known if layout is not None}
+
+
 def _own(rule: Rule, position: int, dim: int, key: str) -> Shard | Own | None:
     """How an op goes on with rows of operand `position` that devices own: by its own experts, or row by row."""
     dims = rule.operands[position][dim]

@@ -25,14 +25,15 @@ from meshweave.ir.graph import (
 from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.traits import CASTS, VIEWS
+from meshweave.ir.traits import VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
-from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, home
+from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, homes
 from meshweave.sharding.copies import Copy, is_no_larger, phase_of
 from meshweave.sharding.forms import Forms, due_at_casts
-from meshweave.sharding.operators import Pin, layout_back, partial_operand, translate
+from meshweave.sharding.operators import Pin, translate
 from meshweave.sharding.owned import by_rows, ends_by_key, expert_axes, lookup_cut, owned_price
+from meshweave.sharding.pinned import PinnedAxes
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for
 from meshweave.sharding.sums import Sums
@@ -63,8 +64,7 @@ class _Placer:
     stored: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
     used: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
     abroad: dict[tuple[fx.Node, str, str], Copy] = field(default_factory=dict)
-    said: dict[fx.Node, frozenset[str]] = field(default_factory=dict)  # axes that operators pinned, as far as they act
-    before: dict[int, Layout] = field(default_factory=dict)  # operator's call -> layout of its operand
+    pinned: PinnedAxes = field(default_factory=PinnedAxes)
     forms: Forms = field(init=False)
     sums: Sums = field(init=False)
     ends: dict[str, fx.Node] = field(init=False)  # by key, where rows are owned
@@ -317,7 +317,7 @@ class _Placer:
                 error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}"
             ) from error
         if phase != "update":
-            self._said(node, operands, option)
+            self.pinned.follow(node, operands, option, self._original)
         values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
         new = self._emit(node, values, origin_of(node).phase)
         new.meta["assignment"] = option
@@ -326,16 +326,11 @@ class _Placer:
             layouts = tuple(next(rest) if s is not None else None for s in node.meta["spec"])
             new.meta["layout"] = layouts
             self.tuples[node] = (new, layouts)
-            self._note_homes(node, described)
+            kept = homes(row_for(node).rule(node), node.meta["spec"], described)
+            self.homes |= {(node, at): layout for at, layout in kept.items()}
             return
         new.meta["layout"] = option.results[0]
         self.copies[node] = [Copy(new, option.results[0], phase_of(new))]
-
-    def _note_homes(self, node: fx.Node, operands: list[Operand]) -> None:
-        rule = row_for(node).rule(node)
-        given = [i for i, spec in enumerate(node.meta["spec"]) if spec is not None]
-        homes = {(node, at): home(rule, i, operands) for i, at in enumerate(given)}
-        self.homes |= {key: layout for key, layout in homes.items() if layout is not None}
 
     def _lay_out_sum(self, so_far: fx.Node, gradient: fx.Node) -> None:
         """Give an input that is the sum of a gradient so far its layout, when that of the gradient is known, and begin
@@ -355,34 +350,17 @@ class _Placer:
         here = [c.layout for c in copies if c.layout.mesh == mesh]
         here += [layout.owned_as_parts() for layout in here if layout.owned]
         layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
-        is_said = bool(self.said.get(node)) or (self.forms.is_of_parameter(node) and phase != "update")
+        is_said = bool(self.pinned.of(node)) or (self.forms.is_of_parameter(node) and phase != "update")
         return Operand(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
 
-    def _said(self, node: fx.Node, operands: list[fx.Node], option: Assignment) -> None:
-        """What operators pinned goes on to hold downstream, as far as the axes go on to act.
-
-        Raises LayoutError where that has made an operand partial and this op, not being linear, needs it whole. Inside
-        one op of the model (the pieces of a softmax), for a cast and in backward, partial values come and go.
-        """
-        pinned: set[str] = set()
-        for operand, wanted in zip(operands, option.operands, strict=True):
-            axes = self.said.get(operand, frozenset())
-            pinned |= axes
-            is_inside = origin_of(operand).call == origin_of(node).call
-            if not axes or is_inside or node.target in CASTS or phase_of(node) != "forward":
-                continue
-            held = self.copies[operand][0].layout
-            lost = [a for a in held.partial_axes if a in axes and a not in wanted.partial_axes]
-            if lost and held.mesh == wanted.mesh:
-                raise partial_operand(op_name(node.target), lost[0], held, origin_of(node), origin_of(operand))
-        acting = {a for layout in option.results for a in (*layout.sharded_axes, *layout.partial_axes)}
-        self.said[node] = frozenset(pinned & acting)
+    def _original(self, node: fx.Node) -> Layout:
+        return self.copies[node][0].layout
 
     def _item(self, node: fx.Node) -> None:
         source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
         layout = layouts[node.args[1]]  # type: ignore[index]
         assert layout is not None
-        self.said[node] = self.said.get(node.args[0], frozenset())  # type: ignore[arg-type]
+        self.pinned.axes[node] = self.pinned.of(node.args[0])  # type: ignore[arg-type]
         new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])), layout=layout)
         own = Copy(new, layout, phase_of(new))
         self.copies[node] = [own]
@@ -394,7 +372,7 @@ class _Placer:
         """A pin is its operand in the pinned layout; the gradient of an operator goes back to where its operand was."""
         value, text, is_grad = node.args
         assert isinstance(value, fx.Node)
-        pin, phase, spec, call = Pin.parse(str(text)), phase_of(node), spec_of(node), origin_of(node).call
+        pin, phase, spec = Pin.parse(str(text)), phase_of(node), spec_of(node)
         self.line = origin_of(node).source
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
         source = self._made(value, whole, phase) if self.forms.is_made_on_demand(value) else self.held(value, phase)[0]
@@ -403,13 +381,8 @@ class _Placer:
         ).without_owned()
         if not pin.is_operator:
             target = pin.layout(source_layout, bool(is_grad))
-        elif self.placement.mesh.num_devices > 1 and is_grad:
-            target = layout_back(pin, source_layout, self.before[call])
-            self.said[node] = pin.acting(target, self.said.get(value, frozenset()))
         elif self.placement.mesh.num_devices > 1:
-            target = pin.layout_for(source_layout, spec.shape, str(origin_of(node)))
-            self.before[call] = source_layout
-            self.said[node] = pin.acting(target, self.said.get(value, frozenset()))
+            target = self.pinned.pin(node, value, pin, source_layout, bool(is_grad))
         pinned = self.fetch(value, target.normalized(spec.shape), phase)
         self.copies[node] = [Copy(pinned, pinned.meta["layout"], phase_of(pinned))]
 
