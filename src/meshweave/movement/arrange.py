@@ -131,24 +131,29 @@ class _Arranger:
                 waiting += self._rise(move) or self._sink(move)
 
     def _rise(self, move: fx.Node) -> list[fx.Node]:
-        """Move the operand of the op that made the value, and do the op again where it is wanted."""
-        mover = _source(move)
-        if not _is_light(mover) or _phase(mover) != _phase(move) or not self._may_pass(mover, move):
-            return []
-        (x,) = tensor_inputs(mover)
-        option = _giving(mover, move.meta["layout"])
-        if option is None:
-            return []
-        if self.price(x.meta["layout"], option.operands[0], spec_of(x)) > self.price_of(move) - _GAIN:
+        """Move an operand of the ops that made the value, the nearest that is cheaper to move, and do these ops again
+        where the value is wanted."""
+        again: list[tuple[fx.Node, Assignment]] = []
+        value, wanted = _source(move), move.meta["layout"]
+        while _is_light(value) and _phase(value) == _phase(move) and self._may_pass(value, move):
+            option = _giving(value, wanted)
+            if option is None:
+                return []
+            again.append((value, option))
+            (value,), wanted = tensor_inputs(value), option.operands[0]
+            if self.price(value.meta["layout"], wanted, spec_of(value)) <= self.price_of(move) - _GAIN:
+                break
+        else:
             return []
         with self.graph.inserting_before(move):
-            first = self._new_move(x, option.operands[0], move)
-            copy = self._again(mover, first, option)
+            first = copy = self._new_move(value, wanted, move)
+            for op, option in reversed(again):
+                copy = self._again(op, copy, option)
         move.replace_all_uses_with(copy)
-        self.graph.erase_node(move)
-        if not mover.users:
-            self.graph.erase_node(mover)
-        return [first] if first is not x else []
+        for unused in (move, *(op for op, _ in again)):
+            if not unused.users:
+                self.graph.erase_node(unused)
+        return [first] if first is not value else []
 
     def _sink(self, move: fx.Node) -> list[fx.Node]:
         """Do the ops that use the value before it moves, and move their results."""
