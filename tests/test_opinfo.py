@@ -40,18 +40,17 @@ REFUSED = {
     "nn.functional.gaussian_nll_loss": CONTROL,  # it looks whether a variance is negative
     "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
     "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
-    "nn.functional.rrelu": "aten.rrelu_with_noise.default has no mesh-independent form",
     "nonzero": DATA,
-    "normal": "aten.normal.Tensor_Tensor has no mesh-independent form",
-    "normal.number_mean": "aten.normal.float_Tensor has no mesh-independent form",
-    "randint_like": "aten.randint_like.default has no mesh-independent form",
     "stft": STRIDES,  # the gradient of the signal: signals of the batch run
     "tensor_split": "the training step cannot be captured",  # with the places in a tensor
+    "unfold_copy": "the model does not repeat itself",  # fake tensors have other strides than real ones
     "to_sparse": "no sharding rule for aten._to_sparse",
 }
-RANDOM = {"bernoulli", "nn.functional.dropout", "uniform", "exponential", "geometric", "cauchy", "log_normal"}
-# Layouts of memory and sparse tensors, which are not what a mesh divides; samples whose loss is NaN or infinite.
-SKIPPED = {"sparse.sampled_addmm", "sparse.mm.reduce", "__rpow__", "special.entr", "masked.sum", "masked.logsumexp"}
+RANDOM = {
+    "bernoulli", "nn.functional.dropout", "nn.functional.rrelu", "uniform", "exponential", "geometric", "cauchy",
+    "log_normal", "normal", "normal.number_mean", "randint_like",
+}  # fmt: skip
+SKIPPED = {"sparse.sampled_addmm", "sparse.mm.reduce"}  # layouts of memory, which are not what a mesh divides
 
 
 def name_of(op: Any) -> str:
@@ -104,7 +103,7 @@ def sampled(op: Any) -> Sampled | None:
     try:
         out = model(torch.ones(4))
         out.backward()
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, AssertionError):  # the last: Jiterator, without a GPU
         return None
     return model if any(p.grad is not None for p in model.parameters()) else None
 
@@ -118,10 +117,10 @@ def compared(name: str, mesh: str) -> None:
     grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     batch = {"x": torch.ones(4)}
-    step = mw.compile(model, loss=lambda out, batch: out, example=batch, mesh=mesh)
+    step = mw.compile(model, loss=lambda out, batch: out, example=batch, mesh=mesh, check_finite=False)
     loss = step(batch)
     if name not in RANDOM:
-        assert loss == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        assert loss == pytest.approx(expected, rel=1e-4, abs=1e-4, nan_ok=True)
         for key, grad in grads.items():
             torch.testing.assert_close(step.gradients()[key], grad, rtol=1e-3, atol=1e-4, equal_nan=True)
 

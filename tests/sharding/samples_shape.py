@@ -137,6 +137,8 @@ INDEXING = [
     sample(aten.scatter_add.default, F(5, 6), 1, I(5, 4, high=6), F(6, 4)),
     sample(aten.scatter_add.default, F(), 0, I(high=1), F()),
     sample(aten.scatter.value_reduce, F(5, 6), 0, I(3, 6, high=5), 2.0, reduce="multiply"),
+    sample(aten.segment_reduce.default, F(6, 4), "sum", lengths=torch.tensor([2, 1, 3])),
+    sample(aten._segment_reduce_backward.default, F(3, 4), F(3, 4), F(6, 4), "sum", lengths=torch.tensor([2, 1, 3])),
     sample(aten.scatter_reduce.two, F(5, 6), 1, I(5, 4, high=6), F(5, 4), "amax"),
     sample(aten.scatter_reduce.two, F(5, 6), 1, I(3, 4, high=6), F(4, 4), "mean", include_self=False, exact=False),
     sample(aten.index.Tensor, F(5, 4, 3), [I(6, high=5)]),

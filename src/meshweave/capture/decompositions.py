@@ -263,6 +263,7 @@ _FROM_TORCH = [
     aten.binary_cross_entropy_with_logits,
     aten.native_dropout,
     aten.native_dropout_backward,
+    aten.rrelu_with_noise_backward,
     aten.native_group_norm_backward,
     aten._fused_rms_norm,
     aten._fused_rms_norm_backward,

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from meshweave.capture.decompositions import decomposition_table
+from meshweave.capture.random_ops import RANDOM
 from meshweave.capture.record import Difference, Record, tensors_in
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
@@ -151,7 +152,7 @@ class GlobalRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        draw = _RANDOM.get(func)
+        draw = RANDOM.get(func)
         if draw is not None and kwargs.get("generator") is None:
             return draw(self, *args, **kwargs)
         if is_random(func) and not _is_silent_random(func, args):
@@ -159,7 +160,7 @@ class GlobalRandom(TorchDispatchMode):
                 f"{func} has no mesh-independent form",
                 where=user_line(),
                 got="a generator of its own" if draw is not None else "",
-                expected=", ".join(sorted(str(op) for op in _RANDOM)) + " with PyTorch's default generator",
+                expected=", ".join(sorted(str(op) for op in RANDOM)) + " with PyTorch's default generator",
                 hint="use one of these, or draw the values outside the model and pass them in the batch",
             )
         return self.run(func, args, kwargs)
@@ -172,31 +173,6 @@ class GlobalRandom(TorchDispatchMode):
 def _is_silent_random(func: Any, args: Any) -> bool:
     """Attention kernels are tagged random for their dropout, which is 0 when they get here."""
     return "attention" in str(func)
-
-
-def _like(options: dict[str, Any], x: Tensor | None = None) -> torch.dtype:
-    return options.get("dtype") or (x.dtype if x is not None else torch.get_default_dtype())
-
-
-def _dropout(mode: GlobalRandom, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
-    if train is False:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    keep = mode.chance(x.shape, 1 - p)
-    return x * keep * (0.0 if p == 1 else 1.0 / (1.0 - p)), keep
-
-
-_RANDOM: dict[Any, Callable[..., Any]] = {
-    aten.bernoulli_.float: lambda m, x, p=0.5, **_: x.copy_(m.chance(x.shape, p)),
-    aten.bernoulli.default: lambda m, x, **_: (m.uniform(x.shape) < x).to(x.dtype),
-    aten.bernoulli.p: lambda m, x, p=0.5, **_: m.chance(x.shape, p).to(x.dtype),
-    aten.native_dropout.default: _dropout,
-    aten.rand.default: lambda m, size, **o: m.uniform(size).to(_like(o)),
-    aten.rand_like.default: lambda m, x, **o: m.uniform(x.shape).to(_like(o, x)),
-    aten.randn.default: lambda m, size, **o: m.normal(size).to(_like(o)),
-    aten.randn_like.default: lambda m, x, **o: m.normal(x.shape).to(_like(o, x)),
-    aten.uniform_.default: lambda m, x, low=0.0, high=1.0, **_: x.copy_(m.uniform(x.shape) * (high - low) + low),
-    aten.normal_.default: lambda m, x, mean=0.0, std=1.0, **_: x.copy_(m.normal(x.shape) * std + mean),
-}
 
 
 class Provenance(GlobalRandom):

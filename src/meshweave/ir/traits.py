@@ -85,7 +85,7 @@ _WORK = {
         "embedding_dense_backward grid_sampler_2d_backward grid_sampler_3d_backward index_put masked_scatter "
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward scatter scatter_add scatter_reduce "
         "fractional_max_pool2d_backward fractional_max_pool3d_backward masked_scatter_backward index_reduce "
-        "_embedding_bag_dense_backward add_rows"
+        "_embedding_bag_dense_backward add_rows segment_reduce _segment_reduce_backward"
     ),
     "fill": "arange full zeros ones empty",
     "random": "uniform chance",

@@ -92,6 +92,15 @@ def _some_whole(node: fx.Node, whole: set[int], linear: tuple[Linear, ...]) -> R
     return build.rule(operands, [build.dims_from(s.shape, known) for s in result_specs(node)], linear)
 
 
+def _segments(node: fx.Node) -> Rule:
+    """Rows (dim 0) go by segments, whose lengths are data; what is beside them may be cut."""
+    return _some_whole(node, {0}, ())
+
+
+add(aten.segment_reduce.default, _segments)
+add(aten._segment_reduce_backward.default, _segments)
+
+
 def _rank(node: fx.Node) -> int:
     return len(spec_of(tensor_inputs(node)[0]).shape)
 
