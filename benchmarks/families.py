@@ -5,7 +5,7 @@
 
 A family is built from its own config with small sizes. It counts as buildable where eager PyTorch trains it on the
 batch that its kind takes. Mixtures of experts run on ep=2 as well. One process per family, forked from one that has
-imported everything; a family that takes longer than a limit counts as an error.
+imported everything; a family that takes longer than a limit is listed as late.
 """
 
 from __future__ import annotations
@@ -267,15 +267,15 @@ def judged(name: str, task: Task, mesh: str) -> list[tuple[str, str, str]]:
     while not results.empty():
         rows.append(results.get())
     if late or process.exitcode:
-        rows.append(
-            (mesh, "crash", f"longer than {SECONDS} s" if late else f"the process ended with {process.exitcode}")
-        )
+        text = f"longer than {SECONDS} s" if late else f"the process ended with {process.exitcode}"
+        rows.append((mesh, "late" if late else "crash", text))
     return rows
 
 
 def table(rows: list[tuple[str, str, str, str]]) -> str:
     counts = Counter(verdict for _, _, verdict, _ in rows if verdict != "not built")
     total = sum(counts.values())
+    left = len(families().keys() - {name for name, _, _, _ in rows})
     lines = [
         "# Families of transformers " + transformers.__version__,
         "",
@@ -283,13 +283,13 @@ def table(rows: list[tuple[str, str, str, str]]) -> str:
         f"The worst error of losses and parameters stands beside a pass, which is at most {TOLERANCE:g}.",
         "",
         f"**{counts['pass']} of {total} pass ({counts['pass'] / max(total, 1):.1%}), {counts['error']} end in a clear "
-        f"error, {counts['crash']} in another, {counts['wrong']} are wrong.** "
-        f"Not built tiny: {len({n for n, _, v, _ in rows if v == 'not built'})} types.",
+        f"error, {counts['crash']} in another, {counts['late']} took too long, {counts['wrong']} are wrong.** "
+        f"Not built tiny: {len({n for n, _, v, _ in rows if v == 'not built'})} types. Not run: {left} types.",
         "",
         "| family | mesh | verdict | detail |",
         "|---|---|---|---|",
     ]
-    order = ("wrong", "crash", "error", "pass", "not built")
+    order = ("wrong", "crash", "error", "late", "pass", "not built")
     for name, mesh, verdict, detail in sorted(rows, key=lambda row: (order.index(row[2]), row[0], row[1])):
         lines.append(f"| {name} | {mesh} | {verdict} | {detail.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
@@ -311,7 +311,7 @@ def main() -> int:
             print(f"{name:28} {mesh:10} {verdict:9} {detail}", flush=True)
         if given.output:
             given.output.write_text(table(rows))
-    return 1 if any(verdict in ("wrong", "crash") for _, _, verdict, _ in rows) else 0
+    return 1 if any(verdict in ("wrong", "crash", "late") for _, _, verdict, _ in rows) else 0
 
 
 if __name__ == "__main__":
