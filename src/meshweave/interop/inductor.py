@@ -28,6 +28,7 @@ from torch._inductor.utils import contains_wait as contains_wait
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
 GraphPass: Any = custom_graph_pass.CustomGraphPass
@@ -60,7 +61,8 @@ def compile_graph(
 
     Raises whatever Inductor raises, InvalidCxxCompiler where there is no compiler.
     """
-    with FakeTensorMode() as mode, torch.no_grad():
+    # Without an environment of shapes, even for shapes that are all numbers, Inductor keeps nothing on disk.
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
         inputs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]
         traced = make_fx(
             torch.func.functionalize(function, remove="mutations"),

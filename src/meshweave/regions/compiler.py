@@ -27,9 +27,9 @@ Compiled = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is c
 Functions = Mapping[int, RegionFunction]  # of one region, by device
 ValuesOf = Mapping[fx.Node, Values]
 
-# When `auto` tries a compiler at all: what it may save in so many steps against what it takes. Figures of 2 cores,
-# torch 2.13, 2026-11: a region of a 24.6M Llama compiles in 0.6 to 4 s; an op by itself costs 5 us of Python and
-# dispatch, and reads and writes memory at 10 GB/s in one thread.
+# When `auto` compiles a region: it may save more in so many steps than compiling takes. Figures of 2 cores, torch 2.13,
+# 2026-11: a region of a 24.6M Llama compiles in 0.6 to 4 s; an op by itself costs 5 us of Python, and reads
+# and writes memory at 10 GB/s in one thread.
 STEPS = 1000
 COMPILE_S = 2.0
 OP_S = 5e-6
@@ -100,15 +100,16 @@ class RegionCompiler:
         if self.backend == "eager":
             return plain
         held = {d: local_values(role, d) for d in devices}
+        values = held[devices[0]].values
         refused = {n for part in parts for n in part if is_random(n.target)}
         while True:
-            values = held[devices[0]].values
             steps = cut(parts, kept, values, lambda node: node not in refused)
             steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)
             regions = [step for part in steps for step in part if isinstance(step, Region)]
+            if too_small := self._too_small(role, regions, device):
+                refused.update(too_small)
+                continue
             functions = [{d: region_function(r, x.values, x.symbols, device) for d, x in held.items()} for r in regions]
-            if not self._may_pay(regions, functions, values):
-                return plain
             failed = [r for r, its in zip(regions, functions, strict=True) if not self._compiles(r, its)]
             if not self.any_rank(bool(failed)):
                 break
@@ -167,19 +168,24 @@ class RegionCompiler:
         written = tuple(place[region.written[n]] if n in region.written else -1 for n in region.outputs)
         return Runner(by_device, tuple(strides), written)
 
-    def _may_pay(self, regions: Sequence[Region], functions: Sequence[Functions], values: ValuesOf) -> bool:
-        """Whether regions may save in STEPS steps what compiling them takes: values that stay in registers, and ops
-        that nobody calls."""
-        if self.backend == "inductor":
-            return True
-        num_new = len({f.key for its in functions for f in its.values() if f.key not in self.compiled})
-        saved = sum(_saved_seconds(region, values) for region in regions) * STEPS
-        return self.any_rank(saved > num_new * COMPILE_S)
+    def _too_small(self, role: RankGraph, regions: Sequence[Region], device: torch.device) -> set[fx.Node]:
+        """The nodes of regions that may not save in STEPS steps what compiling them takes, all twins of one together:
+        values that stay in registers, and ops that nobody calls. Judged by the role's first device, so that all its
+        devices judge alike."""
+        if self.backend == "inductor" or not regions:
+            return set()
+        first = local_values(role)
+        keys = [region_function(region, first.values, first.symbols, device).key for region in regions]
+        saved = dict.fromkeys(keys, 0.0)
+        for key, region in zip(keys, regions, strict=True):
+            saved[key] += _saved_seconds(region, first.values) * STEPS
+        pairs = zip(keys, regions, strict=True)
+        return {node for key, region in pairs if saved[key] <= COMPILE_S for node in region.nodes}
 
     def _pays(self, functions: Sequence[Functions]) -> bool:
         """Whether compiled regions are faster than ops one by one, measured on operands of their forms, all together:
         a step's worth of both."""
-        if self.backend == "inductor":
+        if self.backend == "inductor" or not functions:
             return True
         counts = Counter(f.key for its in functions for f in its.values())
         gained = 0.0
