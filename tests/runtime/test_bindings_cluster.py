@@ -15,7 +15,6 @@ from tests.training import assert_tensors, mse
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import AveragedModel
 
 import meshweave as mw
@@ -78,8 +77,18 @@ def job_script(pipe: Connection, mesh: str) -> dict[str, Any]:
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == identities
     assert [id(p) for p in model.parameters()] == identities
     assert model.again.weight is model.middle.weight
-    with torch.no_grad(), implicit_replication():
-        torch.testing.assert_close(full(model.eval()(DATA[0]["x"])), twin.eval()(DATA[0]["x"]), rtol=1e-4, atol=1e-5)
+    for each in (model, twin):
+        each.zero_grad()
+        mse(each.eval()(DATA[0]["x"]), DATA[0]).backward()  # on plain tensors, gradients where the parameters are
+    assert [type(p.grad) for p in model.parameters()] == [type(p.data) for p in model.parameters()]
+    grads = [{n: full(p.grad) for n, p in each.named_parameters()} for each in (model, twin)]
+    assert_tensors(*grads, 1e-4)
+    for each in (model, twin):
+        each.zero_grad()
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            each(torch.ones(3, 99))
+    with torch.no_grad():
+        torch.testing.assert_close(model(DATA[0]["x"]), twin(DATA[0]["x"]), rtol=1e-4, atol=1e-5)
     options = StateDictOptions(full_state_dict=True)
     saved = get_model_state_dict(model, options=options)
     assert_tensors({k: v.clone() for k, v in saved.items()}, dict(twin.state_dict()), 1e-4)

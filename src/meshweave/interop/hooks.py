@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
@@ -32,6 +32,11 @@ def hooks_of_all_modules() -> list[Mapping[Any, Any]]:
         modules._global_backward_pre_hooks,
         modules._global_backward_hooks,
     ]
+
+
+def has_forward_hook(module: nn.Module, hook: Any) -> bool:
+    """Whether a function is registered to run before the module's forward."""
+    return hook in module._forward_pre_hooks.values()
 
 
 def tensor_hooks(tensor: Tensor) -> list[str]:

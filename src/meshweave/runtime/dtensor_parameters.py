@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.interop.dtensor import local_tensor, set_local_tensor
+from meshweave.interop.hooks import has_forward_hook
 from meshweave.interop.modules import own_parameters
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
@@ -51,6 +52,41 @@ def replace_parameters(
         group["params"] = [replaced.get(p, p) for p in group["params"]]
     for p in [p for p in optimizer.state if p in replaced]:
         optimizer.state[replaced[p]] = optimizer.state.pop(p)
+
+
+def gather_in_forward(model: nn.Module) -> None:
+    """Let `model(x)` run on plain tensors: each module has its own sharded parameters whole while its forward runs, as
+    after `fully_shard`. All ranks call it; gradients arrive at the DTensors."""
+    for module in model.modules():
+        has_shards = any(isinstance(p, DTensor) for p in own_parameters(module).values())
+        if has_shards and not has_forward_hook(module, _gather):
+            module.register_forward_pre_hook(_gather)
+            module.register_forward_hook(_let_go, always_call=True)
+
+
+_SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, and how often it is entered
+
+
+def _gather(module: nn.Module, args: Any) -> None:
+    entered = module.__dict__.get(_SHARDS)
+    if entered is not None:
+        entered[1] += 1
+        return
+    own: dict[str, Any] = own_parameters(module)
+    shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
+    if shards:  # not while a step is captured, which runs on other tensors
+        module.__dict__[_SHARDS] = [shards, 1]
+        own.update({name: p.full_tensor() for name, p in shards.items()})
+
+
+def _let_go(module: nn.Module, args: Any, outputs: Any) -> None:
+    entered = module.__dict__.get(_SHARDS)
+    if entered is None:
+        return
+    entered[1] -= 1
+    if not entered[1]:
+        own_parameters(module).update(entered[0])
+        del module.__dict__[_SHARDS]
 
 
 def piece_of(tensor: Tensor) -> Tensor:
