@@ -34,6 +34,8 @@ REFUSED = {
     "equal": DATA,
     "istft": STRIDES,
     "item": CONTROL,
+    "linalg.lstsq": DATA,
+    "linalg.lstsq.grad_oriented": DATA,
     "masked_select": DATA,
     "multinomial": "aten.multinomial.default has no mesh-independent form",
     "nn.functional.ctc_loss": DATA,  # lengths of sequences as tensors: as lists of numbers it runs
