@@ -54,6 +54,16 @@ def test_pieces_of_several_sizes_are_gathered_and_it_says_so() -> None:
     ] * 2
 
 
+def test_what_is_recomputed_goes_round_again() -> None:
+    """The attention that backward repeats, and that of the gradients, read one gather: both become rings."""
+    made = plain(Shape(layers=2))
+    error, step = difference(made, "cp=2", torch.float64, plan="cp:cp:ring", recompute="full")
+    assert error < EXACT
+    (report,) = step.program.optimized.reports["ring"]
+    assert [row.is_taken for row in report.rows] == [True] * 6
+    assert permutes(step, "backward") == 2 * (1 + 2)
+
+
 def simulated_peak(attention: str, num_devices: int) -> float:
     """Bytes at the peak of a step whose sequence is all there is."""
     model, batch, _ = plain(Shape(tokens=1 << 17, key_heads=1, heads=2, size=32))

@@ -7,11 +7,12 @@ from typing import get_args
 import pytest
 import torch
 from tests.models import hugging_face
+from tests.sequences import Shape, plain
 from torch import nn
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.work import Matmul, Memory
+from meshweave.hardware.work import Attention, Matmul, Memory
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
@@ -165,3 +166,17 @@ def test_equal_ops_are_one_when_compiled() -> None:
     local: Local = local_values(rank)
     assert names(kernels_of(rank, local, "ops")[0], "forward").count("exp") == 2
     assert names(kernels_of(rank, local, "compiled")[0], "forward").count("exp") == 1
+
+
+@pytest.mark.parametrize("attention", ["gather", "ring"])
+def test_attention_of_a_piece_is_priced_by_what_its_queries_see(attention: str) -> None:
+    """On the device with most work, the last: all keys before its own, and a triangle."""
+    model, batch, _ = plain(Shape(tokens=64, heads=2, key_heads=1))
+    step = mw.compile(model, loss=lambda out, _: (out**2).mean(), example=batch, mesh="cp=4", plan=f"cp:cp:{attention}")
+    role = step.program.roles[0]
+    listed, _ = kernels_of(role, local_values(role, role.devices[0]), "ops")
+    works = [w for kernel in listed for w in kernel.works if isinstance(w, Attention)]
+    forward = [w for w in works if not w.is_backward]
+    pairs = sum(w.queries * w.keys * (0.5 if w.is_causal else 1) for w in forward)
+    assert pairs == 16 * 48 + 16 * 16 / 2
+    assert sum(w.flops for w in works) == pytest.approx(pairs * 2 * 2 * 8 * 2 * (2 + 5))

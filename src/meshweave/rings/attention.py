@@ -126,7 +126,7 @@ def _gathered(node: fx.Node, x: fx.Node) -> _Gathered | None:
         raise _Left("its pieces of the sequence are of several sizes: the group does not divide it")
     if list(join.args[2]) != sorted(join.args[2]):  # type: ignore[arg-type,type-var]
         raise _Left("its pieces are in another order than the devices of the group")
-    if set(join.users) != {node} or set(wait.users) != {join}:
+    if any(user.target not in ATTENTION for user in join.users) or set(wait.users) != {join}:
         raise _Left("its gathered keys or values have other readers")
     start = wait.args[0]
     piece = start.args[0]

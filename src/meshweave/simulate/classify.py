@@ -15,6 +15,7 @@ from meshweave.hardware.work import Attention, Matmul, Memory, Work
 from meshweave.interop.ops import arguments_of, is_operator
 from meshweave.ir import local_ops
 from meshweave.ir.graph import argument, op_name, origin_of
+from meshweave.ir.rank import linear
 from meshweave.ir.traits import base_name, inner_target, work_kind
 from meshweave.ir.values import Value
 
@@ -225,9 +226,33 @@ def _attention(node: fx.Node, operands: Operands, results: Operands) -> tuple[Wo
     if len(q.shape) < 3:
         return (memory_work("pointwise", operands, results, 1),)
     names = [a.name for a in arguments_of(target)] if is_operator(target) else []
-    is_causal = "is_causal" in names and bool(_argument(node, names.index("is_causal")))
+    given = {name: _argument(node, i) for i, name in enumerate(names) if i < len(node.args)}
     heads, (queries, dim), keys = prod(q.shape[:-2]), q.shape[-2:], k.shape[-2]
-    return (Attention(heads, queries, keys, dim, is_causal, is_backward, q.dtype, _total(operands, results)),)
+    blocks = _blocks(given, queries, keys)
+    total, pairs = _total(operands, results), sum(n for n, _ in blocks) or 1
+    return tuple(
+        Attention(heads, queries, n, dim, is_causal, is_backward, q.dtype, total * n // pairs)
+        for n, is_causal in blocks
+    )
+
+
+def _blocks(given: Mapping[str, Any], queries: int, keys: int) -> list[tuple[int, bool]]:
+    """Keys that all queries of the device with most work meet, and whether under a triangle.
+
+    Where queries are cut under a causal mask that is the last device: its queries see all keys before them, and each
+    other up to themselves. Of a ring a piece of keys that is not its own is seen whole by some device in every step.
+    """
+    first_query, first_key = (given.get(name, 0) for name in ("first_query", "first_key"))
+    if not given.get("is_causal", False):
+        return [(keys, False)]
+    if given.get("is_part", False):
+        if isinstance(first_key, fx.Node) and first_key.target is linear:
+            number: Any = first_key.args[1]
+            first_key = number[0]
+        return [(keys, bool(isinstance(first_key, fx.Node) and first_key.args[-1] == 0))]
+    if isinstance(first_query, fx.Node) and keys > queries:
+        return [(keys - queries, False), (queries, True)]
+    return [(keys, True)]
 
 
 _MATMULS: Mapping[str, Priced] = {

@@ -18,7 +18,7 @@ from meshweave.ir.collectives import ALL_GATHER, WAIT
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local
-from meshweave.simulate.classify import kind_of
+from meshweave.simulate.classify import known_kind
 from meshweave.simulate.kernels import Fusion, Kernel, is_in_block
 
 
@@ -88,9 +88,11 @@ class Narrow:
             seen.add(node)
             if node.op != "call_function":
                 return set()
-            is_view = node.target is WAIT or any(x.storage in storages for x in self.local.values[node])
-            kind = "strided" if is_view else kind_of(node)
-            if kind == "strided":  # a view or a copy of the same elements
+            is_view = node.target in (WAIT, ALL_GATHER.op) or any(
+                x.storage in storages for x in self.local.values[node]
+            )
+            kind = "strided" if is_view else known_kind(node)
+            if kind == "strided":  # a view or a copy of the same elements, or a gather of what has been gathered
                 storages |= {x.storage for x in self.local.values[node]}
                 waiting += node.users
             elif kind == "matmul":
