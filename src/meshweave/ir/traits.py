@@ -47,7 +47,7 @@ _WORK = {
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
         "leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
         "rows_piece round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin pin clone "
-        "add mul sub div"
+        "add mul sub div enter_rows leave_rows"
     ),
     "reduction": (
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
