@@ -178,6 +178,7 @@ def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
     """Compile without a profile five times: measured, kept, damaged, on another link, and not to be measured."""
+    torch.set_default_dtype(torch.float64)  # which scripts set, and what is measured is float32 all the same
     os.environ["MESHWEAVE_CACHE"] = directory
     automatic.BRIEF, automatic._MOST_DRIFT = SHORT, 1e3  # type: ignore[misc]
     is_first = dist.get_rank() == 0

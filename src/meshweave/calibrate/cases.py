@@ -38,7 +38,7 @@ class Pool:
         if tensor is None:
             random = torch.Generator(self.device).manual_seed(0)
             count = self.num_bytes // dtype.itemsize
-            wide = torch.rand(min(count, _MIB), generator=random, device=self.device) + 0.5
+            wide = torch.rand(min(count, _MIB), generator=random, dtype=torch.float32, device=self.device) + 0.5
             tensor = self._made[dtype] = wide.to(dtype).repeat(-(-count // len(wide)))
         assert size <= len(tensor), "the pool is too small"
         start = self._at if self._at + size <= len(tensor) else 0

@@ -89,7 +89,7 @@ class Links:
             return self._message(place, op, local_bytes)
         group = self.communicator.group(place.axes, place.mesh)
         rows = max(1, local_bytes // 4 // _WIDTH // place.size) * place.size
-        operand = torch.ones((rows, _WIDTH), device=self.device)
+        operand = torch.ones((rows, _WIDTH), dtype=torch.float32, device=self.device)
         target, arguments = _COLLECTIVES[op]
         args = arguments(rows, place.size)
         return lambda: self.communicator.collect(target, group, operand, args)
@@ -108,7 +108,11 @@ class Links:
             transfer_entry = Transfer(source, target, Spec((count * len(members),), torch.float32))
         if self.rank not in (*transfer_entry.source.mesh.devices, *transfer_entry.target.mesh.devices):
             return lambda: None
-        operand = torch.ones(count, device=self.device) if self.rank in transfer_entry.source.mesh else None
+        operand = (
+            torch.ones(count, dtype=torch.float32, device=self.device)
+            if self.rank in transfer_entry.source.mesh
+            else None
+        )
         return lambda: self.communicator.transfer(transfer_entry, operand, 0)
 
     def wait(self, started: Any) -> Tensor | None:
