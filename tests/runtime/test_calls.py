@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,7 +16,7 @@ from tests.training import mse
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.errors import StepError
+from meshweave.errors import MeshweaveError
 from meshweave.runtime.calls import KEPT, Posted, failure_of
 from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.rows import ALWAYS_FIRST
@@ -81,20 +82,43 @@ def two_models(step: mw.TrainStep, rank: int) -> None:
     (step if rank else other)(rows(8))
 
 
+def forward_alone(step: mw.TrainStep, rank: int) -> None:
+    if rank == 1:
+        step.model(rows(8)["input"])
+    step(rows(8))
+
+
+def layer_alone(step: mw.TrainStep, rank: int) -> None:
+    model = copy.deepcopy(step.model)
+    if rank == 1:
+        model[0](rows(8)["input"])
+    step(rows(8))
+
+
+def compile_alone(step: mw.TrainStep, rank: int) -> None:
+    if rank == 1:
+        made("dp=2")
+    step(rows(8))
+
+
 # By name the mesh, what ranks do, and what the error says.
 SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, ...]]] = {
-    "evaluate": ("dp=2", evaluate_alone, ("call 2", "rank 0: evaluate", "rank 1: step", "under `if rank == 0`")),
-    "twice": ("fsdp=2", evaluate_twice, ("call 3", "rank 0: evaluate", "rank 1: step")),
-    "save": ("dp=2", save_alone, ("call 2", "rank 0: step", "rank 1: save")),
-    "parameters": ("fsdp=2", parameters_alone, ("call 2", "rank 0: parameters", "rank 1: step")),
-    "skip": ("dp=2", skip_a_step, ("call 4", "rank 0: step", "rank 1: save")),
-    "size": ("dp=2", another_size, ("call 18", "rank 0: step (input [4, 4]", "rank 1: step (input [8, 4]")),
+    "evaluate": ("dp=2", evaluate_alone, ("call 3", "rank 0: evaluate", "rank 1: step", "under `if rank == 0`")),
+    "twice": ("fsdp=2", evaluate_twice, ("call 4", "rank 0: evaluate", "rank 1: step")),
+    "save": ("dp=2", save_alone, ("call 3", "rank 0: step", "rank 1: save")),
+    "parameters": ("fsdp=2", parameters_alone, ("call 3", "rank 0: parameters", "rank 1: step")),
+    "skip": ("dp=2", skip_a_step, ("call 5", "rank 0: step", "rank 1: save")),
+    "size": ("dp=2", another_size, ("call 19", "rank 0: step (input [4, 4]", "rank 1: step (input [8, 4]")),
     "leave": (
         "dp=2",
         leave_early,
-        ("has ended its script", "call 4", "never, its script has ended after call 3 (step"),
+        ("has ended its script", "call 5", "never, its script has ended after call 4 (step"),
     ),
-    "models": ("dp=2", two_models, ("call 2", "rank 0: step of model 2", "rank 1: step")),
+    "forward": ("fsdp=2", forward_alone, ("call 3", "rank 0: step", "rank 1: forward of Sequential")),
+    "layer": ("fsdp=2", layer_alone, ("call 3", "rank 0: step", "rank 1: forward of Linear")),
+    "compile": ("dp=2", compile_alone, ("call 3", "rank 0: step", "rank 1: mw.compile")),
+    "compile first": ("dp=2", lambda step, rank: compile_alone(step, 1 - rank), ("rank 0: mw.compile", "rank 1: step")),
+    "models": ("dp=2", two_models, ("call 4", "rank 0: step of model 2", "rank 1: step")),
 }
 
 
@@ -105,7 +129,7 @@ def job(pipe: Connection, name: str) -> dict[str, Any]:
     began = time.monotonic()
     try:
         does(step, rank)
-    except StepError as error:
+    except MeshweaveError as error:
         return {"text": str(error), "seconds": time.monotonic() - began}
     return {"text": "none"}
 

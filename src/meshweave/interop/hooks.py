@@ -34,9 +34,9 @@ def hooks_of_all_modules() -> list[Mapping[Any, Any]]:
     ]
 
 
-def has_forward_hook(module: nn.Module, hook: Any) -> bool:
-    """Whether a function is registered to run before the module's forward."""
-    return hook in module._forward_pre_hooks.values()
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """What runs before the module's forward, in order."""
+    return list(module._forward_pre_hooks.values())
 
 
 def tensor_hooks(tensor: Tensor) -> list[str]:

@@ -119,7 +119,7 @@ class Bindings:
             if own is not known[item.name]:
                 replaced[known[item.name]] = own
         made.replace_parameters(model, optimizer, replaced)
-        made.gather_in_forward(model)
+        made.gather_in_forward(model, self.world)
         made.accept_full_tensors(model, {item.name: layout for item, layout in chosen})
 
     def form_of(self, item: Input, layout: Layout, as_dtensor: bool = False) -> Form:

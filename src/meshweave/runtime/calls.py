@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -26,7 +26,8 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two looks at the
 _HINTS = {
     True: "let all ranks leave the loop together: share the decision (torch.distributed.broadcast, all_reduce), give "
     "every rank as many batches (drop_last=True), and call save, evaluate and the like on every rank",
-    False: "step, evaluate, forward_only, save, load and parameters communicate: call them on every rank, in the same "
+    False: "mw.compile, step, evaluate, forward_only, save, load, parameters and, with sharded parameters, model(x) "
+    "communicate: call them on every rank, in the same "
     "order, not under `if rank == 0`; print and write files there",
 }
 
@@ -71,12 +72,24 @@ def _text(call: Any) -> str:
     return f"{name} ({', '.join(f'{key} {list(shape)}' for key, shape in detail)})" if detail else str(name)
 
 
+class Health(Protocol):
+    """What sees failures of other ranks: a `Watch`."""
+
+    @property
+    def has_failed(self) -> bool: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Calls:
     """The calls of this process. `now` is replaced by each, so that another thread reads it whole."""
 
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self.store, self.rank, self.num_ranks = store, rank, num_ranks
         self.now = Posted()
+        self.watches: list[Health] = []  # those of the worlds that are open
         self._before: tuple[str, Any] = ("", ())
         self._met = ""
 
@@ -86,13 +99,39 @@ class Calls:
         itself compares those first, so that another detail alone needs no meeting. `check` raises once a rank has
         failed."""
         is_like_the_last = self._before == (name, detail) or (is_compared and self._before[0] == name)
-        self._before = (name, detail)
         shown = (name, () if is_compared else detail)
+        with self._posted(name, detail, shown) as num:
+            if not is_like_the_last:
+                self._meet(f"{num}/{_text(shown)}", check)
+            yield
+
+    @contextmanager
+    def exchange(self, name: str) -> Iterator[Callable[[], None]]:
+        """A call in which ranks meet through the store alone (`runtime/consensus.py`), however long one of them takes:
+        it has no meeting of its own. Gives what raises, while they wait, once a rank is seen to have failed, or to be
+        in another call, by a world that is sound now. Inside another call it is part of that. Worlds that are made in
+        it end with its failure."""
+        before = tuple(self.watches)
+        sound = [watch for watch in before if not watch.has_failed]
+
+        def check() -> None:
+            for watch in sound:
+                watch.check()
+
+        try:
+            with nullcontext() if self.now.is_inside else self._posted(name, (), (name, ())):
+                yield check
+        except BaseException:
+            for watch in [watch for watch in self.watches if watch not in before]:
+                watch.close()
+            raise
+
+    @contextmanager
+    def _posted(self, name: str, detail: Any, shown: Any) -> Iterator[int]:
+        self._before = (name, detail)
         now = self.now = Posted(self.now.num + 1, True, (*self.now.calls[1 - KEPT :], shown))
         try:
-            if not is_like_the_last:
-                self._meet(f"{now.num}/{_text(shown)}", check)
-            yield
+            yield now.num
         finally:
             self.now = Posted(now.num, False, now.calls)
 

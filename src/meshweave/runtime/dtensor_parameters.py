@@ -3,19 +3,24 @@ DTensor takes long to import."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshweave.errors import MeshweaveError
 from meshweave.interop.dtensor import local_tensor, set_local_tensor
-from meshweave.interop.hooks import has_forward_hook
+from meshweave.interop.hooks import forward_pre_hooks
 from meshweave.interop.modules import own_parameters
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
+from meshweave.runtime.world import World
 
 
 def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> Tensor:
@@ -54,32 +59,102 @@ def replace_parameters(
         optimizer.state[replaced[p]] = optimizer.state.pop(p)
 
 
-def gather_in_forward(model: nn.Module) -> None:
+def gather_in_forward(model: nn.Module, world: World) -> None:
     """Let `model(x)` run on plain tensors: each module has its own sharded parameters whole while its forward runs, as
-    after `fully_shard`. All ranks call it; gradients arrive at the DTensors."""
-    for module in model.modules():
-        has_shards = any(isinstance(p, DTensor) for p in own_parameters(module).values())
-        if has_shards and not has_forward_hook(module, _gather):
-            module.register_forward_pre_hook(_gather)
-            module.register_forward_hook(_let_go, always_call=True)
+    after `fully_shard`. Gradients arrive at the DTensors.
+
+    The outermost forward is a call of `world`, which all ranks make: on one rank alone it is an error on every rank. A
+    model that has been here before goes on with the new world.
+    """
+    modules = [m for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters())]
+    known = next((hooks for module in modules for hooks in _hooks_of(module)), None)
+    hooks = known or ForwardHooks(world)
+    hooks.world = world
+    for module in modules:
+        if not _hooks_of(module):
+            module.register_forward_pre_hook(hooks.enter)
+            module.register_forward_hook(hooks.leave, always_call=True)
+
+
+@dataclass(slots=True)
+class _Forward:
+    """The outermost forward that runs, how often its module is entered, and the exception handled when it began."""
+
+    module: nn.Module
+    call: AbstractContextManager[None]
+    handled: BaseException | None
+    num_entered: int = 1
+
+
+class ForwardHooks:
+    """What runs before and after the forward of each module of a model. A copy of the model has the same hooks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._forward: _Forward | None = None
+
+    def __deepcopy__(self, memo: Any) -> ForwardHooks:
+        return self
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        forward = self._forward
+        if forward is not None:
+            forward.num_entered += module is forward.module
+        elif any(_is_sharded(p) for p in module.parameters()):  # not while a step is captured: on other tensors
+            call = self.world.call(f"forward of {type(module).__name__}")
+            call.__enter__()
+            self._forward = _Forward(module, call, sys.exception())
+        _gather(module)
+
+    def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Torch calls it after a failure, too, and raises what failed whatever is raised here."""
+        _let_go(module)
+        forward = self._forward
+        if forward is None or module is not forward.module:
+            return
+        forward.num_entered -= 1
+        if forward.num_entered:
+            return
+        self._forward = None
+        error = sys.exception()
+        if error is None or error is forward.handled:
+            forward.call.__exit__(None, None, None)
+            return
+        try:
+            forward.call.__exit__(type(error), error, error.__traceback__)
+        except MeshweaveError as first:
+            if first is not error:
+                error.add_note(str(first))
+        except Exception as raised:
+            if raised is not error:
+                raise
+
+
+def _hooks_of(module: nn.Module) -> list[ForwardHooks]:
+    owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
+    return [owner for owner in owners if isinstance(owner, ForwardHooks)]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and not all(at.is_replicate() for at in tensor.placements)
 
 
 _SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, and how often it is entered
 
 
-def _gather(module: nn.Module, args: Any) -> None:
+def _gather(module: nn.Module) -> None:
     entered = module.__dict__.get(_SHARDS)
     if entered is not None:
         entered[1] += 1
         return
     own: dict[str, Any] = own_parameters(module)
     shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
-    if shards:  # not while a step is captured, which runs on other tensors
+    if shards:
         module.__dict__[_SHARDS] = [shards, 1]
         own.update({name: p.full_tensor() for name, p in shards.items()})
 
 
-def _let_go(module: nn.Module, args: Any, outputs: Any) -> None:
+def _let_go(module: nn.Module) -> None:
     entered = module.__dict__.get(_SHARDS)
     if entered is None:
         return

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshweave.errors import MeshError, MeshweaveError
+from meshweave.runtime.calls import calls_of_job
 from meshweave.runtime.cluster import init_from_env, shutdown
 from meshweave.runtime.consensus import Exchange, named, ranks_of_job
 
@@ -99,7 +100,8 @@ def _raise_difference(topic: str, others: Sequence[int], said: Mapping[int, str]
 @contextmanager
 def together(device: torch.device | str | None = None) -> Iterator[Ranks]:
     """A block that every rank of the job runs through, or none: a failure on one is an error on all when they next
-    meet, at the end of the block at the latest.
+    meet, at the end of the block at the latest. A rank that is in another call meanwhile is an error on all within
+    seconds, where a step was compiled before.
 
     Joins the job that torchrun describes where this process has not done so.
     """
@@ -109,16 +111,17 @@ def together(device: torch.device | str | None = None) -> Iterator[Ranks]:
         yield Ranks()
         return
     store, rank, members = job
-    ranks = Ranks(Exchange(store, rank, members, purpose="compile"))
-    assert ranks.exchange is not None
-    try:
-        yield ranks
-        ranks.meet()
-    except BaseException as error:
-        if error is not ranks.ended:
-            with suppress(RuntimeError):  # the store is gone: the others learn it from that
-                ranks.exchange.leave(error)
-        raise
+    with calls_of_job().exchange("mw.compile") as check:
+        exchange = Exchange(store, rank, members, purpose="compile", check=check)
+        ranks = Ranks(exchange)
+        try:
+            yield ranks
+            ranks.meet()
+        except BaseException as error:
+            if error is not ranks.ended:
+                with suppress(RuntimeError):  # the store is gone: the others learn it from that
+                    exchange.leave(error)
+            raise
 
 
 def join(device: torch.device | str | None) -> None:

@@ -55,6 +55,7 @@ class Watch:
         self._post(calls.now)
         self._thread = threading.Thread(target=self._run, name="meshweave-watch", daemon=True)
         self._thread.start()
+        calls.watches.append(self)
         atexit.register(self.close, LINGER)
 
     # what happened
@@ -137,6 +138,7 @@ class Watch:
         if self._stop.is_set():
             return
         atexit.unregister(self.close)
+        self.calls.watches.remove(self)
         with suppress(RuntimeError):  # the store ended before us
             self._has_ended = linger > 0
             self._post(self._mine)
