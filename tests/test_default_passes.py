@@ -44,7 +44,7 @@ def job_default(pipe: Connection, mesh: str) -> dict[str, Any]:
     fast, plain = compiled(mesh, profile=PROFILE), compiled(mesh, profile=PROFILE, passes="none")
     exact = compiled(mesh, profile=PROFILE, passes="exact")
     losses = {name: [float(step(batch())) for _ in range(3)] for name, step in (("fast", fast), ("plain", plain))}
-    losses["exact"] = [exact(batch()) for _ in range(3)]
+    losses["exact"] = [float(exact(batch())) for _ in range(3)]
     lacking = replace(mw.load_profile(PROFILE), version="0", peak=(("float32", 1e11),))
     unpriced = compiled(mesh, torch.float64, profile=lacking)
     shutdown(fast.session.world)

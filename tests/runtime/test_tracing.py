@@ -280,7 +280,7 @@ def test_all_ranks_get_the_whole_picture(start: Callable[..., Job], mesh: str) -
     step, data = compiled(mesh)
     local = traced(step, data[1])
     step_loss = step(data[2])
-    assert loss == pytest.approx(step_loss, rel=1e-6)
+    assert loss == pytest.approx(step_loss.item(), rel=1e-6)
     assert found.source == "measured"
     assert len(found.roles) == len(local.roles)
     compute = [sorted(s.name for s in one.spans if s.kind == "compute") for one in (found, local)]

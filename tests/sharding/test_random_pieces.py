@@ -91,7 +91,7 @@ def test_what_is_computed_from_random_numbers_is_computed_on_pieces_and_kept_for
     ]  # fmt: skip
     for batch in data:
         found, expected = (step(batch) for step in steps)
-        assert found == pytest.approx(expected, rel=1e-6)
+        assert found == pytest.approx(expected.item(), rel=1e-6)
         gradients = [step.gradients() for step in steps]
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
     assert moved_random(steps[0]) == []

@@ -301,7 +301,9 @@ def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
 
 _DYNAMIC = (
     "the shape of a result depends on data",
-    "use fixed shapes and masks (no nonzero, unique or boolean indexing)",
+    "use fixed shapes and masks (no nonzero, unique or boolean indexing). Experts that loop over the tokens they get: "
+    'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in a model of your own, '
+    "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
 )
 # Part of an error's name and message -> what is wrong, and what to do; the last row fits every error.
 _FAILURES = (

@@ -128,23 +128,24 @@ class _Arranger:
         while waiting:
             move = waiting.pop()
             if move.users and self.price_of(move) > _GAIN:
-                waiting += self._rise(move) or self._sink(move)
+                risen = self._rise(move)
+                waiting += self._sink(move) if risen is None else risen
 
-    def _rise(self, move: fx.Node) -> list[fx.Node]:
+    def _rise(self, move: fx.Node) -> list[fx.Node] | None:
         """Move an operand of the ops that made the value, the nearest that is cheaper to move, and do these ops again
-        where the value is wanted."""
+        where the value is wanted. The new move, if one is needed; None where nothing is cheaper."""
         again: list[tuple[fx.Node, Assignment]] = []
         value, wanted = _source(move), move.meta["layout"]
         while _is_light(value) and _phase(value) == _phase(move) and self._may_pass(value, move):
             option = _giving(value, wanted)
             if option is None:
-                return []
+                return None
             again.append((value, option))
             (value,), wanted = tensor_inputs(value), option.operands[0]
             if self.price(value.meta["layout"], wanted, spec_of(value)) <= self.price_of(move) - _GAIN:
                 break
         else:
-            return []
+            return None
         with self.graph.inserting_before(move):
             first = copy = self._new_move(value, wanted, move)
             for op, option in reversed(again):

@@ -192,8 +192,11 @@ class RegionCompiler:
         for key, function in {f.key: f for its in functions for f in its.values()}.items():
             compiled = self.compiled[key]
             assert compiled is not None
-            eager = _seconds(lambda operands, run=function: run(*operands), function)  # type: ignore[misc]
-            gained += counts[key] * (eager - _seconds(compiled, function))
+            try:
+                eager = _seconds(lambda operands, run=function: run(*operands), function)  # type: ignore[misc]
+                gained += counts[key] * (eager - _seconds(compiled, function))
+            except Exception as error:  # operands of ones that an op refuses: nothing is known of this region
+                self._note(f"a compiled region could not be measured ({type(error).__name__}: {error})")
         return self.any_rank(gained > 0)
 
 

@@ -66,21 +66,8 @@ class Session:
         """`share`: another session of the same model, whose state this one trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
         self.compiler: RegionCompiler = compiler_for(settings.backend, world) if share is None else share.compiler
-        kept = {
-            "loss",
-            "output",
-            "norm",
-            "buffer",
-            "param",
-            "state",
-            "carry",
-            *(("grad",) if settings.keep_gradients else ()),
-        }
-        self.ranks = self._compiled(kept, is_last=True)
-        self.executor = world.executor(self.roles, self.ranks, meter)
-        if settings.accumulate > 1:  # what is not the last microbatch has its own tasks, and leaves other values
-            early = self._compiled({"loss", "buffer", "acc"}, is_last=False)
-            self._early: Executor = world.executor(self.roles, early, meter)
+        self._has_regions = False
+        self._build(meter)
         self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
         self.bindings: Bindings = Bindings(world) if share is None else share.bindings
         if share is not None:
@@ -94,13 +81,31 @@ class Session:
         self._between: list[dict[Key, Tensor]] = []  # what a microbatch leaves to the next one
         self._losses: list[Fetched] = []
 
+    def _build(self, meter: Meter | None) -> None:
+        """What each held device runs, and what runs it."""
+        kept = {"loss", "output", "norm", "buffer", "param", "state", "carry"}
+        kept |= {"grad"} if self.settings.keep_gradients else set()
+        self.ranks = self._compiled(kept, is_last=True)
+        self.executor = self.world.executor(self.roles, self.ranks, meter)
+        if self.settings.accumulate > 1:  # what is not the last microbatch has its own tasks, and leaves other values
+            early = self._compiled({"loss", "buffer", "acc"}, is_last=False)
+            self._early: Executor = self.world.executor(self.roles, early, meter)
+
+    def _compile_regions(self) -> None:
+        """Let compute run as compiled regions, from the first step on: until then a program may be there to be
+        simulated, on a machine that could not run it. All processes call it."""
+        if not self._has_regions and self.compiler.backend != "eager":
+            self._has_regions = True
+            self._build(self.executor.meter)
+
     def _compiled(self, kept: set[str], is_last: bool) -> tuple[Compiled, ...]:
         """What each held device runs, with outputs of the kinds `kept`."""
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
-                keep, fuse = partial(_is_kept, frozenset(kept)), fuse_for(self.compiler, rank, self.world)
+                keep = partial(_is_kept, frozenset(kept))
+                fuse = fuse_for(self.compiler, rank, self.world) if self._has_regions else None
                 compiled[id(rank)] = compile_tasks(rank, self.world.device, keep, is_last, fuse)
         return tuple(compiled[id(by_device[d])] for d in self.world.devices)
 
@@ -141,6 +146,7 @@ class Session:
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the whole picture."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
+        self._compile_regions()
         recorder = Recorder(clock, len(self.ranks))
         held_meter = self.executor.meter
         with self.world.guard():
@@ -167,6 +173,7 @@ class Session:
         self.progress.check("forward")
         self.state.check_usable()
         with self._attempt("forward"):
+            self._compile_regions()
             if not self.progress.num_done:
                 self.bindings.take_over(self.state)
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
@@ -214,6 +221,7 @@ class Session:
         self.state.check_usable()
         with self.world.guard():
             try:
+                self._compile_regions()
                 self.bindings.take_over(self.state)
                 self._between = [{} for _ in self.ranks]
                 self._envs = self._inputs(batch, self.state.num_steps, self.carries.ready(self.state))

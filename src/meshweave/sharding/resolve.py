@@ -147,15 +147,30 @@ def _hf_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
 def _experts(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     stacked = expert_parameters(model)
     if not stacked:
-        raise PlanError(
-            "the model has no experts to cut",
-            where=f"experts over {entry.axis}",
-            got=type(model).__name__,
-            expected="a Hugging Face model with an expert plan, or modules named experts with stacked parameters",
-            hint=f'name the parameters: mw.Plan({{"*.w1": "[{{{entry.axis}}}, {{}}, {{}}]"}})',
-        )
+        raise _no_experts(entry.axis, model)
     for name, where in stacked.items():
         resolved.shard(name, entry.axis, 0, where)
+
+
+def _no_experts(axis: str, model: nn.Module) -> PlanError:
+    """The error for a model without parameters that are stacked over experts."""
+    expected = "a Hugging Face model with an expert plan, or modules named experts with stacked parameters"
+    lists = [n for n, m in model.named_modules() if n.rpartition(".")[2] == "experts" and isinstance(m, nn.ModuleList)]
+    if lists:
+        return PlanError(
+            "the experts are modules of their own, not parameters stacked over experts",
+            where=f"{lists[0]}, experts over {axis}",
+            expected=expected,
+            hint="make each weight of all experts one parameter [experts, ...] (torch.stack; torch.bmm or "
+            "torch.nn.functional.grouped_mm instead of the loop), or leave them as they are under dp, fsdp or tp",
+        )
+    return PlanError(
+        "the model has no parameters that are known as stacked over experts",
+        where=f"experts over {axis}",
+        got=type(model).__name__,
+        expected=expected,
+        hint=f'parameters [experts, ...] of another name: mw.Plan({{"*.NAME": "[{{{axis}}}, {{}}, {{}}]"}})',
+    )
 
 
 def _auto_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
