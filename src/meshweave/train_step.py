@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -216,8 +217,9 @@ class TrainStep:
         """Compile again, for model and optimizer as they are now."""
         assert self.again is not None
         _LOG.warning("the step is compiled again: %s", why)
-        num_steps, renewed = self.num_steps, self.again()
+        num_steps, saves, renewed = self.num_steps, self.session.saves, self.again()
         self.__dict__.update(renewed.__dict__)
+        self.session.saves = saves
         self.session.state.num_steps = num_steps
 
     def _take_over(self) -> None:
@@ -281,8 +283,23 @@ class TrainStep:
 
     def save(self, path: str) -> None:
         """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
-        self.session.state.numbers = self.numbers.values() if self.numbers is not None else {}
+        self._take_numbers()
         self.session.save(path)
+
+    def async_save(self, path: str) -> Future[None]:
+        """`save` as `torch.distributed.checkpoint.async_save` does it: copies the state to CPU memory and returns; a
+        thread writes it and publishes it at `path` while steps go on. On a cluster all ranks call it.
+
+        The future is done when the checkpoint is at `path`: wait for it (`.result()`) before
+        `torch.distributed.destroy_process_group()`. The next `save`, `async_save` or `load` waits for it, and so does
+        the end of the program. An error of the thread is a CheckpointError; it is logged when it occurs, and raised
+        by `.result()` and by that next call.
+        """
+        self._take_numbers()
+        return self.session.async_save(path)
+
+    def _take_numbers(self) -> None:
+        self.session.state.numbers = self.numbers.values() if self.numbers is not None else {}
 
     def load(self, path: str) -> None:
         """Continue from a checkpoint of the same model, saved on any mesh. Nothing in it is unpickled as code."""

@@ -26,9 +26,9 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two looks at the
 _HINTS = {
     True: "let all ranks leave the loop together: share the decision (torch.distributed.broadcast, all_reduce), give "
     "every rank as many batches (drop_last=True), and call save, evaluate and the like on every rank",
-    False: "mw.compile, step, evaluate, forward_only, save, load, parameters and, with sharded parameters, model(x) "
-    "communicate: call them on every rank, in the same "
-    "order, not under `if rank == 0`; print and write files there",
+    False: "mw.compile, step, evaluate, forward_only, save, async_save, load, parameters and, with sharded parameters, "
+    "model(x) communicate: call them on every rank, in the same order, not under `if rank == 0`; print and write files "
+    "there",
 }
 
 

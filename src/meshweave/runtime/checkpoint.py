@@ -8,39 +8,35 @@ written beside its place and renamed when complete. Loading executes nothing tha
 from __future__ import annotations
 
 import difflib
-import json
+import logging
 import os
-import re
 import shutil
-import uuid
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshweave.errors import CheckpointError, MeshweaveError
 from meshweave.interop.checkpoints import PieceReader, StorageInfo
+from meshweave.runtime.checkpoint_files import NOT_WRITTEN, Info, finish, leftovers, prepare
+from meshweave.runtime.checkpoint_files import errors as file_errors
 from meshweave.runtime.checkpoint_tables import (
-    FORMAT_VERSION,
-    METADATA,
-    OUR_FILES,
-    TABLE,
     ShardedTensorView,
     check_cover,
     check_model,
@@ -49,10 +45,11 @@ from meshweave.runtime.checkpoint_tables import (
     read_table,
 )
 
-__all__ = ["Info", "ShardedTensorView", "load", "save"]
+__all__ = ["Info", "ShardedTensorView", "async_save", "load", "save"]
 
-Info = Mapping[str, int | str]
-_NOT_WRITTEN = "the checkpoint could not be written; what was at its path is untouched"
+_LOG = logging.getLogger("meshweave")
+
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # DCP warns of this; here it is ordinary
 T = TypeVar("T")
 
 
@@ -72,17 +69,61 @@ def save(
     Raises CheckpointError, on every process, when writing failed on one, when the pieces overlap or leave gaps, and
     when `path` holds anything but a checkpoint.
     """
-    target = Path(os.path.realpath(path))
-    first = not _is_distributed() or dist.get_rank(process_group) == 0
-    staged = _together(lambda: _prepare(target) if first else None, process_group)[0]
-    assert staged is not None
+    writer = _begin(path, info, process_group)
+    with writer.errors(), _alone_is_fine():
+        dcp_save(
+            dict(tensors),
+            storage_writer=writer,
+            planner=_SavePlanner(),
+            process_group=process_group,
+            no_dist=not _is_distributed(),
+        )
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, ShardedTensorView],
+    info: Info,
+    process_group: dist.ProcessGroup | None = None,
+) -> Future[None]:
+    """`save` whose files are written and published by a thread. Returns once the pieces are copied to CPU memory.
+
+    The thread communicates over `process_group`, a Gloo group that nothing else uses until the future is done. The
+    future's error is a CheckpointError, logged when it occurs. Raises CheckpointError, on every process, for a path
+    that holds anything but a checkpoint, and where the copies failed on one process.
+    """
+    copies: dict[str, ShardedTensorView] = {}
+    writer = _begin(
+        path, info, process_group, lambda: copies.update({name: view.copy() for name, view in tensors.items()})
+    )
+    if not _is_distributed():
+        warnings.filterwarnings("ignore", message=_ALONE)  # the thread must not change the filters for a while
+    with writer.errors():
+        upload = dcp_async_save(
+            copies,
+            storage_writer=writer,
+            planner=_SavePlanner(),
+            process_group=process_group,
+            no_dist=not _is_distributed(),
+        )
+    assert isinstance(upload, Future)
+    done: Future[None] = Future()
+    upload.add_done_callback(lambda upload: _settle(upload, writer, done))
+    return done
+
+
+def _settle(upload: Future[Any], writer: _PieceWriter, done: Future[None]) -> None:
+    """Complete `done` as `upload` is, with an error of ours."""
     try:
-        written = _write(staged, tensors, process_group)
-        _together(lambda: _finish(staged, target, written, info) if first else None, process_group)
-    except BaseException:
-        if first:
-            shutil.rmtree(staged, ignore_errors=True)
-        raise
+        with writer.errors():
+            upload.result()
+    except BaseException as error:
+        got = f"{type(error).__name__}: {error}"
+        ours = error if isinstance(error, MeshweaveError) else CheckpointError(NOT_WRITTEN, got=got)
+        _LOG.error("%s: an asynchronous save failed: %s", writer.target, ours)
+        done.set_exception(ours)
+    else:
+        done.set_result(None)
 
 
 def load(
@@ -110,6 +151,13 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ALONE)
+        yield
+
+
 def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """Do `work` on every process and return all results. Where it failed on one process, it fails on all."""
     if not _is_distributed():
@@ -128,29 +176,6 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]
         if message:
             raise CheckpointError(f"process {rank} failed: {message}")
     return [result for result, _ in outcomes]
-
-
-@contextmanager
-def _errors(what: str, path: Path) -> Iterator[None]:
-    """Turn what the file system and DCP raise into ours.
-
-    DCP raises a BaseException with the failures of all processes. Errors of ours among them, and Ctrl-C, come through.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            yield
-    except OSError as error:
-        raise CheckpointError(what, where=str(path), got=f"{type(error).__name__}: {error}") from error
-    except CheckpointException as failed:
-        causes = {rank: wrapped[0] for rank, wrapped in failed.failures.items()}
-        for cause in causes.values():
-            if isinstance(cause, MeshweaveError) or not isinstance(cause, Exception):
-                raise cause from failed
-        rank, cause = next(iter(causes.items()))
-        raise CheckpointError(
-            what, where=str(path), got=f"{type(cause).__name__} on process {rank}: {cause}"
-        ) from failed
 
 
 # Writing.
@@ -175,7 +200,26 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _PieceWriter(FileSystemWriter):
-    files: frozenset[str] = frozenset()  # that hold the pieces; the metadata that DCP returns does not always say
+    """Writes into `staged`, which the first process renames to `target` when all have written."""
+
+    def __init__(self, staged: Path, target: Path, info: Info, is_first: bool) -> None:
+        super().__init__(staged)
+        self.staged, self.target, self.info, self.is_first = staged, target, info, is_first
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """A block whose errors are ours and leave nothing in `staged`."""
+        try:
+            with file_errors(NOT_WRITTEN, self.target):
+                yield
+        except BaseException:
+            if self.is_first:
+                shutil.rmtree(self.staged, ignore_errors=True)
+            raise
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Called by `async_save` of DCP. The pieces are copies already."""
+        return state_dict
 
     def storage_meta(self) -> StorageMeta | None:
         # DCP would record the path, as a pickled object, and it is not the final path.
@@ -183,98 +227,26 @@ class _PieceWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on the first process, with what all have written."""
-        self.files = frozenset(entry.storage_data.relative_path for written in results for entry in written)
         super().finish(metadata, results)
+        files = frozenset(entry.storage_data.relative_path for written in results for entry in written)
+        finish(self.staged, self.target, files, self.info)
 
 
-def _leftovers(target: Path, kind: str) -> list[Path]:
-    """What unfinished saves left beside `target`, newest first; `kind` is tmp or old."""
-    pattern = re.compile(re.escape(target.name) + rf"\.{kind}-[0-9a-f]{{8}}")
-    leftovers = [p for p in target.parent.glob("*") if pattern.fullmatch(p.name)] if target.parent.is_dir() else []
-    return sorted(leftovers, key=lambda p: p.stat().st_mtime, reverse=True)
+def _begin(
+    path: str | os.PathLike[str], info: Info, group: dist.ProcessGroup | None, work: Callable[[], None] | None = None
+) -> _PieceWriter:
+    """Make the directory that is written into, and do `work`, on every process or none."""
+    target = Path(os.path.realpath(path))
+    is_first = not _is_distributed() or dist.get_rank(group) == 0
 
+    def begin() -> Path | None:
+        if work is not None:
+            work()
+        return prepare(target) if is_first else None
 
-def _beside(target: Path, kind: str) -> Path:
-    return target.with_name(f"{target.name}.{kind}-{uuid.uuid4().hex[:8]}")
-
-
-def _prepare(target: Path) -> Path:
-    if target.exists():
-        strange = [target] if not target.is_dir() else [p for p in target.iterdir() if not OUR_FILES.fullmatch(p.name)]
-        if strange:
-            raise CheckpointError(
-                "the path holds something that is not a checkpoint, and it will not be replaced",
-                where=str(target),
-                got=", ".join(p.name for p in strange[:3]),
-                hint="save to another path, or move these away",
-            )
-    staged = _beside(target, "tmp")
-    with _errors("the checkpoint's directory cannot be made", staged):
-        staged.mkdir(parents=True)
-    return staged
-
-
-def _write(staged: Path, tensors: Mapping[str, ShardedTensorView], group: dist.ProcessGroup | None) -> frozenset[str]:
-    """Write the pieces; returns the names of all files, on the first process."""
-    writer = _PieceWriter(staged)
-    with _errors(_NOT_WRITTEN, staged):
-        dcp_save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=_SavePlanner(),
-            process_group=group,
-            no_dist=not _is_distributed(),
-        )
-    return writer.files
-
-
-def _finish(staged: Path, target: Path, files: frozenset[str], info: Info) -> None:
-    absent = sorted(name for name in files if not (staged / name).is_file())
-    if absent:
-        raise CheckpointError(
-            "files of other processes are missing",
-            where=str(staged),
-            got=", ".join(absent[:3]),
-            hint="save to a file system that all processes share",
-        )
-    table = {
-        "format": "meshweave",
-        "version": FORMAT_VERSION,
-        "checksums": torch.serialization.get_crc32_options(),
-        "files": {name: (staged / name).stat().st_size for name in sorted({*files, METADATA})},
-        "info": dict(info),
-    }
-    with _errors(_NOT_WRITTEN, staged):
-        with open(staged / TABLE, "w", encoding="utf-8") as stream:
-            json.dump(table, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(staged)
-        _publish(staged, target)
-
-
-def _publish(staged: Path, target: Path) -> None:
-    replaced = _beside(target, "old")
-    try:
-        if target.exists():
-            target.rename(replaced)
-        staged.rename(target)
-    except BaseException:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        raise
-    _sync(target.parent)
-    for junk in (*_leftovers(target, "old"), *_leftovers(target, "tmp")):
-        shutil.rmtree(junk, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    """Make the names in `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    staged = _together(begin, group)[0]
+    assert staged is not None
+    return _PieceWriter(staged, target, info, is_first)
 
 
 # Reading.
@@ -346,20 +318,26 @@ class _LoadPlanner(LoadPlanner):
 
 def _load(target: Path, wanted: Mapping[str, ShardedTensorView]) -> dict[str, int | str]:
     path = _find(target)
-    with _errors("the checkpoint cannot be read", path):
+    with file_errors("the checkpoint cannot be read", path):
         table = read_table(path)
         metadata = read_metadata(path, table["files"])
         check_model(path, metadata, wanted)
         reader = _Reader(path, metadata, table["checksums"])
-        dcp_load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+        with _alone_is_fine():
+            dcp_load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     for view in wanted.values():
         view.repeat()
     return dict(table["info"])
 
 
 def _find(target: Path) -> Path:
-    path = target if target.exists() else next(iter(_leftovers(target, "old")), None)
+    path = target if target.exists() else next(iter(leftovers(target, "old")), None)
     if path is None:
         near = difflib.get_close_matches(target.name, [p.name for p in target.parent.glob("*")])
-        raise CheckpointError("there is no checkpoint at this path", where=str(target), expected=" or ".join(near))
+        raise CheckpointError(
+            "there is no checkpoint at this path",
+            where=str(target),
+            expected=" or ".join(near),
+            hint="a save to this path is not finished, or was killed" if leftovers(target, "tmp") else "",
+        )
     return path

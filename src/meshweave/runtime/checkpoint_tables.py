@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -69,6 +69,11 @@ class ShardedTensorView:
         for box, tensor in self.pieces:
             if box.num_elements and first[box] is not tensor:
                 tensor.detach().copy_(first[box])
+
+    def copy(self) -> ShardedTensorView:
+        """Its distinct pieces in CPU memory of their own."""
+        copies = ((box, tensor.detach().to("cpu", copy=True)) for box, tensor in self.distinct())
+        return replace(self, pieces=tuple(copies))
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         return [

@@ -156,6 +156,10 @@ class ClusterWorld:
         with self.guard(), self._calls.call(name + self._name, detail, is_compared, self._watch.check):
             yield
 
+    def check(self) -> None:
+        """Raise StepError once another rank has failed."""
+        self._watch.check()
+
     def has_whole(self, layout: Layout) -> bool:
         """Whether every process holds all of a value of this layout: putting it together communicates nothing."""
         return layout.mesh.covers(self.mesh.devices) and all(layout.mesh.size(a) == 1 for a in layout.sharded_axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from meshweave.runtime.fuse import compiler_for, fuse_for
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
+from meshweave.runtime.saves import Saves
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Update, nodes_of, outputs
@@ -70,6 +72,7 @@ class Session:
         self._build(meter)
         self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
         self.bindings: Bindings = Bindings(world) if share is None else share.bindings
+        self.saves: Saves = Saves() if share is None else share.saves
         if share is not None:
             self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
@@ -301,13 +304,8 @@ class Session:
                 elif item.kind == "carry":
                     env[slot] = carries[i][item.name]
                 elif item.kind == "batch":
-                    env[slot] = batch_piece(
-                        self.world,
-                        item,
-                        layout.box_of(item.spec.shape, device),
-                        batch[item.name],
-                        self.settings.accumulate,
-                    )
+                    box = layout.box_of(item.spec.shape, device)
+                    env[slot] = batch_piece(self.world, item, box, batch[item.name], self.settings.accumulate)
                 elif item.kind == "constant":
                     made = constants.setdefault(item.name, rank.graph.constants[item.name].to(self.world.device))
                     env[slot] = made
@@ -376,17 +374,20 @@ class Session:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
-        self.progress.check_idle("a checkpoint")
-        with self.world.call("save"):
+        with self.saves.call(self.world, self.progress, "save"):
             self.state.save(path, self.settings.seed)
+
+    def async_save(self, path: str | os.PathLike[str]) -> Future[None]:
+        """`save` by a thread, of the state as it is now, while steps go on."""
+        with self.saves.call(self.world, self.progress, "async_save"):
+            return self.saves.begin(self.world, partial(self.state.async_save, path, self.settings.seed))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint of the same model, saved on whatever mesh.
 
         The old state lives until the new one is whole, so that a load that fails changes nothing.
         """
-        self.progress.check_idle("a checkpoint")
-        with self.world.call("load"):
+        with self.saves.call(self.world, self.progress, "load"):
             loaded = self.state.blank()
             loaded.load(path, self.settings.seed)
             self.state = loaded

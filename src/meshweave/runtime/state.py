@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.errors import CheckpointError, StepError
@@ -148,7 +150,19 @@ class State:
         from meshweave.runtime.checkpoint import save  # takes long to import, and few programs do
 
         self.check_usable()
-        save(path, self.views(), {"num_steps": self.num_steps, "seed": seed, "optimizer": json.dumps(self.numbers)})
+        save(path, self.views(), self._info(seed))
+
+    def async_save(
+        self, path: str | os.PathLike[str], seed: int, process_group: dist.ProcessGroup | None
+    ) -> Future[None]:
+        """`save` by a thread, of the state as it is now, over a Gloo group that nothing else uses meanwhile."""
+        from meshweave.runtime.checkpoint import async_save
+
+        self.check_usable()
+        return async_save(path, self.views(), self._info(seed), process_group)
+
+    def _info(self, seed: int) -> dict[str, int | str]:
+        return {"num_steps": self.num_steps, "seed": seed, "optimizer": json.dumps(self.numbers)}
 
     def load(self, path: str | os.PathLike[str], seed: int) -> None:
         """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for one of another seed."""

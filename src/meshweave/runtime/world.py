@@ -51,6 +51,10 @@ class World(Protocol):
         """`guard`, of a call that every process makes."""
         ...
 
+    def check(self) -> None:
+        """Raise StepError once another process has failed."""
+        ...
+
     def has_whole(self, layout: Layout) -> bool:
         """Whether a value of this layout is put together without communication."""
         ...
@@ -107,6 +111,9 @@ class LocalWorld:
 
     def call(self, name: str, detail: Any = (), is_compared: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def check(self) -> None:
+        pass
 
     def has_whole(self, layout: Layout) -> bool:
         return True
