@@ -40,7 +40,7 @@ class Net(nn.Module):
 class Strange(Net):
     def forward(self, x):
         out = super().forward(x)
-        return torch.segment_reduce(out, "sum", lengths=torch.tensor([len(out)]))
+        return torch.as_strided_copy(out, (2, 2), (2, 1))
 
 class Branch(Net):
     def forward(self, x):
@@ -226,7 +226,7 @@ def test_plan_of_a_large_model_allocates_nothing():
         (("MODELS:good", "--batch", "4", "--local-batch", "2"), 2, "say the same thing"),
         (("MODELS:good", "--mesh", "dp=2", "--accumulate", "3"), 2, "does not divide"),
         (("MODELS:goood",), 2, "expected: good"),
-        (("MODELS:strange", "--mesh", "dp=2"), 2, "segment_reduce"),
+        (("MODELS:strange", "--mesh", "dp=2"), 2, "as_strided_copy"),
         (("MODELS:branch",), 2, "control flow depends on data"),
         (("hf:lama",), 2, "expected: llama"),
         (("hf:llama?hidden_sise=3",), 2, "expected: hidden_size"),

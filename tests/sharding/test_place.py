@@ -184,19 +184,19 @@ def test_pointwise_ops_never_gather(mesh: str) -> None:
 
 
 def test_an_unknown_op_is_an_error_with_op_line_and_registration() -> None:
-    class Segments(nn.Module):
+    class Strange(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.eye(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.segment_reduce(self.w + x, "sum", lengths=torch.tensor([2, 1]))  # unknown
+            return torch.as_strided_copy(self.w + x, (2, 3), (3, 1))  # unknown
 
-    with pytest.raises(RuleError, match=r"no sharding rule for aten\.segment_reduce") as error:
-        mw.compile(Segments(), loss=lambda out, batch: out.sum(), example={"x": torch.zeros(3, 3)}, mesh="dp=2")
+    with pytest.raises(RuleError, match=r"no sharding rule for aten\.as_strided_copy") as error:
+        mw.compile(Strange(), loss=lambda out, batch: out.sum(), example={"x": torch.zeros(3, 3)}, mesh="dp=2")
     assert "test_place.py:" in error.value.where
     assert "in forward" in error.value.where
-    assert "meshweave.register_rule(torch.ops.aten.segment_reduce.default" in error.value.hint
+    assert "meshweave.register_rule(torch.ops.aten.as_strided_copy.default" in error.value.hint
 
 
 def test_one_move_serves_all_consumers_of_a_phase() -> None:

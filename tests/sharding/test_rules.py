@@ -39,7 +39,11 @@ def _table() -> set[object]:
 
 
 def test_every_row_has_a_sample() -> None:
-    assert _table() - {s.target for s in SAMPLES} == {aten.as_strided.default}  # refused, see test_registry
+    judged_elsewhere = {
+        aten.as_strided.default,  # refused, see test_registry
+        torch.ops.meshweave.enter_rows.default,  # rows of others keep their values, which no sum may take: test_experts
+    }
+    assert _table() - {s.target for s in SAMPLES} == judged_elsewhere
 
 
 def test_the_fallback_row_is_sampled_widely() -> None:

@@ -71,7 +71,7 @@ def realize(
     owners = _owners(rule, roles)
     for axis, role in roles:
         if isinstance(role, Shard):
-            cuts.setdefault(role.factor, ([], role.unit))[0].append(axis)
+            cuts.setdefault(role.factor, ([], rule.unit(role.factor, role.unit)))[0].append(axis)
         elif isinstance(role, Pass):
             passes.append((axis, role))
 
@@ -197,7 +197,7 @@ def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
     if factor is None or not rule.is_shardable(factor):
         return None
     inner, unit = rule.inner_size(dims, d, factor), layout.dims[d].unit
-    return Shard(factor, unit // inner if unit % inner == 0 else 1)
+    return Shard(factor, rule.unit(factor, unit // inner if unit % inner == 0 else 1))
 
 
 def candidates(

@@ -87,6 +87,11 @@ class Rule:
             return False
         return all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
 
+    def unit(self, factor: int, unit: int) -> int:
+        """The blocks in which a factor is cut where `unit` is asked for: experts are dealt out one by one, since a layout
+        of owned rows says by which ends, and not in which blocks."""
+        return 1 if self.keyed is not None and factor == self.keyed.experts else unit
+
     def can_own(self, factor: int) -> bool:
         """Whether rows of this factor pass through the op each by itself: it is in every result, alone in its dims."""
         inside = [{f for dim in dims for f in dim} for dims in self.results]
