@@ -30,7 +30,7 @@ def main(mesh="dp=2"):
         loss = step(batch)
         schedule.step()
         print(f"step {i} loss {loss:.6f}")
-    model.save_pretrained("llama")
+    model.save_pretrained("llama", state_dict=step.parameters())
 
 
 if __name__ == "__main__":

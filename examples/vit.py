@@ -35,9 +35,9 @@ def main(mesh="dp=2"):
         TensorDataset(images, labels), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     loss_of = lambda out, batch: F.cross_entropy(out, batch[1], label_smoothing=0.1)  # noqa: E731
     step = mw.compile(model, loss=loss_of, example=(images[:8], labels[:8]), optimizer=optimizer, mesh=mesh)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for i, (x, y) in zip(range(STEPS), loader, strict=False):
         loss = step((x, y))
         ema.update_parameters(model)

@@ -48,9 +48,11 @@ class Update:
             self.keep(i, slot)
 
     def keep(self, i: int, slot: int) -> None:
-        """A new value; what is kept of it more than once has storages of its own."""
+        """A new value; what is kept of it more than once has storages of its own. So has an empty piece: torch 2.13
+        saves no DTensor whose piece is a view from an offset on (torch.save, "invalid python storage")."""
         for number, (key, index) in enumerate(self.replaced[i].pop(slot, ())):
-            piece = self.envs[i][slot].clone() if number else self.envs[i][slot]
+            value = self.envs[i][slot]
+            piece = value.clone() if number or not value.numel() else value
             self.state.pieces[key][index] = piece
             self.bindings.renew(key, piece)
 
