@@ -88,8 +88,8 @@ class Rule:
         return all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
 
     def unit(self, factor: int, unit: int) -> int:
-        """The blocks in which a factor is cut where `unit` is asked for: experts are dealt out one by one, since a layout
-        of owned rows says by which ends, and not in which blocks."""
+        """The blocks in which a factor is cut where `unit` is asked for: experts are cut one by one, since a layout of
+        owned rows names their ends, and no blocks."""
         return 1 if self.keyed is not None and factor == self.keyed.experts else unit
 
     def can_own(self, factor: int) -> bool:
