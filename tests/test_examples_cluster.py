@@ -39,7 +39,7 @@ def job(pipe: Connection, name: str, mesh: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("mesh", "num_ranks"), [("dp=2", 2), ("fsdp=2", 2)])
-@pytest.mark.parametrize("name", ["gpt", "llama", "resnet", "lora", "dlrm"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "resnet", "lora", "vit", "dlrm"])
 def test_a_script_in_several_processes_trains_as_its_original(
     name: str,
     mesh: str,

@@ -104,11 +104,13 @@ class ForwardHooks:
             call = self.world.call(f"forward of {type(module).__name__}")
             call.__enter__()
             self._forward = _Forward(module, call, sys.exception())
-        _gather(module)
+        for owner in _owners(module):
+            _gather(owner)
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Torch calls it after a failure, too, and raises what failed whatever is raised here."""
-        _let_go(module)
+        for owner in _owners(module):
+            _let_go(owner)
         forward = self._forward
         if forward is None or module is not forward.module:
             return
@@ -137,6 +139,16 @@ def _hooks_of(module: nn.Module) -> list[ForwardHooks]:
 
 def _is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and not all(at.is_replicate() for at in tensor.placements)
+
+
+# Modules of torch whose forward reads the parameters of their children (torch/nn/modules/activation.py, and the fast
+# paths of transformer.py).
+_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def _owners(module: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters the forward of one reads itself."""
+    return list(module.modules()) if isinstance(module, _READ_CHILDREN) else [module]
 
 
 _SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, and how often it is entered
