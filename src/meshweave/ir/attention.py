@@ -88,7 +88,7 @@ def forward(
         own = (q, k[:, :, parts[0].keys], v[:, :, parts[0].keys], _part(bias, parts[0]), parts[0].is_causal, scale)
         if _has_cpu_flash(q, v):
             return _block(*own)
-        return _plain(*own), q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        return _plain(*own), q.new_zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)

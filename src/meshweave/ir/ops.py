@@ -179,7 +179,8 @@ def _(
     first_key: int = 0,
     is_part: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
 
 @define_op("attention_backward")
