@@ -84,12 +84,12 @@ def forward(
     """
     k, v = _repeat_groups(q, k), _repeat_groups(q, v)
     parts = _parts(q, k, is_causal, offset)
+    wide = torch.promote_types(q.dtype, torch.float32)
     if _is_one(parts, q) and not is_part:
         own = (q, k[:, :, parts[0].keys], v[:, :, parts[0].keys], _part(bias, parts[0]), parts[0].is_causal, scale)
         if _has_cpu_flash(q, v):
             return _block(*own)
-        return _plain(*own), q.new_zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-    wide = torch.promote_types(q.dtype, torch.float32)
+        return _plain(*own), q.new_zeros(q.shape[:-1], dtype=wide)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for part in parts:
@@ -184,7 +184,7 @@ def _block(
     if not _has_cpu_flash(q, v):
         scores = _scores(q, k, bias, is_causal, scale)
         lse = torch.logsumexp(scores, -1)
-        weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+        weights = _weights(scores, lse)
         return (weights @ v.to(weights.dtype)).to(q.dtype), lse
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=_float_bias(bias, q), scale=scale
@@ -270,6 +270,11 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: f
     return scores
 
 
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse); zeros for a query that sees no key, whose lse is -inf."""
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+
+
 def _spelled_backward(
     grad: Tensor,
     q: Tensor,
@@ -283,7 +288,7 @@ def _spelled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of softmax(q k^T scale + bias) v, in float32 at least."""
     scores = _scores(q, k, bias, is_causal, scale)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+    weights = _weights(scores, lse)
     g, a, b, c, o = (x.to(scores.dtype) for x in (grad, q, k, v, out))
     d_scores = weights * (g @ c.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * scale
     d_k, d_v = d_scores.transpose(-2, -1) @ a, weights.transpose(-2, -1) @ g
