@@ -26,6 +26,7 @@ from meshweave.passes.accumulate import accumulated
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
 from meshweave.sharding.assign import Price
+from meshweave.sharding.balance import balanced, takes_heads
 from meshweave.sharding.decide import decide, infer_units
 from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import axes_of_operators, map_devices
@@ -89,10 +90,9 @@ def build_program(
     micro = Batch.of(example).micros(options.accumulate)[0]
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
     verify_step(captured)
-    if resolved.context_axes:
-        captured = verify_step(keep_sequences_apart(captured, resolved.context_axes))
     planner = _planner(costs, pipeline.room(costs))
     price = move_price(planner)
+    captured, sequence = _with_sequence(captured, resolved, mesh, price)
     resolved = _with_choices(resolved, source, captured, mesh, price, progress, like)
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
     pipeline = _with_ring(pipeline, resolved)
@@ -121,7 +121,23 @@ def build_program(
         accumulation,
         recompute=policies[-1],
         resolved=resolved,
+        sequence=sequence,
     )
+
+
+def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, price: Price) -> tuple[StepGraph, str]:
+    """The step with its sequence apart, and in the order in which devices have equal work; and which and why."""
+    if not resolved.context_axes:
+        return captured, ""
+    apart = verify_step(keep_sequences_apart(captured, resolved.context_axes))
+
+    def exchanges_heads() -> bool:
+        homes = map_devices(apart, resolved.homes, mesh)
+        placed = place(apart, decide(resolved, apart, mesh, infer_units(apart), homes), price)
+        return takes_heads(placed, resolved.context_axes)
+
+    step, sequence = balanced(apart, resolved, mesh, exchanges_heads)
+    return verify_step(step), sequence
 
 
 def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:

@@ -32,6 +32,7 @@ class Program:
     contract: Contract
     optimizer: OptimizerSpec | None = None
     accumulation: str = ""  # where gradients of several microbatches are added up, and why there
+    sequence: str = ""  # in which order devices hold pieces of a sequence, and why
     costs: Costs | None = None  # that it was planned by
     costs_from: str = ""  # which they are, and where they come from
     recompute: str = "none"  # what backward makes again, as `mw.compile` has it
@@ -46,6 +47,11 @@ class Program:
     def expanded(self) -> tuple[RankGraph, ...]:
         """The roles before all passes."""
         return self.optimized.expanded
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided that no plan names: where gradients are added up, in which order a sequence is held."""
+        return tuple(note for note in (self.accumulation, self.sequence) if note)
 
     @property
     def as_expanded(self) -> Program:

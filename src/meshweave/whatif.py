@@ -59,7 +59,7 @@ def simulate(
         keeps_every_second_matmul=program.recompute == "selective",
     )
     simulation = simulate_roles(program.roles, machine, options)
-    return replace(simulation, notes=(*simulation.notes, program.accumulation)) if program.accumulation else simulation
+    return replace(simulation, notes=(*simulation.notes, *program.notes))
 
 
 def best_of(simulations: Sequence[Simulation]) -> int:

@@ -12,7 +12,8 @@ from torch import fx, nn
 
 import meshweave as mw
 from meshweave.errors import PlanError
-from meshweave.ir.attention import backward, blocks, forward, seen_pairs
+from meshweave.ir.attention import backward, forward
+from meshweave.ir.causal import Causal, head_tail
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plan_text import parse_plan
@@ -99,6 +100,8 @@ def test_heads_that_do_not_divide_are_an_error() -> None:
 def test_an_axis_of_that_name_is_context_parallel() -> None:
     model, batch, loss = named("plain")
     step = mw.compile(model, loss=loss, example=batch, mesh="cp=2")
+    assert str(step.program.placement.stored["batch", "ids"]) == "[{}, {}]"  # and dealt out from head and tail
+    step = mw.compile(model, loss=loss, example=batch, mesh="cp=2", plan=Plan.cp("cp", balance="none"))
     assert str(step.program.placement.stored["batch", "ids"]) == "[{}, {cp}]"
     assert parse_plan("dp:dp+cp:cp:gather") == Plan.dp("dp") + Plan.cp("cp", "gather")
 
@@ -111,17 +114,65 @@ def test_a_batch_without_a_sequence_is_an_error() -> None:
 # Attention on a piece.
 
 
+def positions(first: int, length: int, starts: tuple[int, ...] | None) -> torch.Tensor:
+    """The positions of places in a sequence that is held as chunks from `starts` on."""
+    if starts is None:
+        return torch.arange(first, first + length)
+    size = sorted(starts)[1]
+    return torch.cat([torch.arange(start, start + size) for start in starts])[first : first + length]
+
+
+def check_blocks(queries: tuple[int, int], keys: tuple[int, int], starts: tuple[int, ...] | None = None) -> None:
+    """Every pair that a causal mask leaves is in one block."""
+    causal = Causal.of(queries[1], keys[1], queries[0], keys[0], starts)
+    seen = torch.zeros(queries[1], keys[1], dtype=torch.int64)
+    for block in causal.blocks:
+        part = seen[block.rows, block.keys]
+        part += torch.ones_like(part).tril() if block.is_causal else 1
+    at = positions(*queries, starts)[:, None] >= positions(*keys, starts)[None]
+    assert torch.equal(seen, at.long()), causal
+    assert sum(block.pairs for block in causal.blocks) == int(at.sum())
+
+
 def test_blocks_are_what_a_causal_mask_leaves() -> None:
     for queries in range(1, 6):
         for keys in range(1, 6):
-            for offset in range(-6, 7):
-                seen = torch.zeros(queries, keys, dtype=torch.int64)
-                for block in blocks(queries, keys, offset):
-                    part = seen[block.rows, block.keys]
-                    part += torch.ones_like(part).tril() if block.is_causal else 1
-                at = torch.arange(queries)[:, None] + offset >= torch.arange(keys)[None]
-                assert torch.equal(seen, at.long())
-                assert seen_pairs(queries, keys, offset) == int(at.sum())
+            for offset in range(7):
+                check_blocks((offset, queries), (0, keys))
+                check_blocks((0, queries), (offset, keys))
+
+
+def test_blocks_of_any_places_in_a_balanced_sequence() -> None:
+    pick = random.Random(0)
+    for _ in range(300):
+        n, size = pick.choice([2, 3, 4]), pick.choice([1, 2, 3])
+        length = 2 * n * size
+        pieces = [(first, pick.randint(1, length - first)) for first in (pick.randrange(length) for _ in range(2))]
+        check_blocks(pieces[0], pieces[1], head_tail(length, n))
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_head_and_tail_are_balanced(num_devices: int) -> None:
+    """Each device has two chunks from the two ends; over keys of each device, and of all, they see the same number."""
+    n, length = num_devices, 32
+    own, starts = length // n, head_tail(length, n)
+    assert starts[:2] == (0, length - own // 2)
+    pairs = [
+        [sum(block.pairs for block in Causal.of(own, own, r * own, key * own, starts).blocks) for key in range(n)]
+        for r in range(n)
+    ]
+    assert len({sum(row) for row in pairs}) == 1
+    assert {pairs[r][key] for r in range(n) for key in range(n) if r != key} == {own * own // 2}
+
+
+def test_blocks_side_by_side_are_one_call() -> None:
+    """Of a ring's step all queries see the first chunk of keys, or the later queries both."""
+    starts = head_tail(32, 4)
+    shapes = [Causal.of(8, 8, 8, first, starts).blocks for first in (0, 16)]
+    assert [[(b.rows, b.keys) for b in blocks] for blocks in shapes] == [
+        [(slice(0, 8), slice(0, 4))],
+        [(slice(4, 8), slice(0, 8))],
+    ]
 
 
 @pytest.mark.parametrize("value_size", [8, 6], ids=["flash", "spelled"])
@@ -149,11 +200,43 @@ def test_attention_of_queries_that_begin_later(value_size: int) -> None:
         totals = [torch.zeros_like(x) for x in (q, k, v)]
         for rows in (slice(0, at), slice(at, tokens)):
             own = None if bias is None else bias[rows]
-            out, lse = forward(q[:, :, rows], k, v, own, True, 0.3, rows.start)
+            where = Causal.of(rows.stop - rows.start, tokens, rows.start)
+            out, lse = forward(q[:, :, rows], k, v, own, where, 0.3)
             torch.testing.assert_close(out, want[:, :, rows].detach(), rtol=1e-10, atol=1e-12)
-            gq, gk, gv = backward(grad[:, :, rows], q[:, :, rows], k, v, own, out, lse, True, 0.3, rows.start)
+            gq, gk, gv = backward(grad[:, :, rows], q[:, :, rows], k, v, own, out, lse, where, 0.3)
             totals[0][:, :, rows] += gq
             totals[1] += gk
             totals[2] += gv
         for total, gradient in zip(totals, gradients, strict=True):
             torch.testing.assert_close(total, gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("bias_size", [0, 8])
+@pytest.mark.parametrize("value_size", [8, 6], ids=["flash", "spelled"])
+def test_attention_of_a_balanced_sequence(value_size: int, bias_size: int) -> None:
+    """Queries and keys as head-tail chunks: whole, and a device's queries over the keys of all, as in order."""
+    made, starts = torch.Generator().manual_seed(0), head_tail(8, 2)
+    order = positions(0, 8, starts)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=made)
+
+    q, k, v, grad = some(2, 4, 8, 8), some(2, 2, 8, 8), some(2, 2, 8, value_size), some(2, 4, 8, value_size)
+    bias = some(8, 8) if bias_size else None
+    out, lse = forward(q, k, v, bias, Causal.of(8, 8), 0.3, True)
+    wanted = backward(grad, q, k, v, bias, out, lse, Causal.of(8, 8), 0.3)
+    held = [x[:, :, order] for x in (grad, q, k, v)]
+    own_bias = None if bias is None else bias[order][:, order]
+    totals = [torch.zeros_like(x) for x in held[1:]]
+    for first, size in ((0, 4), (4, 4), (0, 8)):
+        rows, where = slice(first, first + size), Causal.of(size, 8, first, 0, starts)
+        part_bias = None if own_bias is None else own_bias[rows]
+        got, got_lse = forward(held[1][:, :, rows], held[2], held[3], part_bias, where, 0.3, True)
+        torch.testing.assert_close(got, out[:, :, order][:, :, rows], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got_lse, lse[:, :, order][:, :, rows], rtol=1e-10, atol=1e-12)
+        grads = backward(held[0][:, :, rows], held[1][:, :, rows], *held[2:], part_bias, got, got_lse, where, 0.3)
+        totals[0][:, :, rows] += grads[0]
+        for total, more in zip(totals[1:], grads[1:], strict=True):
+            total += more
+    for total, want in zip(totals, wanted, strict=True):  # of the halves, and once more of the whole
+        torch.testing.assert_close(total, 2 * want[:, :, order], rtol=1e-9, atol=1e-11)

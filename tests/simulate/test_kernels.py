@@ -169,14 +169,16 @@ def test_equal_ops_are_one_when_compiled() -> None:
 
 
 @pytest.mark.parametrize("attention", ["gather", "ring"])
-def test_attention_of_a_piece_is_priced_by_what_its_queries_see(attention: str) -> None:
-    """On the device with most work, the last: all keys before its own, and a triangle."""
+@pytest.mark.parametrize(("balance", "seen"), [("none", 16 * 48 + 16 * 16 / 2), ("head_tail", 64 * 64 / 2 / 4)])
+def test_attention_of_a_piece_is_priced_by_what_its_queries_see(balance: str, seen: float, attention: str) -> None:
+    """On the device with most work: of a sequence in its order the last, with all keys before its own and a triangle."""
     model, batch, _ = plain(Shape(tokens=64, heads=2, key_heads=1))
-    step = mw.compile(model, loss=lambda out, _: (out**2).mean(), example=batch, mesh="cp=4", plan=f"cp:cp:{attention}")
+    plan = f"cp:cp:{attention}:{balance}"
+    step = mw.compile(model, loss=lambda out, _: (out**2).mean(), example=batch, mesh="cp=4", plan=plan)
     role = step.program.roles[0]
     listed, _ = kernels_of(role, local_values(role, role.devices[0]), "ops")
     works = [w for kernel in listed for w in kernel.works if isinstance(w, Attention)]
     forward = [w for w in works if not w.is_backward]
     pairs = sum(w.queries * w.keys * (0.5 if w.is_causal else 1) for w in forward)
-    assert pairs == 16 * 48 + 16 * 16 / 2
+    assert pairs == seen
     assert sum(w.flops for w in works) == pytest.approx(pairs * 2 * 2 * 8 * 2 * (2 + 5))

@@ -221,13 +221,14 @@ def _grouped(operand: int, position: int) -> Callable[[Context], Call]:
 
 
 def _attention(operand: int, causal_at: int) -> Callable[[Context], Call]:
-    """Attention whose queries, those of `operand`, are cut: a causal mask is given the position of the first."""
+    """Attention whose queries, those of `operand`, are cut: a causal mask is given the place of the first."""
 
     def call(c: Context) -> Call:
         plain, query = c.plain(), c.operands[operand]
         if not plain.args[causal_at] or not query[1].dims[2].axes:
             return plain
-        return Call(plain.target, (*plain.args, c.offsets(query)[2]), plain.kwargs)
+        at = causal_at + 2
+        return Call(plain.target, (*plain.args[:at], c.offsets(query)[2], *plain.args[at + 1 :]), plain.kwargs)
 
     return call
 

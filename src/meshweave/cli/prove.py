@@ -47,8 +47,8 @@ def plan(screen: Screen, job: PlanOptions) -> int:
     rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
     screen.out.print(tables.moves_table(rows, show_all=job.show_all))
     screen.out.print(tables.totals_table(rows))
-    if program.accumulation:
-        screen.say(program.accumulation)
+    for note in program.notes:
+        screen.say(note)
     folded = tables.fold(rows, twins=not job.show_all)
     shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in folded]
     sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)

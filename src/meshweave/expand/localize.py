@@ -201,11 +201,11 @@ def _grouped(operand: int, position: int) -> Localizer:
 
 
 def _attention(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    """Where queries are cut, a causal mask goes by the position of the first of them."""
-    query = 1 if node.target is ours.attention_backward.default else 0
-    is_causal = args[7 if query else 4]
-    offset = _offset_of(emit, node, query, 2) if is_causal else None
-    return emit.call(node.target, args if offset is None else (*args, offset), kwargs)
+    """Where queries are cut, a causal mask goes by the place of the first of them."""
+    query, causal_at = (1, 7) if node.target is ours.attention_backward.default else (0, 4)
+    offset = _offset_of(emit, node, query, 2) if args[causal_at] else None
+    at = causal_at + 2  # of `first_query`
+    return emit.call(node.target, args if offset is None else (*args[:at], offset, *args[at + 1 :]), kwargs)
 
 
 LOCALIZERS: dict[str, Localizer] = {

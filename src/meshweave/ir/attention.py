@@ -1,51 +1,18 @@
-"""Attention on one device, by the kernel that the device has, of queries and keys that begin anywhere in a sequence.
+"""Attention on one device, by the kernel that the device has, of queries and keys from anywhere in a sequence.
 
-A causal mask goes by positions: with an offset of queries against keys it is a few rectangles and triangles, each done
-by the kernel without a mask tensor, and what no query sees is not computed. Partial results of one query over several
+A causal mask goes by positions (`ir.causal`): it is a few rectangles and triangles, each done by the kernel without a
+mask tensor, and what no query sees is not computed. Partial results of one query over several
 sets of keys, (out, lse), are merged by `merged`: out = sum out_i exp(lse_i - lse), lse = log sum exp lse_i.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from meshweave.ir.causal import Block, Causal, Runs
+
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of queries and columns of keys that meet: all of them, or (causal) each row the columns up to its own."""
-
-    rows: slice
-    keys: slice
-    is_causal: bool
-
-
-def blocks(num_queries: int, num_keys: int, offset: int) -> tuple[Block, ...]:
-    """What a causal mask leaves of queries at `offset` + 0, 1, ... over keys at 0, 1, ...: at most three blocks."""
-    first = max(-offset, 0)  # earlier rows see nothing
-    diagonal = max(offset, 0)  # all rows see the keys before
-    side = min(num_queries - first, num_keys - diagonal)
-    found = []
-    if diagonal > 0 and num_queries:
-        found.append(Block(slice(0, num_queries), slice(0, min(diagonal, num_keys)), False))
-    if side > 0:
-        found.append(Block(slice(first, first + side), slice(diagonal, diagonal + side), True))
-        if first + side < num_queries:
-            found.append(Block(slice(first + side, num_queries), slice(diagonal, num_keys), False))
-    return tuple(found)
-
-
-def seen_pairs(num_queries: int, num_keys: int, offset: int) -> int:
-    """Number of pairs of a query and a key that it sees under a causal mask."""
-    total = 0
-    for block in blocks(num_queries, num_keys, offset):
-        rows, keys = (s.stop - s.start for s in (block.rows, block.keys))
-        total += rows * (rows + 1) // 2 if block.is_causal else rows * keys
-    return total
 
 
 def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,30 +39,34 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    is_causal: bool,
+    causal: Causal | None,
     scale: float,
-    offset: int,
     is_part: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q [b, h, s, d] over k, v [b, g, t, .], queries being `offset` after keys.
+    """(out, lse) of q [b, h, s, d] over k, v [b, g, t, .]; `causal` says where they stand under a causal mask.
 
     is_part: there are more keys elsewhere, so that lse is what `merged` needs. Else, where the device has no kernel
     that returns it and one block is all, lse is zeros, which `backward` does not read.
     """
+    if causal is not None and not causal.is_ascending:
+        queries, keys = causal.queries, causal.keys
+        own = (_ascending(q, queries), _ascending(k, keys), _ascending(v, keys), _ascending_bias(bias, causal))
+        results = forward(*own, causal.ascending, scale, is_part)
+        return _as_held(results[0], queries), _as_held(results[1], queries)
     k, v = _repeat_groups(q, k), _repeat_groups(q, v)
-    parts = _parts(q, k, is_causal, offset)
+    parts = _parts(q, k, causal)
     wide = torch.promote_types(q.dtype, torch.float32)
     if _is_one(parts, q) and not is_part:
-        own = (q, k[:, :, parts[0].keys], v[:, :, parts[0].keys], _part(bias, parts[0]), parts[0].is_causal, scale)
+        whole = (q, k[:, :, parts[0].keys], v[:, :, parts[0].keys], _part(bias, parts[0]), parts[0].is_causal, scale)
         if _has_cpu_flash(q, v):
-            return _block(*own)
-        return _plain(*own), q.new_zeros(q.shape[:-1], dtype=wide)
+            return _block(*whole)
+        return _plain(*whole), q.new_zeros(q.shape[:-1], dtype=wide)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for part in parts:
-        own = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
-        more, more_lse = _block(*own)
-        more_lse = _without_blind(more_lse.to(wide), own[3], part.is_causal)
+        piece = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
+        more, more_lse = _block(*piece)
+        more_lse = _without_blind(more_lse.to(wide), piece[3], part.is_causal)
         rows = merged(out[:, :, part.rows], lse[:, :, part.rows], more.to(wide), more_lse)
         out[:, :, part.rows], lse[:, :, part.rows] = rows
     return (out.to(q.dtype), lse) if is_part else finish(out, lse, q.dtype)
@@ -109,17 +80,22 @@ def backward(
     bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    is_causal: bool,
+    causal: Causal | None,
     scale: float,
-    offset: int,
     is_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, the weight of a pair being exp(score - lse)."""
-    parts = _parts(q, k, is_causal, offset)
+    if causal is not None and not causal.is_ascending:
+        of_queries, of_keys = causal.queries, causal.keys
+        grad, q, out, lse = (_ascending(x, of_queries) for x in (grad, q, out, lse))
+        own = (_ascending(k, of_keys), _ascending(v, of_keys), _ascending_bias(bias, causal), out, lse)
+        grads = backward(grad, q, *own, causal.ascending, scale, is_part)
+        return _as_held(grads[0], of_queries), _as_held(grads[1], of_keys), _as_held(grads[2], of_keys)
+    parts = _parts(q, k, causal)
     if _is_one(parts, q) and not is_part and not _has_cpu_flash(q, v):
         (part,) = parts
-        own = (k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
-        gq, gk, gv = _recomputed_backward(grad, q, *own)
+        piece = (k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
+        gq, gk, gv = _recomputed_backward(grad, q, *piece)
         return gq, _padded(gk, k), _padded(gv, v)
     wide_k, wide_v = _repeat_groups(q, k), _repeat_groups(q, v)
 
@@ -138,6 +114,28 @@ def backward(
     return total[0].to(q.dtype), _sum_groups(total[1], k).to(k.dtype), _sum_groups(total[2], v).to(v.dtype)
 
 
+def _ascending(x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
+    """x with the runs that `dim` holds in the order of their positions."""
+    order = sorted(range(len(runs)), key=runs.__getitem__)
+    pieces = x.split([size for _, size in runs], dim)
+    return x if order == list(range(len(runs))) else torch.cat([pieces[i] for i in order], dim)
+
+
+def _as_held(x: Tensor, runs: Runs) -> Tensor:
+    """The inverse of `_ascending`."""
+    order = sorted(range(len(runs)), key=runs.__getitem__)
+    pieces = x.split([runs[i][1] for i in order], 2)
+    return x if order == list(range(len(runs))) else torch.cat([pieces[order.index(i)] for i in range(len(runs))], 2)
+
+
+def _ascending_bias(bias: Tensor | None, causal: Causal) -> Tensor | None:
+    """`_ascending` of a bias that broadcasts to [b, h, s, t]."""
+    for dim, table in ((-1, causal.keys), (-2, causal.queries)):
+        if bias is not None and bias.dim() >= -dim and bias.shape[dim] > 1:
+            bias = _ascending(bias, table, dim)
+    return bias
+
+
 def _without_blind(lse: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
     """lse with -inf for queries to whom a bias leaves no key: kernels say 0 for them (torch 2.13)."""
     if bias is None:
@@ -148,9 +146,9 @@ def _without_blind(lse: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
     return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
-def _parts(q: Tensor, k: Tensor, is_causal: bool, offset: int) -> tuple[Block, ...]:
-    if is_causal and q.numel():
-        return blocks(q.shape[2], k.shape[2], offset)
+def _parts(q: Tensor, k: Tensor, causal: Causal | None) -> tuple[Block, ...]:
+    if causal is not None and q.numel():
+        return causal.blocks
     return (Block(slice(0, q.shape[2]), slice(0, k.shape[2]), False),)
 
 
@@ -236,6 +234,10 @@ def _float_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
 def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    if bias is not None and is_causal:  # torch takes one of them
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = _float_bias(bias, q)
+        bias, is_causal = None if mask is None else mask.masked_fill(~seen, float("-inf")), False
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale).contiguous()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshweave.ir import attention as kernels
 from meshweave.ir import random
+from meshweave.ir.causal import Causal
 
 __all__ = [
     "attention",
@@ -156,15 +157,18 @@ def attention(
     first_query: int = 0,
     first_key: int = 0,
     is_part: bool = False,
+    starts: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g.
 
     Returns out [b, h, s, e] and lse [b, h, s]. `bias` (float, added to the scores; or bool, True where a query may
     look) broadcasts to [b, h, s, t]. `first_query` and `first_key` are the positions of the first query and key, which
-    a causal mask goes by; `is_part` says that there are more keys, with whose result this one is merged. Bound to the
-    device's kernel when run (`ir.attention`).
+    a causal mask goes by; `is_part` says that there are more keys, with whose result this one is merged. With `starts`
+    positions are those of a sequence held as equal chunks, which begin at these (`ir.causal`). Bound to the device's
+    kernel when run (`ir.attention`).
     """
-    return kernels.forward(q, k, v, bias, is_causal, scale, first_query - first_key, is_part)
+    where = Causal.of(q.shape[2], k.shape[2], first_query, first_key, starts) if is_causal else None
+    return kernels.forward(q, k, v, bias, where, scale, is_part)
 
 
 @attention.register_fake
@@ -178,6 +182,7 @@ def _(
     first_query: int = 0,
     first_key: int = 0,
     is_part: bool = False,
+    starts: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
@@ -197,11 +202,12 @@ def attention_backward(
     first_query: int = 0,
     first_key: int = 0,
     is_part: bool = False,
+    starts: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; shapes as in `attention`. `out` and `lse` are of all keys that a query sees, of which
     k and v may be some."""
-    offset = first_query - first_key
-    return kernels.backward(grad, q, k, v, bias, out, lse, is_causal, scale, offset, is_part)
+    where = Causal.of(q.shape[2], k.shape[2], first_query, first_key, starts) if is_causal else None
+    return kernels.backward(grad, q, k, v, bias, out, lse, where, scale, is_part)
 
 
 @attention_backward.register_fake
@@ -218,6 +224,7 @@ def _(
     first_query: int = 0,
     first_key: int = 0,
     is_part: bool = False,
+    starts: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -230,8 +237,8 @@ def _attention_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-
 
 def _attention_autograd(ctx, grad: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
     if grad is None:
-        return (None,) * 9
-    return (*attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale, *ctx.rest), *(None,) * 6)
+        return (None,) * 10
+    return (*attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, ctx.scale, *ctx.rest), *(None,) * 7)
 
 
 attention.register_autograd(_attention_autograd, setup_context=_attention_context)

@@ -239,10 +239,11 @@ class _Site:
         return row.num_messages(self.ring.size)
 
     def placed(self, settings: Sequence[Any], number: Number) -> tuple[Any, ...]:
-        """The mask, the scale and the positions of the first query and key of a piece."""
-        is_causal, scale, *first = settings
+        """The mask, the scale, the places of the first query and key of a piece, and where chunks begin."""
+        is_causal, scale, *rest = settings
+        first, starts = rest[0] if rest else 0, rest[3:]
         size = self.shape(self.keys.piece)[_SEQUENCE]
-        return (is_causal, scale, first[0] if first else 0, self.product(number, size), True)
+        return (is_causal, scale, first, self.product(number, size), True, *starts)
 
     def product(self, number: Number, size: int) -> Number:
         """number * size, as a symbol where the number is one; it stands right behind that."""

@@ -102,7 +102,8 @@ class _Proof:
         queries, or of its own keys for the queries of all."""
         n = self.mark.ring.size
         if node.target in ATTENTION:
-            chunks, position = [chunk for _, chunk in self.content(_keys_of(node), r)], node.args[-2]
+            chunks = [chunk for _, chunk in self.content(_keys_of(node), r)]
+            position = node.args[7 if node.target is FORWARD else 10]  # `first_key`
             if isinstance(position, fx.Node) and position.target is linear:
                 position = position.args[1][0]  # type: ignore[index,assignment]
             if chunks != [self.number(position, r)]:
@@ -158,7 +159,10 @@ class _Proof:
 
 
 aten = torch.ops.aten
-ATTENTION = (torch.ops.meshweave.attention.default, torch.ops.meshweave.attention_backward.default)
+ATTENTION = FORWARD, BACKWARD = (
+    torch.ops.meshweave.attention.default,
+    torch.ops.meshweave.attention_backward.default,
+)
 # Of what stands in pairs, (out, lse) or keys and values, the first says it.
 _FIRST_OF_TWO = (local_ops.merge_attention, local_ops.finish_attention, aten.cat.default)
 _BROADCAST = BROADCAST.op
@@ -167,6 +171,6 @@ _MOVES = frozenset({permute, _BROADCAST})
 
 def _keys_of(node: fx.Node) -> fx.Node:
     """The keys that an attention is given."""
-    keys = node.args[1 if node.target is ATTENTION[0] else 2]
+    keys = node.args[1 if node.target is FORWARD else 2]
     assert isinstance(keys, fx.Node)
     return keys

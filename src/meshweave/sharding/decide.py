@@ -28,7 +28,8 @@ def decide(
 
     A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as the mesh
     where it lives has these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole
-    mesh, sharded on dim 0 where they have the batch's size, and over context axes on dim 1 where they have a sequence.
+    mesh, sharded on dim 0 where they have the batch's size, and over context axes on dim 1 where they have a sequence,
+    which is whole where it is put into another order first.
     """
     stored: dict[tuple[str, str], Layout] = {}
     used: dict[str, Layout] = {}
@@ -43,6 +44,7 @@ def decide(
     axes = tuple(a for a in mesh.axis_names if a in resolved.batch_axes)
     context = tuple(a for a in mesh.axis_names if a in resolved.context_axes)
     length = sequence_length(step) if context else 0
+    context = () if resolved.is_balanced else context
     params = {i.name: i.spec.shape for i in step.inputs if i.kind == "param"}
     for item in step.inputs:
         rank = len(item.spec.shape)

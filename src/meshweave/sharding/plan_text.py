@@ -32,7 +32,7 @@ _SCHEMES: Mapping[str, Callable[..., Plan]] = {
 def parse_plan(text: str) -> Plan | None:
     """`fsdp:dp+hf_tp:tp`, or a .toml or .json file of globs; None for an empty text, which leaves it to axis names.
 
-    What a scheme takes besides its axis follows it: `cp:cp:gather`.
+    What a scheme takes besides its axis follows it: `cp:cp:gather`, `cp:cp:ring:none`.
 
     A file maps globs of parameters and modules to a layout ("[{tp}, {}]"), to style:axis ("colwise:tp") or to devices
     ("on:pp=1", "on:2,3"); its entry `plan` may hold schemes.
@@ -44,7 +44,7 @@ def parse_plan(text: str) -> Plan | None:
     plan = Plan()
     for part in text.split("+"):
         name, *arguments = part.strip().split(":")
-        most = 2 if name == "cp" else 1
+        most = 3 if name == "cp" else 1
         if name not in _SCHEMES or not 0 < len(arguments) <= most or not arguments[0]:
             raise PlanError(
                 f"'{part}' is no part of a plan",

@@ -11,6 +11,7 @@ from meshweave.ir.mesh import Mesh
 
 STYLES = ("colwise", "rowwise", "sequence", "replicate")
 ATTENTION = ("auto", "gather", "heads", "ring")  # how queries meet keys of other devices
+BALANCE = ("auto", "head_tail", "none")  # in which order devices hold a sequence
 Devices = Mesh | int | Sequence[int] | str
 
 
@@ -70,18 +71,22 @@ class Plan:
         return Plan([Entry("state", axis)])
 
     @staticmethod
-    def cp(axis: str, attention: str = "auto") -> Plan:
+    def cp(axis: str, attention: str = "auto", balance: str = "auto") -> Plan:
         """Context parallel: the sequence, dim 1 of batch and activations, is sharded over `axis`.
 
         attention: "gather" brings all keys and values to the queries of each device; "heads" exchanges sequences for
         heads and back (Ulysses; key heads must divide); "ring" sends pieces of keys and values from device to device
         and merges the results, so that none holds them whole; "auto" takes what costs less of the first two, and a
         ring in place of gathers where the passes "ring" or "default" find that faster.
+        balance: "head_tail" cuts the sequence into two chunks per device, of which device i holds the i-th from the
+        beginning and the i-th from the end, so that all have equal work under a causal mask; "none" into one piece
+        per device; "auto" is "head_tail" where attention is causal and the sequence divides by 2 x the devices.
+        `program.sequence` says which it was and why.
         """
-        if attention not in ATTENTION:
-            expected = ", ".join(ATTENTION)
-            raise PlanError("there is no such way to do attention", where="Plan.cp", got=attention, expected=expected)
-        return Plan([Entry("context", axis, text=attention)])
+        for value, known, what in ((attention, ATTENTION, "way to do attention"), (balance, BALANCE, "balance")):
+            if value not in known:
+                raise PlanError(f"there is no such {what}", where="Plan.cp", got=value, expected=", ".join(known))
+        return Plan([Entry("context", axis, text=f"{attention}:{balance}")])
 
     @staticmethod
     def tp(axis: str, styles: Mapping[str, str]) -> Plan:
@@ -170,6 +175,8 @@ class Resolved:
     batch_axes: list[str] = field(default_factory=list)
     context_axes: list[str] = field(default_factory=list)  # that cut the sequence, dim 1 of the batch
     attention: str = "auto"  # of ATTENTION
+    balance: str = "auto"  # of BALANCE
+    is_balanced: bool = False  # what came of it: the sequence is in head-tail order
     state_axes: list[str] = field(default_factory=list)
     auto_axes: list[str] = field(default_factory=list)
     shards: dict[str, dict[str, int]] = field(default_factory=dict)

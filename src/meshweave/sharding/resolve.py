@@ -110,7 +110,7 @@ def _state(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
 def _context(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     if entry.axis not in resolved.context_axes:
         resolved.context_axes.append(entry.axis)
-    resolved.attention = entry.text or "auto"
+    resolved.attention, resolved.balance = entry.text.split(":")
 
 
 def _style(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshweave.hardware.schema import KINDS
 from meshweave.hardware.work import Attention, Matmul, Memory, Work
 from meshweave.interop.ops import arguments_of, is_operator
 from meshweave.ir import local_ops
+from meshweave.ir.causal import Causal
 from meshweave.ir.graph import argument, op_name, origin_of
 from meshweave.ir.rank import linear
 from meshweave.ir.traits import base_name, inner_target, work_kind
@@ -229,30 +231,59 @@ def _attention(node: fx.Node, operands: Operands, results: Operands) -> tuple[Wo
     given = {name: _argument(node, i) for i, name in enumerate(names) if i < len(node.args)}
     heads, (queries, dim), keys = prod(q.shape[:-2]), q.shape[-2:], k.shape[-2]
     blocks = _blocks(given, queries, keys)
-    total, pairs = _total(operands, results), sum(n for n, _ in blocks) or 1
-    return tuple(
-        Attention(heads, queries, n, dim, is_causal, is_backward, q.dtype, total * n // pairs)
-        for n, is_causal in blocks
-    )
+    total, pairs = _total(operands, results), sum(rows * columns for rows, columns, _ in blocks) or 1
+    works: list[Work] = [
+        Attention(heads, rows, columns, dim, is_causal, is_backward, q.dtype, total * rows * columns // pairs)
+        for rows, columns, is_causal in blocks
+    ]
+    return (*works, *_reordered(given, operands, results, q, k))
 
 
-def _blocks(given: Mapping[str, Any], queries: int, keys: int) -> list[tuple[int, bool]]:
-    """Keys that all queries of the device with most work meet, and whether under a triangle.
+def _blocks(given: Mapping[str, Any], queries: int, keys: int) -> tuple[tuple[int, int, bool], ...]:
+    """Queries and keys that meet on the device with most work, and whether under a triangle.
 
-    Where queries are cut under a causal mask that is the last device: its queries see all keys before them, and each
-    other up to themselves. Of a ring a piece of keys that is not its own is seen whole by some device in every step.
+    Where queries are cut under a causal mask that is the last device, unless they are cut from head and tail: its
+    queries see all keys before them, and each other up to themselves. Of a ring a piece of keys that is not its own is
+    seen whole by some device in every step.
     """
-    first_query, first_key = (given.get(name, 0) for name in ("first_query", "first_key"))
+    first_query, first_key, starts = (given.get(name) for name in ("first_query", "first_key", "starts"))
     if not given.get("is_causal", False):
-        return [(keys, False)]
-    if given.get("is_part", False):
-        if isinstance(first_key, fx.Node) and first_key.target is linear:
-            number: Any = first_key.args[1]
-            first_key = number[0]
-        return [(keys, bool(isinstance(first_key, fx.Node) and first_key.args[-1] == 0))]
-    if isinstance(first_query, fx.Node) and keys > queries:
-        return [(keys - queries, False), (queries, True)]
-    return [(keys, True)]
+        return ((queries, keys, False),)
+    if not (isinstance(first_query, fx.Node) or isinstance(first_key, fx.Node) or starts):
+        return ((queries, keys, True),)
+    num_devices = prod(first_query.args[2]) if isinstance(first_query, fx.Node) else 1  # type: ignore[arg-type]
+    if isinstance(first_key, fx.Node) and first_key.target is linear:
+        first_key = first_key.args[1][0]  # type: ignore[index]
+    sign, shift = first_key.args[2:] if isinstance(first_key, fx.Node) else (0, (first_key or 0) // max(keys, 1))
+    return _most_work(queries, keys, num_devices, (sign, shift), tuple(starts or ()))
+
+
+@cache
+def _most_work(
+    queries: int, keys: int, num_devices: int, owner: tuple[int, int], starts: tuple[int, ...]
+) -> tuple[tuple[int, int, bool], ...]:
+    """Of devices with `queries` each those blocks that have most pairs; device r has the keys of (sign * r + shift) mod
+    n, with `owner` (sign, shift)."""
+    sign, shift = owner
+    options = []
+    for r in range(num_devices):
+        first_key = keys * ((sign * r + shift) % num_devices)
+        options.append(Causal.of(queries, keys, r * queries, first_key, starts).ascending.blocks)
+    most = max(options, key=lambda blocks: sum(block.pairs for block in blocks))
+    return tuple((b.rows.stop - b.rows.start, b.keys.stop - b.keys.start, b.is_causal) for b in most)
+
+
+def _reordered(
+    given: Mapping[str, Any], operands: Operands, results: Operands, q: Value, k: Value
+) -> tuple[Memory, ...]:
+    """Copies of what is held in another order than that of its positions."""
+    starts = given.get("starts")
+    if not starts or not given.get("is_causal", False):
+        return ()
+    length = len(starts) * min(start for start in starts if start)
+    whole = {x.shape[2] for x in (q, k) if x.shape[2] == length}
+    copied = [x for x in (*operands, *results) if len(x.shape) > 2 and x.shape[2] in whole]
+    return tuple(memory_work("copy", (x,), (x,), 1) for x in copied)
 
 
 _MATMULS: Mapping[str, Priced] = {

@@ -1,0 +1,142 @@
+"""What a causal mask leaves of queries and keys that are held in any order: tables of runs, and blocks that are done.
+
+A device's positions are a few runs of consecutive ones. A causal mask over two such tables is rectangles and triangles,
+each done by a kernel without a mask tensor; what no query sees is in none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Run = tuple[int, int]  # the first position, and how many follow each other
+Runs = tuple[Run, ...]  # in the order in which they are held
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of queries and columns of keys that meet: all of them, or (causal) each row the columns up to its own."""
+
+    rows: slice
+    keys: slice
+    is_causal: bool
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a query and a key."""
+        rows, keys = (s.stop - s.start for s in (self.rows, self.keys))
+        return rows * (rows + 1) // 2 if self.is_causal else rows * keys
+
+
+@dataclass(frozen=True, slots=True)
+class Causal:
+    """The positions of queries and of keys."""
+
+    queries: Runs
+    keys: Runs
+
+    @staticmethod
+    def of(
+        num_queries: int, num_keys: int, first_query: int = 0, first_key: int = 0, starts: Sequence[int] | None = None
+    ) -> Causal:
+        """Queries and keys that are held from `first_query` and `first_key` on, of a sequence that is held as equal
+        chunks which begin at the positions `starts` (None: as it is)."""
+        return Causal(runs(first_query, num_queries, starts), runs(first_key, num_keys, starts))
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether both are held in the order of their positions."""
+        return all(list(table) == sorted(table) for table in (self.queries, self.keys))
+
+    @property
+    def ascending(self) -> Causal:
+        """The same pairs, held in the order of positions."""
+        return Causal(_joined(sorted(self.queries)), _joined(sorted(self.keys)))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What is computed, by rows and columns as they are held: every pair that the mask leaves, in one block."""
+        blocks: list[Block] = []
+        row = 0
+        for start, rows in self.queries:
+            column = 0
+            for first, columns in self.keys:
+                for block in _blocks(rows, columns, start - first):
+                    _append(blocks, _shifted(block, row, column))
+                column += columns
+            row += rows
+        return tuple(_stacked(blocks))
+
+
+def runs(first: int, length: int, starts: Sequence[int] | None) -> Runs:
+    """The positions of `length` places from `first` on, in a sequence that is held as equal chunks from `starts` on."""
+    if not starts:
+        return ((first, length),)
+    size = min(start for start in starts if start)
+    places = [(max(first - i * size, 0), min(first + length - i * size, size)) for i in range(len(starts))]
+    return _joined([(starts[i] + low, high - low) for i, (low, high) in enumerate(places) if low < high])
+
+
+def head_tail(length: int, num_devices: int) -> tuple[int, ...]:
+    """Where the chunks of a balanced sequence begin: of 2n equal ones device r holds number r and 2n - 1 - r."""
+    size, last = length // (2 * num_devices), 2 * num_devices - 1
+    return tuple(size * number for r in range(num_devices) for number in (r, last - r))
+
+
+def _joined(table: Sequence[Run]) -> Runs:
+    """The same places in fewer runs."""
+    joined: list[Run] = []
+    for start, size in table:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return tuple(joined)
+
+
+def _blocks(num_queries: int, num_keys: int, offset: int) -> list[Block]:
+    """What is left of queries at `offset` + 0, 1, ... over keys at 0, 1, ...: at most three blocks."""
+    first = max(-offset, 0)  # earlier rows see nothing
+    diagonal = max(offset, 0)  # all rows see the keys before
+    side = min(num_queries - first, num_keys - diagonal)
+    blocks = []
+    if diagonal > 0 and num_queries:
+        blocks.append(Block(slice(0, num_queries), slice(0, min(diagonal, num_keys)), False))
+    if side > 0:
+        blocks.append(Block(slice(first, first + side), slice(diagonal, diagonal + side), True))
+        if first + side < num_queries:
+            blocks.append(Block(slice(first + side, num_queries), slice(diagonal, num_keys), False))
+    return blocks
+
+
+def _shifted(block: Block, row: int, column: int) -> Block:
+    rows, keys = block.rows, block.keys
+    return Block(
+        slice(rows.start + row, rows.stop + row), slice(keys.start + column, keys.stop + column), block.is_causal
+    )
+
+
+def _append(blocks: list[Block], block: Block) -> None:
+    """Add a block, to the last one where both are of all pairs of the same rows and their keys follow each other."""
+    last = blocks[-1] if blocks else block
+    is_full = not (last.is_causal or block.is_causal)
+    if is_full and last.rows == block.rows and last.keys.stop == block.keys.start:
+        blocks[-1] = Block(block.rows, slice(last.keys.start, block.keys.stop), False)
+    else:
+        blocks.append(block)
+
+
+def _stacked(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of all pairs over the same keys, whose rows follow each other, as one."""
+    stacked: list[Block] = []
+    for block in blocks:
+        above = [
+            i
+            for i, b in enumerate(stacked)
+            if not (b.is_causal or block.is_causal) and b.keys == block.keys and b.rows.stop == block.rows.start
+        ]
+        if above:
+            stacked[above[0]] = Block(slice(stacked[above[0]].rows.start, block.rows.stop), block.keys, False)
+        else:
+            stacked.append(block)
+    return stacked

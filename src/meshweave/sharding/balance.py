@@ -1,0 +1,366 @@
+"""A sequence held from both ends: the order of positions in which devices have equal work under a causal mask.
+
+Of 2n equal chunks device r holds number r and number 2n - 1 - r (`ir.causal.head_tail`): each sees as many keys as the
+next one. The captured step is written anew so that what runs along the sequence is held in that order. Ops that treat
+positions each by itself, or that add them up, need nothing; attention is given the table of chunks; what is made of
+positions (rotary angles, masks) is made of the positions in their order; any other op (a shift of labels, a scan) gets
+the sequence as it is. Values are the same to the order of their elements.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.capture.batch import batch_size
+from meshweave.errors import PlanError, RuleError
+from meshweave.ir.causal import head_tail
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, origin_of, replace_inputs, spec_of, tensor_inputs
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.traits import PRODUCTS
+from meshweave.sharding.factors import Dims, Rule
+from meshweave.sharding.plans import Resolved
+from meshweave.sharding.registry import pointwise, row_for
+from meshweave.sharding.sequences import has_sequence, sequence_length
+
+aten = torch.ops.aten
+ours = torch.ops.meshweave
+
+_CAUSAL_AT: dict[Any, int] = {ours.attention.default: 4, ours.attention_backward.default: 7}  # where `is_causal` stands
+_BY_HEADS = "devices that exchange heads have equal work"
+_NATURAL = frozenset[int]()
+_In = frozenset[int]  # the dims of a value that are held in the new order
+
+# By the way in which an op runs on pieces: those in which a position is told apart from its place.
+_BY_INDEX = frozenset({"gather", "index_select", "scatter"})
+_BY_INDICES = frozenset({"index", "index_put"})
+_IN_ORDER = frozenset({"arange", "random", "grouped_mm", "grouped_outer", "enter_rows", "leave_rows"})
+
+
+def balanced(
+    step: StepGraph, resolved: Resolved, mesh: Mesh, exchanges_heads: Callable[[], bool]
+) -> tuple[StepGraph, str]:
+    """The step with its sequence in head-tail order where the plan and the model allow it, and what was done and why.
+
+    `exchanges_heads` says whether attention is done so where the plan leaves it open; `resolved` notes what was done.
+    Raises PlanError where the plan asks for it and the devices do not divide the sequence so.
+    """
+    num_devices, length = mesh.flat_size(resolved.context_axes), sequence_length(step)
+    reason = _reason_against(step, resolved, length, num_devices)
+    if not reason and resolved.balance == "auto" and resolved.attention == "auto" and exchanges_heads():
+        reason = _BY_HEADS
+    axes = ",".join(resolved.context_axes)
+    if reason:
+        return step, f"the sequence is cut over {axes} in its order: {reason}"
+    resolved.is_balanced = True
+    size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
+    writer = _Writer(step, size, length, num_devices, tuple(resolved.context_axes))
+    shown = f"of {2 * num_devices} chunks a device holds one from each end"
+    return writer.run(), f"the sequence is cut over {axes} from head and tail: {shown}"
+
+
+def takes_heads(placed: StepGraph, axes: Collection[str]) -> bool:
+    """Whether every attention under a causal mask has whole sequences, of some heads."""
+    causal = [n for n in placed.graph.nodes if n.target in _CAUSAL_AT and n.args[_CAUSAL_AT[n.target]]]
+    queries = [tensor_inputs(n)[0].meta["layout"].dims[2] for n in causal]
+    return not any(axis in dim.axes for dim in queries for axis in axes)
+
+
+def _reason_against(step: StepGraph, resolved: Resolved, length: int, num_devices: int) -> str:
+    """Why the sequence stays in its order; "" where it does not."""
+    if num_devices == 1:
+        return "there is one device"
+    if resolved.balance == "none":
+        return "the plan asks for it"
+    if length % (2 * num_devices):
+        reason = f"{length} positions do not divide by 2 x {num_devices}"
+        if resolved.balance == "head_tail":
+            raise PlanError(
+                "the sequence cannot be balanced",
+                where=f"cp over {', '.join(resolved.context_axes)}",
+                got=reason,
+                expected=f"a multiple of {2 * num_devices}",
+                hint='pad it, or leave it open: balance="auto"',
+            )
+        return reason
+    if resolved.balance == "head_tail":
+        return ""
+    if resolved.attention == "heads":
+        return _BY_HEADS
+    causal = [n for n in step.graph.nodes if n.target is ours.attention.default and n.args[_CAUSAL_AT[n.target]]]
+    if not any(spec_of(tensor_inputs(n)[0]).shape[2] == length for n in causal):
+        return "no attention has a causal mask that is not given as a bias"
+    return ""
+
+
+@dataclass(slots=True)
+class _Writer:
+    """`versions`: a value of the old graph in the new one, by the dims in which it is in the new order."""
+
+    step: StepGraph
+    size: int | None
+    length: int
+    num_devices: int
+    axes: tuple[str, ...]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    versions: dict[fx.Node, dict[_In, fx.Node]] = field(default_factory=dict)
+    usual: dict[fx.Node, _In] = field(default_factory=dict)  # in which a value is made
+    tuples: dict[fx.Node, tuple[fx.Node, list[_In]]] = field(default_factory=dict)
+    indices: dict[bool, fx.Node] = field(default_factory=dict)  # is it the inverse -> places of positions
+    current: fx.Node | None = None
+
+    def run(self) -> StepGraph:
+        for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
+            new = copy_meta(node, self.graph.placeholder(node.name))
+            self.versions[node] = {_NATURAL: new}
+            self.usual[node] = frozenset({1}) if has_sequence(item, self.size, self.length) else _NATURAL
+        for node in self.step.graph.nodes:
+            if node.op == "call_function":
+                self.current = node
+                self._node(node)
+        self.graph.output([self.version(value, _NATURAL) for value in self.step.output_values])
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+        return replace(self.step, graph=self.graph)
+
+    def _node(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self.tuples:
+            source, dims = self.tuples[node.args[0]]  # type: ignore[index]
+            new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])))
+            given = [i for i, spec in enumerate(source.meta["spec"]) if spec is not None]
+            self._keep(node, dims[given.index(node.args[1])], new)  # type: ignore[arg-type]
+            return
+        rule = _rule(node)
+        ordered = _NATURAL if rule is None else self._factors(node, rule)
+        new = self._written(node, rule, ordered)
+        results = [_dims_of(rule, dims, ordered) for dims in rule.results] if rule is not None else []
+        if isinstance(node.meta["spec"], Spec):
+            self._keep(node, results[0] if results else _NATURAL, new)
+        else:
+            self.tuples[node] = (new, results or [_NATURAL] * len(node.meta["spec"]))
+
+    def _keep(self, node: fx.Node, dims: _In, new: fx.Node) -> None:
+        self.usual[node] = dims
+        self.versions[node] = {dims: new}
+
+    def _factors(self, node: fx.Node, rule: Rule) -> _In:
+        """The loops along the sequence of which an operand is in the new order, and that may run in any."""
+        if origin_of(node).phase == "update":
+            return _NATURAL
+        asked = {
+            factor
+            for operand, dims in zip(tensor_inputs(node), rule.operands, strict=True)
+            for factor in (_outer(rule, dims, d) for d in self.usual[operand])
+        }
+        if node.target in _CAUSAL_AT:
+            loops = _attention_loops(rule, node)
+            causal = node.args[_CAUSAL_AT[node.target]]
+            asked = (set(loops) if asked & set(loops) else set()) if causal else asked
+        return frozenset(f for f in asked if self._is_free(node, rule, f))
+
+    def _is_free(self, node: fx.Node, rule: Rule, factor: int) -> bool:
+        """Whether positions are treated each by itself, or added up in any order."""
+        if factor < 0 or rule.sizes[factor] != self.length:
+            return False
+        places = [(dims, d) for dims in (*rule.operands, *rule.results) for d in range(len(dims)) if factor in dims[d]]
+        if any(_outer(rule, dims, d) != factor for dims, d in places):
+            return False
+        if node.target in _CAUSAL_AT:
+            loops = _attention_loops(rule, node)
+            is_square = all(rule.sizes[f] == self.length for f in loops)
+            return factor in loops and (is_square or not node.args[_CAUSAL_AT[node.target]])
+        if factor in rule.whole:
+            return False
+        way = "" if node.target is ours.pin.default else row_for(node).localize
+        return way not in _IN_ORDER and factor not in _looked_up(node, rule, way)
+
+    def _written(self, node: fx.Node, rule: Rule | None, ordered: _In) -> fx.Node:
+        """The op with operands in the new order along some loops."""
+        operands = tensor_inputs(node)
+        each = [_dims_of(rule, dims, ordered) for dims in rule.operands] if rule is not None else []
+        values = [self.version(x, dims) for x, dims in zip(operands, each or [_NATURAL] * len(operands), strict=True)]
+        args, kwargs = replace_inputs(node, values)
+        at = _CAUSAL_AT.get(node.target)
+        if at is not None and ordered and args[at]:
+            args = (*args[: at + 2], 0, 0, False, list(head_tail(self.length, self.num_devices)))
+        new = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self._described(node, new)
+
+    def _described(self, like: fx.Node, new: fx.Node, **changes: Any) -> fx.Node:
+        """`new` with the meta of `like`, in the phase that is written now."""
+        copy_meta(like, new, **changes)
+        if self.current is not None:
+            new.meta["origin"] = replace(origin_of(like), phase=origin_of(self.current).phase)
+        return new
+
+    # Values in another order than the one in which they are made.
+
+    def version(self, node: fx.Node, dims: _In) -> fx.Node:
+        """The value with just these of its dims in the new order."""
+        known = self.versions[node]
+        if dims not in known:
+            again = self._made_again(node, dims) if dims > self.usual[node] else None
+            known[dims] = again if again is not None else self._converted(node, dims)
+        return known[dims]
+
+    def _made_again(self, node: fx.Node, dims: _In) -> fx.Node | None:
+        """What is made of positions, made in the new order; None where it is not cheap or not possible."""
+        if node.target is aten.full.default:
+            return self.versions[node][_NATURAL]
+        if node.target is aten.arange.start_step:
+            return self._arange(node)
+        rule = _rule(node) if node.op == "call_function" and isinstance(node.meta["spec"], Spec) else None
+        if rule is None or node.target in _CAUSAL_AT or origin_of(node).phase == "update":
+            return None
+        factors = frozenset(_outer(rule, rule.results[0], d) for d in dims)
+        inside = {f for dim in rule.results[0] for f in dim}
+        terms = prod(rule.sizes[f] for operand in rule.operands for dim in operand for f in dim if f not in inside)
+        if node.target in PRODUCTS and terms > 1:
+            return None
+        if not all(self._is_free(node, rule, f) for f in factors) or _dims_of(rule, rule.results[0], factors) != dims:
+            return None
+        return self._written(node, rule, factors)
+
+    def _converted(self, node: fx.Node, dims: _In) -> fx.Node:
+        """The value as it is known with the fewest changes, its other dims taken in order, the pinned one last."""
+        known = self.versions[node]
+        start = min(known, key=lambda own: (len(own ^ dims), len(own)))
+        value = known[start]
+        for d in sorted(start - dims):
+            value = self._select(node, value, d, self._index(True))
+        for d in sorted(dims - start, reverse=True):
+            value = self._select(node, value, d, self._index(False))
+            if d == min(dims):
+                constraint = ";".join(f"{axis}={d}" for axis in self.axes)
+                value = self._emit(node, ours.pin.default, (value, constraint, False), spec_of(value).shape)
+        return value
+
+    def _select(self, like: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+        """x at `index` along a dim whose outermost part is the sequence."""
+        shape = spec_of(x).shape
+        inner = shape[dim] // self.length
+        if inner == 1:
+            return self._emit(like, aten.index_select.default, (x, dim, index), shape)
+        apart = (*shape[:dim], self.length, inner, *shape[dim + 1 :])
+        split = self._emit(like, aten.view.default, (x, list(apart)), apart)
+        taken = self._emit(like, aten.index_select.default, (split, dim, index), apart)
+        return self._emit(like, aten.view.default, (taken, list(shape)), shape)
+
+    def _emit(self, like: fx.Node, target: Any, args: Sequence[Any], shape: Sequence[int], **kwargs: Any) -> fx.Node:
+        dtype = kwargs.get("dtype", spec_of(like).dtype)
+        new = self.graph.call_function(target, tuple(args), kwargs)
+        return self._described(like, new, spec=Spec(tuple(shape), dtype))
+
+    def _index(self, is_inverse: bool) -> fx.Node:
+        """The position at each place [sequence], or the place of each position."""
+        if is_inverse not in self.indices:
+            assert self.current is not None
+            self.indices[is_inverse] = self._places(self.current) if is_inverse else self._positions(self.current)
+        return self.indices[is_inverse]
+
+    def _positions(self, like: fx.Node) -> fx.Node:
+        """Chunk c of the places is chunk c / 2 of the sequence, or where c is odd that from the end."""
+        size, last = self.length // (2 * self.num_devices), 2 * self.num_devices - 1
+        place = _Integers.arange(self, like, self.length)
+        chunk = place // size
+        half = chunk // 2
+        return ((half + (chunk % 2) * (half * -2 + last)) * size + place % size).node
+
+    def _places(self, like: fx.Node) -> fx.Node:
+        size, last = self.length // (2 * self.num_devices), 2 * self.num_devices - 1
+        position = _Integers.arange(self, like, self.length)
+        chunk = position // size
+        is_tail = chunk // self.num_devices
+        device = chunk + is_tail * (chunk * -2 + last)
+        return ((device * 2 + is_tail) * size + position % size).node
+
+    def _arange(self, node: fx.Node) -> fx.Node:
+        """start + step * position, for each place."""
+        start, _, step = node.args
+        shape = spec_of(node).shape
+        value = self._index(False)
+        if spec_of(value).dtype != spec_of(node).dtype:
+            value = self._emit(node, aten._to_copy.default, (value,), shape, dtype=spec_of(node).dtype)
+        if step != 1:
+            value = self._emit(node, aten.mul.Tensor, (value, step), shape)
+        return value if not start else self._emit(node, aten.add.Tensor, (value, start), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """Arithmetic on indices [sequence], written as nodes."""
+
+    writer: _Writer
+    like: fx.Node
+    node: fx.Node
+
+    @staticmethod
+    def arange(writer: _Writer, like: fx.Node, size: int) -> _Integers:
+        new = writer.graph.call_function(aten.arange.start_step, (0, size, 1), {"dtype": torch.int64})
+        writer._described(like, new, spec=Spec((size,), torch.int64))
+        return _Integers(writer, like, new)
+
+    def _by(self, target: Any, other: _Integers | int) -> _Integers:
+        right = other.node if isinstance(other, _Integers) else other
+        new = self.writer.graph.call_function(target, (self.node, right))
+        return replace(self, node=self.writer._described(self.like, new, spec=self.node.meta["spec"]))
+
+    def __add__(self, other: _Integers | int) -> _Integers:
+        return self._by(aten.add.Tensor, other)
+
+    def __mul__(self, other: _Integers | int) -> _Integers:
+        return self._by(aten.mul.Tensor, other)
+
+    def __floordiv__(self, other: int) -> _Integers:
+        return self._by(aten.floor_divide.default, other)
+
+    def __mod__(self, other: int) -> _Integers:
+        return self._by(aten.remainder.Scalar, other)
+
+
+def _rule(node: fx.Node) -> Rule | None:
+    """The rule of an op; None where there is none, which is raised where it is placed."""
+    try:
+        return pointwise(node) if node.target is ours.pin.default else row_for(node).rule(node)
+    except RuleError:
+        return None
+
+
+def _outer(rule: Rule, dims: Dims, dim: int) -> int:
+    """The outermost factor of more than one element, be it whole; -1 where there is none."""
+    return next((f for f in dims[dim] if rule.sizes[f] > 1), -1)
+
+
+def _dims_of(rule: Rule | None, dims: Dims, factors: Collection[int]) -> _In:
+    """The dims that run along one of these factors."""
+    return frozenset(d for d in range(len(dims)) if rule is not None and _outer(rule, dims, d) in factors)
+
+
+def _attention_loops(rule: Rule, node: fx.Node) -> tuple[int, int]:
+    """The factors of queries and of keys."""
+    first = 0 if node.target is ours.attention.default else 1
+    return rule.operands[first][2][0], rule.operands[first + 1][2][0]
+
+
+def _looked_up(node: fx.Node, rule: Rule, way: str) -> set[int]:
+    """Factors of the dims of operand 0 in which elements are looked up by an index, or written to one."""
+    if not rule.operands:
+        return set()
+    rank = max(len(rule.operands[0]), 1)
+    at: Iterable[int] = ()
+    if way in _BY_INDEX:
+        dim: Any = node.args[1]
+        at = [dim % rank]
+    elif way in _BY_INDICES:
+        at = [d for d, index in enumerate(node.args[1]) if index is not None]  # type: ignore[arg-type]
+    elif way == "embedding":
+        at = [0]
+    factors = {f for d in at if d < len(rule.operands[0]) for f in rule.operands[0][d]}
+    return factors | (set(rule.results[0][0]) if way == "embedding_backward" else set())
