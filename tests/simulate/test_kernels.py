@@ -171,7 +171,7 @@ def test_equal_ops_are_one_when_compiled() -> None:
 @pytest.mark.parametrize("attention", ["gather", "ring"])
 @pytest.mark.parametrize(("balance", "seen"), [("none", 16 * 48 + 16 * 16 / 2), ("head_tail", 64 * 64 / 2 / 4)])
 def test_attention_of_a_piece_is_priced_by_what_its_queries_see(balance: str, seen: float, attention: str) -> None:
-    """On the device with most work: of a sequence in its order the last, with all keys before its own and a triangle."""
+    """On the device with most work: in order the last, with all keys before its own and a triangle."""
     model, batch, _ = plain(Shape(tokens=64, heads=2, key_heads=1))
     plan = f"cp:cp:{attention}:{balance}"
     step = mw.compile(model, loss=lambda out, _: (out**2).mean(), example=batch, mesh="cp=4", plan=plan)
