@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
+from meshweave.ir.graph import Input, Origin, Spec, Specs, StepGraph, map_nodes, origin_of, spec_of, specs_of
 
 aten = torch.ops.aten
 
@@ -25,26 +25,30 @@ _IDENTITIES = {
     aten.alias_copy.default,
 }
 
+WriteUpdate = Callable[["Normalizer", Sequence[fx.Node]], Mapping[tuple[str, str], fx.Node]]
+
 
 def normalize(
     graph: fx.Graph,
     inputs: tuple[Input, ...],
     outputs: tuple[tuple[str, str], ...],
     constants: Mapping[str, torch.Tensor],
+    update: WriteUpdate = lambda normalizer, grads: {},
 ) -> StepGraph:
-    """The global graph of a traced step.
+    """The global graph of a traced step. `update` writes the end of it, which is not traced: it takes the values that
+    the traced graph returns after `outputs`, and returns more outputs.
 
     Afterwards: every node has a Spec and an Origin; no identities (a functional graph needs no clone); squeezes,
     selects and transposes are views, slices and permutes; unchanged buffers and unused constants are gone; dead code
     is gone.
     """
-    result = _Rewriter(inputs, constants).run(graph, outputs)
+    result = Normalizer(inputs, constants).run(graph, outputs, update)
     result.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return _drop_unused_constants(result)
 
 
-class _Rewriter:
-    """Copies a graph node by node, each op through the table of rewrites."""
+class Normalizer:
+    """Copies a graph node by node, each op through the table of rewrites. New nodes get `origin`."""
 
     def __init__(self, inputs: tuple[Input, ...], constants: Mapping[str, torch.Tensor]) -> None:
         self.inputs, self.constants = list(inputs), dict(constants)
@@ -55,7 +59,7 @@ class _Rewriter:
         self.lifted: dict[str, fx.Node] = {}
         self.scalars: dict[Any, fx.Node] = {}  # 0-dim values are made once per phase
 
-    def run(self, old: fx.Graph, outputs: tuple[tuple[str, str], ...]) -> StepGraph:
+    def run(self, old: fx.Graph, outputs: tuple[tuple[str, str], ...], update: WriteUpdate) -> StepGraph:
         sources = [n for n in old.nodes if n.op == "placeholder"]
         for node, item in zip(sources, self.inputs, strict=True):
             self.env[node] = self.own[item.kind, item.name] = self._placeholder(item)
@@ -64,11 +68,14 @@ class _Rewriter:
         for node in old.nodes:
             if node.op == "call_function":
                 self.origin = origin_of(node)
-                self.env[node] = self._call(node)
+                args, kwargs = map_nodes(node, lambda n: self.env[n])
+                self.env[node] = self.call(node.target, args, kwargs, specs_of(node.meta.get("val")))
         values = [self.env[n] for n in next(iter(reversed(old.nodes))).args[0]]
-        kept = [(kind, v) for kind, v in zip(outputs, values, strict=True) if not self._is_unchanged(kind, v)]
-        self.graph.output([v for _, v in kept])
-        return StepGraph(self.graph, tuple(self.inputs), tuple(kind for kind, _ in kept), self.constants)
+        results = dict(zip(outputs, values, strict=False))
+        results |= update(self, values[len(outputs) :])
+        kept = {kind: v for kind, v in results.items() if not self._is_unchanged(kind, v)}
+        self.graph.output([*kept.values()])
+        return StepGraph(self.graph, tuple(self.inputs), tuple(kept), self.constants)
 
     def _placeholder(self, item: Input) -> fx.Node:
         node = self.graph.placeholder(_identifier(item))
@@ -87,22 +94,17 @@ class _Rewriter:
     def _is_unchanged(self, kind: tuple[str, str], value: fx.Node) -> bool:
         return kind[0] == "buffer" and value is self.own[kind]
 
-    def _call(self, node: fx.Node) -> Any:
-        args, kwargs = map_nodes(node, lambda n: self.env[n])
-        if node.target is operator.getitem:
-            return self._item(args[0], args[1], node)
-        if node.target in _IDENTITIES:
+    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any], specs: Specs) -> Any:
+        """The nodes that an op becomes, through the table of rewrites."""
+        if target is operator.getitem:
+            value, index = args
+            return value[index] if isinstance(value, (tuple, list)) else self.emit(target, args, {}, specs)
+        if target in _IDENTITIES:
             return args[0]
-        rewrite = _REWRITES.get(node.target)
-        spec = _spec(node)
+        rewrite = _REWRITES.get(target)
         if rewrite is not None:
-            return rewrite(self, spec, *args, **_without_memory(kwargs))
-        return self.emit(node.target, args, _without_memory(kwargs), spec)
-
-    def _item(self, value: Any, index: int, node: fx.Node) -> Any:
-        if isinstance(value, (tuple, list)):
-            return value[index]
-        return self.emit(operator.getitem, (value, index), {}, _spec(node))
+            return rewrite(self, specs, *args, **_without_memory(kwargs))
+        return self.emit(target, args, _without_memory(kwargs), specs)
 
     def emit(self, target: Any, args: Any, kwargs: Any, spec: Any) -> fx.Node:
         scalar = isinstance(spec, Spec) and not spec.shape
@@ -129,43 +131,34 @@ def _without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _spec(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return Spec(tuple(int(s) for s in value.shape), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return tuple(Spec(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in value)
-    return None
-
-
 def _identifier(item: Input) -> str:
     text = f"{item.kind}_{item.name}" if item.kind != "param" else item.name
     return "".join(c if c.isalnum() else "_" for c in text)
 
 
-def _permute(r: _Rewriter, spec: Spec, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+def _permute(r: Normalizer, spec: Spec, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     order = [d % len(dims) for d in dims]
     if order == sorted(order):
         return x
     return r.emit(aten.permute.default, (x, order), {}, spec)
 
 
-def _transpose(r: _Rewriter, spec: Spec, x: fx.Node, a: int, b: int) -> fx.Node:
+def _transpose(r: Normalizer, spec: Spec, x: fx.Node, a: int, b: int) -> fx.Node:
     order = list(range(len(spec.shape)))
     if order:
         order[a], order[b] = order[b], order[a]
     return _permute(r, spec, x, order)
 
 
-def _matrix_transpose(r: _Rewriter, spec: Spec, x: fx.Node) -> fx.Node:
+def _matrix_transpose(r: Normalizer, spec: Spec, x: fx.Node) -> fx.Node:
     return _transpose(r, spec, x, 0, 1) if len(spec.shape) == 2 else x
 
 
-def _reshape(r: _Rewriter, spec: Spec, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
+def _reshape(r: Normalizer, spec: Spec, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
     return r.view(x, spec.shape)
 
 
-def _select(r: _Rewriter, spec: Spec, x: fx.Node, dim: int, index: int) -> fx.Node:
+def _select(r: Normalizer, spec: Spec, x: fx.Node, dim: int, index: int) -> fx.Node:
     old = spec_of(x)
     dim = dim % len(old.shape)
     index = index % old.shape[dim]
@@ -174,7 +167,7 @@ def _select(r: _Rewriter, spec: Spec, x: fx.Node, dim: int, index: int) -> fx.No
 
 
 def _slice(
-    r: _Rewriter, spec: Spec, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    r: Normalizer, spec: Spec, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> fx.Node:
     old = spec_of(x)
     dim = dim % len(old.shape)
@@ -185,7 +178,7 @@ def _slice(
     return r.emit(aten.slice.Tensor, args, {}, spec)
 
 
-def _cat(r: _Rewriter, spec: Spec, values: Sequence[fx.Node], dim: int = 0) -> fx.Node:
+def _cat(r: Normalizer, spec: Spec, values: Sequence[fx.Node], dim: int = 0) -> fx.Node:
     """cat of what is not empty: the caches of Hugging Face models begin with an empty tensor."""
     nonempty = [v for v in values if spec_of(v).num_elements]
     if len(nonempty) == 1 and spec_of(nonempty[0]) == spec:
@@ -194,21 +187,21 @@ def _cat(r: _Rewriter, spec: Spec, values: Sequence[fx.Node], dim: int = 0) -> f
 
 
 def _full(value: float) -> Callable[..., fx.Node]:
-    def rewrite(r: _Rewriter, spec: Spec, *_: Any, **__: Any) -> fx.Node:
+    def rewrite(r: Normalizer, spec: Spec, *_: Any, **__: Any) -> fx.Node:
         return r.emit(aten.full.default, (list(spec.shape), value), {"dtype": spec.dtype}, spec)
 
     return rewrite
 
 
 def _full_of(position: int) -> Callable[..., fx.Node]:
-    def rewrite(r: _Rewriter, spec: Spec, *args: Any, **kwargs: Any) -> fx.Node:
+    def rewrite(r: Normalizer, spec: Spec, *args: Any, **kwargs: Any) -> fx.Node:
         value = args[position] if len(args) > position else kwargs["fill_value"]
         return r.emit(aten.full.default, (list(spec.shape), value), {"dtype": spec.dtype}, spec)
 
     return rewrite
 
 
-def _copy(r: _Rewriter, spec: Spec, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
+def _copy(r: Normalizer, spec: Spec, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
     """x.copy_(source) as a value: the source, cast and expanded."""
     old = spec_of(source)
     if old.dtype != spec.dtype:
@@ -218,12 +211,12 @@ def _copy(r: _Rewriter, spec: Spec, x: fx.Node, source: fx.Node, *_: Any) -> fx.
     return r.emit(aten.expand.default, (source, list(spec.shape)), {}, spec)
 
 
-def _scalar_tensor(r: _Rewriter, spec: Spec, value: float, **_: Any) -> fx.Node:
+def _scalar_tensor(r: Normalizer, spec: Spec, value: float, **_: Any) -> fx.Node:
     return r.emit(aten.full.default, ([], value), {"dtype": spec.dtype}, spec)
 
 
 def _arange(start: int, step_at: int) -> Callable[..., fx.Node]:
-    def rewrite(r: _Rewriter, spec: Spec, *args: Any, **_: Any) -> fx.Node:
+    def rewrite(r: Normalizer, spec: Spec, *args: Any, **_: Any) -> fx.Node:
         first = args[0] if start else 0
         step = args[step_at] if step_at and len(args) > step_at else 1
         end = first + spec.shape[0] * step
@@ -233,7 +226,7 @@ def _arange(start: int, step_at: int) -> Callable[..., fx.Node]:
 
 
 def _conv_backward(
-    r: _Rewriter, spec: Any, grad: fx.Node, x: fx.Node, w: fx.Node, bias_sizes: Any, *rest: Any
+    r: Normalizer, spec: Any, grad: fx.Node, x: fx.Node, w: fx.Node, bias_sizes: Any, *rest: Any
 ) -> tuple[fx.Node | None, ...]:
     """One op per gradient: the three depend on different operands, so that they shard differently."""
     *options, mask = rest
@@ -251,7 +244,7 @@ def _conv_backward(
 
 
 def _attention(
-    r: _Rewriter,
+    r: Normalizer,
     spec: Any,
     q: fx.Node,
     k: fx.Node,
@@ -267,7 +260,7 @@ def _attention(
 
 
 def _attention_backward(
-    r: _Rewriter,
+    r: Normalizer,
     spec: Any,
     grad: fx.Node,
     q: fx.Node,

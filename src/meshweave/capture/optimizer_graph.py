@@ -20,7 +20,7 @@ from meshweave.capture.optimizer_arithmetic import SUMS, base_of, in_place, scal
 from meshweave.capture.optimizer_record import Call, Decision, Key, Num, Record, Ref
 from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensorMode
-from meshweave.ir.graph import Spec, map_nodes
+from meshweave.ir.graph import Spec, Specs, map_nodes, specs_of
 from meshweave.ir.traits import is_pointwise
 
 aten = torch.ops.aten
@@ -47,11 +47,12 @@ class Value:
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    spec: Spec | None
+    spec: Specs
     uses: tuple[Value, ...]
 
 
 Outputs = dict[Key, Value]
+RunOp = Callable[[Value, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class Values:
     def input(self, key: Any, spec: Spec) -> Value:
         return self.known.setdefault(("input", key), Value(None, (key,), (), spec, ()))
 
-    def op(self, target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], spec: Spec | None) -> Value:
+    def op(self, target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], spec: Specs) -> Value:
         uses: list[Value] = []
 
         def described(x: Any) -> Any:
@@ -109,7 +110,7 @@ def _is_number(value: Value) -> bool:
 def _may_merge(a: Value, b: Value, of_variants: bool) -> bool:
     """Whether a choice between two values costs next to nothing."""
     both_numbers = of_variants and _is_number(a) and _is_number(b)
-    return both_numbers or (a.spec is not None and not a.spec.shape and b.spec is not None and not b.spec.shape)
+    return both_numbers or all(isinstance(x.spec, Spec) and not x.spec.shape for x in (a, b))
 
 
 def _same_op(a: Value, b: Value) -> bool:
@@ -195,13 +196,8 @@ def _import(values: Values, graph: fx.Graph, inputs: Sequence[Value]) -> list[Va
                 env[node] = args[0][args[1]]
             else:
                 options = tuple((k, v) for k, v in kwargs.items() if k not in ("device", "pin_memory", "memory_format"))
-                env[node] = values.op(node.target, tuple(args), options, _spec(node))
+                env[node] = values.op(node.target, tuple(args), options, specs_of(node.meta.get("val")))
     return [env[n] for n in next(iter(reversed(graph.nodes))).args[0]]
-
-
-def _spec(node: fx.Node) -> Spec | None:
-    value = node.meta.get("val")
-    return Spec(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
 
 
 def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> Outputs:
@@ -233,13 +229,18 @@ def ordered(outputs: Iterable[Value]) -> list[Value]:
     return list(done)
 
 
-def evaluate(outputs: Mapping[Key, Value], inputs: Callable[[Any], Tensor]) -> dict[Key, Tensor]:
-    """The outputs of a graph. `inputs(key)` gives what a key or a `Number` stands for."""
-    env: dict[Value, Tensor] = {}
+def run_op(value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op of a value on tensors."""
+    return value.target(*args, **kwargs)
+
+
+def evaluate(outputs: Mapping[Key, Value], inputs: Callable[[Any], Any], call: RunOp = run_op) -> dict[Key, Any]:
+    """The outputs of a graph. `inputs(key)` gives what a key or a `Number` stands for, `call` what an op gives."""
+    env: dict[Value, Any] = {}
     for value in ordered(outputs.values()):
         if value.target is None:
             env[value] = inputs(value.args[0])
         else:
             args, kwargs = _with_uses(value, [env[u] for u in value.uses])
-            env[value] = value.target(*args, **dict(kwargs))
+            env[value] = call(value, args, dict(kwargs))
     return {key: env[value] for key, value in outputs.items()}

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from meshweave.capture.optimizer_graph import (
     Number,
     Outputs,
+    RunOp,
     Source,
     Value,
     Values,
     evaluate,
     merged_paths,
     ordered,
+    run_op,
     values_of,
 )
 from meshweave.capture.optimizer_record import Decision, Key, Num, Prepared, Record
@@ -93,18 +95,26 @@ class OptimizerSpec:
         return [name for name, k in self.kind_of.items() if self.leaders[k] == leader]
 
     def update(
-        self, name: str, param: Tensor, grad: Tensor, state: State, numbers: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self,
+        name: str,
+        param: Any,
+        grad: Any,
+        state: Mapping[str, Any],
+        numbers: Mapping[str, Any],
+        call: RunOp = run_op,
+    ) -> tuple[Any, dict[str, Any]]:
         """One step: the new parameter and its new state. Nothing is written in place.
 
-        `numbers` are 0-dim float64, by the names of `numbers()`.
+        Tensors, or whatever else `call` gives the results of ops as. `numbers` are 0-dim float64, by the names of
+        `numbers()`.
         """
         index = self.kind_of[name]
         kind = self.kinds[index]
         places = {number: f"update{self.leaders[index]}.{i}" for i, number in enumerate(kind.numbers)}
-        tensors: dict[Key, Tensor] = {("param", 0, ""): param, ("grad", 0, ""): grad}
-        tensors |= {("state", 0, slot): tensor for slot, tensor in state.items()}
-        results = evaluate(kind.outputs, lambda key: tensors[key] if isinstance(key, tuple) else numbers[places[key]])
+        inputs: dict[Key, Any] = {("param", 0, ""): param, ("grad", 0, ""): grad}
+        inputs |= {("state", 0, slot): value for slot, value in state.items()}
+        numbered = {number: numbers[place] for number, place in places.items()}
+        results = evaluate(kind.outputs, lambda key: inputs[key] if isinstance(key, tuple) else numbered[key], call)
         return results["param", 0, ""], {key[2]: value for key, value in results.items() if key[0] == "state"}
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from meshweave.capture.aliases import check_aliases
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
-from meshweave.capture.normalize import normalize
+from meshweave.capture.normalize import Normalizer, normalize
+from meshweave.capture.optimizer_graph import Value
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
@@ -26,7 +27,7 @@ from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.fake import FakeTensorMode
 from meshweave.interop.modules import own_parameters
 from meshweave.interop.tracing import check_checkpoints, gradients
-from meshweave.ir.graph import StepGraph
+from meshweave.ir.graph import Origin, StepGraph
 from meshweave.ir.ops import square_sum
 
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
@@ -130,6 +131,7 @@ def capture_source(
     fakes = fake_inputs(inputs, source.model, example, mode)
     batch = Batch.of(example)
     outputs: list[tuple[str, str]] = []
+    updated: list[str] = []  # parameters
 
     def again(record: Record, batch: Batch) -> None:
         values = by_kind(inputs, fakes)
@@ -147,17 +149,21 @@ def capture_source(
         tracker = Provenance(values.scalars["draw"], options.seed, contract.record)
         with tracker:
             run = _StepRun(source, rebuilt(batch, values), options, tracker, values)
-            results = run.run(optimizer)
+            results, grads = run.run(optimizer)
             contract.outputs = run.returned
         outputs[:] = list(results)
-        return list(results.values())
+        updated[:] = list(grads)
+        return [*results.values(), *grads.values()]
+
+    def update(writer: Normalizer, grads: Sequence[fx.Node]) -> dict[tuple[str, str], fx.Node]:
+        return {} if optimizer is None else _update(writer, optimizer, dict(zip(updated, grads, strict=True)))
 
     with contract.checking():
         module = trace(step, fakes)
     constants = {name: value for name, value in module.named_buffers(recurse=False)}
     constants |= {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and n.startswith("_tensor_constant")}
     constants |= {n: p.detach() for n, p in module.named_parameters(recurse=False)}  # of modules that are no submodules
-    graph = normalize(module.graph, inputs, tuple(outputs), constants)
+    graph = normalize(module.graph, inputs, tuple(outputs), constants, update)
     check_aliases(source.model, graph)
     return cast_gradients_early(graph), contract
 
@@ -181,18 +187,20 @@ class _StepRun:
     tensors: dict[str, Tensor] = field(init=False)
     storages: dict[str, int] = field(init=False)
 
-    def run(self, optimizer: OptimizerSpec | None) -> dict[tuple[str, str], Tensor]:
-        """Outputs by (kind, name)."""
+    def run(self, optimizer: OptimizerSpec | None) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+        """Outputs by (kind, name), and the gradients that the update takes, by parameter."""
         with torch.enable_grad():
             results, grads = self.traced()
         if self.options.accumulate > 1:
             self.accumulate(grads)
             results |= {("acc", n): g for n, g in grads.items()}
         results |= {("grad", n): g for n, g in grads.items()}
-        if optimizer is not None and not self.is_second:
-            self.tracker.phase = "update"
-            results |= _update(optimizer, self.options, self.tracker, self.values, grads)
-        return results
+        if optimizer is None or self.is_second:
+            return results, {}
+        self.tracker.phase = "update"
+        if self.options.clip_grad_norm is not None:
+            results["norm", ""], grads = _clipped(grads, self.options.clip_grad_norm)
+        return results, {n: g for n, g in grads.items() if n in optimizer.kind_of}
 
     def traced(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
         """What forward and backward give, and gradients by parameter."""
@@ -321,16 +329,19 @@ def _clipped(grads: Mapping[str, Tensor], largest: float) -> tuple[Tensor, dict[
 
 
 def _update(
-    optimizer: OptimizerSpec, options: CaptureOptions, tracker: Provenance, values: StepValues, grads: dict[str, Tensor]
-) -> dict[tuple[str, str], Tensor]:
-    results: dict[tuple[str, str], Tensor] = {}
-    if options.clip_grad_norm is not None:
-        results["norm", ""], grads = _clipped(grads, options.clip_grad_norm)
-    for name in (n for n in grads if n in optimizer.kind_of):
-        tracker.modules = [name]
-        state = {slot: values.state[state_name(slot, name)] for slot in optimizer.slots(name)}
-        new, new_state = optimizer.update(name, values.params[name], grads[name], state, values.scalars)
+    writer: Normalizer, optimizer: OptimizerSpec, grads: Mapping[str, fx.Node]
+) -> dict[tuple[str, str], fx.Node]:
+    """The update of each parameter. It is known as a graph (`optimizers.py`), so nothing is traced."""
+    results: dict[tuple[str, str], fx.Node] = {}
+    numbers = {name: writer.own["scalar", name] for name in optimizer.numbers()}
+
+    def call(value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return writer.call(value.target, args, kwargs, value.spec)
+
+    for name, grad in grads.items():
+        writer.origin = Origin("update", name)
+        state = {slot: writer.own["state", state_name(slot, name)] for slot in optimizer.slots(name)}
+        new, new_state = optimizer.update(name, writer.own["param", name], grad, state, numbers, call)
         results["param", name] = new
         results |= {("state", state_name(slot, name)): s for slot, s in new_state.items()}
-    tracker.modules = []
     return results

@@ -38,6 +38,16 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
 
 
+Specs = Spec | tuple[Spec | None, ...] | None  # of what an op returns: a tensor, several values, no tensor
+
+
+def specs_of(value: Any) -> Specs:
+    """The Specs of what an op has returned."""
+    if isinstance(value, (tuple, list)):
+        return tuple(Spec(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in value)
+    return Spec(tuple(map(int, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a node comes from: the phase, the module's path and the line of the model's source.
