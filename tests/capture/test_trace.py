@@ -296,6 +296,16 @@ def _written_rows(x: Tensor, w: Tensor) -> Tensor:
     return y.clamp_(-1, 1)
 
 
+def _filled(x: Tensor, w: Tensor) -> Tensor:
+    """Two pieces of data, the second into what has a gradient already."""
+    y, z = x.new_zeros(x.shape), x.new_full(x.shape, 2.0)
+    y[:, 1:] = (x * w)[:, :-1]
+    y[:, 0] = (x + w)[:, -1]
+    z[1:] = x[:-1] * w
+    z[0] = w.expand_as(z)[0]
+    return y * z.softmax(-1)
+
+
 def _masked(x: Tensor, w: Tensor) -> Tensor:
     return (x * w).masked_fill_(x > 0, 0.25)
 
@@ -307,7 +317,7 @@ def _numbers_in_slices(x: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("function", [_relu_in_place, _augmented, _written_rows, _masked, _numbers_in_slices])
+@pytest.mark.parametrize("function", [_relu_in_place, _augmented, _written_rows, _filled, _masked, _numbers_in_slices])
 def test_in_place_ops_become_values(function: Callable[..., Any]) -> None:
     step = assert_equals_eager(Calls(function), batches(3, (3, 4), (3, 4)))
     mutable = [n for n in step.program.captured.graph.nodes if n.op == "call_function" and "_." in op_name(n.target)]

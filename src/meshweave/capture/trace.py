@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -175,6 +175,9 @@ def _is_silent_random(func: Any, args: Any) -> bool:
     return "attention" in str(func)
 
 
+_MADE_LIKE = frozenset({aten.new_zeros.default, aten.new_full.default, aten.new_empty.default, aten.new_ones.default})
+
+
 class Provenance(GlobalRandom):
     """Writes an Origin on every node that tracing makes.
 
@@ -212,7 +215,12 @@ class Provenance(GlobalRandom):
         function = OF_OTHERS.get(str(func), func)
         if self.record.expected is not None and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
             function = decomposition_table().get(func, function)
-        return function(*args, **kwargs)
+        # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
+        # positions stay real, so that control flow on them is decided.
+        like = args[0] if func in _MADE_LIKE else None
+        is_fake = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
+        with like.fake_mode if is_fake else nullcontext():
+            return function(*args, **kwargs)
 
     def _value(self, x: Tensor) -> Any:
         if isinstance(x, FakeTensor):
