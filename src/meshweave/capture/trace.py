@@ -217,7 +217,7 @@ class Provenance(GlobalRandom):
             function = decomposition_table().get(func, function)
         # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
         # positions stay real, so that control flow on them is decided.
-        like = args[0] if func in _MADE_LIKE else None
+        like: Any = args[0] if func in _MADE_LIKE else None
         is_fake = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
         with like.fake_mode if is_fake else nullcontext():
             return function(*args, **kwargs)
