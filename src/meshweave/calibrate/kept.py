@@ -17,7 +17,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import parse_profile
 from meshweave.hardware.profile import MachineProfile
 
-FORMAT = 1  # of an entry; another number is another key
+FORMAT = 2  # of an entry; another number is another key, as where collectives run otherwise than they did
 _LOCK_S = 60.0  # longer than a calibration takes: a job that waited so long measures for itself
 _POLL_S = 0.1
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
 from meshweave.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, reduce_in_order
+from meshweave.runtime.background import Job
 from meshweave.runtime.buffers import Buffers
+from meshweave.runtime.messages import Message, Messages, bytes_of
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 T = TypeVar("T")
@@ -31,11 +33,30 @@ class Group:
     process_group: dist.ProcessGroup | None
     order: tuple[int, ...]
     is_sorted: bool
+    messages: Messages | None = None  # where collectives are done by messages
     buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def size(self) -> int:
         return len(self.order)
+
+    @property
+    def own(self) -> int:
+        """Which member this rank is."""
+        assert self.process_group is not None
+        return self.order.index(self.process_group.rank())
+
+    @property
+    def others(self) -> list[int]:
+        return [i for i in range(self.size) if i != self.own]
+
+    def begin(
+        self, received: Sequence[Message], sent: Sequence[Message], beside: Callable[[], object] = lambda: None
+    ) -> tuple[Job, ...]:
+        """`Messages.begin`, with members of the flattened axes in place of ranks of the process group."""
+        assert self.messages is not None
+        came, went = ([(self.order[i], x) for i, x in pairs] for pairs in (received, sent))
+        return self.messages.begin(came, went, beside)
 
     def to_ranks(self, blocks: Sequence[T]) -> list[T]:
         """Blocks in the order of the flattened axes, put in the order of the process group."""
@@ -59,51 +80,37 @@ class Pending:
     value: Tensor | None = None
 
 
-def bytes_of(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, which share its memory. One of a single element may have any stride."""
-    assert x.is_contiguous(), f"a tensor of strides {x.stride()}"
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-
-
-def gather(group: Group, x: Tensor, reduce: Reduce | None = None) -> Pending:
-    """All-gather: the operands of all members along dim 0, or what `reduce` makes of them."""
-    shape = (group.size, *x.shape)
-    out = x.new_empty(shape) if reduce is None else group.buffers.take(shape, x)
-    work = all_gather_single(bytes_of(out), bytes_of(x), group=group.process_group, async_op=True)
-    parts = group.from_ranks(out.unbind(0))
-    if reduce is not None:
-        return Pending((work,), (x, out), lambda: reduce(parts), lambda: group.buffers.give_back(out))
-    return Pending((work,), (x, out), lambda: out.flatten(0, 1) if group.is_sorted else torch.cat(parts))
-
-
-def exchange(
-    group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int], reduce: Reduce | None = None
-) -> Pending:
-    """All-to-all of rows of `x`: `sent[i]` rows to member i, `received[i]` rows from it. The value is what came along
-    dim 0, or what `reduce` makes of the parts."""
-    row = prod(x.shape[1:]) * x.itemsize
-    shape = (sum(received), *x.shape[1:])
-    out = x.new_empty(shape) if reduce is None else group.buffers.take(shape, x)
-    send, came, went = x, list(received), list(sent)
-    if not group.is_sorted:
-        send = torch.cat(group.to_ranks(x.split(went)))
-        came, went = group.to_ranks(came), group.to_ranks(went)
-    work = dist.all_to_all_single(
-        bytes_of(out),
-        bytes_of(send),
-        [n * row for n in came],
-        [n * row for n in went],
-        group.process_group,
-        async_op=True,
-    )
-    parts = group.from_ranks(out.split(came))
-    if reduce is not None:
-        return Pending((work,), (send, out), lambda: reduce(parts), lambda: group.buffers.give_back(out))
-    return Pending((work,), (send, out), lambda: out if group.is_sorted else torch.cat(parts))
-
-
 def _all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return gather(group, x)
+    """All-gather by messages: the operands of all members along dim 0."""
+    out = x.new_empty((group.size, *x.shape))
+    works = _gather(group, x, [(i, out[i]) for i in group.others], lambda: out[group.own].copy_(x))
+    return Pending(works, (x, out), lambda: out.flatten(0, 1))
+
+
+def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    """All-reduce in one round: every member receives the operands of all others and reduces them."""
+    out = group.buffers.take((group.size - 1, *x.shape), x)
+    received = dict(zip(group.others, out.unbind(0), strict=True))
+    works = _gather(group, x, list(received.items()))
+    parts = [received.get(i, x) for i in range(group.size)]
+    return Pending(works, (x, out), lambda: reduce_in_order(parts, args[0]), lambda: group.buffers.give_back(out))
+
+
+def _gather(
+    group: Group, x: Tensor, received: Sequence[tuple[int, Tensor]], beside: Callable[[], object] = lambda: None
+) -> tuple[Any, ...]:
+    """What brings the operands of the others into `received`, by member, and the own one to them."""
+    return group.begin(received, [(i, x) for i in group.others], beside)
+
+
+def exchange(group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    """All-to-all of rows of `x` by messages: `sent[i]` rows to member i, `received[i]` rows from it. The value is what
+    came along dim 0."""
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    came, went, own = out.split(list(received)), x.split(list(sent)), group.own
+    pairs = [(i, came[i]) for i in group.others], [(i, went[i]) for i in group.others]
+    works = group.begin(*pairs, lambda: came[own].copy_(went[own]))
+    return Pending(works, (x, out), lambda: out)
 
 
 def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
@@ -111,20 +118,44 @@ def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     return exchange(group, x, received, sent)
 
 
+def reduce_scatter(group: Group, x: Tensor, op: str) -> Pending:
+    """An exchange of equal blocks, then a local reduction: as many bytes as a ring, in one round."""
+    blocks = x.chunk(group.size) if x.shape[0] else (x,) * group.size
+    out = group.buffers.take((group.size - 1, *blocks[0].shape), x)
+    received = dict(zip(group.others, out.unbind(0), strict=True))
+    works = group.begin(list(received.items()), [(i, blocks[i]) for i in group.others])
+    parts = [received.get(i, blocks[i]) for i in range(group.size)]
+    return Pending(works, (x, out), lambda: reduce_in_order(parts, op), lambda: group.buffers.give_back(out))
+
+
 def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    """An exchange, then a local reduction: as many bytes as a ring, in one round."""
-    rows = [x.shape[0] // group.size] * group.size
-    return exchange(group, x, rows, rows, lambda parts: reduce_in_order(parts, args[0]))
-
-
-def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return gather(group, x, lambda parts: reduce_in_order(parts, args[0]))
+    return reduce_scatter(group, x, args[0])
 
 
 def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     out = x.clone()  # the source keeps its operand, which torch would take for the result
     work = dist.broadcast(bytes_of(out), group=group.process_group, group_src=group.order[args[0]], async_op=True)
     return Pending((work,), (out,), lambda: out)
+
+
+def _native_all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    out = x.new_empty((group.size, *x.shape))
+    work = all_gather_single(bytes_of(out), bytes_of(x), group=group.process_group, async_op=True)
+    parts = group.from_ranks(out.unbind(0))
+    return Pending((work,), (x, out), lambda: out.flatten(0, 1) if group.is_sorted else torch.cat(parts))
+
+
+def _native_all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    row = prod(x.shape[1:]) * x.itemsize
+    came, went = map(list, args)
+    out, send = x.new_empty((sum(came), *x.shape[1:])), x
+    if not group.is_sorted:
+        send = torch.cat(group.to_ranks(x.split(went)))
+        came, went = group.to_ranks(came), group.to_ranks(went)
+    sizes = [n * row for n in came], [n * row for n in went]
+    work = dist.all_to_all_single(bytes_of(out), bytes_of(send), *sizes, group.process_group, async_op=True)
+    parts = group.from_ranks(out.split(came))
+    return Pending((work,), (send, out), lambda: out if group.is_sorted else torch.cat(parts))
 
 
 def _native_all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
@@ -153,7 +184,9 @@ MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
     BROADCAST.op: _broadcast,
 }
 NATIVE = {
-    **MOVED,
+    BROADCAST.op: _broadcast,
+    ALL_GATHER.op: _native_all_gather,
+    ALL_TO_ALL.op: _native_all_to_all,
     ALL_REDUCE.op: _native_all_reduce,
     REDUCE_SCATTER.op: _native_reduce_scatter,
 }

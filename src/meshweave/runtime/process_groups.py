@@ -17,15 +17,15 @@ from meshweave.ir.collectives import (
     COLLECTIVES,
     destinations,
     permute,
-    reduce_in_order,
     transfer,
 )
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
-from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, bytes_of, exchange
+from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, reduce_scatter
 from meshweave.runtime.executor import Recorder
 from meshweave.runtime.local import piece_of, receive
+from meshweave.runtime.messages import Messages, bytes_of
 from meshweave.runtime.watch import await_work
 
 # A peer that is alive and silent for so long is taken for stuck. Dead ones are noticed sooner (see watch.py).
@@ -35,7 +35,6 @@ TIMEOUT = timedelta(minutes=5)
 # shared cores, torch 2.13, 2026-11, `all_reduce` of float32, least of 4 runs: 64 B 4.4 ms in one round (native 6.0),
 # 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
-NUM_TAGS = 1 << 16  # messages are told apart by a number, of which far fewer are under way at once
 
 
 class ConnectionLost(StepError):
@@ -61,7 +60,7 @@ class ClusterCommunicator:
     open: set[Pending] = field(default_factory=set)
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    _tags: dict[dist.ProcessGroup | None, int] = field(default_factory=dict)
+    _messages: dict[dist.ProcessGroup, Messages] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
 
     def prepare(self, roles: Sequence[RankGraph]) -> None:
@@ -97,7 +96,11 @@ class ClusterCommunicator:
         members = next((g for g in groups if self.rank in g), (self.rank,))
         ranks = tuple(sorted(members))
         order = tuple(ranks.index(r) for r in members)
-        return Group(self._made.get(ranks), order, ranks == members)
+        process_group = self._made.get(ranks)
+        if process_group is None or self.is_native:
+            return Group(process_group, order, ranks == members)
+        messages = self._messages.setdefault(process_group, Messages(process_group, self._background))
+        return Group(process_group, order, ranks == members, messages)
 
     def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
         """Begin a communication of a rank graph; `args` are those of its node without the operand."""
@@ -126,22 +129,20 @@ class ClusterCommunicator:
     def _two_rounds(self, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
         """An all-reduce: blocks are exchanged, each reduced by its owner and sent to all others, by a thread as soon as
         it can be. Messages, not a collective, for a group's collectives are begun in one order by all."""
-        process_group = group.process_group
-        assert process_group is not None
-        own, tag = group.order.index(process_group.rank()), self._tag(group)
+        messages, own = group.messages, group.own
+        assert messages is not None
         block = -(-x.numel() // group.size)
         blocks = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel())).view(group.size, block)
-        sizes, whole = [1] * group.size, torch.empty_like(blocks)
-        first = exchange(group, blocks, sizes, sizes, lambda parts: reduce_in_order([p[0] for p in parts], args[0]))
+        whole = torch.empty_like(blocks)
+        first, tag = reduce_scatter(group, blocks, args[0]), messages.tag()
 
         def second() -> None:
             wait_all(first.works)
-            whole[own].copy_(first.finish())  # type: ignore[arg-type]
+            whole[own].copy_(first.finish()[0])  # type: ignore[index]
             group.buffers.give_back(first.held[1])
-            others = [(i, rank) for i, rank in enumerate(group.order) if i != own]
-            came = [dist.irecv(bytes_of(whole[i]), None, process_group, tag, rank) for i, rank in others]
-            went = [dist.isend(bytes_of(whole[own]), None, process_group, tag, rank) for _, rank in others]
-            wait_all([*came, *went])
+            others = [(i, group.order[i]) for i in group.others]
+            received, sent = [(rank, whole[i]) for i, rank in others], [(rank, whole[own]) for _, rank in others]
+            wait_all(messages.post(tag, received, sent))
 
         return Pending((self._background.run(second),), (x, whole), lambda: whole.view(-1)[: x.numel()].view(x.shape))
 
@@ -197,33 +198,22 @@ class ClusterCommunicator:
         return self._begun(lambda: self._pass_on(group, operand.contiguous(), receivers))
 
     def _pass_on(self, group: Group, x: Tensor, receivers: tuple[int, ...]) -> Pending:
-        process_group = group.process_group
-        assert process_group is not None
-        own = group.order.index(process_group.rank())
-        tag = self._tag(group)
+        own = group.own
         if receivers[own] == own:
+            if group.messages is not None:
+                group.messages.tag()  # as on those that send
             return Pending((), (x,), lambda: x)
-        out = torch.empty_like(x)
-        ends = [(dist.irecv, out, receivers.index(own)), (dist.isend, x, receivers[own])]
-        calls = [(call, bytes_of(part), group.order[peer]) for call, part, peer in ends if part.numel()]
-        works: tuple[Any, ...] = ()
-        if self.is_native and calls:
-            posts = [dist.P2POp(call, part, None, process_group, 0, peer) for call, part, peer in calls]
-            works = tuple(dist.batch_isend_irecv(posts))
-        elif calls:
-            (_, received, source), (_, sent, target) = calls
-            post = lambda: (  # noqa: E731
-                dist.irecv(received, group=process_group, group_src=source, tag=tag),
-                dist.isend(sent, group=process_group, group_dst=target, tag=tag),
-            )
-            works = (self._background.add(post, sent.nbytes),)
+        out, source = torch.empty_like(x), receivers.index(own)
+        if group.messages is not None:
+            return Pending(group.begin([(source, out)], [(receivers[own], x)]), (x, out), lambda: out)
+        ends = [(dist.irecv, out, source), (dist.isend, x, receivers[own])]
+        posts = [
+            dist.P2POp(call, bytes_of(part), None, group.process_group, 0, group.order[peer])
+            for call, part, peer in ends
+            if part.numel()
+        ]
+        works: tuple[Any, ...] = tuple(dist.batch_isend_irecv(posts)) if posts else ()
         return Pending(works, (x, out), lambda: out)
-
-    def _tag(self, group: Group) -> int:
-        """Of the next messages in a process group: all its members count alike."""
-        key = group.process_group
-        self._tags[key] = (self._tags.get(key, 0) + 1) % NUM_TAGS
-        return self._tags[key]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """What rank `source` has in `x`, on every rank of the world, in place."""
