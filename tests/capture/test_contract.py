@@ -304,6 +304,49 @@ def counting_loss() -> Callable[[Any, Any], Tensor]:
     return loss
 
 
+class CountsInBackward(Base):
+    """A hook whose factor grows with every backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out.register_hook(self.grown)
+        return out
+
+    def grown(self, gradient: Tensor) -> Tensor:
+        self.num += 1
+        return gradient * self.num
+
+
+class KeepsLastGradient(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out.register_hook(self.mixed)
+        return out
+
+    def mixed(self, gradient: Tensor) -> Tensor:
+        last, self.last = self.last, gradient
+        return gradient if last is None else gradient + 0.5 * last
+
+
+class AddsGradientsInPlace(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out.register_hook(lambda g: g * self.total.add_(g.abs().sum(0)))
+        return out
+
+
 class CentredLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +359,7 @@ class CentredLoss(nn.Module):
 
 # Model, loss -> part of the message: what is wrong, and where or which values.
 BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] = {
-    "a counter": (CountsSteps, lambda: mse, "does not repeat itself", "forward has changed model.num: 0 -> 1"),
+    "a counter": (CountsSteps, lambda: mse, "does not repeat itself", "the step has changed model.num: 0 -> 1"),
     "a counter read later": (CountsForLater, lambda: mse, "changes the Python state", "where: model.num\n"),
     "in a submodule": (
         Inner,
@@ -360,6 +403,9 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
     "a frozen average": (AveragesInModule, lambda: mse, "in place that is no buffer", "aten.lerp_"),
     "a lazy module": (Lazy, lambda: mse, "has no shape yet", "linear.weight"),
     "nonlocal": (Base, counting_loss, "changes the Python state", "variable num in the closure of counting_loss"),
+    "a counter of backward": (CountsInBackward, lambda: mse, "does not repeat itself", "model.num: 0 -> 1"),
+    "the last gradient": (KeepsLastGradient, lambda: mse, "a value of the step before", "model.last: None -> a tensor"),
+    "in place, of gradients": (AddsGradientsInPlace, lambda: mse, "in place that is no buffer", "aten.add_.Tensor"),
     "a loss with a buffer": (Base, CentredLoss, "in place that is no buffer", "float32[4]"),
 }
 

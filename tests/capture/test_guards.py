@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_tensors, assert_trained_alike, batches, mse
+from tests.training import assert_equals_eager, assert_tensors, assert_trained_alike, batches, mse
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -443,6 +443,42 @@ def test_an_attribute_that_is_read_counts_when_it_makes_a_difference() -> None:
     with pytest.raises(StepError, match="would not be the one") as error:
         run.step(DATA[0])
     assert "model.num_seen: 8 -> 12" in str(error.value)
+
+
+class Reverse(torch.autograd.Function):
+    """The identity, whose gradient is turned round: its factor shows in backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Any) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+class Reverses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.factor = 0.1
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        return self.down(Reverse.apply(self.up(x), self.factor if factor is None else factor))
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2"])
+def test_what_backward_alone_reads_counts(mesh: str) -> None:
+    data = [{k: v for k, v in b.items() if k != "s"} for b in DATA]
+    run = Run.of(Reverses(), data[0], mesh=mesh)
+    run.step(data[0])
+    run.model.factor = 0.2
+    with pytest.raises(StepError, match="would not be the one") as error:
+        run.step(data[1])
+    assert "model.factor: 0.1 -> 0.2" in str(error.value)
+    factors = [{**b, "factor": torch.tensor(0.1 * i)} for i, b in enumerate(data)]
+    assert_equals_eager(Reverses(), factors, mesh)
 
 
 def test_guards_of_five_hundred_modules_cost_less_than_a_millisecond() -> None:

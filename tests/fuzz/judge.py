@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tests.fuzz.programs import Program
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import meshweave as mw
 
@@ -96,6 +97,13 @@ def compiled(program: Program) -> Trained:
         found.gradients = step.gradients()
     found.parameters, found.buffers = step.parameters(), step.buffers()
     return found
+
+
+def widened(program: Program) -> Program:
+    """The program in float64."""
+    model = program.model.double()
+    batches = [pytree.tree_map(lambda v: v.double() if v.is_floating_point() else v, b) for b in program.batches]
+    return replace(program, model=model, batches=batches, settings=replace(program.settings, dtype=torch.float64))
 
 
 def differences(program: Program, got: Trained, expected: Trained) -> list[str]:

@@ -1,8 +1,8 @@
-"""What a captured step rests on: forward and loss do the same in every step, whatever the numbers in their tensors.
+"""What a captured step rests on: the model does the same in every step, whatever the numbers in its tensors.
 
-Capture runs them twice on fake tensors, the second time on the Python state that the first has left. Both runs must do
-the same ops on the same operands, and leave the same state: then every later step does so, too. After that the model is
-put back as it was.
+Capture runs forward, loss and backward twice on fake tensors, the second time on the Python state that the first has
+left. Both runs must do the same ops on the same operands, and leave the same state: then every later step does so, too.
+After that the model is put back as it was.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HINT = (
 
 @dataclass(slots=True)
 class Contract:
-    """The record of a captured step, and how to run forward and loss again on fake tensors.
+    """The record of a captured step, and how to run it again, up to its gradients, on fake tensors.
 
     `again(record, batch)` runs them; `roots` are the objects whose state they can reach, the model by that name.
     `batch` is the example, its tensors fake.
@@ -53,7 +53,7 @@ class Contract:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """The block traces the step into `record`; then forward and loss run a second time on the state that it left.
+        """The block traces the step into `record`; then forward, loss and backward run again on the state that it left.
 
         Whatever happens, the Python state and the generators of random numbers are as before at the end. Raises
         CaptureError, with the user's line, where the second run differs.
@@ -67,9 +67,9 @@ class Contract:
             self.record.release()
 
     def difference(self, batch: Batch) -> Difference | None:
-        """Run forward and loss on fake tensors as things are now: the first op that is not the captured one, or None.
+        """Run the step on fake tensors as things are now: the first op that is not the captured one, or None.
 
-        What they do to the Python state is undone.
+        What it does to the Python state is undone.
         """
         record = Record(self.inputs, expected=self.record)
         try:
@@ -99,9 +99,9 @@ class Contract:
                 set_generator_state(generator, state)
 
     def _settle(self, before: Snapshot, first: Record, batch: Batch) -> None:
-        """Run forward and loss again on the state that the run `first` has left.
+        """Run the step again on the state that the run `first` has left.
 
-        Raises CaptureError unless they do the same and leave the same.
+        Raises CaptureError unless it does the same and leaves the same.
         """
         changes = [] if before.is_current() else before.changes()
         between = _canonical(Snapshot.of(self.roots), first) if changes else None
@@ -114,7 +114,7 @@ class Contract:
                 "the model uses a value of the step before" if is_stale else "the model does not repeat itself",
                 where=difference.where,
                 got=f"in the first run {difference.expected}, in the second {difference.got}"
-                + "".join(f"; forward has changed {change}" for change in changes[:1]),
+                + "".join(f"; the step has changed {change}" for change in changes[:1]),
                 expected=_ONCE,
                 hint=_HINT,
             ) from None
@@ -132,7 +132,7 @@ def _check_generators(before: Mapping[Any, Any]) -> None:
         if pickle.dumps(generator_state(generator)) != pickle.dumps(state):
             raise CaptureError(
                 "the model draws random numbers outside of PyTorch, which would be the same in every step",
-                got=f"forward or loss used a generator of {type(generator).__module__.partition('.')[0]}",
+                got=f"the step used a generator of {type(generator).__module__.partition('.')[0]}",
                 expected="random numbers of PyTorch (torch.rand, dropout)",
                 hint="draw them with torch, or outside of the model and pass them in the batch as tensors",
             )

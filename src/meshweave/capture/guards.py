@@ -1,7 +1,8 @@
 """What is checked before every step: that model, batch and surroundings are what the captured step rests on.
 
 Nothing that has changed is ignored. What may be harmless (an attribute, a number in the batch, `model.eval()` where
-nothing asks for it) is tried: forward and loss run again on fake tensors and are compared with the record of capture.
+nothing asks for it) is tried: forward, loss and backward run again on fake tensors and are compared with the record of
+capture.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Guards:
     def __init__(self, contract: Contract, autocast: torch.dtype | None, rebind: Rebind) -> None:
         self.contract, self.autocast, self.rebind = contract, autocast, rebind
         self.batch = contract.batch
-        self._unread: set[str] = set()  # places that forward and loss are known not to read
+        self._unread: set[str] = set()  # places that the step is known not to read
         self._refresh()
 
     def _refresh(self) -> None:
@@ -181,9 +182,9 @@ class Guards:
     # trying
 
     def _try(self, changes: Sequence[Change], put: Callable[[Sequence[tuple[Change, Any]]], Batch | None]) -> None:
-        """Run forward and loss again, as things are now. StepError where they are not what was captured.
+        """Run the step again on fake tensors, as things are now. StepError where it is not what was captured.
 
-        What they do not read at all is remembered, so that it may change with every step: `put` hands them a value that
+        What it does not read at all is remembered, so that it may change with every step: `put` hands it a value that
         cannot be read.
         """
         changes = [c for c in changes if not (_is_plain(c.new) and c.place in self._unread)]

@@ -1,4 +1,4 @@
-"""What forward and loss did, op by op, in a form in which two runs can be compared.
+"""What forward, loss and backward did, op by op, in a form in which two runs can be compared.
 
 Numbers that depend on the batch, on parameters or on buffers are fake tensors. Each is known by the order in which ops
 gave it, so that a run that uses a value of the run before is seen to differ. Ops on constants alone are left out: a

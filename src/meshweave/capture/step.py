@@ -170,7 +170,7 @@ def capture_source(
 
 @dataclass(slots=True)
 class _StepRun:
-    """One run of a step under the tracer. A second run, which is for comparison, ends with the loss.
+    """One run of a step under the tracer. A second run, which is for comparison, ends with the backward pass.
 
     `tensors` take the place of the model's parameters and buffers; `leaves` are what gradients are taken of.
     """
@@ -191,11 +191,13 @@ class _StepRun:
         """Outputs by (kind, name), and the gradients that the update takes, by parameter."""
         with torch.enable_grad():
             results, grads = self.traced()
+        if self.is_second:
+            return results, {}
         if self.options.accumulate > 1:
             self.accumulate(grads)
             results |= {("acc", n): g for n, g in grads.items()}
         results |= {("grad", n): g for n, g in grads.items()}
-        if optimizer is None or self.is_second:
+        if optimizer is None:
             return results, {}
         self.tracker.phase = "update"
         if self.options.clip_grad_norm is not None:
@@ -228,12 +230,12 @@ class _StepRun:
         _check_parameters(model, self.tensors, self.storages, set(self.leaves))
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
         self.tracker.record.finish([*results.values(), *_buffers(model, self.buffers).values()])
-        if self.is_second:
-            return results, {}
         check_checkpoints(value)
         self.tracker.phase = "backward"
         grads = _gradients(value, {n: p for n, p in self.leaves.items() if p.requires_grad})
-        return results | _buffers(model, self.buffers), grads
+        results |= _buffers(model, self.buffers)
+        self.tracker.record.finish([*results.values(), *grads.values()])
+        return results, grads
 
     def forward_alone(self, model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
         with torch.no_grad(), _autocast(self.options.autocast):

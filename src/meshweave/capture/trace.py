@@ -201,7 +201,7 @@ class Provenance(GlobalRandom):
             return self._value(args[0])
         origin = self._origin(func)
         try:
-            if self.phase not in ("forward", "loss"):
+            if self.phase == "update":
                 return super().__torch_dispatch__(func, types, args, kwargs)
             self.record.before(func, args, kwargs or {}, origin.source)
             result = super().__torch_dispatch__(func, types, args, kwargs)
