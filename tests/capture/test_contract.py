@@ -457,6 +457,27 @@ class ReassignsBuffer(Base):
         return super().forward(x) - self.mean
 
 
+class NormalizesWeight(Base):
+    """A parameter that forward changes in place, before the optimizer does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.div_(self.linear.weight.norm(dim=1, keepdim=True))
+        self.linear.bias.detach().clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class LimitsRows(nn.Module):
+    """An embedding whose rows are scaled in place when they are used; some are never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((x * 2).round().long().clamp(0, 4)).sum(1)
+
+
 class ReassignsInner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -524,6 +545,8 @@ class FillsConstant(Base):
 SOUND: dict[str, Callable[[], nn.Module]] = {
     "a buffer reassigned": ReassignsBuffer,
     "buffers reassigned in submodules": ReassignsInner,
+    "a weight normalized in place": NormalizesWeight,
+    "rows of an embedding limited in place": LimitsRows,
     "an average of weights in a buffer": AveragesWeights,
     "a mask made lazily": LazyMask,
     "an attribute set anew in every step": AuxiliaryLoss,
@@ -553,6 +576,21 @@ def test_state_that_lasts_in_buffers_and_caches_of_constants_equal_eager(row: st
     assert_equals_eager(model, DATA, mesh)
     assert state_of(model) == before
     assert fakes().keys() <= there_before.keys()
+
+
+@pytest.mark.parametrize("of_optimizer", ["linear.weight", "linear.bias", ""])
+def test_a_parameter_that_no_optimizer_updates_may_not_change_in_place(of_optimizer: str) -> None:
+    model = NormalizesWeight()
+    optimizer = sgd([model.get_parameter(of_optimizer)]) if of_optimizer else None
+    with pytest.raises(CaptureError, match="in place that is no buffer"):
+        mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh="")
+
+
+def test_a_sparse_gradient_is_an_error_with_what_to_write() -> None:
+    model = LimitsRows()
+    model.table = nn.Embedding(7, 4, sparse=True)
+    with pytest.raises(CaptureError, match="the gradient of an embedding is sparse"):
+        mw.compile(model, loss=mse, example=DATA[0], optimizer=sgd(model.parameters()), mesh="")
 
 
 def test_a_second_capture_gives_the_same_graph() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.capture.embedding_bags import EMBEDDING_BAGS
+from meshweave.capture.embeddings import EMBEDDINGS
 from meshweave.interop.tracing import get_decompositions
 
 aten = torch.ops.aten
@@ -350,7 +350,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.index_put.default: _index_put,
     aten.scatter.value: _scatter_value,
-    **EMBEDDING_BAGS,
+    **EMBEDDINGS,
     **dict.fromkeys((aten.hann_window.default, aten.hann_window.periodic), _window(0.5, -0.5)),
     **dict.fromkeys((aten.hamming_window.default, aten.hamming_window.periodic), _window(0.54, -0.46)),
     **dict.fromkeys((aten.blackman_window.default, aten.blackman_window.periodic), _window(0.42, -0.5, 0.08)),

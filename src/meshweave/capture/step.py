@@ -137,7 +137,7 @@ def capture_source(
         values = by_kind(inputs, fakes)
         tracker = Provenance(values.scalars["draw"], options.seed, record)
         with capture_errors(), tracker:
-            _StepRun(source, rebuilt(batch, values), options, tracker, values, is_second=True).run(None)
+            _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, is_second=True).run()
 
     named = by_kind(inputs, fakes).batch
     batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
@@ -148,15 +148,17 @@ def capture_source(
         values = by_kind(inputs, flat)
         tracker = Provenance(values.scalars["draw"], options.seed, contract.record)
         with tracker:
-            run = _StepRun(source, rebuilt(batch, values), options, tracker, values)
-            results, grads = run.run(optimizer)
+            run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer)
+            results, grads = run.run()
             contract.outputs = run.returned
         outputs[:] = list(results)
         updated[:] = list(grads)
-        return [*results.values(), *grads.values()]
+        # Parameters too, as forward leaves them: it may have changed them in place.
+        return [*results.values(), *grads.values(), *(values.params[n] for n in grads)]
 
-    def update(writer: Normalizer, grads: Sequence[fx.Node]) -> dict[tuple[str, str], fx.Node]:
-        return {} if optimizer is None else _update(writer, optimizer, dict(zip(updated, grads, strict=True)))
+    def update(writer: Normalizer, traced: Sequence[fx.Node]) -> dict[tuple[str, str], fx.Node]:
+        grads, params = traced[: len(updated)], traced[len(updated) :]
+        return {} if optimizer is None else _update(writer, optimizer, updated, grads, params)
 
     with contract.checking():
         module = trace(step, fakes)
@@ -180,6 +182,7 @@ class _StepRun:
     options: CaptureOptions
     tracker: Provenance
     values: StepValues
+    optimizer: OptimizerSpec | None
     is_second: bool = False
     returned: ModelOutputs | None = None  # how those of the model are put together
     leaves: dict[str, Tensor] = field(init=False)
@@ -187,7 +190,7 @@ class _StepRun:
     tensors: dict[str, Tensor] = field(init=False)
     storages: dict[str, int] = field(init=False)
 
-    def run(self, optimizer: OptimizerSpec | None) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+    def run(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
         """Outputs by (kind, name), and the gradients that the update takes, by parameter."""
         with torch.enable_grad():
             results, grads = self.traced()
@@ -197,12 +200,12 @@ class _StepRun:
             self.accumulate(grads)
             results |= {("acc", n): g for n, g in grads.items()}
         results |= {("grad", n): g for n, g in grads.items()}
-        if optimizer is None:
+        if self.optimizer is None:
             return results, {}
         self.tracker.phase = "update"
         if self.options.clip_grad_norm is not None:
             results["norm", ""], grads = _clipped(grads, self.options.clip_grad_norm)
-        return results, {n: g for n, g in grads.items() if n in optimizer.kind_of}
+        return results, {n: g for n, g in grads.items() if n in self.optimizer.kind_of}
 
     def traced(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
         """What forward and backward give, and gradients by parameter."""
@@ -213,7 +216,8 @@ class _StepRun:
         with _autocast(options.autocast):
             self.tensors = {**cast_parameters(self.leaves, options.param_dtype, tracker), **self.buffers}
         self.storages = {n: storage_of(tensor) for n, tensor in self.tensors.items()}
-        kept = [n for n in self.leaves if options.accumulate > 1 or not wanted[n]]
+        trained = {n for n in self.leaves if wanted[n] and (options.part != "train" or self._is_updated(n))}
+        kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained]
         tracker.record.protected = {self.storages[n] for n in kept} | {storage_of(self.leaves[n]) for n in kept}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
         # the first run may have given the model a new buffer
@@ -221,6 +225,9 @@ class _StepRun:
         with CapturedFunctions(own), tracker.inside(source.model), source.hooks(source.model):
             body = self.forward_and_backward if options.part == "train" else self.forward_alone
             return Substituted.run(source.model, self.tensors, body)  # type: ignore[no-any-return]
+
+    def _is_updated(self, name: str) -> bool:
+        return self.optimizer is not None and name in self.optimizer.kind_of
 
     def forward_and_backward(self, model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
         with _autocast(self.options.autocast):
@@ -331,19 +338,24 @@ def _clipped(grads: Mapping[str, Tensor], largest: float) -> tuple[Tensor, dict[
 
 
 def _update(
-    writer: Normalizer, optimizer: OptimizerSpec, grads: Mapping[str, fx.Node]
+    writer: Normalizer,
+    optimizer: OptimizerSpec,
+    names: Sequence[str],
+    grads: Sequence[fx.Node],
+    params: Sequence[fx.Node],
 ) -> dict[tuple[str, str], fx.Node]:
-    """The update of each parameter. It is known as a graph (`optimizers.py`), so nothing is traced."""
+    """The update of each parameter, from its value after forward. It is known as a graph (`optimizers.py`): nothing is
+    traced."""
     results: dict[tuple[str, str], fx.Node] = {}
     numbers = {name: writer.own["scalar", name] for name in optimizer.numbers()}
 
     def call(value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return writer.call(value.target, args, kwargs, value.spec)
 
-    for name, grad in grads.items():
+    for name, grad, param in zip(names, grads, params, strict=True):
         writer.origin = Origin("update", name)
         state = {slot: writer.own["state", state_name(slot, name)] for slot in optimizer.slots(name)}
-        new, new_state = optimizer.update(name, writer.own["param", name], grad, state, numbers, call)
+        new, new_state = optimizer.update(name, param, grad, state, numbers, call)
         results["param", name] = new
         results |= {("state", state_name(slot, name)): s for slot, s in new_state.items()}
     return results

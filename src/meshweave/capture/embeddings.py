@@ -1,4 +1,4 @@
-"""Embedding bags in parts: lookups, and a matmul with the table of which index is in which bag.
+"""Embeddings in parts: bags as lookups and a matmul with the table of which index is in which bag, norms of rows.
 
 The table is made from the offsets in the batch, so bags may be of any size in every step; sums and means shard as
 lookups and matmuls do. The largest of a bag stays one op, which is never cut.
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshweave.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -88,9 +90,29 @@ def _embedding_bag_backward(
     return aten._embedding_bag_dense_backward.default(grad, indices, bag_of, sizes, largest, *options)
 
 
-EMBEDDING_BAGS: dict[Any, Callable[..., Any]] = {
+def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Rows that `indices` name and whose norm is above `max_norm` are scaled to it, each of them once."""
+    ones = torch.ones_like(indices, dtype=weight.dtype).unsqueeze(-1)
+    uses = aten.embedding_dense_backward.default(ones, indices, weight.shape[0], -1, False)
+    norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
+    scaled = weight * (max_norm / (norms + 1e-7))  # aten/src/ATen/native/Embedding.cpp
+    return torch.where((uses > 0) & (norms > max_norm), scaled, weight)
+
+
+def _sparse_gradient(*_: Any, **__: Any) -> Tensor:
+    raise CaptureError(
+        "the gradient of an embedding is sparse",
+        got="sparse=True in nn.Embedding or nn.EmbeddingBag, or a sparse tensor made in the model",
+        expected="dense gradients, which is what meshes reduce",
+        hint="sparse=False; SGD without momentum updates the same rows by the same values",
+    )
+
+
+EMBEDDINGS: dict[Any, Callable[..., Any]] = {
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_forward_only.default: _embedding_bag,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._embedding_bag_dense_backward.default: _embedding_bag_dense_backward,
+    aten.embedding_renorm.default: _embedding_renorm,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: _sparse_gradient,
 }
