@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshweave as mw
+from meshweave.sharding.resolve import batch_axes
 
 
 class Net(nn.Module):
@@ -134,12 +135,9 @@ def test_a_tensor_with_two_names_in_one_module() -> None:
     assert set(step.buffers()) == {"shift"}
 
 
-def test_ep_names_the_plan_that_it_needs() -> None:
-    with pytest.raises(mw.PlanError, match="axis 'ep' has no usual meaning") as caught:
-        compiled(Experts(), mesh="dp=2,ep=2")
-    plan = eval(caught.value.hint.partition("as well: ")[2], {"mw": mw})
+def test_ep_is_expert_parallelism_where_there_are_experts() -> None:
     torch.manual_seed(0)
-    step = compiled(Experts(), mesh="dp=2,ep=2", plan=plan)
+    step = compiled(Experts(), mesh="dp=2,ep=2")
     torch.manual_seed(0)
     alone = compiled(Experts(), mesh="")
     assert [float(step(batch())) for _ in range(2)] == pytest.approx(
@@ -147,6 +145,7 @@ def test_ep_names_the_plan_that_it_needs() -> None:
     )
     stored = {layout for item, layout, _ in step.session.pieces("param") if item.name == "experts.up"}
     assert [str(layout) for layout in stored] == ["[{ep}, {}, {}]"]
+    assert batch_axes(mw.Mesh("dp=2,ep=2"), None) == ("dp", "ep")
 
 
 def test_a_loss_of_torch_is_told_what_a_loss_takes() -> None:

@@ -19,7 +19,7 @@ from meshweave.capture.functions import CapturedFunctions
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.capture.trace import GlobalRandom
-from meshweave.errors import CaptureError
+from meshweave.errors import CaptureError, RuleError
 from meshweave.ir.graph import Origin, StepGraph, op_name
 
 
@@ -306,6 +306,14 @@ def _filled(x: Tensor, w: Tensor) -> Tensor:
     return y * z.softmax(-1)
 
 
+def _chunks(x: Tensor, w: Tensor) -> Tensor:
+    """Chunks that share rows, and a transpose by its strides, as views of memory."""
+    y = x * w
+    shared = y.as_strided((2, 2, 4), (4, 4, 1))
+    turned = y.t().contiguous().t().as_strided((3, 4), (1, 3))
+    return shared.sum(0).sum(0) + turned + y.as_strided((3, 4), (4, 1))
+
+
 def _masked(x: Tensor, w: Tensor) -> Tensor:
     return (x * w).masked_fill_(x > 0, 0.25)
 
@@ -317,11 +325,18 @@ def _numbers_in_slices(x: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("function", [_relu_in_place, _augmented, _written_rows, _filled, _masked, _numbers_in_slices])
+@pytest.mark.parametrize(
+    "function", [_relu_in_place, _augmented, _written_rows, _filled, _chunks, _masked, _numbers_in_slices]
+)
 def test_in_place_ops_become_values(function: Callable[..., Any]) -> None:
     step = assert_equals_eager(Calls(function), batches(3, (3, 4), (3, 4)))
     mutable = [n for n in step.program.captured.graph.nodes if n.op == "call_function" and "_." in op_name(n.target)]
     assert mutable == []
+
+
+def test_views_of_memory_that_no_other_op_makes_are_refused() -> None:
+    with pytest.raises(RuleError, match="as_strided"):
+        assert_equals_eager(Calls(lambda x, w: (x * w).as_strided((3,), (5,)) + w[:3]), batches(3, (3, 4), (3,)))
 
 
 class Normed(nn.Module):

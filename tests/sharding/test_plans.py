@@ -114,7 +114,7 @@ def test_another_axis_name_needs_a_plan_unless_its_size_is_one() -> None:
     with pytest.raises(PlanError, match="axis 'ep' has no usual meaning") as error:
         check_axes(resolve(None, Model(), two), two)
     assert (error.value.where, error.value.got) == ("mesh dp=2,ep=2", "ep")
-    assert "expert parallelism" in error.value.hint
+    assert "for models that have parameters stacked over experts" in error.value.hint
     three = Mesh("dp=2,sp=2")
     with pytest.raises(PlanError) as error:
         check_axes(resolve(None, Model(), three), three)

@@ -93,5 +93,5 @@ def _plan_file(path: Path) -> Plan:
 
 def data_parallel_size(mesh: Mesh, plan: Plan | None) -> int:
     """Number of pieces that the batch is cut into."""
-    named = {"dp", "fsdp"} if plan is None else {e.axis for e in plan.entries if e.kind == "batch"}
+    named = {"dp", "fsdp", "ep"} if plan is None else {e.axis for e in plan.entries if e.kind == "batch"}
     return mesh.flat_size([axis for axis in mesh.axis_names if axis in named])

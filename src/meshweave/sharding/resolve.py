@@ -18,7 +18,8 @@ from meshweave.sharding.styles import HF_STYLES, apply_param_style, apply_style,
 
 
 def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
-    """What axis names mean without a plan: dp, fsdp, cp, tp and pp as usual; others mean nothing."""
+    """What axis names mean without a plan: dp, fsdp, cp, tp and pp as usual, ep for a model that has experts; others
+    mean nothing."""
     usual: dict[str, Callable[[str], Plan]] = {
         "dp": Plan.dp,
         "fsdp": Plan.fsdp,
@@ -26,6 +27,8 @@ def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
         "tp": Plan.hf_tp if hf_tp_plan(model) else Plan.auto_tp,
         "pp": Plan.stages,
     }
+    if "ep" in mesh.axis_names and expert_parameters(model):
+        usual["ep"] = Plan.ep
     known = [axis for axis, size in zip(mesh.axis_names, mesh.shape, strict=True) if axis in usual]
     return sum((usual[axis](axis) for axis in known if axis != "pp" or mesh.size(axis) > 1), Plan())
 
@@ -33,7 +36,7 @@ def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
 def batch_axes(mesh: Mesh, plan: Plan | None) -> tuple[str, ...]:
     """The axes that cut the rows of a batch, first the slowest."""
     entries = (plan or Plan()).entries
-    named = {"dp", "fsdp"} if plan is None else {entry.axis for entry in entries if entry.kind == "batch"}
+    named = {"dp", "fsdp", "ep"} if plan is None else {entry.axis for entry in entries if entry.kind == "batch"}
     return tuple(axis for axis in mesh.axis_names if axis in named)
 
 
@@ -72,8 +75,9 @@ def _read(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> Non
 
 # What people mean by axes that have no usual meaning here.
 _USUAL = {
-    "ep": "expert parallelism is a plan, which cuts the batch over the axis as well: "
-    'mw.Plan.dp("dp") + mw.Plan.ep("ep")',
+    "ep": "it is expert parallelism for models that have parameters stacked over experts, known by a Hugging Face "
+    "expert plan or as those of modules named experts; parameters of other names: "
+    'mw.Plan({"*.NAME": "[{ep}, {}, {}]"}) + mw.Plan.dp("ep")',
 }
 
 
@@ -86,7 +90,7 @@ def check_axes(resolved: Resolved, mesh: Mesh, by_operators: Collection[str] = (
             f"axis '{unused[0]}' has no usual meaning",
             where=f"mesh {mesh}",
             got=unused[0],
-            expected="dp, fsdp, cp, tp or pp, or a plan that says what the axis is for",
+            expected="dp, fsdp, cp, tp, pp or (with experts) ep, or a plan that says what the axis is for",
             hint=_USUAL.get(unused[0], f'pass a plan, for example mw.Plan.dp("{unused[0]}")'),
         )
     if unused:
