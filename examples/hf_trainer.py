@@ -23,6 +23,7 @@ def main(mesh="dp=2"):
         output_dir="run", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=STEPS,
         learning_rate=2e-3, warmup_steps=3, lr_scheduler_type="cosine", logging_steps=1, save_strategy="no",
         report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+        accelerator_config={"split_batches": True},  # a batch is as large on several processes
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = MeshweaveTrainer(model, arguments, train_dataset=data, compile_options={"mesh": mesh})

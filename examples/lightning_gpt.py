@@ -1,5 +1,6 @@
 """A small transformer, trained by Lightning on compiled steps."""
 
+import os
 from pathlib import Path
 
 import lightning
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import meshweave as mw
+from meshweave.integrations.lightning import MeshweaveStrategy
 
 SEQ, STEPS = 32, 10
 
@@ -38,7 +40,7 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.net.parameters(), lr=2e-3)
 
     def training_step(self, tokens, index):
-        options = {"optimizer": self.optimizers().optimizer, "mesh": self.mesh, "batch": "local"}
+        options = {"optimizer": self.optimizers().optimizer, "mesh": self.mesh}
         self.step = self.step or mw.compile(self.net, loss=loss_of, example=tokens, **options)
         loss = self.step(tokens)
         self.optimizers().step()  # counts: the update is done
@@ -51,10 +53,12 @@ def main(mesh="dp=2"):
     rows = text[: len(text) // SEQ * SEQ].view(-1, SEQ)
     loader = DataLoader(rows, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_steps=STEPS, enable_checkpointing=False, **quiet)
+    several = {"devices": int(os.environ.get("WORLD_SIZE", "1")), "strategy": MeshweaveStrategy(), "accelerator": "cpu"}
+    several |= {"use_distributed_sampler": False}  # every process loads the global batch
+    trainer = lightning.Trainer(max_steps=STEPS, enable_checkpointing=False, **several, **quiet)
     module = Module(mesh)
     trainer.fit(module, loader)
-    torch.save(module.state_dict(), "gpt.pt")
+    torch.save(trainer.strategy.lightning_module_state_dict(), "gpt.pt")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.stem for path in (EXAMPLES / "before").glob("*.py"))
-MOST_LINES = {"lightning_gpt": 10}  # else 6; a Lightning module must say that it optimizes by itself
+MOST_LINES = {"lightning_gpt": 16}  # else 6; a Lightning module must say that it optimizes by itself
 NEEDED = {"hf_trainer": "accelerate", "lightning_gpt": "lightning"}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of schedulers and of transformers
 

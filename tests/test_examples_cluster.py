@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.processes import Job
-from tests.test_examples import EXAMPLES, run
+from tests.test_examples import EXAMPLES, NAMES, NEEDED, run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -39,7 +39,7 @@ def job(pipe: Connection, name: str, mesh: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("mesh", "num_ranks"), [("dp=2", 2), ("fsdp=2", 2)])
-@pytest.mark.parametrize("name", ["gpt", "llama", "resnet", "lora", "vit", "dlrm"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_in_several_processes_trains_as_its_original(
     name: str,
     mesh: str,
@@ -49,6 +49,8 @@ def test_a_script_in_several_processes_trains_as_its_original(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name], reason=f"needs {NEEDED[name]}: pip install -e '.[integrations]'")
     outcomes = start(f"{__name__}:job", num_ranks, name, mesh, str(tmp_path)).finish(240)
     before = run(EXAMPLES / "before" / f"{name}.py", tmp_path / "before", monkeypatch, capsys)
     assert len(before) >= 10

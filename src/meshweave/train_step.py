@@ -16,7 +16,7 @@ from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
 from meshweave.capture.optimizer_several import parts_of
 from meshweave.capture.optimizer_steps import StepNumbers
-from meshweave.capture.optimizers import initial_state
+from meshweave.capture.optimizers import initial_state, resting_state
 from meshweave.capture.step import Part
 from meshweave.errors import LayoutError, OutdatedUpdate
 from meshweave.interop.optimizer import mark_stepped
@@ -24,6 +24,7 @@ from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
+from meshweave.runtime.loss import loss_value
 from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session, Settings
 from meshweave.runtime.world import World
@@ -60,6 +61,9 @@ class TrainStep:
         held = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
         session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
         session.state.num_steps = held.num_steps if held else 0
+        rests = resting_state(optimizer, spec, model) if optimizer is not None and spec is not None else {}
+        for name, (tensors, _) in rests.items():
+            session.state.rest(name, tensors)
         session.bindings.bind(session.state, model, optimizer)
         guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
         first = Variant(program, session, guards, set(), rows_check(program, world))
@@ -72,8 +76,8 @@ class TrainStep:
         self._own_state = None if optimizer is None else OptimizerState.of(session.bindings, optimizer, model)
         trains = {i.name: i.requires_grad for i in program.captured.inputs if i.kind == "param"}
         self._trains = [(p, trains[name]) for name, p in model.named_parameters()]
-        if held:
-            self._publish(held.tensors)
+        if held or rests:
+            self._publish({*(held.tensors if held else ()), *rests})
 
     @property
     def program(self) -> Program:
@@ -105,7 +109,7 @@ class TrainStep:
             variant, micros = self._micros(held, accumulate)
             loss = variant.session.run(micros, numbers)
             self._stepped(variant)
-        return loss
+        return loss_value(loss)
 
     def trace(self, batch: Any) -> Simulation:
         """Train on one batch as a call does, and measure when every task and communication ran on every device.
@@ -124,7 +128,7 @@ class TrainStep:
     def evaluate(self, batch: Any, *, training: bool = False) -> Tensor:
         """The loss of a batch, with `model.eval()` (or, for `training`, in the modes that the modules are in). Nothing
         is updated, neither parameters nor buffers. On a cluster all ranks call it."""
-        return self._forward_alone(batch, "loss", training)[0]
+        return loss_value(self._forward_alone(batch, "loss", training)[0])
 
     def forward_only(self, batch: Any, *, training: bool = False) -> Any:
         """What the model returns for a batch, its tensors whole on every process; the batch needs no labels. Modes and
@@ -150,7 +154,7 @@ class TrainStep:
             self.guards.check(held)
             self.variants.compare(self.variants.first, held, 1, self._groups)
             self._take_over()
-            return self.session.forward(dict(zip(held.names, held.tensors, strict=True)))
+            return loss_value(self.session.forward(dict(zip(held.names, held.tensors, strict=True))))
 
     def backward(self) -> None:
         """Gradients of the microbatch that went forward, reduced over the mesh."""
@@ -168,11 +172,10 @@ class TrainStep:
         """A call on a batch, which every rank makes with the same shapes."""
         world, rows = self.session.world, self.variants.first.rows
         with world.guard():
-            held, is_refrozen = Batch.of(batch), self._is_refrozen
+            held = Batch.of(batch)
             is_compared = rows is not None and rows.is_due and name.startswith("step")
-            name = f"{name} after requires_grad has changed" if is_refrozen else name
             with world.call(name, held.shapes if world.is_distributed else (), is_compared):
-                if is_refrozen:
+                if self._is_refrozen:
                     self._renew("parameters were frozen or unfrozen")
                 yield held
 
@@ -202,10 +205,12 @@ class TrainStep:
             return self._numbers()
         try:
             self._take_over()
-            return self._numbers()
+            numbers = self._numbers()
         except OutdatedUpdate as change:
             self._renew(f"{change.what} ({change.where})")
-        return self._numbers()
+            numbers = self._numbers()
+        self.session.world.choose("goes on as compiled")
+        return numbers
 
     @property
     def _is_refrozen(self) -> bool:
@@ -216,6 +221,7 @@ class TrainStep:
     def _renew(self, why: str) -> None:
         """Compile again, for model and optimizer as they are now."""
         assert self.again is not None
+        self.session.world.choose(f"compiles again: {why}")
         _LOG.warning("the step is compiled again: %s", why)
         num_steps, saves, renewed = self.num_steps, self.session.saves, self.again()
         self.__dict__.update(renewed.__dict__)
@@ -283,8 +289,9 @@ class TrainStep:
 
     def save(self, path: str) -> None:
         """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
-        self._take_numbers()
-        self.session.save(path)
+        with self.session.world.call("save"):
+            self._take_numbers()
+            self.session.save(path)
 
     def async_save(self, path: str) -> Future[None]:
         """`save` as `torch.distributed.checkpoint.async_save` does it: copies the state to CPU memory and returns; a
@@ -295,20 +302,33 @@ class TrainStep:
         the end of the program. An error of the thread is a CheckpointError; it is logged when it occurs, and raised
         by `.result()` and by that next call.
         """
-        self._take_numbers()
-        return self.session.async_save(path)
+        with self.session.world.call("async_save"):
+            self._take_numbers()
+            return self.session.async_save(path)
 
     def _take_numbers(self) -> None:
-        self.session.state.numbers = self.numbers.values() if self.numbers is not None else {}
+        if self.optimizer is not None and self.numbers is not None:
+            self._take_over()
+            rests = resting_state(self.optimizer, self.numbers.spec, self.model)
+            self.session.state.numbers = self.numbers.values() | {name: kept for name, (_, kept) in rests.items()}
 
     def load(self, path: str) -> None:
-        """Continue from a checkpoint of the same model, saved on any mesh. Nothing in it is unpickled as code."""
-        self.session.load(path)
-        if self.numbers is not None:
-            self.numbers.load(self.session.state.numbers, self.session.state.num_steps)
-        for variant in self.variants.all:
-            variant.session.state = self.session.state
-        self._publish()
+        """Continue from a checkpoint of the same model, saved on any mesh, whichever parameters were frozen then.
+        Nothing in it is unpickled as code."""
+        with self.session.world.call("load"):
+            fresh = self.session.load(path)
+            for variant in self.variants.all:
+                variant.session.state = self.session.state
+            if self.numbers is None or self._own_state is None:
+                return
+            state = self.session.state
+            self._own_state.put_numbers(state, self.numbers.spec, fresh)
+            if not fresh and self.numbers.are_alike(state.numbers):
+                self.numbers.load(state.numbers, state.num_steps)
+                self._publish()
+            else:
+                self._own_state.publish(state, {}, {item.name.partition("/")[2] for item, _ in state.items} - {*fresh})
+                self._renew("parameters of one group have taken different numbers of steps in the checkpoint")
 
     def explain(self) -> list[MoveRow]:
         """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.batch import Batch, batch_size
+from meshweave.capture.batch import Batch, batch_size, shapes_text
 from meshweave.capture.guards import Guards
 from meshweave.capture.step import Part
 from meshweave.errors import LayoutError, StepError
@@ -47,7 +47,13 @@ class Variant:
     guards: Guards
     modes: set[Mode]
     rows: RowsCheck | None = None
+    number: int = 1
     last_use: int = 0
+
+    @property
+    def shown(self) -> str:
+        """The shapes that it takes."""
+        return shapes_text((item.name, item.spec.shape) for item in self.batch)
 
     @property
     def part(self) -> Part:
@@ -93,7 +99,7 @@ class Variants:
         self.options = options
         self._modules = list(model.modules())
         self.is_local: bool | None = None  # whether batches are those of this rank alone; None before the first one
-        self._num_uses = 0
+        self._num_uses, self._num_compiled = 0, 1
         first.modes.add(self.mode)
         self.all = [first]
 
@@ -130,6 +136,7 @@ class Variants:
             self.compare(self.first, batch, count, groups)
         padded = self._padded(batch, part, count)
         variant = self._choose(padded, part, count)
+        variant.session.world.choose(f"runs program {variant.number} ({variant.shown})")
         if is_trained and variant is not self.first:
             self.compare(variant, padded, count, groups)
         return variant, padded
@@ -178,24 +185,35 @@ class Variants:
         if self.options.limit < 2:
             raise LayoutError(
                 "this step has one program, and may have no other",
-                where=f"batch of {_shapes(batch)}",
+                where=f"batch of {shapes_text(batch.shapes)}",
                 expected="batches of the example's shape",
                 hint="raise compile(max_programs=...), or pad batches to that shape (compile(pad=...))",
             )
         example = self._example(batch)
+        self._num_compiled += 1
+        shown = f"{shapes_text(batch.shapes)}, {self._modes_text(mode)}"
+        first.session.world.choose(f"compiles program {self._num_compiled} ({shown})")
         if len(self.all) >= self.options.limit:
             self._give_one_up(batch)
         _NOTES.warning(
-            "compiles for a batch of %s, %d microbatches (program %d of at most %d)",
-            _shapes(batch), accumulate, len(self.all) + 1, self.options.limit,
+            "compiles for a batch of shape %s%s (program %d of at most %d)",
+            shapes_text(batch.shapes), f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1,
+            self.options.limit,
         )  # fmt: skip
         program = self.options.build(example, part, accumulate, first.program)
         settings = replace(first.session.settings, accumulate=accumulate)
         session = Session(program.roles, first.session.world, settings, share=first.session)
         guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
-        variant = Variant(program, session, guards, {mode}, rows_check(program, first.session.world))
+        rows = rows_check(program, first.session.world)
+        variant = Variant(program, session, guards, {mode}, rows, self._num_compiled)
         self.all.append(variant)
         return self._used(variant)
+
+    def _modes_text(self, mode: Mode) -> str:
+        training = sum(mode)
+        if training in (0, len(mode)):
+            return "model.train()" if training else "model.eval()"
+        return f"{training} of {len(mode)} modules in training"
 
     def _used(self, variant: Variant) -> Variant:
         self._num_uses += 1
@@ -210,7 +228,7 @@ class Variants:
         _NOTES.warning(
             "%d programs are as many as this step may have: that for %s, used longest ago, is given up. %s",
             self.options.limit,
-            ", ".join(f"{i.name} {list(i.spec.shape)}" for i in oldest.batch),
+            oldest.shown,
             self._advice(batch),
         )
 
@@ -241,7 +259,7 @@ class Variants:
         if self.is_local is None:
             raise LayoutError(
                 "the first batch has neither the shape of the example nor that of this rank's part of it",
-                got=_shapes(batch),
+                got=shapes_text(batch.shapes),
                 expected=" or ".join(f"{name} {list(a)} (all ranks), {list(b)}" for name, (a, b) in shapes.items()),
                 hint="hand in a batch of the example's shape first, or compile for this one: shapes=[batch]",
             )
@@ -306,7 +324,3 @@ def _filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     result = tensor.new_full(shape, value)
     result[tuple(slice(0, size) for size in tensor.shape)] = tensor
     return result
-
-
-def _shapes(batch: Batch) -> str:
-    return ", ".join(f"{n} {list(t.shape)}" for n, t in zip(batch.names, batch.tensors, strict=True))

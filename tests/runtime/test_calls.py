@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import Job
+from tests.processes import Job, free_port
 from tests.training import mse
 from torch import Tensor, nn
 
@@ -24,10 +29,23 @@ from meshweave.runtime.rows import ALWAYS_FIRST
 SECONDS = 10.0  # on a machine with other work; on a quiet one under 2 s
 
 
-def made(mesh: str) -> mw.TrainStep:
+class Fragile(nn.Module):
+    """Forward raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("no such row")
+        return x.relu()
+
+
+def made(mesh: str, dropout: float = 0.0) -> mw.TrainStep:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model = nn.Sequential(nn.Linear(4, 8), Fragile(), nn.Linear(8, 2), *([nn.Dropout(dropout)] if dropout else []))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return mw.compile(model, loss=mse, example=rows(8), optimizer=optimizer, mesh=mesh, profile="alpha-beta")
 
 
@@ -101,6 +119,39 @@ def compile_alone(step: mw.TrainStep, rank: int) -> None:
     step(rows(8))
 
 
+def eval_alone(step: mw.TrainStep, rank: int) -> None:
+    step.model.train(rank == 0)
+    step(rows(8))
+
+
+def eval_compiled_alone(step: mw.TrainStep, rank: int) -> None:
+    """Both programs are there, and have run on both ranks."""
+    step.model.eval()
+    step(rows(8))
+    eval_alone(step, rank)
+
+
+def option_alone(step: mw.TrainStep, rank: int) -> None:
+    """After the calls in which settings are compared."""
+    assert step.optimizer is not None
+    for _ in range(ALWAYS_FIRST):
+        step(rows(8))
+    step.optimizer.param_groups[0]["nesterov"] = rank == 1
+    step(rows(8))
+
+
+def group_alone(step: mw.TrainStep, rank: int) -> None:
+    assert step.optimizer is not None
+    if rank == 0:
+        step.optimizer.param_groups[0]["params"].pop()
+    step(rows(8))
+
+
+def raise_in_forward(step: mw.TrainStep, rank: int) -> None:
+    step.model[1].fails = rank == 1
+    step.model(rows(8)["input"])
+
+
 # By name the mesh, what ranks do, and what the error says.
 SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, ...]]] = {
     "evaluate": ("dp=2", evaluate_alone, ("call 3", "rank 0: evaluate", "rank 1: step", "under `if rank == 0`")),
@@ -118,18 +169,31 @@ SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, 
     "layer": ("fsdp=2", layer_alone, ("call 3", "rank 0: step", "rank 1: forward of Linear")),
     "compile": ("dp=2", compile_alone, ("call 3", "rank 0: step", "rank 1: mw.compile")),
     "compile first": ("dp=2", lambda step, rank: compile_alone(step, 1 - rank), ("rank 0: mw.compile", "rank 1: step")),
+    "eval": (
+        "dp=2",
+        eval_alone,
+        ("rank 0: step, which runs program 1", "rank 1: step, which compiles program 2", "model.eval()"),
+    ),
+    "eval, compiled": ("fsdp=2", eval_compiled_alone, ("rank 0: step, which runs program 1", "runs program 2")),
+    "option": (
+        "fsdp=2",
+        option_alone,
+        ("which goes on as compiled", "which compiles again: the optimizer's options call for another update"),
+    ),
+    "group": ("dp=2", group_alone, ("rank 0: step, which compiles again", "rank 1: step, which goes on as compiled")),
+    "forward raises": ("fsdp=2", raise_in_forward, ("no such row",)),
     "models": ("dp=2", two_models, ("call 4", "rank 0: step of model 2", "rank 1: step")),
 }
 
 
 def job(pipe: Connection, name: str) -> dict[str, Any]:
     mesh, does, _ = SCENARIOS[name]
-    rank, step = dist.get_rank(), made(mesh)
+    rank, step = dist.get_rank(), made(mesh, 0.5 if name in ("eval", "eval, compiled") else 0.0)
     step(rows(8))
     began = time.monotonic()
     try:
         does(step, rank)
-    except MeshweaveError as error:
+    except (MeshweaveError, ValueError) as error:
         return {"text": str(error), "seconds": time.monotonic() - began}
     return {"text": "none"}
 
@@ -144,6 +208,39 @@ def test_calls_that_ranks_do_not_share_are_named_on_every_rank(start: Callable[.
         for words in SCENARIOS[name][2]:
             assert words in outcome["text"], outcome["text"]
         assert outcome["seconds"] < SECONDS, outcome
+
+
+SCRIPT = """
+import time, torch, meshweave as mw
+from torch import nn
+model = nn.Linear(4, 2)
+rows = {"input": torch.ones(8, 4)}
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+step = mw.compile(
+    model, loss=lambda out, batch: out.mean(), example=rows, optimizer=sgd, mesh="dp=2", profile="alpha-beta"
+)
+for i in range(40):
+    step(rows)
+    if i == 3 and torch.distributed.get_rank() == 1:
+        raise KeyError("no such column")
+"""
+
+
+@pytest.mark.multiprocess
+def test_an_exception_in_the_script_of_one_rank_is_shown_by_the_others(tmp_path: Path) -> None:
+    script, port, began = tmp_path / "train.py", free_port(), time.monotonic()
+    script.write_text(SCRIPT)
+    jobs = []
+    for rank in range(2):
+        of_job = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        jobs.append(
+            subprocess.Popen([sys.executable, script], env={**os.environ, **of_job}, stderr=subprocess.PIPE, text=True)
+        )
+    texts = [job.communicate(timeout=90)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1]
+    assert "a rank has ended its script while others go on" in texts[0], texts[0]
+    assert "rank 1 by KeyError: 'no such column'" in texts[0]
+    assert time.monotonic() - began < 60
 
 
 def job_alike(pipe: Connection) -> dict[str, Any]:
@@ -182,6 +279,10 @@ def test_posts_are_compared_where_both_have_them() -> None:
     far = Posted(30, True, ("save",) * KEPT)
     assert ours.differs_from(far) is None  # too far ahead to say
     assert ours.differs_from(Posted()) is None
+    asks, runs = replace(ours, choices=("goes on", "runs 1")), replace(ours, choices=("goes on", "runs 2"))
+    assert ours.differs_from(asks) is None  # late
+    assert asks.differs_from(runs) == 3
+    assert "rank 0: evaluate, which runs 1; rank 1: evaluate, which runs 2" in failure_of(3, {0: asks, 1: runs})["got"]
     text = failure_of(3, {0: ours, 1: far, 2: Posted(), 3: Posted(2, False, ("step", "step"))})["got"]
     assert text == (
         "call 3 that communicates is rank 0: evaluate; rank 1: past, now in call 30 (save); "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import Job
+from tests.processes import Job, free_port
 from tests.training import batches, mse
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -251,3 +252,44 @@ def test_two_processes(start: Callable[..., Job], tmp_path: Path) -> None:
     step.load(str(tmp_path / "at"))
     assert beside(tmp_path / "at") == ["at"]
     assert [float(step(batch)) for batch in DATA[1:3]] == first["losses"]
+
+
+def job_leaves(pipe: Connection, folder: str) -> dict[str, Any]:
+    """The group is destroyed while the files are written."""
+    step, path = train_step(), Path(folder) / "ck"
+    step(DATA[0])
+    with pytest.MonkeyPatch.context() as monkeypatch, writes_wait(monkeypatch) as may_write:
+        done = step.async_save(str(path))
+        dist.destroy_process_group()
+        may_write.set()
+        error = done.exception(timeout=30)
+    return {"text": str(error), "is_there": path.exists()}
+
+
+@pytest.mark.multiprocess
+def test_a_group_that_is_destroyed_meanwhile_is_named_by_the_error(start: Callable[..., Job], tmp_path: Path) -> None:
+    for outcome in start(f"{__name__}:job_leaves", 2, str(tmp_path)).finish(60):
+        assert "destroy_process_group() ran while the save was under way" in outcome["text"], outcome
+        assert not outcome["is_there"]
+
+
+SCRIPT_OF_A_JOB = """
+import sys, torch, meshweave as mw
+from tests.runtime.test_saves import DATA, train_step
+step = train_step()
+step(DATA[0])
+step.async_save(sys.argv[1])
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_script_of_two_processes_that_ends_finishes_it(tmp_path: Path) -> None:
+    port, path = free_port(), tmp_path / "ck"
+    jobs = []
+    for rank in range(2):
+        of_job = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        jobs.append(subprocess.Popen([sys.executable, "-c", SCRIPT_OF_A_JOB, path], env={**os.environ, **of_job}))
+    assert [job.wait(timeout=90) for job in jobs] == [0, 0]
+    step = train_step()
+    step.load(str(path))
+    assert step.num_steps == 1

@@ -81,6 +81,15 @@ def _path_name(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "batch"
 
 
+def shapes_text(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Shapes of the tensors of a batch as people read them: by name where they have names, `item 1` in a tuple."""
+    return ", ".join(f"{_entry_text(name)}{list(shape)}" for name, shape in shapes)
+
+
+def _entry_text(name: str) -> str:
+    return "" if name == "batch" else f"item {name} " if name[0].isdigit() else f"{name} "
+
+
 def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
     """Size of dim 0 of the first tensor of a batch that has one."""
     return next((shape[0] for shape in shapes if len(shape)), None)

@@ -44,10 +44,17 @@ class StepNumbers:
         kinds = [(k, self.spec.kinds[k], names[0]) for k, names in self._members.items()]
         self._after = self._kept = {k: kept_of(known[n], Kept(kind.slots, kind.kept)) for k, kind, n in kinds}
 
+    def are_alike(self, values: Mapping[str, Mapping[str, float]]) -> bool:
+        """Whether parameters of one kind have the same numbers."""
+        return all(len(self._distinct(k, values)) < 2 for k in self._members)
+
+    def _distinct(self, k: int, values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        given = [values.get(name, {}) for name in self._members[k]]
+        return sorted({str({slot: kept.get(slot) for slot in self.spec.kinds[k].kept}) for kept in given})
+
     def _check_alike(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        for k, names in self._members.items():
-            given = [values.get(name, {}) for name in names]
-            shown = sorted({str({slot: kept.get(slot) for slot in self.spec.kinds[k].kept}) for kept in given})
+        for k in self._members:
+            shown = self._distinct(k, values)
             if len(shown) > 1:
                 raise StepError(
                     "the parameters have taken different numbers of steps",
@@ -99,7 +106,7 @@ class StepNumbers:
         for k, names in self._members.items():
             kind = self.spec.kinds[k]
             given = values.get(names[0], {slot: num_steps for slot in kind.kept if slot == "step"})
-            numbers = {slot: _as(value, kind.kept.get(slot)) for slot, value in given.items()}
+            numbers = {slot: number_like(value, kind.kept.get(slot)) for slot, value in given.items()}
             self._kept[k] = Kept(kind.slots, numbers) if num_steps else Kept()
         self._after = self._kept
 
@@ -113,7 +120,8 @@ class StepNumbers:
         )
 
 
-def _as(value: float, like: Any) -> Any:
+def number_like(value: float, like: Any) -> Any:
+    """A number as an optimizer keeps it: as a tensor, an integer or a float."""
     if isinstance(like, Tensor):
         return torch.tensor(value, dtype=like.dtype).reshape(like.shape)
     return type(like)(value) if isinstance(like, (int, float)) else value

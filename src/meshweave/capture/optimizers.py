@@ -301,6 +301,26 @@ def initial_state(
     return OptimizerState(max(counts), tensors) if counts else None
 
 
+def resting_state(
+    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, names: nn.Module | Mapping[int, str]
+) -> dict[str, tuple[State, dict[str, Any]]]:
+    """What an optimizer has of parameters that no step trains now (they are frozen): by name its tensors, and its
+    numbers."""
+    named = names_by_id(names)
+    found: dict[str, tuple[State, dict[str, Any]]] = {}
+    for param, kept in optimizer.state.items():
+        name = named.get(id(param), "")
+        if name and kept and name not in spec.kind_of:
+            tensors = {slot: v for slot, v in kept.items() if isinstance(v, Tensor) and _is_of_elements(slot, v, param)}
+            found[name] = tensors, scalars_of({slot: v for slot, v in kept.items() if slot not in tensors})
+    return found
+
+
+def _is_of_elements(slot: str, value: Tensor, param: Tensor) -> bool:
+    """Whether a slot holds values of a parameter's elements, and not one number."""
+    return slot != "step" and (value.shape == param.shape or value.numel() != 1)
+
+
 def names_by_id(names: nn.Module | Mapping[int, str]) -> Mapping[int, str]:
     return {id(p): name for name, p in names.named_parameters()} if isinstance(names, nn.Module) else names
 

@@ -13,8 +13,14 @@ class MeshweaveStrategy(DDPStrategy):
     """`Trainer(strategy=MeshweaveStrategy())`: one process per device, each with its own rows, as DDPStrategy has them.
 
     Nothing wraps the module, whose compiled step communicates; checkpoints hold whole tensors, so that they load on any
-    number of processes, and without meshweave.
+    number of processes, and without meshweave. In one process there is nothing to set up: the devices of the mesh are
+    virtual ones.
     """
+
+    def setup_distributed(self) -> None:
+        """Join the job, where there are several processes."""
+        if self.world_size > 1:
+            super().setup_distributed()
 
     def configure_ddp(self) -> None:
         """Leave the module as it is."""

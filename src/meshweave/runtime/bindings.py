@@ -161,6 +161,10 @@ class Bindings:
         elif pieces:
             bound.share(pieces[0])
 
+    def keep(self, state: State) -> None:
+        """Let go of the tensors of `optimizer.state` for which another state has nothing."""
+        self.bound = {key: bound for key, bound in self.bound.items() if key in state.pieces}
+
     def take_over(self, state: State) -> None:
         """Cut new pieces of the tensors that somebody has written since the step last did: load_state_dict, weights
         swapped with their average, an assignment to `.data`. StepError for another shape or dtype."""

@@ -4,51 +4,72 @@ a loop that one rank leaves early) are an error on every rank, before their comm
 A call is numbered and kept here; the watch posts the last ones with its heartbeat and compares them with its
 neighbour's (`runtime/watch.py`). A call that is like the one before costs no message. Any other meets: it waits until
 all ranks are at this number with the same call, so that none of its communications begins beside those of another call.
+
+What a call goes on to do by what its rank alone knows (which program it runs, that it compiles another for modes,
+options or parameters that have changed) is a choice in it, which is posted, compared and met in the same way.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from meshweave.capture.batch import shapes_text
 from meshweave.interop.process_groups import default_store
 from meshweave.runtime.consensus import named
 
 KEPT = 8  # calls that a rank posts: more than ranks run ahead of each other
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two looks at the store
+_WHAT = {
+    "ended": "a rank has ended its script while others go on",
+    "calls": "ranks call different things",
+    "choices": "ranks make one call of different things: model, optimizer or batch have changed on some alone",
+}
 _HINTS = {
-    True: "let all ranks leave the loop together: share the decision (torch.distributed.broadcast, all_reduce), give "
-    "every rank as many batches (drop_last=True), and call save, evaluate and the like on every rank",
-    False: "mw.compile, step, evaluate, forward_only, save, async_save, load, parameters and, with sharded parameters, "
-    "model(x) communicate: call them on every rank, in the same order, not under `if rank == 0`; print and write files "
-    "there",
+    "ended": "let all ranks leave the loop together: share the decision (torch.distributed.broadcast, all_reduce), "
+    "give every rank as many batches (drop_last=True), and call save, evaluate and the like on every rank",
+    "calls": "mw.compile, step, evaluate, forward_only, save, async_save, load, parameters and, with sharded "
+    "parameters, model(x) communicate: call them on every rank, in the same order, not under `if rank == 0`; print and "
+    "write files there",
+    "choices": "train(), eval(), requires_grad_(), options of the optimizer and shapes of batches change on every rank "
+    "alike: not under `if rank == 0`, and by what all ranks know (broadcast it)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """What a rank posts: how many calls it has begun, whether it is in the last one, whether its script has ended, and
-    the last calls as text."""
+    """What a rank posts: how many calls it has begun, whether it is in the last one, the last calls as text, what the
+    last one has chosen to do, whether the script has ended, and the exception that ended it."""
 
     num: int = 0
     is_inside: bool = False
     calls: tuple[Any, ...] = ()
     has_ended: bool = False
+    choices: tuple[str, ...] = ()
+    ended_by: str = ""
 
     @staticmethod
     def read(value: Mapping[str, Any]) -> Posted:
-        return Posted(value["num"], value["inside"], tuple(value["calls"]), value["ended"])
+        calls, choices = tuple(value["calls"]), tuple(value["choices"])
+        return Posted(value["num"], value["inside"], calls, value["ended"], choices, value["ended_by"])
 
     def write(self) -> dict[str, Any]:
-        calls = [_text(call) for call in self.calls]
-        return {"num": self.num, "inside": self.is_inside, "calls": calls, "ended": self.has_ended}
+        return {
+            "num": self.num,
+            "inside": self.is_inside,
+            "calls": [_text(call) for call in self.calls],
+            "ended": self.has_ended,
+            "choices": self.choices,
+            "ended_by": self.ended_by,
+        }
 
     def at(self, num: int) -> str | None:
         """The call of that number as text; None where it is not among those posted."""
@@ -62,6 +83,8 @@ class Posted:
             mine, its = self.at(num), other.at(num)
             if mine is not None and its is not None and mine != its:
                 return num
+        if self.num == other.num and any(a != b for a, b in zip(self.choices, other.choices, strict=False)):
+            return self.num
         return other.num + 1 if other.has_ended and self.is_inside and other.num < self.num else None
 
 
@@ -69,7 +92,7 @@ def _text(call: Any) -> str:
     if isinstance(call, str):
         return call
     name, detail = call
-    return f"{name} ({', '.join(f'{key} {list(shape)}' for key, shape in detail)})" if detail else str(name)
+    return f"{name} ({shapes_text(detail)})" if detail else str(name)
 
 
 class Health(Protocol):
@@ -91,6 +114,7 @@ class Calls:
         self.now = Posted()
         self.watches: list[Health] = []  # those of the worlds that are open
         self._before: tuple[str, Any] = ("", ())
+        self._chosen: dict[str, tuple[str, ...]] = {}  # by the name of a call what the last of that name chose
         self._met = ""
 
     @contextmanager
@@ -104,6 +128,16 @@ class Calls:
             if not is_like_the_last:
                 self._meet(f"{num}/{_text(shown)}", check)
             yield
+
+    def choose(self, choice: str, check: Callable[[], None]) -> None:
+        """What this rank's call goes on to do. Another choice than in the last call of that name meets; ranks with
+        different ones are an error on every rank, before a communication that depends on it."""
+        now, name = self.now, self._before[0]
+        chosen = (*now.choices, choice)
+        self.now = replace(now, choices=chosen)
+        if self._chosen.get(name, ())[: len(chosen)] != chosen:
+            self._chosen[name] = chosen
+            self._meet(f"{now.num}.{len(chosen)}/{choice}", check)
 
     @contextmanager
     def exchange(self, name: str) -> Iterator[Callable[[], None]]:
@@ -133,7 +167,7 @@ class Calls:
         try:
             yield now.num
         finally:
-            self.now = Posted(now.num, False, now.calls)
+            self.now = replace(self.now, is_inside=False)
 
     def _meet(self, key: str, check: Callable[[], None]) -> None:
         """Wait until every rank is at this call. The key of the meeting before, where all have been, is deleted."""
@@ -151,13 +185,36 @@ class Calls:
 def failure_of(num: int, posted: Mapping[int, Posted]) -> dict[str, Any]:
     """What ranks that call different things fail with, by what each has posted: parts of an error. `num` is the first
     call that differs."""
-    by_call: dict[str, list[int]] = {}
-    for rank, its in posted.items():
-        by_call.setdefault(_state_at(num, its), []).append(rank)
-    shown = "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_call.items())
-    has_ended = any(its.has_ended and its.num < num for its in posted.values())
-    what = "a rank has ended its script while others go on" if has_ended else "ranks call different things"
-    return {"what": what, "got": f"call {num} that communicates is {shown}", "hint": _HINTS[has_ended], "rank": -1}
+    ended = {rank: its for rank, its in posted.items() if its.has_ended and its.num < num}
+    states = {rank: _state_at(num, its) for rank, its in posted.items()}
+    kind = "ended" if ended else "calls"
+    if len(set(states.values())) == 1:
+        kind = "choices"
+        states = {rank: f"{text}, which {_choice_at(num, rank, posted)}" for rank, text in states.items()}
+    by_state: dict[str, list[int]] = {}
+    for rank, state in states.items():
+        by_state.setdefault(state, []).append(rank)
+    shown = "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_state.items())
+    raised = [f"rank {rank} by {its.ended_by}" for rank, its in ended.items() if its.ended_by]
+    got = f"call {num} that communicates is {shown}" + (f"; ended {', '.join(raised)}" if raised else "")
+    hint = f"mend what {raised[0].partition(' by ')[0]} raises" if raised else _HINTS[kind]
+    return {"what": _WHAT[kind], "got": got, "hint": hint, "rank": -1}
+
+
+def uncaught_exception() -> str:
+    """The exception that ends this script, as text; nothing where none does. Python notes it as it prints it."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # the former from Python 3.12 on
+    return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _choice_at(num: int, rank: int, posted: Mapping[int, Posted]) -> str:
+    """What a rank has chosen in its call `num`, where ranks differ first."""
+    if posted[rank].num > num:
+        return "is past that"
+    made = [its.choices for its in posted.values() if its.num == num]
+    index = next(i for i in range(KEPT) if len({choices[i] for choices in made if len(choices) > i}) != 1)
+    mine = posted[rank].choices
+    return mine[index] if len(mine) > index else "has chosen nothing yet"
 
 
 def _state_at(num: int, posted: Posted) -> str:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from meshweave.errors import CheckpointError, MeshweaveError
 from meshweave.interop.checkpoints import PieceReader, StorageInfo
+from meshweave.ir.graph import Spec
 from meshweave.runtime.checkpoint_files import NOT_WRITTEN, Info, finish, leftovers, prepare
 from meshweave.runtime.checkpoint_files import errors as file_errors
 from meshweave.runtime.checkpoint_tables import (
@@ -45,7 +46,7 @@ from meshweave.runtime.checkpoint_tables import (
     read_table,
 )
 
-__all__ = ["Info", "ShardedTensorView", "async_save", "load", "save"]
+__all__ = ["Info", "ShardedTensorView", "async_save", "load", "save", "saved_specs"]
 
 _LOG = logging.getLogger("meshweave")
 
@@ -108,11 +109,14 @@ def async_save(
         )
     assert isinstance(upload, Future)
     done: Future[None] = Future()
-    upload.add_done_callback(lambda upload: _settle(upload, writer, done))
+    upload.add_done_callback(lambda upload: _settle(upload, writer, process_group is not None, done))
     return done
 
 
-def _settle(upload: Future[Any], writer: _PieceWriter, done: Future[None]) -> None:
+_LEFT = "destroy_process_group() ran while the save was under way: wait for the future that async_save returns first"
+
+
+def _settle(upload: Future[Any], writer: _PieceWriter, is_of_job: bool, done: Future[None]) -> None:
     """Complete `done` as `upload` is, with an error of ours."""
     try:
         with writer.errors():
@@ -120,6 +124,8 @@ def _settle(upload: Future[Any], writer: _PieceWriter, done: Future[None]) -> No
     except BaseException as error:
         got = f"{type(error).__name__}: {error}"
         ours = error if isinstance(error, MeshweaveError) else CheckpointError(NOT_WRITTEN, got=got)
+        if is_of_job and not dist.is_initialized():
+            ours = CheckpointError(NOT_WRITTEN, where=str(writer.target), got=ours.got or got, hint=_LEFT)
         _LOG.error("%s: an asynchronous save failed: %s", writer.target, ours)
         done.set_exception(ours)
     else:
@@ -142,6 +148,15 @@ def load(
     """
     rank = dist.get_rank(process_group) if _is_distributed() else 0
     return _together(lambda: _load(Path(os.path.realpath(path)), wanted), process_group)[rank]
+
+
+def saved_specs(path: str | os.PathLike[str]) -> dict[str, Spec]:
+    """Shapes and dtypes of the tensors in a checkpoint, by name. CheckpointError where there is none."""
+    found = _find(Path(os.path.realpath(path)))
+    with file_errors("the checkpoint cannot be read", found):
+        metadata = read_metadata(found, read_table(found)["files"])
+    tables = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+    return {name: Spec(tuple(table.size), table.properties.dtype) for name, table in tables.items()}
 
 
 # Several processes.

@@ -156,6 +156,11 @@ class ClusterWorld:
         with self.guard(), self._calls.call(name + self._name, detail, is_compared, self._watch.check):
             yield
 
+    def choose(self, choice: str) -> None:
+        """What this rank's call goes on to do, by what it alone knows; ranks that choose differently are an error on
+        every rank."""
+        self._calls.choose(choice, self._watch.check)
+
     def check(self) -> None:
         """Raise StepError once another rank has failed."""
         self._watch.check()

@@ -17,8 +17,10 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.dtensor import local_tensor, set_local_tensor
 from meshweave.interop.hooks import forward_pre_hooks
 from meshweave.interop.modules import own_parameters
-from meshweave.ir.graph import Input
+from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.placements import layout_from_placements
 from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
 from meshweave.runtime.world import World
 
@@ -104,8 +106,14 @@ class ForwardHooks:
             call = self.world.call(f"forward of {type(module).__name__}")
             call.__enter__()
             self._forward = _Forward(module, call, sys.exception())
-        for owner in _owners(module):
-            _gather(owner)
+        try:
+            for owner in _owners(module):
+                _gather(owner, self.world)
+        except BaseException as error:  # raised here it is what the user sees, in `leave` a note alone
+            forward, self._forward = self._forward, None
+            if forward is not None:
+                forward.call.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Torch calls it after a failure, too, and raises what failed whatever is raised here."""
@@ -154,7 +162,34 @@ def _owners(module: nn.Module) -> list[nn.Module]:
 _SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, and how often it is entered
 
 
-def _gather(module: nn.Module) -> None:
+class _Whole(torch.autograd.Function):
+    """The values of a DTensor, gathered by the world's own collectives, which end on every rank when one of them fails.
+    The gradient that arrives is this rank's piece of the one that this rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: DTensor, world: World) -> Tensor:
+        ctx.layout = layout = layout_of(shards)
+        pieces = [local_tensor(shards)] if torch.distributed.get_rank() in layout.mesh else []
+        return world.assemble(Spec(tuple(shards.shape), shards.dtype), layout, pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        layout, rank = ctx.layout, torch.distributed.get_rank()
+        if rank not in layout.mesh:
+            return unheld_dtensor(layout, Spec(tuple(grad.shape), grad.dtype), grad.device.type), None
+        piece = grad[layout.box_of(grad.shape, rank).slices()].contiguous()
+        return dtensor_from_piece(piece, layout, grad.shape), None
+
+
+def layout_of(tensor: DTensor) -> Layout:
+    """The layout whose pieces a DTensor has, on a mesh with the names of its DeviceMesh."""
+    at = tensor.device_mesh
+    names = at.mesh_dim_names or tuple(f"dim{i}" for i in range(at.ndim))
+    mesh = Mesh(dict(zip(names, at.shape, strict=True)), devices=at.mesh.flatten().tolist())
+    return layout_from_placements(tensor.placements, mesh, tensor.dim())
+
+
+def _gather(module: nn.Module, world: World) -> None:
     entered = module.__dict__.get(_SHARDS)
     if entered is not None:
         entered[1] += 1
@@ -163,7 +198,7 @@ def _gather(module: nn.Module) -> None:
     shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
     if shards:
         module.__dict__[_SHARDS] = [shards, 1]
-        own.update({name: p.full_tensor() for name, p in shards.items()})
+        own.update({name: _Whole.apply(p, world) for name, p in shards.items()})
 
 
 def _let_go(module: nn.Module) -> None:

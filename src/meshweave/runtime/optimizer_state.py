@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.capture.optimizer_steps import number_like
+from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.interop.storages import version_of
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
@@ -59,6 +61,17 @@ class OptimizerState:
             if item.kind == "state" and ("state", item.name) not in self.bindings.bound:
                 slot, entries = self._entries(item)
                 entries[slot] = self._bind(state, item, layout)
+
+    def put_numbers(self, state: State, spec: OptimizerSpec, fresh: Collection[str]) -> None:
+        """Write the numbers of a state that was loaded into `optimizer.state`; parameters `fresh` have taken no step
+        and have no entries."""
+        likes = {slot: value for kind in spec.kinds for slot, value in kind.kept.items()}
+        for name in fresh:
+            self.optimizer.state.pop(self.params[name], None)
+        for name, values in state.numbers.items():
+            entries = self.optimizer.state[self.params[name]] if name in self.params else {}
+            entries |= {slot: number_like(value, likes.get(slot)) for slot, value in values.items()}
+            self.marks |= {(name, slot): _mark(entries[slot]) for slot in values}
 
     def take_over(self, state: State) -> bool:
         """Cut new pieces of the tensors that somebody has put into `optimizer.state`, or written, since the step last

@@ -288,8 +288,8 @@ class Session:
         where = {device: i for i, device in enumerate(self.world.devices)}
         kept: dict[Key, dict[int, Tensor]] = {}
         for item, layout in self.state.items:
-            held = zip(self.state.holders(layout), self.state.pieces[item.kind, item.name], strict=True)
-            kept[item.kind, item.name] = {where[device]: piece for device, piece in held}
+            pieces = zip(self.state.holders(layout), self.state.pieces[item.kind, item.name], strict=True)
+            kept[item.kind, item.name] = {where[device]: piece for device, piece in pieces}
         number = torch.tensor(draw, dtype=torch.int64, device=self.world.device)
         constants: dict[str, Tensor] = {}
         for i, (device, rank, env) in enumerate(zip(self.world.devices, self.ranks, envs, strict=True)):
@@ -307,8 +307,8 @@ class Session:
                     box = layout.box_of(item.spec.shape, device)
                     env[slot] = batch_piece(self.world, item, box, batch[item.name], self.settings.accumulate)
                 elif item.kind == "constant":
-                    made = constants.setdefault(item.name, rank.graph.constants[item.name].to(self.world.device))
-                    env[slot] = made
+                    value = rank.graph.constants[item.name]
+                    env[slot] = constants.setdefault(item.name, value.to(self.world.device))
                 elif item.name == "draw":
                     env[slot] = number
         return envs
@@ -342,6 +342,8 @@ class Session:
     def full(self, kind: str, pieces: Mapping[str, list[Tensor]] | None = None) -> dict[str, Tensor]:
         """Full tensors by name of one kind (param, buffer, state), or of gradients handed in. All processes call it."""
         source = "param" if kind == "grad" else kind
+        if kind in ("param", "buffer") and not self.progress.num_done:
+            self.bindings.take_over(self.state)
         named = {name for rank in self.roles for its_kind, name in rank.outputs if its_kind == kind}
         wanted = [
             (item, layout)
@@ -375,23 +377,27 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
         with self.saves.call(self.world, self.progress, "save"):
+            self.bindings.take_over(self.state)
             self.state.save(path, self.settings.seed)
 
     def async_save(self, path: str | os.PathLike[str]) -> Future[None]:
         """`save` by a thread, of the state as it is now, while steps go on."""
         with self.saves.call(self.world, self.progress, "async_save"):
+            self.bindings.take_over(self.state)
             return self.saves.begin(self.world, partial(self.state.async_save, path, self.settings.seed))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a checkpoint of the same model, saved on whatever mesh.
+    def load(self, path: str | os.PathLike[str]) -> list[str]:
+        """Continue from a checkpoint of the same model, saved on whatever mesh. Gives what `State.load` does.
 
         The old state lives until the new one is whole, so that a load that fails changes nothing.
         """
         with self.saves.call(self.world, self.progress, "load"):
             loaded = self.state.blank()
-            loaded.load(path, self.settings.seed)
+            fresh = loaded.load(path, self.settings.seed)
             self.state = loaded
+            self.bindings.keep(loaded)
             self.bindings.publish(loaded)
+        return fresh
 
 
 def _is_kept(kinds: frozenset[str], kind: str, name: str) -> bool:

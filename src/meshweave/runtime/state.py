@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.errors import CheckpointError, StepError
-from meshweave.ir.graph import Input
+from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
@@ -31,7 +31,8 @@ LASTING = ("param", "buffer", "state")
 @dataclass(slots=True)
 class State:
     """Pieces by (kind, name), one per held device that is of the value's mesh, and the number of completed steps.
-    `numbers` are the optimizer's own of each parameter (counts of steps and the like), by parameter and slot.
+    `numbers` are the optimizer's own of each parameter (counts of steps and the like), by parameter and slot; `resting`
+    optimizer state of parameters that are frozen: no program has it, checkpoints do.
 
     While an update runs, old pieces are given up one by one as new ones appear; `torn` is set meanwhile. A state
     that an interrupted update left torn refuses to be used.
@@ -44,11 +45,12 @@ class State:
     num_steps: int = 0
     torn: bool = False
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    resting: list[tuple[Input, Layout]] = field(default_factory=list)
 
     @property
     def items(self) -> Iterable[tuple[Input, Layout]]:
-        """Every lasting value of the program, whether or not a piece of it is held here."""
-        return lasting(self.roles)
+        """Every lasting value of the program, whether or not a piece of it is held here, and what rests."""
+        return [*lasting(self.roles), *self.resting]
 
     def holders(self, layout: Layout) -> list[int]:
         """The held devices that are of a layout's mesh, in the order in which pieces are kept."""
@@ -88,6 +90,20 @@ class State:
         for item, layout in new:
             self.put(item, layout, self.zeros(item))
 
+    def rest(self, param: str, slots: Mapping[str, Tensor]) -> None:
+        """Keep optimizer state of a parameter that is frozen: full tensors (or DTensors) by slot."""
+        for slot, value in slots.items():
+            entry = self._resting(f"{slot}/{param}", Spec(tuple(value.shape), value.dtype))
+            self.resting.append(entry)
+            self.put(*entry, full_values(value))
+
+    def _resting(self, name: str, spec: Spec) -> tuple[Input, Layout]:
+        """A slot of a frozen parameter, laid out as that where it has its shape."""
+        param = name.partition("/")[2]
+        item, layout = next((i, at) for i, at in self.items if (i.kind, i.name) == ("param", param))
+        is_like = item.spec.shape == spec.shape
+        return Input("state", name, spec), layout if is_like else Layout.replicated(layout.mesh, len(spec.shape))
+
     @staticmethod
     def zeros(item: Input) -> Tensor:
         """A full tensor of zeros that takes no memory."""
@@ -115,14 +131,16 @@ class State:
         return all(torch.equal(value[box.slices()].to(self.device), piece) for box, piece in pieces)
 
     def blank(self) -> State:
-        """A state of the same pieces without values, for a load to fill."""
-        pieces = {
-            (item.kind, item.name): [
-                torch.empty(box.size, dtype=item.spec.dtype, device=self.device) for box in self.boxes(item, layout)
-            ]
-            for item, layout in self.items
-        }
-        return State(self.roles, self.devices, self.device, pieces)
+        """A state of the same pieces without values, for a load to fill. What rests is what the checkpoint has."""
+        empty = State(self.roles, self.devices, self.device)
+        for item, layout in empty.items:
+            empty._put_empty(item, layout)
+        return empty
+
+    def _put_empty(self, item: Input, layout: Layout) -> None:
+        self.pieces[item.kind, item.name] = [
+            torch.empty(box.size, dtype=item.spec.dtype, device=self.device) for box in self.boxes(item, layout)
+        ]
 
     def check_usable(self) -> None:
         if self.torn:
@@ -164,11 +182,21 @@ class State:
     def _info(self, seed: int) -> dict[str, int | str]:
         return {"num_steps": self.num_steps, "seed": seed, "optimizer": json.dumps(self.numbers)}
 
-    def load(self, path: str | os.PathLike[str], seed: int) -> None:
-        """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for one of another seed."""
-        from meshweave.runtime.checkpoint import load
+    def load(self, path: str | os.PathLike[str], seed: int) -> list[str]:
+        """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for one of another seed.
 
-        info = load(path, self.views())
+        Gives the parameters that were frozen when it was written, and have no optimizer state in it: zeros.
+        """
+        from meshweave.runtime.checkpoint import load, saved_specs
+
+        saved = saved_specs(path)
+        fresh = self._adapt(saved)
+        views = self.views()
+        missing = {f"state/{i.name}" for i, _ in self.items if i.kind == "state" and i.name.partition("/")[2] in fresh}
+        info = load(path, {name: view for name, view in views.items() if name not in missing})
+        for item, layout in self.items:
+            if f"{item.kind}/{item.name}" in missing:
+                self.put(item, layout, self.zeros(item))
         if int(info["seed"]) != seed:
             raise CheckpointError(
                 "the checkpoint was trained with another seed",
@@ -179,6 +207,23 @@ class State:
             )
         self.num_steps = int(info["num_steps"])
         self.numbers = json.loads(str(info.get("optimizer", "{}")))  # before 2026-11 there was none
+        return fresh
+
+    def _adapt(self, saved: Mapping[str, Spec]) -> list[str]:
+        """Make room for what a checkpoint has of parameters that are frozen now. Gives the parameters of which it has
+        no optimizer state, but has of others: they were frozen then."""
+        wanted = {item.name for item, _ in self.items if item.kind == "state"}
+        trained = {name.partition("/")[2] for name in wanted}
+        params = {item.name for item, _ in self.items if item.kind == "param"}
+        own = {name.removeprefix("state/"): spec for name, spec in saved.items() if name.startswith("state/")}
+        for name, spec in own.items():
+            param = name.partition("/")[2]
+            if param in params and param not in trained:
+                self.resting.append(entry := self._resting(name, spec))
+                self._put_empty(*entry)
+        slots, known = ({name.partition("/")[part] for name in own} for part in (0, 2))
+        of_others = {name.partition("/")[2] for name in wanted if name.partition("/")[0] not in slots}
+        return sorted(trained - known - of_others) if known else []
 
     @property
     def num_bytes(self) -> list[int]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshweave.errors import StepError
-from meshweave.runtime.calls import Calls, Posted, failure_of
+from meshweave.runtime.calls import Calls, Posted, failure_of, uncaught_exception
 
 # Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after SUSPECT + POLL where a
 # connection broke with it, and after STALE + BEAT where nothing but its heartbeat tells (NCCL).
@@ -184,7 +184,9 @@ class Watch:
     @property
     def _mine(self) -> Posted:
         has_ended = self._has_ended or not dist.is_initialized()
-        return replace(self.calls.now, has_ended=True) if has_ended else self.calls.now
+        if not has_ended:
+            return self.calls.now
+        return replace(self.calls.now, has_ended=True, ended_by=uncaught_exception()[:_MAX_TEXT])
 
     def _post(self, calls: Posted) -> None:
         self._posted = calls

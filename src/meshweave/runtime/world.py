@@ -51,6 +51,10 @@ class World(Protocol):
         """`guard`, of a call that every process makes."""
         ...
 
+    def choose(self, choice: str) -> None:
+        """What the call that runs goes on to do: every process makes the same choice."""
+        ...
+
     def check(self) -> None:
         """Raise StepError once another process has failed."""
         ...
@@ -111,6 +115,9 @@ class LocalWorld:
 
     def call(self, name: str, detail: Any = (), is_compared: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def choose(self, choice: str) -> None:
+        pass
 
     def check(self) -> None:
         pass
