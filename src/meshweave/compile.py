@@ -75,6 +75,7 @@ class CompileOptions:
     shapes: Sequence[Any]
     max_programs: int
     pad: Mapping[str, float] | None
+    weights: str | None
     device: torch.device | str | None
     batch: Literal["global", "local"]
     on_different_weights: Literal["broadcast", "error"]
@@ -110,7 +111,7 @@ class CompileOptions:
     @property
     def session(self) -> Settings:
         keeps, backend = self.keeps_gradients, checked_backend(self.backend)
-        return Settings(self.accumulate, self.seed, keeps, self.check_finite, backend)
+        return Settings(self.accumulate, self.seed, keeps, self.check_finite, backend, self.weights)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -180,7 +181,13 @@ class CompileOptions:
             ranks.agree(program_texts(program.captured, program.roles))
             shapes = ShapeOptions(build, self.max_programs, self.pad or {})
             step = TrainStep(
-                program, self.model, self.optimizer, world, self.session, shapes, again=lambda: self.compiled()
+                program,
+                self.model,
+                self.optimizer,
+                world,
+                self.session,
+                shapes,
+                again=replace(self, weights=None).compiled,
             )
             for shape in self.shapes:
                 step.variants.prepare(Batch.of(global_example(shape, self.batch, shard)))
@@ -241,6 +248,7 @@ def compile(
     shapes: Sequence[Any] = (),
     max_programs: int = 8,
     pad: Mapping[str, float] | None = None,
+    weights: str | None = None,
     device: torch.device | str | None = None,
     batch: Literal["global", "local"] = "global",
     on_different_weights: Literal["broadcast", "error"] = "broadcast",
@@ -303,6 +311,9 @@ def compile(
         compiled for when first seen; all run on one state. max_programs: how many programs a step may have.
     pad: by entry of the batch the value that fills it up, at the end of its dims, to the next shape that is compiled
         ({"input_ids": 0, "labels": -100}). What filled rows and tokens do to the loss is the loss's affair.
+
+    weights: a folder of safetensors files, as `save_pretrained` of Hugging Face writes it, that parameters and buffers
+        begin with, of a model on the meta device, too: every process reads its pieces alone, file by file.
 
     Runs on virtual devices in this process, or as one rank of a job: where torch.distributed is initialised, or
     torchrun started several processes (then it is initialised here). Ranks must agree on all of the above but for the

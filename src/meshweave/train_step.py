@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,16 @@ from meshweave.capture.optimizers import initial_state, resting_state
 from meshweave.capture.step import Part
 from meshweave.errors import LayoutError, OutdatedUpdate
 from meshweave.interop.optimizer import mark_stepped
-from meshweave.ir.graph import tokens_of
+from meshweave.ir.graph import Input, tokens_of
+from meshweave.ir.layout import Layout
 from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
 from meshweave.runtime.loss import loss_value
 from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session, Settings
+from meshweave.runtime.state import State
+from meshweave.runtime.weight_files import WeightFiles, write_weights
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 from meshweave.variants import ShapeOptions, Variant, Variants, rows_check
@@ -59,7 +63,8 @@ class TrainStep:
         session = Session(program.roles, world, settings)
         spec = program.optimizer
         held = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
-        session.state.fill(materialize(model, settings.seed), held.tensors if held else None)
+        initial = _initial_values(session.state, model, settings)
+        session.state.fill(initial, held.tensors if held else None)
         session.state.num_steps = held.num_steps if held else 0
         rests = resting_state(optimizer, spec, model) if optimizer is not None and spec is not None else {}
         for name, (tensors, _) in rests.items():
@@ -293,6 +298,30 @@ class TrainStep:
             self._take_numbers()
             self.session.save(path)
 
+    def save_pretrained(self, folder: str, *, max_file_bytes: int = 5 << 30) -> None:
+        """Write the parameters and persistent buffers as safetensors files, and the model's `config` where it has one:
+        a folder that `from_pretrained` and `mw.compile(weights=folder)` take. On a cluster all ranks call it; no rank
+        has more than one whole tensor at a time, and the first writes.
+        """
+        with self.session.world.call("save_pretrained"):
+            is_first = self.session.world.devices[0] == self.session.world.mesh.devices[0]
+            self.session.bindings.take_over(self.session.state)
+            kept = {i.name: (i, at) for i, at in self.session.state.items if i.kind != "state"}
+            wanted = [kept[name] for name in self.model.state_dict() if name in kept]
+            specs = {item.name: item.spec for item, _ in wanted}
+            write_weights(Path(folder), specs, self._whole(wanted), max_file_bytes, is_first)
+            if is_first:
+                for part in ("config", "generation_config"):
+                    save = getattr(getattr(self.model, part, None), "save_pretrained", None)
+                    if save is not None:
+                        save(folder)
+
+    def _whole(self, wanted: Sequence[tuple[Input, Layout]]) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters and buffers, put together as each is asked for. All processes ask for all of them."""
+        state, world = self.session.state, self.session.world
+        for item, layout in wanted:
+            yield item.name, world.assemble(item.spec, layout, state.pieces[item.kind, item.name])
+
     def async_save(self, path: str) -> Future[None]:
         """`save` as `torch.distributed.checkpoint.async_save` does it: copies the state to CPU memory and returns; a
         thread writes it and publishes it at `path` while steps go on. On a cluster all ranks call it.
@@ -333,6 +362,15 @@ class TrainStep:
     def explain(self) -> list[MoveRow]:
         """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""
         return move_rows(self.program.placed, self.program.mesh)
+
+
+def _initial_values(state: State, model: nn.Module, settings: Settings) -> Iterator[tuple[str, Tensor]]:
+    """The values of parameters and buffers, but for those that files have, which are read right away."""
+    if settings.weights is None:
+        return materialize(model, settings.seed)
+    files = WeightFiles.of(settings.weights, model)
+    state.read(files)
+    return materialize(model, settings.seed, [item.name for item, _ in state.items if not state.has(item)])
 
 
 @contextmanager

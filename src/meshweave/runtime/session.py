@@ -40,13 +40,14 @@ _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state",
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a session keeps and checks. `accumulate` is the number of microbatches of a step, `backend` what compiles
-    the compute between communications."""
+    the compute between communications, `weights` a folder of files that parameters begin with."""
 
     accumulate: int = 1
     seed: int = 0
     keep_gradients: bool = False
     check_finite: bool = True
     backend: BackendName = "eager"
+    weights: str | None = None
 
 
 class Session:

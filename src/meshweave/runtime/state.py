@@ -19,6 +19,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.initialize import full_values
+from meshweave.runtime.weight_files import WeightFiles
 from meshweave.runtime.world import boxes_of
 
 if TYPE_CHECKING:
@@ -80,6 +81,17 @@ class State:
                     layout,
                     self.zeros(item) if held is None else full_values(held),
                 )
+
+    def has(self, item: Input) -> bool:
+        """Whether a value has pieces."""
+        return (item.kind, item.name) in self.pieces
+
+    def read(self, files: WeightFiles) -> None:
+        """Fill the pieces of the parameters and buffers that files have: each reads its own bytes alone."""
+        for item, layout in self.items:
+            if item.kind != "state" and item.name in files.tensors:
+                pieces = files.pieces(item.name, self.boxes(item, layout), item.spec.dtype)
+                self.pieces[item.kind, item.name] = [piece.to(self.device).contiguous() for piece in pieces]
 
     def extend(self, roles: Sequence[RankGraph]) -> None:
         """Take in what another program of the same model keeps beside: optimizer state of parameters that were frozen
