@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards
 from meshweave.capture.optimizer_guard import OptimizerGuard
+from meshweave.capture.optimizer_options import options_of, put_options
 from meshweave.capture.optimizer_several import parts_of
 from meshweave.capture.optimizer_steps import StepNumbers
 from meshweave.capture.optimizers import initial_state, resting_state
@@ -339,10 +340,12 @@ class TrainStep:
         if self.optimizer is not None and self.numbers is not None:
             self._take_over()
             rests = resting_state(self.optimizer, self.numbers.spec, self.model)
+            self.session.state.options = options_of(self.optimizer)
             self.session.state.numbers = self.numbers.values() | {name: kept for name, (_, kept) in rests.items()}
 
     def load(self, path: str) -> None:
         """Continue from a checkpoint of the same model, saved on any mesh, whichever parameters were frozen then.
+        Options of the optimizer's groups (lr, ...) are those of the checkpoint, as `optimizer.load_state_dict` has it.
         Nothing in it is unpickled as code."""
         with self.session.world.call("load"):
             fresh = self.session.load(path)
@@ -351,6 +354,7 @@ class TrainStep:
             if self.numbers is None or self._own_state is None:
                 return
             state = self.session.state
+            put_options(self._own_state.optimizer, state.options)
             self._own_state.put_numbers(state, self.numbers.spec, fresh)
             if not fresh and self.numbers.are_alike(state.numbers):
                 self.numbers.load(state.numbers, state.num_steps)

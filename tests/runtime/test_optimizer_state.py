@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.test_bindings import DATA, Script, Tied
-from tests.training import assert_tensors, mse
-from torch import Tensor
+from tests.training import assert_tensors, batches, mse
+from torch import Tensor, nn
 
 import meshweave as mw
 
@@ -133,3 +133,30 @@ def test_two_steps_of_one_optimizer_share_its_state(mesh: str) -> None:
         step = ours.step if len(batch["x"]) == 4 else other
         assert step(batch) == pytest.approx(eager.train(batch), rel=1e-5)
     assert_tensors(flat(ours.optimizer.state_dict()), flat(eager.optimizer.state_dict()), 1e-4)
+
+
+def test_a_run_goes_on_with_its_schedule(tmp_path: Path) -> None:
+    """As one that loads optimizer.state_dict(): schedules of PyTorch compute the next rate from the present one."""
+    data = batches(8, (4, 4), (4, 2))
+
+    def rates(first: int, last: int, saved: dict[str, Any]) -> list[tuple[float, tuple[float, float], float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+        example = {"input": data[0]["x"], **data[0]}
+        step = mw.compile(model, loss=mse, example=example, optimizer=optimizer, mesh="fsdp=2", profile="alpha-beta")
+        if first:
+            step.load(str(tmp_path / "at"))
+            schedule.load_state_dict(saved)
+        found = []
+        for batch in data[first:last]:
+            group = optimizer.param_groups[0]
+            found.append((group["lr"], group["betas"], step({"input": batch["x"], **batch}).item()))
+            schedule.step()
+        saved.update(schedule.state_dict())
+        step.save(str(tmp_path / "at"))
+        return found
+
+    saved: dict[str, Any] = {}
+    assert rates(0, 4, saved) + rates(4, 8, saved) == rates(0, 8, {})

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,8 @@ LASTING = ("param", "buffer", "state")
 @dataclass(slots=True)
 class State:
     """Pieces by (kind, name), one per held device that is of the value's mesh, and the number of completed steps.
-    `numbers` are the optimizer's own of each parameter (counts of steps and the like), by parameter and slot; `resting`
-    optimizer state of parameters that are frozen: no program has it, checkpoints do.
+    `numbers` are the optimizer's own of each parameter (counts of steps and the like), by parameter and slot; `options`
+    those of its groups; `resting` optimizer state of parameters that are frozen: no program has it, checkpoints do.
 
     While an update runs, old pieces are given up one by one as new ones appear; `torn` is set meanwhile. A state
     that an interrupted update left torn refuses to be used.
@@ -46,6 +46,7 @@ class State:
     num_steps: int = 0
     torn: bool = False
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    options: Sequence[Mapping[str, Any]] = ()
     resting: list[tuple[Input, Layout]] = field(default_factory=list)
 
     @property
@@ -192,7 +193,12 @@ class State:
         return async_save(path, self.views(), self._info(seed), process_group)
 
     def _info(self, seed: int) -> dict[str, int | str]:
-        return {"num_steps": self.num_steps, "seed": seed, "optimizer": json.dumps(self.numbers)}
+        return {
+            "num_steps": self.num_steps,
+            "seed": seed,
+            "optimizer": json.dumps(self.numbers),
+            "groups": json.dumps(self.options),
+        }
 
     def load(self, path: str | os.PathLike[str], seed: int) -> list[str]:
         """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for one of another seed.
@@ -219,6 +225,7 @@ class State:
             )
         self.num_steps = int(info["num_steps"])
         self.numbers = json.loads(str(info.get("optimizer", "{}")))  # before 2026-11 there was none
+        self.options = json.loads(str(info.get("groups", "[]")))
         return fresh
 
     def _adapt(self, saved: Mapping[str, Spec]) -> list[str]:
