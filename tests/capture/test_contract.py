@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.training import assert_equals_eager, batches, mse, sgd
+from tests.training import assert_equals_eager, batches, mse, sgd, train, train_eagerly
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -478,6 +478,15 @@ class LimitsRows(nn.Module):
         return self.table((x * 2).round().long().clamp(0, 4)).sum(1)
 
 
+class CastsInside(Base):
+    """An autocast of the model's own, in which a parameter is used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = self.linear(self.linear(x))
+        return super().forward(out.float())
+
+
 class ReassignsInner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -576,6 +585,17 @@ def test_state_that_lasts_in_buffers_and_caches_of_constants_equal_eager(row: st
     assert_equals_eager(model, DATA, mesh)
     assert state_of(model) == before
     assert fakes().keys() <= there_before.keys()
+
+
+def test_an_autocast_inside_the_model_casts_a_parameter_at_each_use() -> None:
+    torch.manual_seed(0)
+    eager, expected = train_eagerly(CastsInside(), DATA)
+    torch.manual_seed(0)
+    step, losses = train(CastsInside(), DATA, "dp=2")
+    assert losses == pytest.approx(expected, rel=2e-2)
+    torch.testing.assert_close(
+        step.parameters(), {n: p.detach() for n, p in eager.named_parameters()}, rtol=0, atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("of_optimizer", ["linear.weight", "linear.bias", ""])

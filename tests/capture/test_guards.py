@@ -136,6 +136,11 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], type[MeshweaveError], str]] = {
         PlanError,
         "register_step_post_hook",
     ),
+    "another class": (
+        lambda r: setattr(r.model.drop, "__class__", nn.Identity),
+        StepError,
+        "the class of model.drop\n  got: Identity\n  expected: Dropout",
+    ),
     "another optimizer.step": (replace_step, PlanError, "optimizer.step = ..."),
 }
 BATCHES: dict[str, tuple[Any, type[MeshweaveError], str]] = {
@@ -443,6 +448,16 @@ def test_an_attribute_that_is_read_counts_when_it_makes_a_difference() -> None:
     with pytest.raises(StepError, match="would not be the one") as error:
         run.step(DATA[0])
     assert "model.num_seen: 8 -> 12" in str(error.value)
+
+
+def test_another_forward_of_a_class_of_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.of(Plain(), DATA[0])
+    run.step(DATA[0])
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * x)
+    with pytest.raises(StepError, match=r"where: Linear\.forward"):
+        run.step(DATA[1])
+    monkeypatch.undo()
+    run.step(DATA[1])
 
 
 class Reverse(torch.autograd.Function):

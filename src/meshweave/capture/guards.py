@@ -7,6 +7,7 @@ capture.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.contract import Contract
 from meshweave.capture.record import Difference
-from meshweave.capture.snapshot import Change, Snapshot, same, shown
+from meshweave.capture.snapshot import Change, Snapshot, is_users, same, shown
 from meshweave.capture.unread import Unread
 from meshweave.capture.variables import MISSING
 from meshweave.errors import CaptureError, LayoutError, StepError
@@ -101,12 +102,18 @@ class Guards:
         reached = {id(t): t for _, _, t in self.snapshot.tensors}
         self.marks = _Marks(list(reached.values()), named)
         self.hooks = [dict(hooks) for hooks in hooks_of_all_modules()]
+        self.modules = list(model.named_modules())
+        self.kinds = [type(module) for _, module in self.modules]
+        # Classes of the user's own are containers of the snapshot.
+        self.classes = [kind for kind in {*self.kinds} if not is_users(sys.modules.get(kind.__module__))]
+        self.forwards = [kind.forward for kind in self.classes]
 
     def check(self, batch: Batch) -> None:
         """Raises StepError (LayoutError for its tensors) where the step that was compiled is not the one asked for."""
         check_autocast(self.autocast)
         if batch.names != self.batch.names or not _same_rest(batch.rest, self.batch.rest):
             self._check_batch(batch)
+        self._check_classes()
         if not (self.snapshot.is_current() and self.marks.is_current()):
             self._check_model()
         if self.hooks != hooks_of_all_modules():
@@ -139,6 +146,19 @@ class Guards:
         self.batch = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join)
 
     # the model
+
+    def _check_classes(self) -> None:
+        """StepError for a module that is of another class now, and for a class of a package with another forward."""
+        if [type(module) for _, module in self.modules] != self.kinds:
+            now = ((name, kind, type(module)) for (name, module), kind in zip(self.modules, self.kinds, strict=True))
+            name, old, new = next((name, old, new) for name, old, new in now if old is not new)
+            raise _changed(f"the class of model.{name}", old.__qualname__, new.__qualname__)
+        if [kind.forward for kind in self.classes] != self.forwards:
+            before = zip(self.classes, self.forwards, strict=True)
+            kind = next(kind for kind, forward in before if kind.forward != forward)
+            raise _changed(
+                f"{kind.__qualname__}.forward", "the function when the step was compiled", "another function"
+            )
 
     def _check_model(self) -> None:
         self.marks.check_flags()

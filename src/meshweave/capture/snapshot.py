@@ -175,10 +175,10 @@ class _Walk:
         elif isinstance(value, property):
             self.push(enumerate((value.fget, value.fset)), parent, key)
         elif isinstance(value, type):
-            if _is_users(sys.modules.get(value.__module__)):
+            if is_users(sys.modules.get(value.__module__)):
                 self.add(Names.of_class(value), f"{value.__qualname__}.{{}}", parent, key)
         elif isinstance(value, types.ModuleType):
-            if _is_users(value):
+            if is_users(value):
                 self.add(Names.of_module(value), f"{value.__name__}.{{}}", parent, key)
         elif isinstance(value, type(global_names)):
             self.snapshot.caches.append((value, value.cache_info().currsize))
@@ -206,7 +206,7 @@ class _Walk:
                         self.visit(base, parent, key)
 
     def function(self, function: types.FunctionType, parent: int, key: Any) -> None:
-        if not _is_users(sys.modules.get(function.__module__)):
+        if not is_users(sys.modules.get(function.__module__)):
             return
         name = function.__qualname__
         if function.__closure__:
@@ -323,7 +323,7 @@ def _write(live: Any, copy: Any) -> None:
         (live.update if isinstance(live, set) else live.extend)(copy)
 
 
-def _is_users(module: types.ModuleType | None) -> bool:
+def is_users(module: types.ModuleType | None) -> bool:
     """Whether a module is neither of the standard library nor of an installed package."""
     file = getattr(module, "__file__", None)
     return module is not None and (not file.startswith(_INSTALLED) if file else module.__name__ == "__main__")

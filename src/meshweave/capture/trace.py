@@ -342,13 +342,24 @@ def trace(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
 
 
 @contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """As make_fx has it: under an autocast of the model's own, each use of a parameter casts it, in every run."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
 def capture_errors() -> Iterator[None]:
     """A model runs on fake tensors: whatever it raises is a CaptureError with the user's line.
 
     Without oneDNN, for which a recurrent layer in float32 is one op that only a CPU has.
     """
     try:
-        with as_eager(), without_onednn():
+        with as_eager(), without_onednn(), _without_autocast_cache():
             yield
     except (MeshweaveError, Difference):
         raise
