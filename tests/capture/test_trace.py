@@ -692,3 +692,21 @@ def test_norms_over_groups_of_channels_and_over_samples(norm: Callable[[], nn.Mo
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), norm(), nn.SiLU(), nn.Conv2d(4, 3, 1))
     data = [{"input": b["x"], "y": b["y"]} for b in batches(2, (5, 3, 4, 4), (5, 3, 4, 4))]
     assert_equals_eager(model, data, mesh)
+
+
+class PoolsToOnePixel(nn.Module):
+    """PyTorch gives the pooled value strides of its own where images lie in memory as channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool, self.head = nn.Conv2d(3, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.to(memory_format=torch.channels_last))
+        return self.head(self.pool(x.relu_()).flatten(1))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_a_pooling_to_one_pixel_in_channels_last_equals_eager(mesh: str) -> None:
+    torch.manual_seed(0)
+    assert_equals_eager(PoolsToOnePixel(), batches(2, (4, 3, 6, 6), (4, 4)), mesh)
