@@ -1,4 +1,4 @@
-"""torchtitan's context-parallel runs of Llama 3 8B, predicted with each way to do attention: nothing is fitted.
+"""torchtitan's context-parallel runs of Llama 3 8B and 405B, predicted with each way to do attention; nothing fitted.
 
 python benchmarks/long_sequences.py              # all rows; writes results/long_sequences.md
 python benchmarks/long_sequences.py heads 65536  # ways and sequences whose names hold these
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.errors import PlanError
 from meshweave.hardware import load_profile
 from meshweave.passes import pipeline_of
 from meshweave.sharding.plan_text import parse_plan
@@ -29,43 +31,84 @@ from meshweave.whatif import simulate
 TABLE = Path(__file__).parent / "results" / "long_sequences.md"
 SOURCE = (
     "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (commit 31a17bf): 8 H100 at 500 W, float8, "
-    "compile, full recomputation, batch 1 per data-parallel rank; torch's own context parallelism"
+    "compile, full recomputation, batch 1 per data-parallel rank; torch's own context parallelism; 405B on 512 GPUs "
+    "with 8 microbatches under 1F1B and asynchronous TP, which is not modelled"
 )
-WAYS = ("gather", "ring", "heads")
+WAYS = ("gather", "ring", "gather:none", "ring:none", "heads")
 
 
 @dataclass(frozen=True)
 class Row:
     """Tokens of a sequence, devices of one, and the throughput in tokens per second and GPU."""
 
+    model: str
     sequence: int
     cp: int
     tokens_per_s: float
 
+    @property
+    def mesh(self) -> str:
+        rest = f"fsdp={8 // self.cp},cp={self.cp}"
+        return rest if self.model == "llama3-8b" else f"pp=8,{rest},tp=8"
 
-ROWS = (Row(32768, 1, 3890), Row(65536, 2, 2540), Row(131072, 4, 1071), Row(262144, 8, 548))
+
+@dataclass(frozen=True)
+class Shape:
+    """How a model was run: its layers (of the fullest stages, times the stages), those of what is simulated,
+    microbatches of one sequence, and the plan beside that for sequences."""
+
+    layers: int
+    few: tuple[int, int]
+    microbatches: int
+    plan: str
+
+
+SHAPES = {
+    "llama3-8b": Shape(32, published.FEW, 1, published.PLAN),
+    # 126 layers: six stages have 16. Local batch 8 in microbatches of one sequence, as 1F1B takes them.
+    "llama3-405b": Shape(128, (8, 16), 8, f"stages:pp+{published.PLAN}+hf_tp:tp+sequence:tp"),
+}
+LADDER = ((32768, 1), (65536, 2), (131072, 4), (262144, 8))
+ROWS = tuple(
+    Row(model, *step, tokens)
+    for model, published_tokens in (("llama3-8b", (3890, 2540, 1071, 548)), ("llama3-405b", (76, 47, 31, 16)))
+    for step, tokens in zip(LADDER, published_tokens, strict=True)
+)
 
 
 def simulated(row: Row, way: str, layers: int) -> Simulation:
-    profile = load_profile("h100-500w").with_attention("flash2")
-    run = published.Run("", "", "llama3-8b", row.sequence, "", 1, 1, "full", "h100-500w", row.tokens_per_s, False)
-    model, mesh = published.model_of(run, layers), mw.Mesh(f"fsdp={8 // row.cp},cp={row.cp}")
-    ids = torch.empty(8 // row.cp, row.sequence, dtype=torch.long, device="meta")
+    profile, shape = load_profile("h100-500w").with_attention("flash2"), SHAPES[row.model]
+    run = published.Run("", "", row.model, row.sequence, "", 1, 1, "full", "h100-500w", row.tokens_per_s, False)
+    model, mesh = published.model_of(run, layers), mw.Mesh(row.mesh)
+    ids = torch.empty(8 // row.cp * shape.microbatches, row.sequence, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(clip_grad_norm=1.0, accumulate_in="shards", param_dtype=torch.bfloat16)
-    plan = parse_plan(f"{published.PLAN}+cp:cp:{way}+shard_state:cp")
+    options = CaptureOptions(
+        clip_grad_norm=1.0,
+        accumulate=shape.microbatches,
+        accumulate_in="shards",
+        param_dtype=torch.bfloat16,
+    )
+    plan = parse_plan(f"{shape.plan}+cp:cp:{way}+shard_state:cp")
+    assert plan is not None
+    if "pp" in mesh.axis_names:
+        ends = {"model.embed_tokens": mesh.at(pp=0), "model.norm": mesh.at(pp=7), "lm_head": mesh.at(pp=7)}
+        plan = plan + mw.Plan.on(ends)
     example: dict[str, Any] = {"input_ids": ids, "labels": ids}
     passes = pipeline_of(recompute="full", prefetch=1)
     source, target = StepSource(model, published.loss), Target(mesh, plan, profile)
     program = build_program(source, example, optimizer, target, options, pipeline=passes)
-    return simulate(program, profile, fusion="blocks", matmul_dtype=torch.float8_e4m3fn, buckets="blocks")
+    pipeline: Any = "1f1b" if "pp" in mesh.axis_names else "sequential"
+    dtype = torch.float8_e4m3fn
+    return simulate(program, profile, fusion="blocks", matmul_dtype=dtype, buckets="blocks", pipeline=pipeline)
 
 
 def predicted(row: Row, way: str) -> float:
     """Tokens per second and GPU of the whole model: on the line through those of few layers."""
-    few, more = (simulated(row, way, layers).seconds for layers in published.FEW)
-    past = (32 - published.FEW[1]) / (published.FEW[1] - published.FEW[0])
-    return row.sequence / row.cp / (more + past * (more - few))
+    shape, devices = SHAPES[row.model], mw.Mesh(row.mesh).num_devices
+    few, more = (simulated(row, way, layers).seconds for layers in shape.few)
+    past = (shape.layers - shape.few[1]) / (shape.few[1] - shape.few[0])
+    tokens = row.sequence * 8 // row.cp * shape.microbatches
+    return tokens / devices / (more + past * (more - few))
 
 
 def main() -> None:
@@ -73,33 +116,55 @@ def main() -> None:
     found: dict[tuple[Row, str], float] = {}
     for row in ROWS:
         for way in WAYS:
-            if all(word in f"{way} {row.sequence}" for word in chosen):
+            if not all(word in f"{row.model} {way} {row.sequence}" for word in chosen):
+                continue
+            if row.cp == 1 and (row, WAYS[0]) in found:  # one device has the sequence
+                found[row, way] = found[row, WAYS[0]]
+                continue
+            try:
                 found[row, way] = predicted(row, way)
-                error = found[row, way] / row.tokens_per_s - 1
-                shown = f"{found[row, way]:,.0f} of {row.tokens_per_s:,.0f} ({error:+.1%})"
-                print(f"{row.sequence} cp={row.cp} {way}: {shown}", flush=True)
+            except PlanError as error:  # more devices than key heads
+                print(f"{row.model} {row.sequence} cp={row.cp} {way}: {error}", flush=True)
+                continue
+            print(
+                f"{row.model} {row.sequence} cp={row.cp} {way}: {cell(found, row, way)} of {row.tokens_per_s:,.0f}",
+                flush=True,
+            )
     if not chosen:
         write(found)
 
 
-def write(found: dict[tuple[Row, str], float]) -> None:
+def cell(found: Mapping[tuple[Row, str], float], row: Row, way: str) -> str:
+    if (row, way) not in found:
+        return "-"
+    return f"{found[row, way]:,.0f} ({found[row, way] / row.tokens_per_s - 1:+.1%})"
+
+
+def errors_of(found: Mapping[tuple[Row, str], float], way: str) -> str:
+    """The median and the largest error of a way, over the rows in which a sequence is cut."""
+    errors = [abs(found[row, way] / row.tokens_per_s - 1) for row in ROWS if (row, way) in found and row.cp > 1]
+    return f"{median(errors):.1%} ({max(errors):.1%})"
+
+
+def write(found: Mapping[tuple[Row, str], float]) -> None:
     lines = [
         "# Long sequences that others trained on, predicted",
         "",
-        f"`python benchmarks/long_sequences.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Llama 3 8B, "
-        f"tokens per second and GPU, with each way to do attention. Source: {SOURCE}. Nothing is fitted. Our gather "
-        "and ring hold the sequence in its order, so that under a causal mask the last device has most work; heads are "
-        "balanced.",
+        f"`python benchmarks/long_sequences.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. Tokens per "
+        f"second and GPU of Llama 3, with each way to do attention. Source: {SOURCE}. Nothing is fitted. Gather and "
+        "ring are balanced from head and tail; with `:none` the sequence is held in its order, so that the last device "
+        "has most work. Heads are balanced as they are; 405B has a key head on each of 8 devices of tp, which leaves "
+        "none to exchange.",
         "",
-        "| tokens | mesh | published | " + " | ".join(WAYS) + " |",
-        "|---|---|---|" + "---|" * len(WAYS),
+        "| model | tokens | mesh | published | " + " | ".join(WAYS) + " |",
+        "|---|---|---|---|" + "---|" * len(WAYS),
     ]
     for row in ROWS:
-        cells = [f"{found[row, way]:,.0f} ({found[row, way] / row.tokens_per_s - 1:+.1%})" for way in WAYS]
-        mesh = f"fsdp={8 // row.cp},cp={row.cp}"
-        lines.append(f"| {row.sequence:,} | {mesh} | {row.tokens_per_s:,.0f} | " + " | ".join(cells) + " |")
-    medians = [median(abs(found[row, way] / row.tokens_per_s - 1) for row in ROWS) for way in WAYS]
-    lines.append("| | | median error | " + " | ".join(f"{error:.1%}" for error in medians) + " |")
+        cells = [cell(found, row, way) for way in WAYS]
+        lines.append(
+            f"| {row.model} | {row.sequence:,} | {row.mesh} | {row.tokens_per_s:,.0f} | " + " | ".join(cells) + " |"
+        )
+    lines.append("| | | | median (largest) error, cp > 1 | " + " | ".join(errors_of(found, way) for way in WAYS) + " |")
     TABLE.write_text("\n".join(lines) + "\n")
 
 

@@ -56,6 +56,7 @@ LLAMA = {  # layers, width, MLP width, heads, heads of keys, vocabulary: the pub
     "llama2-34b": (48, 8192, 22016, 64, 8, 32000),
     "llama2-70b": (80, 8192, 28672, 64, 8, 32000),
     "llama3-8b": (32, 4096, 14336, 32, 8, 128256),
+    "llama3-405b": (126, 16384, 53248, 128, 8, 128256),
 }
 NOT_MODELLED = [
     "What frameworks do beside the step: data loading, logging, metrics (Composer computes cross entropy and "

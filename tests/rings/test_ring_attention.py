@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.sequences import Shape, difference, named, plain
+from tests.sequences import Plain, Shape, difference, named, plain
+from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import VerifyError
@@ -52,6 +53,28 @@ def test_pieces_of_several_sizes_are_gathered_and_it_says_so() -> None:
     assert [row.reason for row in report.rows] == [
         "its pieces of the sequence are of several sizes: the group does not divide it"
     ] * 2
+
+
+class LearnedBias(Plain):
+    """A bias for each pair of positions, which has a gradient."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.bias = nn.Parameter(torch.randn(shape.heads, shape.tokens, shape.tokens))
+
+    def mask(self, ids: Tensor, documents: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return self.bias + torch.full(self.bias.shape[1:], float("-inf"), dtype=dtype).triu(1)
+
+
+def test_a_bias_with_a_gradient_is_done_over_gathered_keys_and_it_says_so() -> None:
+    torch.manual_seed(0)
+    model, (_, batch, loss) = LearnedBias(Shape(mask="float")), plain(Shape())
+    error, step = difference((model, batch, loss), "cp=2", torch.float64, plan="cp:cp:ring")
+    assert error < EXACT
+    (report,) = step.program.optimized.reports["ring"]
+    (row,) = report.rows
+    assert not row.is_taken
+    assert "a bias that has a gradient" in row.reason
 
 
 def test_what_is_recomputed_goes_round_again() -> None:

@@ -22,6 +22,7 @@ from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, permute
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import place_of
 from meshweave.ir.rank import linear
+from meshweave.ir.traits import CASTS, PRODUCTS, VIEWS
 from meshweave.rings.algorithms import algorithm
 from meshweave.rings.emit import write_gather
 from meshweave.rings.proof import ATTENTION, prove_rings
@@ -30,6 +31,7 @@ from meshweave.rings.rewrite import erase_unused
 aten = torch.ops.aten
 ours = torch.ops.meshweave
 FORWARD, BACKWARD = ATTENTION
+_SPELLED = "its scores are there as a whole, for a bias that has a gradient, dropout or an attention of the model's own"
 _SEQUENCE = 2  # the dim of positions in [batch, heads, positions, size]
 
 
@@ -98,8 +100,18 @@ def ring_attention(program: DeviceProgram) -> tuple[fx.Graph | None, AttentionRe
         except _Left as left:
             rows.append(AttentionRow(node.name, place_of(node), reason=str(left)))
     prove_rings(program)
+    spelled = [n for n in program.graph.nodes if n.target is aten._softmax.default and _weighs(n)]
+    rows += [AttentionRow(node.name, place_of(node), reason=_SPELLED) for node in spelled]
     report = AttentionReport(tuple(rows))
     return (program.graph if report.num_taken else None), report
+
+
+def _weighs(node: fx.Node) -> bool:
+    """Whether a softmax goes into a matmul: it is of scores."""
+    users = [user.target for user in node.users]
+    return any(t in PRODUCTS for t in users) or any(
+        user.target in VIEWS | CASTS and _weighs(user) for user in node.users
+    )
 
 
 def _find(program: DeviceProgram, node: fx.Node, at: int) -> tuple[_Gathered, _Gathered] | None:
