@@ -606,6 +606,12 @@ def test_a_parameter_that_no_optimizer_updates_may_not_change_in_place(of_optimi
         mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh="")
 
 
+def test_a_scripted_module_is_an_error_with_what_to_write() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(CaptureError, match=r"has been through torch\.jit\.script"):
+        mw.compile(Named(model), loss=mse, example=DATA[0], mesh="")
+
+
 def test_a_sparse_gradient_is_an_error_with_what_to_write() -> None:
     model = LimitsRows()
     model.table = nn.Embedding(7, 4, sparse=True)

@@ -324,6 +324,11 @@ _FAILURES = (
         'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
     ),
     (
+        "not supported on ScriptModules",
+        "a part of the model has been through torch.jit.script",
+        "leave torch.jit.script(module) out: compile the module as it is written",
+    ),
+    (
         "",
         "the training step cannot be captured",
         "run the model once in eager mode on this batch to see whether it works there",
