@@ -43,7 +43,6 @@ REFUSED = {
     "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
     "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
     "nonzero": DATA,
-    "stft": STRIDES,  # the gradient of the signal: signals of the batch run
     "tensor_split": "the training step cannot be captured",  # with the places in a tensor
     "unfold_copy": "the model does not repeat itself",  # fake tensors have other strides than real ones
     "to_sparse": "no sharding rule for aten._to_sparse",
