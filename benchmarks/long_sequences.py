@@ -89,10 +89,6 @@ def simulated(row: Row, way: str, layers: int) -> Simulation:
         param_dtype=torch.bfloat16,
     )
     plan = parse_plan(f"{shape.plan}+cp:cp:{way}+shard_state:cp")
-    assert plan is not None
-    if "pp" in mesh.axis_names:
-        ends = {"model.embed_tokens": mesh.at(pp=0), "model.norm": mesh.at(pp=7), "lm_head": mesh.at(pp=7)}
-        plan = plan + mw.Plan.on(ends)
     example: dict[str, Any] = {"input_ids": ids, "labels": ids}
     passes = pipeline_of(recompute="full", prefetch=1)
     source, target = StepSource(model, published.loss), Target(mesh, plan, profile)

@@ -277,3 +277,14 @@ def test_more_stages_than_layers_says_what_to_do() -> None:
     with pytest.raises(PlanError, match="fewer layers than there are stages") as error:
         mw.compile(MLP(), loss=squares, example=BATCH, mesh="pp=4")
     assert "mw.on" in error.value.hint
+
+
+def test_what_comes_before_the_first_layer_runs_with_it_where_its_input_is_pinned_too() -> None:
+    """A sequence that is sharded between layers pins what enters the first: the embedding stays there all the same."""
+    model, batch, loss = hugging_face("llama", layers=2)
+    plan = Plan.stages("pp") + Plan.hf_tp("tp") + Plan.sequence_parallel("tp")
+    step = mw.compile(model, loss=loss, example=batch, mesh="pp=2,tp=2", plan=plan)
+    homes = step.program.placement.homes
+    embedding = [n for n in homes if "embed_tokens" in origin_of(n).module and n.op == "call_function"]
+    assert {origin_of(n).phase for n in embedding} >= {"forward", "backward"}
+    assert {homes[n] for n in embedding} == {step.program.mesh.at(pp=0)}

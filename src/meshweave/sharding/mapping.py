@@ -39,6 +39,11 @@ def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dic
     return {node: mapper.homes.get(node, mesh) for node in step.graph.nodes}
 
 
+def _takes_elsewhere(node: fx.Node) -> bool:
+    """Whether a node is an operator that names devices; a plan's pin says how a value is laid out, not where it is."""
+    return node.target is PIN and Pin.parse(str(node.args[1])).mesh is not None
+
+
 @dataclass(slots=True)
 class _Mapper:
     step: StepGraph
@@ -105,7 +110,8 @@ class _Mapper:
 
     def _first_use(self, node: fx.Node) -> Mesh | None:
         """Where an op without a place is first used. What an operator takes elsewhere was on the whole mesh before."""
-        users = [u for u in node.users if u in self.homes and u.target is not PIN and origin_of(u).phase != "backward"]
+        ahead = [u for u in node.users if u in self.homes and origin_of(u).phase != "backward"]
+        users = [u for u in ahead if not _takes_elsewhere(u)]
         return self.homes[min(users, key=self.order.__getitem__)] if users else None
 
     def _place_parameters(self) -> None:
@@ -120,10 +126,7 @@ class _Mapper:
 
     def _uses(self, node: fx.Node) -> Iterator[fx.Node]:
         """The ops that use a parameter. An operator that takes it elsewhere does not say where it lives."""
-        for user in node.users:
-            if user.target is PIN and Pin.parse(str(user.args[1])).mesh is not None:
-                continue
-            yield user
+        yield from (user for user in node.users if not _takes_elsewhere(user))
 
     def _update(self, node: fx.Node) -> Mesh | None:
         """With its parameter; what only numbers of the step go into (bias corrections) is computed everywhere."""
@@ -132,7 +135,7 @@ class _Mapper:
 
     def _backward(self, node: fx.Node) -> Mesh | None:
         call = origin_of(node).call
-        if node.target is PIN and Pin.parse(str(node.args[1])).mesh is not None:
+        if _takes_elsewhere(node):
             return self._operand_of(call)
         if node.target is aten.add.Tensor:
             return self._sum(node)
