@@ -10,6 +10,7 @@ import torch
 from tests.optimizers import SETTINGS, Lion, make
 from torch import Tensor, nn
 
+from meshweave.capture import optimizers
 from meshweave.capture.optimizer_steps import StepNumbers
 from meshweave.capture.optimizers import OptimizerSpec, initial_state, read_optimizer
 from meshweave.errors import CaptureError, MeshweaveError, PlanError, StepError
@@ -338,3 +339,20 @@ def test_complex_parameters_are_refused() -> None:
     model = nn.ParameterDict({"z": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
     with pytest.raises(PlanError, match=r"z: torch\.complex64"):
         read_optimizer(torch.optim.SGD(model.parameters()), model)
+
+
+@pytest.mark.parametrize(("kind", "num_read"), [("AdamW", 2), ("SGD", 2), ("Adafactor", 4)])
+def test_shapes_whose_update_goes_element_by_element_are_read_once(
+    kind: str, num_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shape without dims is read by itself: dtypes of results are another matter there. Adafactor reads shapes."""
+    read: list[str] = []
+    of = optimizers._kind
+    monkeypatch.setattr(optimizers, "_kind", lambda *how: (read.append(how[1]), of(*how))[1])
+    model = Toy()
+    spec = read_optimizer(getattr(torch.optim, kind)(model.parameters(), lr=0.1), model)
+    assert len(spec.kinds) == 4
+    assert len(read) == num_read
+    for name, param in model.named_parameters():
+        sizes = {s.shape for s in spec.slots(name).values()}
+        assert kind == "Adafactor" or sizes <= {tuple(param.shape), ()}

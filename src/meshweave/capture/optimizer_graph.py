@@ -21,11 +21,12 @@ from meshweave.capture.optimizer_record import Call, Decision, Key, Num, Record,
 from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensorMode
 from meshweave.ir.graph import Spec, Specs, map_nodes, specs_of
-from meshweave.ir.traits import is_pointwise
+from meshweave.ir.traits import CASTS, is_pointwise
 
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_COPIES = {aten.copy.default, *CASTS}  # element by element, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,25 @@ def ordered(outputs: Iterable[Value]) -> list[Value]:
         stack.append((value, True))
         stack += [(u, False) for u in reversed(value.uses)]
     return list(done)
+
+
+def reshaped(outputs: Outputs, old: Sequence[int], new: Sequence[int]) -> Outputs | None:
+    """The same outputs of tensors of shape `new` instead of `old`; None where an op does not go element by
+    element, or where a shape is that of a number."""
+    env: dict[Value, Value] = {}
+    if not old or not new:
+        return None
+    for value in ordered(outputs.values()):
+        spec = value.spec
+        if not isinstance(spec, Spec) or spec.shape not in ((), tuple(old)):
+            return None
+        if value.target is not None and not is_pointwise(value.target) and value.target not in _COPIES:
+            return None
+        uses = [env[u] for u in value.uses]
+        env[value] = Value(
+            value.target, *_with_uses(value, uses), Spec(tuple(new), spec.dtype) if spec.shape else spec, tuple(uses)
+        )
+    return {key: env[value] for key, value in outputs.items()}
 
 
 def run_op(value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

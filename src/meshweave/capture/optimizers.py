@@ -8,7 +8,7 @@ again before every update, with the options as they are then; the numbers that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,7 @@ from meshweave.capture.optimizer_graph import (
     evaluate,
     merged_paths,
     ordered,
+    reshaped,
     run_op,
     values_of,
 )
@@ -69,6 +70,15 @@ class UpdateKind:
             return False
         mine, theirs = ((k.variants, k.numbers, k.fills, str(scalars_of(k.kept))) for k in (self, other))
         return mine == theirs
+
+    def with_shape(self, old: torch.Size, new: torch.Size) -> UpdateKind | None:
+        """The update of parameters of another shape; None where it is not the same element by element."""
+        outputs = reshaped(self.outputs, old, new)
+        is_element = all(spec.shape in ((), old) for spec in self.slots.values())
+        if outputs is None or self.reads_shape or not is_element:
+            return None
+        slots = {slot: Spec(tuple(new), spec.dtype) if spec.shape else spec for slot, spec in self.slots.items()}
+        return replace(self, slots=slots, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +165,9 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
         key = at, param.shape, param.dtype, start, runs[name]
         if key not in kinds:
             _check_alone(stand_ins, name, runs[name])
-            kinds[key] = _kind(stand_ins, name, kept.get(name, {}))
+            same = (k for k in kinds if not kept and (k[0], *k[2:]) == (key[0], *key[2:]))
+            of_other = next(filter(None, (kinds[k].with_shape(k[1], param.shape) for k in same)), None)
+            kinds[key] = of_other or _kind(stand_ins, name, kept.get(name, {}))
         kind_of[name] = [*kinds].index(key)
     group_of = {n: stand_ins.group_of[n] for n in kind_of}
     found, states = tuple(kinds.values()), [key[2:] for key in kinds]
