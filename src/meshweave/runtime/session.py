@@ -154,7 +154,6 @@ class Session:
         recorder = Recorder(clock, len(self.ranks))
         held_meter = self.executor.meter
         with self.world.guard():
-            self.state.check_usable()
             self.bindings.take_over(self.state)
             recorder.hold(self.state, self.ranks, self.carries.ready(self.state))
             self.world.meet()
