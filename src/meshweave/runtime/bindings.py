@@ -167,7 +167,8 @@ class Bindings:
 
     def take_over(self, state: State) -> None:
         """Cut new pieces of the tensors that somebody has written since the step last did: load_state_dict, weights
-        swapped with their average, an assignment to `.data`. StepError for another shape or dtype, and for a torn state."""
+        swapped with their average, an assignment to `.data`. StepError for another shape or dtype, and
+        for a torn state."""
         state.check_usable()
         for bound in (b for b in self.bound.values() if b.item.kind != "state"):
             if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
