@@ -390,6 +390,19 @@ def test_an_interrupt_during_the_update_waits_for_its_end() -> None:
     assert step(data[1]) == twin(data[1])
 
 
+def test_an_interrupt_during_the_update_goes_to_the_handler_of_the_program() -> None:
+    """Of torchrun's processes the one in its update would stop at once, and the others after the next step."""
+    step, data = compiled(make=ADAM)
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(step.num_steps))
+    try:
+        step.session.executor.meter = Trips("update", 3, lambda: signal.raise_signal(signal.SIGINT))
+        step(data[0])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert noted == [1]
+
+
 def test_a_torn_state_refuses_to_run_and_to_be_saved_until_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     step, data = compiled(make=ADAM)
     step(data[0])

@@ -11,7 +11,8 @@ from typing import Any
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done, so that an update is never left half-way."""
+    """Hold Ctrl-C back until the block is done, so that an update is never left half-way. Then it goes to whom it would
+    have gone: a handler that lets all processes stop after the same step, or KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -22,4 +23,4 @@ def uninterrupted() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
