@@ -53,6 +53,21 @@ def test_models_of_hugging_face(name: str, mesh: str) -> None:
     assert difference(named(name), mesh, torch.float64)[0] < 1e-6
 
 
+def test_sequence_parallelism_over_another_axis() -> None:
+    """Before a linear layer the sequence is gathered over tp alone: each device does its share of the products."""
+    plan = parse_plan("cp:cp+hf_tp:tp+sequence:tp")
+    assert difference(named("llama"), "tp=2,cp=2", torch.float64, plan=plan)[0] < 1e-6
+    assert _flops("cp=2,tp=2", plan) == _flops("cp=2,tp=2", parse_plan("cp:cp+hf_tp:tp"))
+
+
+def _flops(mesh: str, plan: Plan) -> float:
+    """Of the products of one device in a Llama with long sequences."""
+    model, batch, loss = named("llama", tokens=1024)
+    step = mw.compile(model, loss=loss, example=batch, mesh=mesh, plan=plan, profile="h100")
+    spans = mw.simulate(step.program, "h100").spans
+    return sum(span.flops for span in spans if span.op in ("aten.mm", "meshweave.contract"))
+
+
 @pytest.mark.parametrize("tokens", [7, 9, 3])
 def test_sequences_that_do_not_divide(tokens: int) -> None:
     assert difference(plain(Shape(tokens=tokens)), "cp=4", torch.float64)[0] < EXACT

@@ -19,15 +19,15 @@ import torch
 from torch import fx
 
 from meshweave.capture.batch import batch_size
-from meshweave.errors import PlanError, RuleError
+from meshweave.errors import PlanError
 from meshweave.ir.causal import head_tail
 from meshweave.ir.graph import Spec, StepGraph, copy_meta, origin_of, replace_inputs, spec_of, tensor_inputs
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import PRODUCTS
 from meshweave.sharding.factors import Dims, Rule
 from meshweave.sharding.plans import Resolved
-from meshweave.sharding.registry import pointwise, row_for
-from meshweave.sharding.sequences import has_sequence, sequence_length
+from meshweave.sharding.registry import row_for
+from meshweave.sharding.sequences import has_sequence, rule_or_none, sequence_length
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -137,7 +137,7 @@ class _Writer:
             given = [i for i, spec in enumerate(source.meta["spec"]) if spec is not None]
             self._keep(node, dims[given.index(node.args[1])], new)  # type: ignore[arg-type]
             return
-        rule = _rule(node)
+        rule = rule_or_none(node)
         ordered = _NATURAL if rule is None else self._factors(node, rule)
         new = self._written(node, rule, ordered)
         results = [_dims_of(rule, dims, ordered) for dims in rule.results] if rule is not None else []
@@ -216,7 +216,7 @@ class _Writer:
             return self.versions[node][_NATURAL]
         if node.target is aten.arange.start_step:
             return self._arange(node)
-        rule = _rule(node) if node.op == "call_function" and isinstance(node.meta["spec"], Spec) else None
+        rule = rule_or_none(node) if node.op == "call_function" and isinstance(node.meta["spec"], Spec) else None
         if rule is None or node.target in _CAUSAL_AT or origin_of(node).phase == "update":
             return None
         factors = frozenset(_outer(rule, rule.results[0], d) for d in dims)
@@ -323,14 +323,6 @@ class _Integers:
 
     def __mod__(self, other: int) -> _Integers:
         return self._by(aten.remainder.Scalar, other)
-
-
-def _rule(node: fx.Node) -> Rule | None:
-    """The rule of an op; None where there is none, which is raised where it is placed."""
-    try:
-        return pointwise(node) if node.target is ours.pin.default else row_for(node).rule(node)
-    except RuleError:
-        return None
 
 
 def _outer(rule: Rule, dims: Dims, dim: int) -> int:

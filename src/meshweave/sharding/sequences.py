@@ -22,7 +22,7 @@ from meshweave.errors import PlanError, RuleError
 from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, map_nodes, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, is_pointwise
 from meshweave.sharding.factors import Dim, Rule
-from meshweave.sharding.registry import result_specs, row_for
+from meshweave.sharding.registry import pointwise, result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -176,14 +176,21 @@ class _Writer:
 
     def _marks(self, new: fx.Node) -> list[frozenset[int]]:
         """Dims of the results whose outermost factor, be it whole, an operand has along the sequence."""
-        try:
-            rule = row_for(new).rule(new)
-        except RuleError:  # raised again where it is placed
+        rule = rule_or_none(new)
+        if rule is None:
             return [frozenset() for _ in result_specs(new)]
         along: set[int] = set()
         for operand, dims in zip(tensor_inputs(new), rule.operands, strict=True):
             along |= {_outer(rule, dims[d]) for d in self.marks.get(operand, ())} - {-1}
         return [frozenset(d for d, dim in enumerate(dims) if _outer(rule, dim) in along) for dims in rule.results]
+
+
+def rule_or_none(node: fx.Node) -> Rule | None:
+    """The rule of an op; None where there is none, which is raised where it is placed. A pin changes nothing."""
+    try:
+        return pointwise(node) if node.target is ours.pin.default else row_for(node).rule(node)
+    except RuleError:
+        return None
 
 
 def _outer(rule: Rule, dim: Dim) -> int:
@@ -298,7 +305,18 @@ def _mm(w: _Writer, node: fx.Node) -> Split | None:
         return None
     left, right = w.in_split(a, (m, shared)), w.in_split(b, (shared, n))
     over_a, over_b = list(range(len(m), len(m) + len(shared))), list(range(len(shared)))
-    return w.give(node, ours.contract.default, (left, right, over_a, over_b), {}, (m, n))
+    operands = (*_unpermuted(left, over_a), *_unpermuted(right, over_b))
+    return w.give(node, ours.contract.default, operands[::2] + operands[1::2], {}, (m, n))
+
+
+def _unpermuted(x: fx.Node, over: list[int]) -> tuple[fx.Node, list[int]]:
+    """An operand of a product before a permutation that leaves the other dims in their order, so that what brings it
+    here serves its other uses, and the dims to sum over."""
+    if x.target is not aten.permute.default:
+        return x, over
+    source, order = x.args[0], list(x.args[1])  # type: ignore[arg-type]
+    rest = [at for d, at in enumerate(order) if d not in over]
+    return (source, [order[d] for d in over]) if rest == sorted(rest) else (x, over)  # type: ignore[return-value]
 
 
 def _dim(node: fx.Node, rank: int) -> int:
