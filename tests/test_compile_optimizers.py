@@ -70,11 +70,14 @@ def _difference(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-2))
 
 
+# A sum in another order is off by a last digit; these two divide by a root of it, or take its sign. Float64 shows that
+# no more than rounding is behind it.
+IN_FLOAT32 = {"RMSprop": 2e-6, "Rprop": 2e-6}
 CASES = [
     pytest.param(kind, mesh, dtype, bound, marks=() if mesh == "fsdp=2,tp=2" and bound < 1e-6 else pytest.mark.slow)
     for kind in SETTINGS
     for mesh in ("fsdp=2,tp=2", "dp=2", "fsdp=2")
-    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6))
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, IN_FLOAT32.get(kind, 1e-6)))
 ]
 
 

@@ -25,6 +25,7 @@ from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
 from meshweave.passes.accumulate import accumulated
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
+from meshweave.schedule.order import without_collector
 from meshweave.sharding.assign import Price
 from meshweave.sharding.balance import balanced, takes_heads
 from meshweave.sharding.decide import decide, infer_units
@@ -70,6 +71,7 @@ def _proving(planner: PlanMove) -> PlanMove:
     return lambda source, target, shape, dtype: proven(planner(source, target, shape, dtype), shape)
 
 
+@without_collector()
 def build_program(
     source: StepSource,
     example: Any,

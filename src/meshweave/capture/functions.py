@@ -183,6 +183,12 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+_LEAVES = frozenset(
+    {int, float, bool, str, complex, type(None), type(...), slice, torch.dtype, torch.device, torch.Size}
+    | {torch.layout, torch.memory_format}
+)
+
+
 class CapturedFunctions(TorchFunctionMode):
     """While active, the functions of the table are replaced; everything else passes through.
 
@@ -195,8 +201,20 @@ class CapturedFunctions(TorchFunctionMode):
         self._substituted = {id(own): (own, traced) for own, traced in substituted}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self._traced, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if not self._are_as_traced((args, kwargs)):
+            args, kwargs = pytree.tree_map_only(Tensor, self._traced, (args, kwargs))
         return _TABLE.get(func, func)(*args, **kwargs)
+
+    def _are_as_traced(self, value: Any) -> bool:
+        """Whether nothing in a value is to be replaced; False, too, for a container of a kind of its own."""
+        if isinstance(value, Tensor):
+            return id(value) not in self._substituted
+        if type(value) is tuple or type(value) is list:
+            return all(map(self._are_as_traced, value))
+        if type(value) is dict:
+            return all(map(self._are_as_traced, value.values()))
+        return type(value) in _LEAVES
 
     def _traced(self, x: Tensor) -> Tensor:
         return self._substituted.get(id(x), (x, x))[1]

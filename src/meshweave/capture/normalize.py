@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, Origin, Spec, Specs, StepGraph, map_nodes, origin_of, spec_of, specs_of
+from meshweave.ir.graph import Input, Origin, Spec, Specs, StepGraph, map_nodes, origin_of, spec_of
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ class Normalizer:
             if node.op == "call_function":
                 self.origin = origin_of(node)
                 args, kwargs = map_nodes(node, lambda n: self.env[n])
-                self.env[node] = self.call(node.target, args, kwargs, specs_of(node.meta.get("val")))
+                self.env[node] = self.call(node.target, args, kwargs, node.meta["spec"])
         values = [self.env[n] for n in next(iter(reversed(old.nodes))).args[0]]
         results = dict(zip(outputs, values, strict=False))
         results |= update(self, values[len(outputs) :])

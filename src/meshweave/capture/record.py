@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from meshweave.errors import CaptureError
-from meshweave.interop.fake import FakeTensor
+from meshweave.interop.fake import FakeTensor, without_modes
 from meshweave.interop.storages import storage_key, version_of
 from meshweave.ir.aliases import written_of
 
@@ -53,11 +52,13 @@ class Value:
     """A number that the step computes: the `number`-th of its run, or, with `stale`, of the run before."""
 
     number: int
-    spec: str = field(compare=False)
+    dtype: torch.dtype = field(compare=False)
+    shape: torch.Size = field(compare=False)
     stale: bool = False
 
     def __repr__(self) -> str:
-        return f"{self.spec} of the step before" if self.stale else self.spec
+        spec = _spec(self)
+        return f"{spec} of the step before" if self.stale else spec
 
 
 class Difference(Exception):
@@ -158,12 +159,14 @@ class Record:
 
     def _name(self, tensor: Tensor) -> None:
         if id(tensor) not in self._values:
-            self._values[id(tensor)] = Value(self._num_values, _spec(tensor))
+            self._values[id(tensor)] = Value(self._num_values, tensor.dtype, tensor.shape)
             self._num_values += 1
             self._alive.append(tensor)
 
     def _note_constants(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A constant that shares no memory with an operand is new; so is what torch.tensor() gives."""
+        if not results:
+            return
         shared = set() if func is aten.lift_fresh.default else {storage_of(t) for t in operands}
         self._storages.update(s for s in map(storage_of, results) if s not in shared)
 
@@ -182,7 +185,7 @@ class Record:
             return known
         if isinstance(tensor, FakeTensor):
             stale = self.expected._values.get(id(tensor)) if self.expected is not None else None
-            return Value(stale.number if stale else -1, _spec(tensor), stale=stale is not None)
+            return Value(stale.number if stale else -1, tensor.dtype, tensor.shape, stale=stale is not None)
         if any(tensor is t for t in targets) or storage_of(tensor) in self._written:
             return _spec(tensor)
         return self._constant(tensor)
@@ -217,14 +220,14 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    with disable_proxy_modes_tracing(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         return tensor.detach().clone()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    with disable_proxy_modes_tracing():
+    with without_modes():
         return a.is_meta or torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -235,7 +238,7 @@ def _agree(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
 
-def _spec(tensor: Tensor) -> str:
+def _spec(tensor: Tensor | Value) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

@@ -23,6 +23,7 @@ from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
 from meshweave.capture.record import Record, storage_of
 from meshweave.capture.step_inputs import StepValues, by_kind, fake_inputs, rebuilt, state_name, step_inputs
 from meshweave.capture.trace import Provenance, capture_errors, trace
+from meshweave.capture.tracer import GraphTracer
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.fake import FakeTensorMode
 from meshweave.interop.modules import own_parameters
@@ -144,9 +145,9 @@ def capture_source(
     roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
     contract = Contract(roots, batch, fakes, again)
 
-    def step(*flat: Tensor) -> list[Tensor]:
+    def step(tracer: GraphTracer, *flat: Tensor) -> list[Tensor]:
         values = by_kind(inputs, flat)
-        tracker = Provenance(values.scalars["draw"], options.seed, contract.record)
+        tracker = Provenance(values.scalars["draw"], options.seed, contract.record, tracer)
         with tracker:
             run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer)
             results, grads = run.run()
@@ -161,11 +162,8 @@ def capture_source(
         return {} if optimizer is None else _update(writer, optimizer, updated, grads, params)
 
     with contract.checking():
-        module = trace(step, fakes)
-    constants = {name: value for name, value in module.named_buffers(recurse=False)}
-    constants |= {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and n.startswith("_tensor_constant")}
-    constants |= {n: p.detach() for n, p in module.named_parameters(recurse=False)}  # of modules that are no submodules
-    graph = normalize(module.graph, inputs, tuple(outputs), constants, update)
+        traced = trace(step, fakes)
+    graph = normalize(traced.graph, inputs, tuple(outputs), traced.constants, update)
     check_aliases(source.model, graph)
     return cast_gradients_early(graph), contract
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,17 +15,15 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.random_ops import RANDOM
 from meshweave.capture.record import Difference, Record, tensors_in
+from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
-from meshweave.interop.ops import is_mutable, is_operator
 from meshweave.interop.tracing import (
     as_eager,
-    last_traced,
     next_sequence_number,
     running_sequence_number,
     without_onednn,
@@ -178,6 +177,11 @@ def _is_silent_random(func: Any, args: Any) -> bool:
 _MADE_LIKE = frozenset({aten.new_zeros.default, aten.new_full.default, aten.new_empty.default, aten.new_ones.default})
 
 
+@lru_cache(1 << 16)
+def _in_backward(origin: Origin) -> Origin:
+    return replace(origin, phase="backward")
+
+
 class Provenance(GlobalRandom):
     """Writes an Origin on every node that tracing makes.
 
@@ -186,29 +190,27 @@ class Provenance(GlobalRandom):
     origin of the op that it repeats, found by its place, in phase backward.
     """
 
-    def __init__(self, step: Tensor, seed: int, record: Record) -> None:
+    def __init__(self, step: Tensor, seed: int, record: Record, tracer: GraphTracer | None = None) -> None:
         super().__init__(step, seed)
-        self.record = record
+        self.record, self.tracer = record, tracer
         self.phase = "forward"
         self.modules: list[str] = []
         self._forward: dict[int, Origin] = {}
         self._at: dict[int, tuple[Any, Origin]] = {}  # number of ops before an op of the model -> the op
         self._first = next_sequence_number() - 1
-        self._seen: fx.Node | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             return self._value(args[0])
         origin = self._origin(func)
-        try:
-            if self.phase == "update":
-                return super().__torch_dispatch__(func, types, args, kwargs)
-            self.record.before(func, args, kwargs or {}, origin.source)
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            self.record.after(func, args, kwargs or {}, result, origin.source)
-            return result
-        finally:
-            self._mark(origin)
+        if self.tracer is not None:
+            self.tracer.origin = origin
+        if self.phase == "update":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.record.before(func, args, kwargs or {}, origin.source)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.record.after(func, args, kwargs or {}, result, origin.source)
+        return result
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """As the tracer runs it: where a run is compared with the trace, constants come of the same decompositions."""
@@ -231,15 +233,14 @@ class Provenance(GlobalRandom):
                 expected="the same ops for every batch",
                 hint="use torch.where or a mask instead of a branch, or move the decision into the data loader",
             )
-        with disable_proxy_modes_tracing():
-            return aten._local_scalar_dense.default(x)
+        return aten._local_scalar_dense.default(x)
 
     def _origin(self, func: Any) -> Origin:
         # A gradient that the model itself takes belongs to forward.
         running = running_sequence_number() if self.phase == "backward" else None
         if running is not None and not _runs_again():
             made = self._forward.get(running - self._first)
-            return replace(made, phase="backward") if made else Origin("backward")
+            return _in_backward(made) if made else Origin("backward")
         module, source = self.modules[-1] if self.modules else "", user_line()
         if running is not None:
             return self._repeated(func, Origin("backward", module, source))
@@ -259,18 +260,9 @@ class Provenance(GlobalRandom):
         while at is not None and at in self._at:
             original, origin = self._at[at]
             if original is func and origin.source == new.source:
-                return replace(origin, phase="backward")
+                return _in_backward(origin)
             at = _next_op(func)
         return new
-
-    def _mark(self, origin: Origin) -> None:
-        node = last = last_traced()
-        if node is None:
-            return
-        while node is not self._seen and node.op != "root" and "origin" not in node.meta:
-            node.meta["origin"] = origin
-            node = node.prev
-        self._seen = last
 
     def _leave(self, *_: Any) -> None:
         self.modules.pop()
@@ -336,19 +328,19 @@ _FAILURES = (
 )
 
 
-def trace(function: Callable[..., Any], inputs: list[Tensor]) -> fx.GraphModule:
-    """`function(*inputs)` over fake tensors as a functional ATen graph with Origins.
+def trace(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traced:
+    """`function(tracer, *inputs)` over fake tensors as a functional ATen graph with Origins.
 
     Raises CaptureError with the user's line.
     """
     with capture_errors():
-        module = make_fx(function, decomposition_table=decomposition_table())(*inputs)
-    return _functional(module, inputs)
+        traced = GraphTracer.trace(function, inputs)
+    return traced if traced.is_functional else _functional(traced, inputs)
 
 
 @contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """As make_fx has it: under an autocast of the model's own, each use of a parameter casts it, in every run."""
+    """Under an autocast of the model's own, each use of a parameter casts it, in every run."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -376,21 +368,23 @@ def capture_errors() -> Iterator[None]:
         raise CaptureError(what, where=_line_of(error), got=got, hint=hint) from error
 
 
-def _functional(module: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
-    """The same graph without in-place ops; the graph itself where it has none."""
-    if not any(is_operator(n.target) and is_mutable(n.target) for n in module.graph.nodes):
-        return module
-    replay = _Replay(module)
-    return make_fx(torch.func.functionalize(replay.run), decomposition_table=decomposition_table())(*inputs)
+def _functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
+    """The same graph without in-place ops."""
+    module = traced.module()
+
+    def again(tracer: GraphTracer, *values: Tensor) -> Sequence[Tensor]:
+        return torch.func.functionalize(_Replay(module, tracer).run)(*values)  # type: ignore[no-any-return]
+
+    return GraphTracer.trace(again, inputs)
 
 
 class _Replay(fx.Interpreter):
     """Runs a graph under a second trace and hands each node's Origin to the nodes that it becomes."""
 
+    def __init__(self, module: fx.GraphModule, tracer: GraphTracer) -> None:
+        super().__init__(module)
+        self.tracer = tracer
+
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        node = last_traced()
-        while node is not None and node.op not in ("root", "placeholder") and "origin" not in node.meta:
-            node.meta["origin"] = n.meta.get("origin", Origin("forward"))
-            node = node.prev
-        return result
+        self.tracer.origin = n.meta.get("origin", self.tracer.origin)
+        return super().run_node(n)

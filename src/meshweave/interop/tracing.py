@@ -1,18 +1,20 @@
-"""The tracer, autograd's numbers of ops, and what torch's utilities ask about the tracer that they run under.
+"""Decompositions, autograd's numbers of ops, and what torch's utilities ask about the tracer that they run under.
 
-Holds for torch 2.11 to 2.13 (torch/autograd, torch/_decomp, torch/utils/checkpoint.py).
+Holds for torch 2.11 to 2.13 (torch/autograd, torch/_decomp, torch/utils: _python_dispatch.py, checkpoint.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
 from torch._decomp import get_decompositions as get_decompositions
-from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode
+from torch.utils._python_dispatch import autograd_would_have_decomposed
+
+from meshweave.interop import pytree
 
 # In this context selective checkpointing does under make_fx what it does in eager PyTorch. Without it, it takes the
 # tracer for torch.compile's, keeps the result of every op and leaves the choice to a later pass. Since torch 2.13
@@ -67,8 +69,12 @@ def running_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def last_traced() -> fx.Node | None:
-    """The node that the innermost `make_fx` wrote last, its graph's root where it has written none; None where nothing
-    is traced."""
-    mode = get_innermost_proxy_mode()
-    return None if mode is None else mode.tracer.graph._root.prev
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def decomposes_itself(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether autograd would have run an op as the ops that it consists of. In inference mode it has no say, and the op
+    comes whole."""
+    return _is_composite(func) and autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))

@@ -83,10 +83,12 @@ Planned = fx.Node | tuple[Region, Runner]
 class RegionCompiler:
     """Compiles for one step and its variants. `compiled` are the functions by the region's key, None where the
     compiler failed; `notes` say what failed. `any_rank(flag)` is whether a rank of the job says so: what they decide,
-    all decide alike, or replicas of a value would part."""
+    all decide alike, or replicas of a value would part. Processes of a host share Inductor's cache on disk: each begins
+    at another region, `begin` (0 <= begin < 1) of the list, and finds there what the others compiled meanwhile."""
 
     backend: BackendName = "eager"
     any_rank: Callable[[bool], bool] = lambda flag: flag
+    begin: float = 0.0
     compiled: dict[str, Compiled | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     has_compiler: bool = True
@@ -110,7 +112,9 @@ class RegionCompiler:
                 refused.update(too_small)
                 continue
             functions = [{d: region_function(r, x.values, x.symbols, device) for d, x in held.items()} for r in regions]
-            failed = [r for r, its in zip(regions, functions, strict=True) if not self._compiles(r, its)]
+            pairs = list(zip(regions, functions, strict=True))
+            first = int(self.begin * len(pairs))
+            failed = [r for r, its in (*pairs[first:], *pairs[:first]) if not self._compiles(r, its)]
             if not self.any_rank(bool(failed)):
                 break
             if self.any_rank(not failed):  # ranks that compile other regions would not stay replicas

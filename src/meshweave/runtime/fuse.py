@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -17,7 +18,8 @@ from meshweave.runtime.world import World
 def compiler_for(backend: BackendName, world: World) -> RegionCompiler:
     """The compiler of a step. Virtual devices share one process and hide nothing: for them `auto` compiles nothing."""
     is_virtual = not world.is_distributed and len(world.devices) > 1
-    return RegionCompiler("eager" if backend == "auto" and is_virtual else backend, partial(on_any, world))
+    begin = int(os.environ.get("LOCAL_RANK", "0")) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % 1
+    return RegionCompiler("eager" if backend == "auto" and is_virtual else backend, partial(on_any, world), begin)
 
 
 def fuse_for(compiler: RegionCompiler, rank: RankGraph, world: World) -> Fuse:

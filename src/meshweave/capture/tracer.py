@@ -1,0 +1,124 @@
+"""Writes the ops of a function into a graph as they run."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.weak import TensorWeakRef
+
+from meshweave.capture.decompositions import decomposition_table
+from meshweave.interop.fake import FakeTensor, TorchDispatchMode
+from meshweave.interop.ops import OpOverload, is_mutable
+from meshweave.interop.tracing import decomposes_itself
+from meshweave.ir.graph import Origin, specs_of
+
+aten = torch.ops.aten
+
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})  # other subclasses take their ops apart themselves
+_QUESTIONS = frozenset({aten.size.default, aten.stride.default, aten.storage_offset.default})
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A graph of ops. Every node has its Specs and, but for placeholders, an Origin. Tensors that are neither inputs
+    nor results of ops are get_attr nodes; `constants` are these by target."""
+
+    graph: fx.Graph
+    constants: Mapping[str, Tensor]
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether no op writes into an operand."""
+        return not any(isinstance(n.target, OpOverload) and is_mutable(n.target) for n in self.graph.nodes)
+
+    def module(self) -> fx.GraphModule:
+        """The graph as a module that runs it."""
+        return fx.GraphModule(dict(self.constants), self.graph)
+
+
+class GraphTracer(TorchDispatchMode):
+    """While active, every op is written into `graph` and runs. Ops of the table of decompositions, and those that
+    autograd takes apart where it runs, are replaced by the ops that they consist of.
+
+    Tensors are known by identity and not kept: PyTorch gives out a copy of a new tensor that somebody else has. What is
+    fake stays fake, and what is real is computed: masks and positions can be read while the function runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self.origin = Origin("forward")  # of what is written next
+        self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
+
+    @classmethod
+    def trace(cls, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traced:
+        """The graph of `function(tracer, *inputs)`."""
+        tracer = cls()
+        for i, tensor in enumerate(inputs):
+            tracer._track(tensor, tracer.graph.placeholder(f"input_{i}"))
+        with tracer:
+            results = function(tracer, *inputs)
+        tracer.graph.output([tracer._node(result) for result in results])
+        return Traced(tracer.graph, tracer.constants)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # prim: what a tensor answers when it is asked for its device
+            return func(*args, **kwargs)
+        if not _PLAIN.issuperset(types):
+            return NotImplemented
+        ways = [decomposition_table().get(func)]
+        if func not in _QUESTIONS and decomposes_itself(func, args, kwargs):
+            ways.append(func.decompose)
+        for decomposition in filter(None, ways):
+            with self:
+                result = decomposition(*args, **kwargs)
+            if result is not NotImplemented:  # some decline what is not of their form
+                return result
+        if torch.Tag.data_dependent_output in func.tags:  # of a fake tensor it is an error, of a real one a number
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default:  # the constant stays as it is, whatever is written into the result
+            func = aten.lift_fresh_copy.default
+        node = self.graph.call_function(func, tuple(self._written(args)), self._written(kwargs))
+        node.meta["origin"] = self.origin
+        result = func(*args, **kwargs)
+        self._track(result, node)
+        return result
+
+    def _written(self, value: Any) -> Any:
+        """An operand as an argument of a node."""
+        if isinstance(value, Tensor):
+            return self._node(value)
+        if isinstance(value, list | tuple):
+            return [self._written(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._written(item) for key, item in value.items()}
+        return value
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        known = self._nodes.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        name = f"_tensor_constant{len(self.constants)}"
+        self.constants[name] = tensor.detach() if tensor.requires_grad else tensor
+        node = self.graph.create_node("get_attr", name)
+        node.meta["origin"] = self.origin
+        self._track(tensor, node)
+        return node
+
+    def _track(self, value: Any, node: fx.Node) -> None:
+        node.meta["spec"] = specs_of(value)
+        if isinstance(value, Tensor):
+            self._nodes[id(value)] = TensorWeakRef(value), node
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                if isinstance(item, Tensor | list | tuple):
+                    part = self.graph.call_function(operator.getitem, (node, i))
+                    part.meta["origin"] = self.origin
+                    self._track(item, part)
