@@ -1,6 +1,7 @@
 """Tests run beside each other: one thread each keeps them from fighting over the cores."""
 
 import gc
+import signal
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ settings.register_profile("all", max_examples=300, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties are tried on fewer examples where the slow tests are left out."""
+    """Properties are tried on fewer examples where the slow tests are left out. Ctrl-C is not ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
 
 
