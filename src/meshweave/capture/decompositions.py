@@ -360,6 +360,6 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 @cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Op overload -> its decomposition, for make_fx."""
+    """Op overload -> its decomposition, for the tracer."""
     known = [packet for packet in _FROM_TORCH if packet is not None]
     return {**get_decompositions(known), **_OWN}

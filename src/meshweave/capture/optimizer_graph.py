@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.optimizer_arithmetic import SUMS, base_of, in_place, scaled
 from meshweave.capture.optimizer_record import Call, Decision, Key, Num, Record, Ref
+from meshweave.capture.tracer import GraphTracer
 from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensorMode
-from meshweave.ir.graph import Spec, Specs, map_nodes, specs_of
+from meshweave.ir.graph import Spec, Specs, map_nodes
 from meshweave.ir.traits import CASTS, is_pointwise
 
 aten = torch.ops.aten
@@ -148,7 +147,7 @@ def values_of(values: Values, record: Record, specs: Mapping[Key, Spec], number:
         return list(results.values())
 
     with mode:
-        graph = make_fx(torch.func.functionalize(run), decomposition_table=decomposition_table())(*fakes).graph
+        graph = GraphTracer.trace(lambda _, *flat: torch.func.functionalize(run)(*flat), fakes).graph
     inputs = [values.input(k, specs[k]) for k in keys] + [number(i) for i in range(len(record.numbers))]
     return dict(zip(names, _import(values, graph, inputs), strict=True))
 
@@ -197,7 +196,7 @@ def _import(values: Values, graph: fx.Graph, inputs: Sequence[Value]) -> list[Va
                 env[node] = args[0][args[1]]
             else:
                 options = tuple((k, v) for k, v in kwargs.items() if k not in ("device", "pin_memory", "memory_format"))
-                env[node] = values.op(node.target, tuple(args), options, specs_of(node.meta.get("val")))
+                env[node] = values.op(node.target, tuple(args), options, node.meta["spec"])
     return [env[n] for n in next(iter(reversed(graph.nodes))).args[0]]
 
 

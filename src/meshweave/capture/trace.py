@@ -23,7 +23,6 @@ from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
 from meshweave.interop.tracing import (
-    as_eager,
     next_sequence_number,
     running_sequence_number,
     without_onednn,
@@ -356,7 +355,7 @@ def capture_errors() -> Iterator[None]:
     Without oneDNN, for which a recurrent layer in float32 is one op that only a CPU has.
     """
     try:
-        with as_eager(), without_onednn(), _without_autocast_cache():
+        with without_onednn(), _without_autocast_cache():
             yield
     except (MeshweaveError, Difference):
         raise

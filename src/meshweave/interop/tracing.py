@@ -1,12 +1,12 @@
-"""Decompositions, autograd's numbers of ops, and what torch's utilities ask about the tracer that they run under.
+"""Decompositions, autograd's numbers of ops, and what a trace must not hang on.
 
-Holds for torch 2.11 to 2.13 (torch/autograd, torch/_decomp, torch/utils: _python_dispatch.py, checkpoint.py).
+Holds for torch 2.11 to 2.13 (torch/autograd, torch/_decomp, torch/utils/_python_dispatch.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,13 +15,6 @@ from torch._decomp import get_decompositions as get_decompositions
 from torch.utils._python_dispatch import autograd_would_have_decomposed
 
 from meshweave.interop import pytree
-
-# In this context selective checkpointing does under make_fx what it does in eager PyTorch. Without it, it takes the
-# tracer for torch.compile's, keeps the result of every op and leaves the choice to a later pass. Since torch 2.13
-# (torch/compiler/__init__.py, torch/utils/checkpoint.py).
-as_eager: Callable[[], AbstractContextManager[Any]] = getattr(
-    torch.compiler, "_non_strict_tracing_context", nullcontext
-)
 
 
 @contextmanager
