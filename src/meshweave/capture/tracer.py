@@ -16,6 +16,7 @@ from meshweave.interop.fake import FakeTensor, TorchDispatchMode
 from meshweave.interop.ops import OpOverload, is_mutable
 from meshweave.interop.tracing import decomposes_itself
 from meshweave.ir.graph import Origin, specs_of
+from meshweave.ir.traits import reads_data
 
 aten = torch.ops.aten
 
@@ -81,7 +82,7 @@ class GraphTracer(TorchDispatchMode):
                 result = decomposition(*args, **kwargs)
             if result is not NotImplemented:  # some decline what is not of their form
                 return result
-        if torch.Tag.data_dependent_output in func.tags:  # of a fake tensor it is an error, of a real one a number
+        if reads_data(func):  # of a fake tensor it is an error, of a real one a number
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # the constant stays as it is, whatever is written into the result
             func = aten.lift_fresh_copy.default

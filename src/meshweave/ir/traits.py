@@ -116,6 +116,11 @@ def is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
+def reads_data(target: Any) -> bool:
+    """Whether what an op returns to Python hangs on the elements of a tensor."""
+    return torch.Tag.data_dependent_output in getattr(target, "tags", ())
+
+
 def work_kind(target: Any) -> str:
     """`matmul`, `attention`, or a kind of memory work; "" for an op of which none is known."""
     return _KIND_OF_WORK.get(base_name(target)) or ("pointwise" if is_pointwise(target) else "")
