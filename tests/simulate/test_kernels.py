@@ -12,6 +12,7 @@ from torch import nn
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
+from meshweave.hardware import load_profile
 from meshweave.hardware.work import Attention, Matmul, Memory
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
@@ -84,6 +85,27 @@ def test_what_a_fused_kernel_reads_and_writes() -> None:
     first, chain, _ = [k.works[0] for k in kernels if k.node.meta["origin"].phase == "forward"]
     assert first == Matmul(8, 64, 16, 1, torch.float32, 4 * (8 * 16 + 16 * 64 + 8 * 64))
     assert chain == Memory("pointwise", 4 * 3 * 8 * 64, 8 * 64, torch.float32, 3, 1)
+
+
+def test_an_update_by_foreach_kernels_goes_over_memory_op_by_op() -> None:
+    """Fused AdamW moves a parameter, its gradient and two moments to registers and three of them back: 7 times its
+    bytes. PyTorch's foreach ops: mul (weight decay) 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4; we
+    write the lerp as a mul and a sum of products, 2 more."""
+    rank = program(nn.Linear(256, 256, bias=False), (torch.randn(8, 256),), lambda out, batch: out.square().sum())
+    moved = []
+    for update in ("fused", "foreach"):
+        kernels, _ = kernels_of(rank, local_values(rank), "blocks", update=update)
+        its = [w for k in kernels if k.node.meta["origin"].phase == "update" for w in k.works]
+        moved.append(sum(w.bytes for w in its if isinstance(w, Memory)) // (4 * 256 * 256))
+    assert moved == [7, 22]
+
+
+def test_an_unknown_way_to_update_is_an_error() -> None:
+    profile = load_profile("h100").with_update("foreach")
+    assert (profile.update, profile.name) == ("foreach", "h100 foreach")
+    assert profile.with_update("fused").update == "fused"
+    with pytest.raises(MeshweaveError, match="no way to update"):
+        profile.with_update("slow")
 
 
 @pytest.mark.parametrize("fusion", get_args(Fusion))

@@ -42,7 +42,7 @@ _SIZES = ("memory_bytes", "devices_per_node", "num_devices")
 
 
 def parse_machine(text: str, scale: str) -> MachineProfile:
-    """A machine profile by name or file, changed as `--scale` says: `net_bandwidth=2,compute=1.5,attention=cudnn`."""
+    """A machine profile by name or file, changed as `--scale` says: `compute=1.5,attention=cudnn,update=foreach`."""
     machine = load_profile(text)
     changes: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in scale.split(","))):
@@ -50,12 +50,16 @@ def parse_machine(text: str, scale: str) -> MachineProfile:
         if name == "attention":
             machine = machine.with_attention(figure)
             continue
+        if name == "update":
+            machine = machine.with_update(figure)
+            continue
         if name not in _SCALES + _SIZES or not _is_number(figure):
             raise MeshweaveError(
                 f"'{part}' changes nothing of a machine",
                 where=f"--scale {scale}",
                 got=part,
-                expected=f"factors of {', '.join(_SCALES)}, or new {', '.join(_SIZES)}, attention: net_bandwidth=2",
+                expected=f"factors of {', '.join(_SCALES)}, or new {', '.join(_SIZES)}, attention, update",
+                hint="--scale net_bandwidth=2,update=foreach",
             )
         changes[name] = int(float(figure)) if name in _SIZES[1:] else float(figure)
     return machine.scaled(**changes) if changes else machine  # type: ignore[arg-type]

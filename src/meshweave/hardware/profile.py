@@ -30,6 +30,7 @@ from meshweave.hardware.work import Work
 from meshweave.ir.mesh import Mesh
 
 _TEXT = {"expected": "text"}
+UPDATES = ("fused", "foreach")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -38,7 +39,8 @@ class MachineProfile:
 
     `peak` are matmul rates by dtype, of the data sheet and without sparsity. `launch_s` is the time that a kernel takes
     at least, `eager_s` the time that the processor needs to launch an op in PyTorch's eager mode. `fusion` says
-    whether chains of pointwise ops run as one kernel. Communication is priced by `collectives`
+    whether chains of pointwise ops run as one kernel, `update` whether those of an optimizer's update of a parameter do
+    (PyTorch's "fused"), or each op by itself ("foreach", its default on GPUs). Communication is priced by `collectives`
     (measured) where they hold the op on the level of links at hand, else by the model of `nccl`. `errors` is what a
     calibration found of its own error. `num_devices` 0: as many as one likes. `device` is a pattern (fnmatch) of the
     names that torch.cuda has for the device: a job on such devices uses the profile unasked.
@@ -61,6 +63,7 @@ class MachineProfile:
     eager_s: float = field(default=0.0, metadata=SECONDS)
     num_devices: int = field(default=0, metadata=figure("a whole number, 0 or more", 0))
     device: str = field(default="", metadata=_TEXT)
+    update: str = field(default="fused", metadata=one_of(*UPDATES))
     power: Power | None = None
     nccl: Nccl | None = None
     collectives: tuple[Fit, ...] = ()
@@ -181,6 +184,18 @@ class MachineProfile:
         }
         sizes = {"memory": memory_bytes, "devices_per_node": devices_per_node, "num_devices": num_devices}
         return scaling.scaled(self, factors, sizes)
+
+    def with_update(self, update: str) -> MachineProfile:
+        """The profile whose updates are other kernels: "fused", one a parameter, or "foreach", one an op.
+
+        Raises MeshweaveError for any other.
+        """
+        if update not in UPDATES:
+            expected = f"one of {', '.join(UPDATES)}"
+            raise MeshweaveError("no way to update", where=f"profile {self.name}", got=update, expected=expected)
+        if update == self.update:
+            return self
+        return replace(self, name=f"{self.name} {update}", update=update)
 
     def with_attention(self, kernel: str) -> MachineProfile:
         """The profile with another attention kernel: one of its `attention.kernels`, such as "flash2"

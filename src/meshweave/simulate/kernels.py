@@ -5,6 +5,9 @@ take apart (log-softmax, one optimizer update, a matmul and its bias) are one ke
 ops, copies, reductions over the innermost dims and gathers are one kernel, as a compiler such as Inductor makes them,
 and of equal ops in a phase one is done. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as
 training frameworks compile transformer blocks one by one. `blocks+loss`: the loss too, by itself.
+
+The update is one kernel per parameter, as with `torch.optim.AdamW(..., fused=True)`; or, for a profile
+`with_update("foreach")`, one per op, as PyTorch updates on GPUs by default: each op goes over memory by itself.
 """
 
 from __future__ import annotations
@@ -75,6 +78,7 @@ class _Fusion:
     local: Local
     order: dict[fx.Node, int]
     fusion: Fusion
+    update: str = "fused"
     group_of: dict[fx.Node, _Group] = field(default_factory=dict)
     bases: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # what views are views of
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # past views
@@ -216,8 +220,16 @@ class _Fusion:
         if self._is_compiled(first):  # a scalar is read by a kernel, not made in it again
             return group.size == self.size(node) or min(group.size, self.size(node)) > 1
         if first.phase == "update":
-            return first.module == second.module
+            return first.module == second.module and (self.update == "fused" or self._is_term(group.nodes[-1], node))
         return first.call == second.call != 0 and (first.phase, first.call) not in self.divided
+
+    def _is_term(self, product: fx.Node, node: fx.Node) -> bool:
+        """Whether one kernel of PyTorch's foreach ops multiplies and goes on with `node`: to a factor more, or to the
+        sum (addcmul, addcdiv)."""
+        if base_name(product.target) not in ("mul", "div") or self.readers.get(product) != [node]:
+            return False
+        name = base_name(node.target)
+        return name in ("mul", "div") or (name == "add" and node.args[1] is product)
 
     def _is_compiled(self, origin: Origin) -> bool:
         return is_compiled(origin, self.fusion)
@@ -263,7 +275,9 @@ def is_compiled(origin: Origin, fusion: Fusion) -> bool:
     return fusion == "compiled" or (fusion in ("blocks", "blocks+loss") and is_in_block(origin))
 
 
-def kernels_of(role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False) -> tuple[list[Kernel], Local]:
+def kernels_of(
+    role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False, update: str = "fused"
+) -> tuple[list[Kernel], Local]:
     """The kernels of a role in the order in which they run, and its values, of which equal ones are now one.
 
     `with_views`: a view is a kernel that moves nothing, as it is for a processor that runs the ops itself. Raises
@@ -277,7 +291,7 @@ def kernels_of(role: RankGraph, local: Local, fusion: Fusion, with_views: bool =
     compiled = [n for n in nodes if is_compiled(origin_of(n), fusion)]
     same = _equal_ops(compiled)
     local = _as_one(local, same)
-    grouping = _Fusion(local, order, fusion, same=same)
+    grouping = _Fusion(local, order, fusion, update, same=same)
     groups = grouping.run(nodes)
     if with_views:
         grouping.sources.update((node, [*bases]) for node, bases in grouping.bases.items())

@@ -390,7 +390,7 @@ def lower_tasks(
     roles = []
     for graph in graphs:
         local = local_values(graph)
-        kernels, local = kernels_of(graph, local, fusion, profile.fusion == "none")
+        kernels, local = kernels_of(graph, local, fusion, profile.fusion == "none", profile.update)
         roles.append(RoleTasks(graph, local, tuple(kernels)))
     passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
