@@ -105,7 +105,7 @@ LONG_TAIL: Mapping[str, tuple[str, ...]] = {
         "test_cli.py::test_a_plan_file["
         r'plan.toml-plan = "dp:dp"\n"up.weight" = "[{tp}, {}]"\n"down" = "rowwise:tp"\n]',
     ),
-    "a sequence cut over several devices: quick tests have each way to do attention, and one beside tensor parallelism": (
+    "a sequence cut over devices: the quick tests have each way to do attention, and one beside tensor parallelism": (
         "sharding/test_balance.py::test_gradients_are_exact[cp=2,tp=2-gather]",
         "sharding/test_balance.py::test_gradients_are_exact[cp=2,tp=2-heads]",
         "sharding/test_balance.py::test_gradients_are_exact[cp=4-gather]",
