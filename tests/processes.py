@@ -97,7 +97,7 @@ def main(pipe: Connection, rank: int, num_ranks: int, port: int, name: str, args
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    os.environ.update({k: str(v) for k, v in variables.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update({k: str(v) for k, v in variables.items()}, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     try:
         assert init_from_env("gloo") == (rank, num_ranks)
         outcome = resolve_name(name)(pipe, *args) or {}

@@ -20,6 +20,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.capture.trace import GlobalRandom
 from meshweave.errors import CaptureError, RuleError
+from meshweave.interop.fake import FakeTensorMode
 from meshweave.ir.graph import Origin, StepGraph, op_name
 
 
@@ -710,3 +711,11 @@ class PoolsToOnePixel(nn.Module):
 def test_a_pooling_to_one_pixel_in_channels_last_equals_eager(mesh: str) -> None:
     torch.manual_seed(0)
     assert_equals_eager(PoolsToOnePixel(), batches(2, (4, 3, 6, 6), (4, 4)), mesh)
+
+
+def test_a_fake_tensor_of_another_capture_is_an_error() -> None:
+    with FakeTensorMode():
+        kept = torch.ones(4)
+    with pytest.raises(CaptureError, match="neither gets nor computes") as error:
+        assert_equals_eager(Calls(lambda x, w: x * w * kept), batches(1, (3, 4), (3, 4)))
+    assert "test_trace.py:" in error.value.where

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import TensorWeakRef
 
 from meshweave.capture.decompositions import decomposition_table
+from meshweave.errors import CaptureError
 from meshweave.interop.fake import FakeTensor, TorchDispatchMode
 from meshweave.interop.ops import OpOverload, is_mutable
 from meshweave.interop.tracing import decomposes_itself
@@ -106,6 +107,13 @@ class GraphTracer(TorchDispatchMode):
         known = self._nodes.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                "the step uses a tensor that it neither gets nor computes",
+                where=self.origin.source,
+                got="a fake tensor, which another capture left behind",
+                hint="build the model anew, or delete what it has kept of that capture",
+            )
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach() if tensor.requires_grad else tensor
         node = self.graph.create_node("get_attr", name)
