@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +35,8 @@ def run(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
     spec.loader.exec_module(module)
     torch.set_default_dtype(torch.float64)
     try:
-        module.main(*args)
+        with patch.dict(os.environ):  # Lightning leaves LOCAL_RANK there, by which the next would be a job of its own
+            module.main(*args)
     finally:
         torch.set_default_dtype(torch.float32)
     return [float(text) for text in re.findall(r"(-?\d+\.\d+)$", capsys.readouterr().out, re.M)]
