@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import meshweave as mw
+from meshweave.build import Target, build_program
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Origin, block_name, origin_of
+from meshweave.passes import pipeline_of
 from meshweave.program import Program
 from meshweave.simulate.buckets import Member, grouped
 from meshweave.simulate.tasks import Tasks, lower_tasks
@@ -38,18 +42,11 @@ class Model(nn.Module):
 def compiled(prefetch: int, mesh: str = "fsdp=8", width: int = WIDTH) -> Program:
     with torch.device("meta"):
         model, data = Model(width), {"x": torch.empty(2**16, width)}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = mw.compile(
-        model,
-        loss=lambda out, batch: out.square().mean(),
-        example=data,
-        optimizer=optimizer,
-        mesh=mesh,
-        profile="h100",
-        prefetch=prefetch,
-        param_dtype=torch.bfloat16,
-    )
-    return step.program
+    source = StepSource(model, lambda out, batch: out.square().mean())
+    optimizer = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    target = Target(mw.Mesh(mesh), None, load_profile("h100"))
+    options = CaptureOptions(param_dtype=torch.bfloat16)
+    return build_program(source, data, optimizer, target, options, pipeline_of(prefetch=prefetch))
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
-from meshweave.compile import Program
+from meshweave.build import Target, build_program
+from meshweave.capture.optimizers import read_optimizer
+from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware import load_profile
+from meshweave.program import Program
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 from meshweave.whatif import simulate
 
@@ -56,16 +59,10 @@ def headed(
     with torch.device("meta"):
         model, labels = Head(blocks, 256, vocabulary, has_embedding), torch.empty(TOKENS, dtype=torch.long)
         data = {"x": torch.empty(TOKENS, 256, dtype=torch.bfloat16), "labels": labels}
-    step = mw.compile(
-        model.to(torch.bfloat16),
-        loss=lambda out, batch: F.cross_entropy(out.float(), batch["labels"]),
-        example=data,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        mesh=mesh,
-        plan=plan,
-        profile="h100",
-    )
-    return step.program
+    model = model.to(torch.bfloat16)
+    source = StepSource(model, lambda out, batch: F.cross_entropy(out.float(), batch["labels"]))
+    optimizer = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    return build_program(source, data, optimizer, Target(mw.Mesh(mesh), plan, load_profile("h100")), CaptureOptions())
 
 
 def test_a_compiled_loss_holds_logits_and_their_gradient_in_their_own_dtype() -> None:
