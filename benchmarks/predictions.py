@@ -129,7 +129,10 @@ CASES = [
     Case("mb-70b-64-gb200", "Megatron-Bridge 70B, 64 GB200, FSDP, FP8", 4312, fp8=True),
 ]
 NOT_EXPRESSED = [
-    ("torchtitan 405B, 512 GPUs, async TP, 1F1B 100, interleaved 128", "not compiled here yet: pipelines of 8 stages"),
+    ("torchtitan 405B, 512 GPUs, async TP, 1F1B: 100", "not compiled here yet: 8 stages of 126 layers"),
+    ("... interleaved: 128", "interleaved (virtual) stages are not simulated"),
+    ("Megatron-Bridge 70B, 64 H100, TP4 PP8 VP5: 1,602", "as above"),
+    ("Megatron-Bridge 405B, 1,024 H100, TP8 PP8 CP2 VP8: 292", "as above"),
 ]
 
 
