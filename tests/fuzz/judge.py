@@ -31,10 +31,13 @@ class Trained:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-def eagerly(program: Program) -> Trained:
-    """The program in plain PyTorch on one device."""
+def eagerly(program: Program, linear: type[nn.Linear] = nn.Linear) -> Trained:
+    """The program in plain PyTorch on one device, with another class in place of nn.Linear where that is asked for."""
     settings, found = program.settings, Trained()
     model = copy.deepcopy(program.model)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = linear
     _with_contiguous_gradients(model)
     optimizer, loss = program.make_optimizer(model), program.loss(model)
     autocast = settings.options.get("autocast")
