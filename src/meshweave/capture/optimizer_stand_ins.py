@@ -17,6 +17,7 @@ from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepar
 from meshweave.capture.optimizer_recorder import Recorder
 from meshweave.capture.optimizer_several import name_of, parts_of
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
+from meshweave.interop.optimizer import make_state
 from meshweave.ir.graph import Spec
 
 # Options that choose among implementations of one update: the plain loop over parameters is traced.
@@ -119,6 +120,7 @@ class StandIns:
     def _step(self) -> None:
         for own in self._copies:
             if own.param_groups:
+                make_state(own)
                 own.step()
 
     def _left(self, name: str, recorder: Recorder) -> Kept:

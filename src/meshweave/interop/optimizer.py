@@ -1,4 +1,4 @@
-"""What torch's learning-rate schedulers expect of an optimizer."""
+"""What torch's learning-rate schedulers expect of an optimizer, and where its classes differ between versions."""
 
 from __future__ import annotations
 
@@ -12,3 +12,15 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     (torch/optim/lr_scheduler.py, LRScheduler.step).
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters without state what Adagrad makes when it is built, before torch 2.13 (torch/optim/adagrad.py).
+    Since then it does so in the first step, like the others."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    first = optimizer.defaults["initial_accumulator_value"]
+    for p in (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]):
+        init = complex(first, first) if torch.is_complex(p) else first
+        total = torch.full_like(p, init, memory_format=torch.preserve_format)
+        optimizer.state[p].update(step=torch.tensor(0.0), sum=total)

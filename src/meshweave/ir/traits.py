@@ -45,7 +45,7 @@ _WORK = {
     "pointwise": (
         "_to_copy _conj _prelu_kernel _prelu_kernel_backward avg_pool2d avg_pool2d_backward avg_pool3d "
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
-        "leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
+        "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
         "rows_piece round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin pin clone "
         "add mul sub div enter_rows leave_rows"
     ),

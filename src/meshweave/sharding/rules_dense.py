@@ -67,10 +67,11 @@ add(
     ],
     _FIRST,
 )
-# Pointwise ops that torch 2.13 does not tag as such.
+# Pointwise ops that torch does not tag as such, or not in all versions from 2.11 on.
 add(
     [
         aten.hardswish.default,
+        aten.leaky_relu.default,
         aten.where.ScalarSelf,
         aten.where.ScalarOther,
         aten.where.Scalar,
