@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.errors import CaptureError
 from meshweave.interop.fake import FakeTensor, TorchDispatchMode
-from meshweave.interop.ops import OpOverload, is_mutable
+from meshweave.interop.ops import is_mutable, is_operator
 from meshweave.interop.tracing import decomposes_itself
 from meshweave.ir.graph import Origin, specs_of
 from meshweave.ir.traits import reads_data
@@ -36,7 +36,7 @@ class Traced:
     @property
     def is_functional(self) -> bool:
         """Whether no op writes into an operand."""
-        return not any(isinstance(n.target, OpOverload) and is_mutable(n.target) for n in self.graph.nodes)
+        return not any(is_operator(n.target) and is_mutable(n.target) for n in self.graph.nodes)
 
     def module(self) -> fx.GraphModule:
         """The graph as a module that runs it."""

@@ -39,6 +39,7 @@ def parse_costs(text: str, axes: Iterable[str]) -> Costs:
 
 _SCALES = ("bandwidth", "node_bandwidth", "net_bandwidth", "compute", "memory_bandwidth", "latency")
 _SIZES = ("memory_bytes", "devices_per_node", "num_devices")
+_KERNELS = {"attention": MachineProfile.with_attention, "update": MachineProfile.with_update}
 
 
 def parse_machine(text: str, scale: str) -> MachineProfile:
@@ -47,18 +48,15 @@ def parse_machine(text: str, scale: str) -> MachineProfile:
     changes: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in scale.split(","))):
         name, _, figure = part.partition("=")
-        if name == "attention":
-            machine = machine.with_attention(figure)
-            continue
-        if name == "update":
-            machine = machine.with_update(figure)
+        if name in _KERNELS:
+            machine = _KERNELS[name](machine, figure)
             continue
         if name not in _SCALES + _SIZES or not _is_number(figure):
             raise MeshweaveError(
                 f"'{part}' changes nothing of a machine",
                 where=f"--scale {scale}",
                 got=part,
-                expected=f"factors of {', '.join(_SCALES)}, or new {', '.join(_SIZES)}, attention, update",
+                expected=f"factors of {', '.join(_SCALES)}, or new {', '.join(_SIZES)}, {', '.join(_KERNELS)}",
                 hint="--scale net_bandwidth=2,update=foreach",
             )
         changes[name] = int(float(figure)) if name in _SIZES[1:] else float(figure)
