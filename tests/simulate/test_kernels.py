@@ -87,14 +87,15 @@ def test_what_a_fused_kernel_reads_and_writes() -> None:
     assert chain == Memory("pointwise", 4 * 3 * 8 * 64, 8 * 64, torch.float32, 3, 1)
 
 
-def test_an_update_by_foreach_kernels_goes_over_memory_op_by_op() -> None:
+@pytest.mark.parametrize("fusion", ["eager", "blocks", "compiled"])
+def test_an_update_by_foreach_kernels_goes_over_memory_op_by_op(fusion: Fusion) -> None:
     """Fused AdamW moves a parameter, its gradient and two moments to registers and three of them back: 7 times its
     bytes. PyTorch's foreach ops: mul (weight decay) 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4; we
     write the lerp as a mul and a sum of products, 2 more."""
     rank = program(nn.Linear(256, 256, bias=False), (torch.randn(8, 256),), lambda out, batch: out.square().sum())
     moved = []
     for update in ("fused", "foreach"):
-        kernels, _ = kernels_of(rank, local_values(rank), "blocks", update=update)
+        kernels, _ = kernels_of(rank, local_values(rank), fusion, update=update)
         its = [w for k in kernels if k.node.meta["origin"].phase == "update" for w in k.works]
         moved.append(sum(w.bytes for w in its if isinstance(w, Memory)) // (4 * 256 * 256))
     assert moved == [7, 22]

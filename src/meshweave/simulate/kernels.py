@@ -215,12 +215,14 @@ class _Fusion:
         first, second = origin_of(group.nodes[-1]), origin_of(node)
         if first.phase != second.phase or len(group.nodes) >= _MOST_OPS:
             return False
+        if first.phase == "update" and self.update == "foreach":
+            return first.module == second.module and self._is_term(group.nodes[-1], node)
         if self._is_compiled(first) != self._is_compiled(second):
             return False
         if self._is_compiled(first):  # a scalar is read by a kernel, not made in it again
             return group.size == self.size(node) or min(group.size, self.size(node)) > 1
         if first.phase == "update":
-            return first.module == second.module and (self.update == "fused" or self._is_term(group.nodes[-1], node))
+            return first.module == second.module
         return first.call == second.call != 0 and (first.phase, first.call) not in self.divided
 
     def _is_term(self, product: fx.Node, node: fx.Node) -> bool:
