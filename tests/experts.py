@@ -55,7 +55,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def mixture(kind: str, *, implementation: str = "", **settings: Any) -> nn.Module:
     """A model of the family with the same parameters every time; `settings` replace those of its config."""
-    config = transformers.AutoConfig.for_model(kind, **{**_SIZES, **FAMILIES[kind], **settings})
+    sizes = {**_SIZES, **FAMILIES[kind], **settings}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
+    config = transformers.AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(0)
     options = {"experts_implementation": implementation} if implementation else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **options)

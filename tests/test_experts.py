@@ -100,7 +100,7 @@ def test_tokens_are_gathered_and_the_sum_of_what_experts_give_is_scattered() -> 
     gathered, scattered = moves_of_experts(program, "forward")
     assert gathered == ((32, 32), "[{ep}, {}]", "[{}, {}]")
     assert scattered == ((4, 8, 32), "[{}, {}, {}] partial(sum: ep)", "[{ep}, {}, {}]")
-    back, _, scattered = moves_of_experts(program, "backward")  # tokens, not the rows of their experts
+    back, scattered = moves_of_experts(program, "backward")  # tokens, not the rows of their experts
     assert back == ((32, 1, 32), "[{ep}, {}, {}]", "[{}, {}, {}]")
     assert scattered == ((32, 32), "[{}, {}] partial(sum: ep)", "[{ep}, {}]")
     owned = {str(n.meta["layout"]) for n in program.placed.graph.nodes if "silu" in n.name}

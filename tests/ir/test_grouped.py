@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshweave.ir import local_ops
-from meshweave.ir.grouped import from_torch, grouped_mm, grouped_outer, mm_piece, outer_piece, rows_piece
+from meshweave.ir.grouped import all_rows, from_torch, grouped_mm, grouped_outer, mm_piece, outer_piece, own_rows
 
 aten = torch.ops.aten
 X, G = torch.arange(28.0).reshape(7, 4), torch.arange(35.0).reshape(7, 5)
@@ -19,14 +19,34 @@ def test_rows_of_no_expert_are_zeros_and_an_expert_without_rows_has_no_gradient(
     torch.testing.assert_close(grad, torch.stack([X[:2].T @ G[:2], torch.zeros(4, 5), X[2:6].T @ G[2:6]]))
 
 
-def test_pieces_of_rows_and_of_experts_add_up() -> None:
-    rows, experts = [(0, 3), (3, 0), (3, 4)], [(0, 1), (1, 2)]
-    for start, size in rows:
-        parts = [mm_piece(X[start : start + size], W[e : e + n], ENDS, start, e) for e, n in experts]
-        torch.testing.assert_close(sum(parts), grouped_mm(X, W, ENDS)[start : start + size])
-    for e, n in experts:
-        parts = [outer_piece(X[s : s + m], G[s : s + m], ENDS, n, s, e) for s, m in rows]
-        torch.testing.assert_close(sum(parts), grouped_outer(X, G, ENDS)[e : e + n])
+PIECES = [(start, size, e, n) for start, size in ((0, 7), (0, 3), (3, 0), (3, 4)) for e, n in ((0, 1), (1, 2), (3, 0))]
+
+
+def test_devices_work_on_the_rows_of_their_experts_in_their_piece() -> None:
+    total, out, grad = [], torch.zeros(7, 5), torch.zeros(3, 4, 5)
+    for start, size, e, n in PIECES:
+        x, g = (own_rows(t[start : start + size], ENDS, 0, start, e, n, 2) for t in (X, G))
+        mine = mm_piece(x, W[e : e + n], ENDS, start, e)
+        assert len(mine) == len(x)
+        if size != 7:  # a cut in pieces: (0, 3) and the others
+            out[start : start + size] += all_rows(mine, ENDS, 0, start, e, n, size)
+            grad[e : e + n] += outer_piece(x, g, ENDS, n, start, e)
+            total.append(len(x))
+        else:
+            torch.testing.assert_close(mine, grouped_mm(X, W, ENDS)[ENDS[e - 1] if e else 0 :][: len(mine)])
+    assert sum(total) == ENDS[-1]  # every row that has an expert is on one device
+    torch.testing.assert_close(out, grouped_mm(X, W, ENDS))
+    torch.testing.assert_close(grad, grouped_outer(X, G, ENDS))
+
+
+def test_rows_along_any_dim_and_without_data() -> None:
+    own = own_rows(X.T, ENDS, 1, 0, 1, 2, 3)
+    torch.testing.assert_close(own, X.T[:, 2:6])
+    only = torch.zeros(4, 7).index_copy(1, torch.arange(2, 6), own)
+    torch.testing.assert_close(all_rows(own, ENDS, 1, 0, 1, 2, 7), only)
+    share = own_rows(X.to("meta"), ENDS.to("meta"), 0, 0, 1, 2, 3)  # an equal share of three
+    assert share.shape == (3, 4)
+    assert all_rows(share, ENDS.to("meta"), 0, 0, 1, 2, 7).shape == (7, 4)
 
 
 def test_every_form_of_the_grouped_matmul_of_torch() -> None:
@@ -45,13 +65,3 @@ def test_rows_that_are_looked_up_and_added_on_pieces() -> None:
     zeros, values = torch.zeros(7, 4), X[:4]
     added = [local_ops.add_rows(zeros[s : s + n], 0, index, values, 7, s) for s, n in pieces]
     torch.testing.assert_close(torch.cat(added), zeros.index_put([index], values, accumulate=True))
-
-
-def test_undefined_rows_of_others_reach_nobody() -> None:
-    undefined = X.clone()
-    undefined[2:] = float("nan")  # the first expert has two rows
-    torch.testing.assert_close(rows_piece(undefined, ENDS, 0, 0, 0, 1), torch.cat([X[:2], torch.zeros(5, 4)]))
-    torch.testing.assert_close(rows_piece(undefined[1:], ENDS, 0, 1, 0, 2)[:1], X[1:2])
-    assert not mm_piece(undefined, W[:1], ENDS, 0, 0).isnan().any()
-    assert not outer_piece(undefined, G, ENDS, 2, 0, 0).isnan().any()
-    assert not rows_piece(undefined, ENDS, 0, 0, 3, 0).any()  # a device without experts

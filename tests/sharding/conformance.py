@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from meshweave.errors import LayoutError
 from meshweave.expand.expand import expand
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph, op_name, tensor_inputs
-from meshweave.ir.layout import Layout
+from meshweave.ir.grouped import all_rows, own_rows
+from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.executor import compile_tasks, environment, evaluate
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
@@ -216,13 +217,23 @@ def run_sharded(case: Case, option: Assignment, seed: int = 1) -> list[list[Tens
     envs = [environment(compiled, device) for device in mesh.devices]
     generator = torch.Generator().manual_seed(seed)
     for slot, value, layout in zip(compiled.inputs, case.operands, option.operands, strict=True):
-        for env, piece in zip(envs, pieces_of(value, layout, generator), strict=True):
-            env[slot] = piece
+        pieces = zip(mesh.devices, pieces_of(value, layout, generator), strict=True)
+        for env, (device, piece) in zip(envs, pieces, strict=True):
+            env[slot] = (
+                own_rows(piece, case.operands[-1], *owner(case, value, layout, device), 0) if layout.owned else piece
+            )
     with torch.no_grad():
         for device, env in zip(mesh.devices, envs, strict=True):
             for task in (t for part in compiled.tasks for t in part):
                 env[task.out] = evaluate(task, env, device)
     return [[env[slot] for env in envs] for slot in compiled.outputs]
+
+
+def owner(case: Case, value: Tensor, layout: Layout, device: int) -> tuple[int, int, int, int]:
+    """(dim, first row of the piece, first expert, number of experts) of the rows that a device owns."""
+    cut = Layout(layout.mesh, (DimSharding(layout.owned_axes),))
+    experts, (dim, *_) = cut.box_of(case.operands[-1].shape, device), (dim for _, dim, _ in layout.owned)
+    return dim, layout.box_of(value.shape, device).offset[dim], experts.offset[0], experts.size[0]
 
 
 def _no_move(*_: Any) -> Any:
@@ -281,8 +292,13 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 def check(case: Case, option: Assignment) -> None:
     """Run and compare: shape, dtype and values of every piece; replicas equal to the bit; every element covered."""
     results = run_sharded(case, option)
-    parts = [layout.owned_as_parts() for layout in option.results]  # ops by expert give zeros in rows of others
-    for whole, pieces, layout in zip(case.expected, results, parts, strict=True):
+    for whole, pieces, placed in zip(case.expected, results, option.results, strict=True):
+        layout = placed.owned_as_parts()
+        if placed.owned:  # as a part of a sum, with zeros for rows of others
+            for device, piece in zip(placed.mesh.devices, list(pieces), strict=True):
+                dim, *numbers = owner(case, whole, placed, device)
+                size = placed.box_of(whole.shape, device).size[dim]
+                pieces[device] = all_rows(piece, case.operands[-1], dim, *numbers, size)
         seen = torch.zeros(whole.shape, dtype=torch.bool)
         for box, members in _by_piece(layout, whole.shape, pieces):
             own = whole[box.slices()]

@@ -57,6 +57,7 @@ def _result(
     owned = rule.owned(len(rule.operands) + i, owners)
     kept = {axis for axis, _, _ in owned}
     gone = [(axis, rule.reduce_op(f)) for f, cut in cuts.items() if f not in inside for axis in cut.axes]
+    gone += [(axis, "sum") for axis, f, key in owners if key and f not in inside]
     partial = (*((axis, op) for axis, op in gone if axis not in kept), *passed.items())
     layout = _layout(rule, rule.results[i], cuts, *described)
     return Layout(described[0], layout.dims, partial, owned)

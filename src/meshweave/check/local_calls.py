@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,10 @@ def _numbers(table: Ints) -> list[Number]:
 
 def _view(c: Context) -> Call:
     target = aten.reshape.default if c.node.target is aten.view.default else c.node.target
-    return Call(target, (OPERAND, c.sizes(c.results[0])), c.plain().kwargs)
+    sizes = c.sizes(c.results[0])
+    for _, dim, _ in c.results[0][1].owned:
+        sizes[dim] = -1  # as many as the operand has
+    return Call(target, (OPERAND, sizes), c.plain().kwargs)
 
 
 def _full(c: Context) -> Call:
@@ -180,16 +184,24 @@ def _grouped_outer(c: Context) -> Call:
     return Call(grouped.outer_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
 
 
+def _own_experts(c: Context, layout: Layout) -> tuple[Number, Number]:
+    """The first of each device's experts, and how many they are, by the layout of rows that it owns."""
+    placed = (c.operands[1][0], Layout(layout.mesh, (DimSharding(layout.owned_axes),)))
+    return c.offsets(placed)[0], c.sizes(placed)[0]
+
+
 def _leave_rows(c: Context) -> Call:
-    (_, layout), dim = c.operands[0], c.plain().args[2]
-    experts, cut = c.operands[1][0], Layout(layout.mesh, (DimSharding(layout.owned_axes),))
-    row: Any = c.offsets(c.operands[0])[dim] if layout.dims[dim].axes else 0  # type: ignore[index]
-    numbers = (row, c.offsets((experts, cut))[0], c.sizes((experts, cut))[0])
-    return Call(grouped.rows_piece, (OPERAND, OPERAND, dim, *numbers), {})
+    (spec, layout), dim = c.operands[0], int(c.plain().args[2])  # type: ignore[call-overload]
+    pieces = (spec, layout.without_owned())
+    numbers = (c.offsets(pieces)[dim], *_own_experts(c, layout), c.sizes(pieces)[dim])
+    return Call(grouped.all_rows, (OPERAND, OPERAND, dim, *numbers), {})
 
 
 def _enter_rows(c: Context) -> Call:
-    return Call(grouped.own_rows, (OPERAND, OPERAND), {})
+    layout, dim = c.results[0][1], int(c.plain().args[2])  # type: ignore[call-overload]
+    parts = prod(layout.mesh.size(axis) for axis in layout.owned_axes)
+    numbers = (c.offsets(c.operands[0])[dim], *_own_experts(c, layout), parts)
+    return Call(grouped.own_rows, (OPERAND, OPERAND, dim, *numbers), {})
 
 
 def _extreme(c: Context) -> Call:

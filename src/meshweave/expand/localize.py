@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -35,9 +36,14 @@ def _operand(node: fx.Node, index: int) -> tuple[Spec, Layout]:
 
 
 def _shape(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    """view and expand: the local shape of the result. A view of a piece may need a copy, hence reshape."""
+    """view and expand: the local shape of the result. A view of a piece may need a copy, hence reshape. How many rows a
+    device owns is not known here: as many as the operand has."""
     target = aten.reshape.default if node.target is aten.view.default else node.target
-    return emit.call(target, (args[0], emit.local_shape(spec_of(node).shape, _layout(node))), kwargs)
+    layout = _layout(node)
+    shape = emit.local_shape(spec_of(node).shape, layout)
+    for _, dim, _ in layout.owned:
+        shape[dim] = -1
+    return emit.call(target, (args[0], shape), kwargs)
 
 
 def _full(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
@@ -143,15 +149,22 @@ def _grouped_outer(emit: Emitter, node: fx.Node, values: list[fx.Node], args: An
     return emit.call(grouped.outer_piece, (*values, experts[0], row or 0, experts[1]), {})
 
 
+def _own_experts(emit: Emitter, node: fx.Node, layout: Layout) -> tuple[Any, Any]:
+    """The first of a device's experts, and how many they are, by the layout of rows that it owns."""
+    experts, cut = _operand(node, 1)[0].shape, Layout(layout.mesh, (DimSharding(layout.owned_axes),))
+    return emit.offset(experts, cut, 0), emit.extent(experts, cut, 0)
+
+
 def _leave_rows(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    (_, layout), (experts, _) = _operand(node, 0), _operand(node, 1)
-    row, cut = _offset_of(emit, node, 0, args[2]), Layout(layout.mesh, (DimSharding(layout.owned_axes),))
-    numbers = (row or 0, emit.offset(experts.shape, cut, 0), emit.extent(experts.shape, cut, 0))
-    return emit.call(grouped.rows_piece, (*values, args[2], *numbers), {})
+    (spec, layout), dim = _operand(node, 0), args[2]
+    num_rows, row = emit.extent(spec.shape, layout, dim), emit.offset(spec.shape, layout, dim)
+    return emit.call(grouped.all_rows, (*values, dim, row, *_own_experts(emit, node, layout), num_rows), {})
 
 
 def _enter_rows(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    return emit.call(grouped.own_rows, tuple(values), {})
+    (spec, whole), layout, dim = _operand(node, 0), _layout(node), args[2]
+    row, parts = emit.offset(spec.shape, whole, dim), prod(layout.mesh.size(axis) for axis in layout.owned_axes)
+    return emit.call(grouped.own_rows, (*values, dim, row, *_own_experts(emit, node, layout), parts), {})
 
 
 def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:

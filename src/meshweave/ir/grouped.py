@@ -18,8 +18,10 @@ def spans(
     ends: Tensor, num_experts: int, num_rows: int, first_row: int, first_expert: int
 ) -> Iterator[tuple[int, int, int]]:
     """(index, start, stop) of each of `num_experts` experts from `first_expert` on that has rows among the `num_rows`
-    from `first_row` on, in the numbers of the piece."""
-    stops = [min(max(end - first_row, 0), num_rows) for end in ends.tolist()]
+    of a device, in the numbers of these: its own from `first_row` on (`own_rows`)."""
+    lasts = ends.tolist()
+    first = max(first_row, lasts[first_expert - 1] if first_expert else 0)
+    stops = [min(max(end - first, 0), num_rows) for end in lasts]
     for index in range(num_experts):
         expert = first_expert + index
         start = stops[expert - 1] if expert else 0
@@ -86,19 +88,36 @@ for _identity in (enter_rows, leave_rows):
     _identity.register_fake(lambda x, ends, dim: torch.empty_like(x))
 
 
-def own_rows(x: Tensor, ends: Tensor) -> Tensor:
-    """x itself: a device that has all rows has its own."""
-    return x.view_as(x)
-
-
-def rows_piece(x: Tensor, ends: Tensor, dim: int, first_row: int, first_expert: int, num_experts: int) -> Tensor:
-    """x, whose rows along `dim` begin at `first_row`, with zeros in rows of experts other than those given."""
+def _own(ends: Tensor, num_rows: int, first_row: int, first_expert: int, num_experts: int) -> tuple[int, int]:
+    """The first of the own rows among `num_rows` from `first_row` on, in the numbers of these, and how many follow."""
     stop = first_expert + num_experts
-    first = ends[first_expert - 1] if first_expert else 0
-    last = ends[stop - 1] if stop else 0
-    row = torch.arange(first_row, first_row + x.shape[dim], device=x.device)
-    row = row.view(-1, *(1,) * (x.dim() - 1 - dim))
-    return torch.where((row >= first) & (row < last), x, 0)
+    first, last = int(ends[first_expert - 1]) if first_expert else 0, int(ends[stop - 1]) if stop else 0
+    start = min(max(first - first_row, 0), num_rows)
+    return start, max(min(last - first_row, num_rows) - start, 0)
+
+
+def own_rows(
+    x: Tensor, ends: Tensor, dim: int, first_row: int, first_expert: int, num_experts: int, parts: int
+) -> Tensor:
+    """The own rows of x, whose rows along `dim` begin at `first_row`: those of the experts given. How many these are is
+    known at run time; without data they are one of `parts` equal shares, as under a balanced load, and for 0 parts
+    more than there can be (`values.ragged`)."""
+    if x.is_meta:
+        num_rows = -(-x.shape[dim] // parts) if parts else x.shape[dim] + 1
+        return x.new_empty((*x.shape[:dim], num_rows, *x.shape[dim + 1 :]))
+    start, size = _own(ends, x.shape[dim], first_row, first_expert, num_experts)
+    return x.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+
+
+def all_rows(
+    x: Tensor, ends: Tensor, dim: int, first_row: int, first_expert: int, num_experts: int, num_rows: int
+) -> Tensor:
+    """All `num_rows` rows along `dim`, from `first_row` on: those of the experts given are x, those of others zeros."""
+    out = x.new_zeros((*x.shape[:dim], num_rows, *x.shape[dim + 1 :]))
+    if not x.is_meta:
+        start, size = _own(ends, num_rows, first_row, first_expert, num_experts)
+        out.narrow(dim, start, size).copy_(x)
+    return out
 
 
 def key_of(node: fx.Node) -> str:

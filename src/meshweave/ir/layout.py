@@ -52,10 +52,9 @@ WHOLE = DimSharding()
 class Layout:
     """Per tensor dim the ordered axes that shard it, and per partial axis its reduce op; replicated elsewhere.
 
-    `owned` are (axis, dim, key): along the axis every device has room for all rows of the dim, and the right values in
-    the rows that are its own; what the others hold is undefined. Which rows are whose is known at run time alone: the
-    value named `key` says which expert a row goes to (the ends of `ir.grouped`), and the experts are cut over these
-    axes in turn as chunks.
+    `owned` are (axis, dim, key): along the axis every device has the rows of the dim that are its own. Which and how
+    many these are is known at run time alone: the value named `key` says which expert a row goes to (the ends of
+    `ir.grouped`), and the experts are cut over these axes in turn as chunks.
 
     Invariants, checked when built: every axis is of the mesh and is used once; `partial` is in mesh order.
     Written `[{dp}, {tp}]`, `[{}, {tp}x16]` (blocks of 16), `[{}, {}] partial(sum: tp)` and
@@ -259,9 +258,13 @@ class Layout:
         return numbers
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the largest piece, which the device at coordinate 0 of every axis holds."""
+        """Shape of the largest piece, which the device at coordinate 0 of every axis holds. Of rows that devices own it
+        is an equal share: the load is taken to be balanced."""
+        shares = dict.fromkeys(range(len(shape)), 1)
+        for axis, dim, _ in self.owned:
+            shares[dim] *= self.mesh.size(axis)
         return tuple(
-            largest_chunk(size, self.parts(d), self.dims[d].unit) if self.dims[d].axes else size
+            -(-(largest_chunk(size, self.parts(d), self.dims[d].unit) if self.dims[d].axes else size) // shares[d])
             for d, size in enumerate(shape)
         )
 

@@ -46,8 +46,8 @@ _WORK = {
         "_to_copy _conj _prelu_kernel _prelu_kernel_backward avg_pool2d avg_pool2d_backward avg_pool3d "
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
         "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
-        "rows_piece round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin pin clone "
-        "add mul sub div enter_rows leave_rows"
+        "own_rows all_rows round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin "
+        "pin clone add mul sub div enter_rows leave_rows"
     ),
     "reduction": (
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
@@ -68,7 +68,7 @@ _WORK = {
         "reflection_pad3d reflection_pad3d_backward repeat replication_pad1d replication_pad1d_backward "
         "replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward reshape "
         "roll slice slice_scatter unfold view view_as_complex view_as_real narrow transpose squeeze unsqueeze "
-        "select split own_rows join_blocks deal_blocks join_chunks take_chunk keep_first embed_part stack"
+        "select split join_blocks deal_blocks join_chunks take_chunk keep_first embed_part stack"
     ),
     "gather": (
         "_unsafe_index embedding gather grid_sampler_2d grid_sampler_3d index index_rows index_select "

@@ -17,6 +17,7 @@ from meshweave.errors import VerifyError
 from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT, transfer
 from meshweave.ir.graph import Input, map_nodes, op_name, origin_of
+from meshweave.ir.grouped import own_rows
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.traits import FACTORIES
@@ -123,6 +124,7 @@ class _Run(Inference):
     device: int = field(kw_only=True)
     symbols: Mapping[fx.Node, Any] = field(kw_only=True)
     feeds: Iterator[tuple[Input, Layout]] = field(kw_only=True)  # of placeholders, in order
+    is_balanced: bool = True  # else devices own more rows than they can
     known: dict[Any, tuple[_Result, ...]] = field(default_factory=dict)
 
     def fresh(self, shape: Shape, dtype: torch.dtype) -> Values:
@@ -158,6 +160,8 @@ class _Run(Inference):
             return _Operand(x.shape, x.stride, x.dtype)
 
         args, kwargs = map_nodes(node, describe)
+        if node.target is own_rows and not self.is_balanced:
+            args = (*args[:-1], 0)
         key = (node.target, _frozen(args), _frozen(kwargs))
         if key not in self.known:
             self.known[key] = _evaluate(node, args, kwargs)
@@ -213,10 +217,32 @@ def local_values(role: RankGraph, device: int | None = None) -> Local:
 
     Nothing is allocated. Raises VerifyError, naming op and line, for an op that needs data to say its shape.
     """
-    device = role.devices[0] if device is None else device
+    return _values(role, role.devices[0] if device is None else device, is_balanced=True)
+
+
+def _values(role: RankGraph, device: int, *, is_balanced: bool) -> Local:
     symbols = bind_symbols(role.graph, role.coordinates(device))
     feeds = iter(zip(role.inputs, role.layouts, strict=True))
-    return Local(device, _Run(role=role, device=device, symbols=symbols, feeds=feeds).run(role.graph), symbols)
+    run = _Run(role=role, device=device, symbols=symbols, feeds=feeds, is_balanced=is_balanced)
+    return Local(device, run.run(role.graph), symbols)
+
+
+def ragged(role: RankGraph) -> frozenset[fx.Node]:
+    """The nodes whose shapes are known at run time alone: what is made of rows that devices own."""
+    return frozenset(_ragged_dims(role, local_values(role).values))
+
+
+def _ragged_dims(role: RankGraph, balanced: Mapping[fx.Node, Values]) -> dict[fx.Node, frozenset[int]]:
+    """The nodes whose shapes are another where devices own more rows, with the dims that are."""
+    if not any(node.target is own_rows for node in role.graph.nodes):
+        return {}
+    other = _values(role, role.devices[0], is_balanced=False).values
+    return {node: dims for node, results in balanced.items() if (dims := _differing(results, other[node]))}
+
+
+def _differing(results: Values, others: Values) -> frozenset[int]:
+    pairs = [(x.shape, y.shape) for x, y in zip_longest(results, others, fillvalue=_ABSENT)]
+    return frozenset(d for a, b in pairs for d, (m, n) in enumerate(zip_longest(a, b)) if m != n)
 
 
 _ABSENT = Value((), (), torch.float32, -1, 0)  # in place of what a device does not receive
@@ -244,11 +270,10 @@ def uneven_dims(role: RankGraph) -> dict[fx.Node, frozenset[int]]:
         if all(at in (0, most[axis]) for axis, at in bound.items()):
             ends.setdefault(tuple(sorted(bound.items())), device)
     first = local_values(role).values
-    uneven: dict[fx.Node, frozenset[int]] = {}
+    uneven = _ragged_dims(role, first)
     for device in ends.values():
         for node, results in local_values(role, device).values.items():
-            pairs = [(x.shape, y.shape) for x, y in zip_longest(results, first[node], fillvalue=_ABSENT)]
-            if differing := {d for a, b in pairs for d, (m, n) in enumerate(zip_longest(a, b)) if m != n}:
+            if differing := _differing(results, first[node]):
                 uneven[node] = uneven.get(node, frozenset()) | differing
     return uneven
 

@@ -17,7 +17,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
-from meshweave.ir.values import Values, local_values
+from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, is_generated, written_in_place
 from meshweave.regions.trace import RegionFunction, Shape, region_function, samples
 
@@ -103,7 +103,13 @@ class RegionCompiler:
             return plain
         held = {d: local_values(role, d) for d in devices}
         values = held[devices[0]].values
-        refused = {n for part in parts for n in part if is_random(n.target)}
+        sized = ragged(role)  # a compiler gets shapes that do not change
+        refused = {
+            n
+            for part in parts
+            for n in part
+            if is_random(n.target) or n in sized or sized.intersection(n.all_input_nodes)
+        }
         while True:
             steps = cut(parts, kept, values, lambda node: node not in refused)
             steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)

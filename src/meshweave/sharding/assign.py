@@ -89,6 +89,7 @@ def realize(
         gone = [
             (a, rule.reduce_op(f)) for f, (axes, _) in cuts.items() if f not in inside for a in axes if a not in kept
         ]
+        gone += [(a, "sum") for a, f, key in owners if key and f not in inside]
         partial = (*gone, *((a, p.op) for a, p in passes))
         return Layout(mesh, cut(rule.results[i]), tuple(partial), owned).normalized(results[i].shape)
 

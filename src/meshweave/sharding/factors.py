@@ -50,6 +50,8 @@ class Rule:
     `instead` are pairs of factors: an axis that would cut the first may (must, where `is_instead`) cut the second,
     though no operand is held so.
     `back` names per result the operand to whose layout it is moved as soon as it is made; -1 where it stays.
+    `placed` are factors along which the op goes by places in the whole dim (a lookup in a table): a piece of them is
+    told where it begins, so they are cut in pieces that are known beforehand.
     """
 
     sizes: tuple[int, ...]
@@ -62,6 +64,7 @@ class Rule:
     is_instead: bool = False
     back: tuple[int, ...] = ()
     keyed: Keyed | None = None
+    placed: frozenset[int] = frozenset()
 
     def reduce_op(self, factor: int) -> str:
         return dict(self.reduce).get(factor, "sum")
@@ -93,10 +96,12 @@ class Rule:
         return 1 if self.keyed is not None and factor == self.keyed.experts else unit
 
     def can_own(self, factor: int) -> bool:
-        """Whether rows of this factor pass through the op each by itself: it is in every result, alone in its dims."""
+        """Whether rows of this factor, alone in its dims, pass through the op each by itself, or are summed up: the
+        results without it are then parts of a sum."""
         inside = [{f for dim in dims for f in dim} for dims in self.results]
         alone = all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
-        return self.is_shardable(factor) and alone and all(factor in factors for factors in inside)
+        is_kept = all(factor in factors for factors in inside) or self.reduce_op(factor) == "sum"
+        return self.is_shardable(factor) and factor not in self.placed and alone and is_kept
 
     def owned(self, position: int, axes: Sequence[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
         """`Layout.owned` of the tensor at `position`, where `axes` are (axis, factor, key): the axis cuts the experts

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import DimSharding, Layout
-from meshweave.sharding.assign import Assignment, Price
+from meshweave.ir.ops import move
+from meshweave.sharding.assign import Assignment, Own, Pass, Price, realize
 from meshweave.sharding.forms import Forms
+from meshweave.sharding.registry import result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -64,3 +66,104 @@ def lookup_cut(node: fx.Node, layouts: Sequence[Layout], taken: frozenset[str]) 
         return ()
     rank = len(spec_of(node).shape)
     return (Layout(layouts[0].mesh, (DimSharding(axes), *(DimSharding(),) * (rank - 1))),)
+
+
+def narrow_rows(graph: fx.Graph) -> None:
+    """Let rows be owned for as long as they can be: an op whose result only its owners read runs on their rows alone,
+    and one that sums rows up takes those that a device owns, instead of zeros for the others."""
+    entered = [node for node in graph.nodes if node.target is ours.enter_rows.default]
+    while entered:
+        entered += _entered_before(graph, entered.pop())
+    for node in list(graph.nodes):
+        if node.target is ours.leave_rows.default:
+            _summed(graph, node)
+
+
+def _entered_before(graph: fx.Graph, enter: fx.Node) -> list[fx.Node]:
+    """The rows of the operands of an op enter instead of those of its result; what enters now, or nothing."""
+    if not enter.users:  # taken with another
+        return []
+    value, ends, dim = _operands(enter)
+    layout: Layout = enter.meta["layout"]
+    is_read_by_others = any(
+        user.target is not enter.target or user.meta["layout"] != layout or user.args[1] is not ends
+        for user in value.users
+    )
+    is_op = value.op == "call_function" and value.target is not move and isinstance(value.meta["spec"], Spec)
+    if is_read_by_others or not is_op:
+        return []
+    rule, assignment = row_for(value).rule(value), value.meta.get("assignment")
+    factors = rule.results[0][dim]
+    if assignment is None or len(factors) != 1 or not rule.can_own(factors[0]):
+        return []
+    own = Own(factors[0], layout.owned[0][2])
+    option = _owning(value, (*assignment.roles, *((axis, own) for axis in layout.owned_axes)))
+    if option.results != (layout,) or not any(wanted.owned for wanted in option.operands):
+        return []
+    new = _with_operands(graph, value, option, ends, min(value.users))
+    if new is None:
+        return []
+    for user in list(value.users):
+        user.replace_all_uses_with(new)
+    return [n for n in new.all_input_nodes if n.target is ours.enter_rows.default]
+
+
+def _summed(graph: fx.Graph, leave: fx.Node) -> None:
+    """An op that adds up rows which are zeros but for a device's own: it adds up these alone."""
+    value, ends, dim = _operands(leave)
+    owned: Layout = value.meta["layout"]
+    for user in list(leave.users):
+        assignment = user.meta.get("assignment")
+        if user.target is move or user.op != "call_function" or assignment is None:
+            continue
+        rule, at = row_for(user).rule(user), tensor_inputs(user).index(leave)
+        factors = rule.operands[at][dim]
+        if len(factors) != 1 or not rule.can_own(factors[0]):
+            continue
+        own, axes = Own(factors[0], owned.owned[0][2]), owned.owned_axes
+        passed = [isinstance(assignment.role(axis), Pass) for axis in axes]
+        if not all(passed) or any(factors[0] in dim for dims in rule.results for dim in dims):
+            continue
+        option = _owning(user, [(axis, own if axis in axes else role) for axis, role in assignment.roles])
+        if option.results == assignment.results:
+            new = _with_operands(graph, user, option, ends, user)
+            if new is not None:
+                user.replace_all_uses_with(new)
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, int]:
+    """What enters or leaves, the ends, and the dim of the rows."""
+    value, ends, dim = node.args
+    return value, ends, dim  # type: ignore[return-value]
+
+
+def _owning(node: fx.Node, roles: Sequence[Any]) -> Assignment:
+    rule, mesh = row_for(node).rule(node), node.meta["layout"].mesh
+    return realize(rule, mesh, roles, [spec_of(n) for n in tensor_inputs(node)], result_specs(node))
+
+
+def _with_operands(
+    graph: fx.Graph, node: fx.Node, option: Assignment, ends: fx.Node, before: fx.Node
+) -> fx.Node | None:
+    """The op on operands in the layouts of `option`, in front of `before`; None where one would have to move."""
+    with graph.inserting_before(before):
+        operands: dict[fx.Node, fx.Node] = {}
+        for operand, wanted in zip(tensor_inputs(node), option.operands, strict=True):
+            new = _without_moving(operand, wanted, ends)
+            if new is None:
+                return None
+            operands[operand] = new
+        new = graph.node_copy(node, lambda n: operands.get(n, n))
+    new.meta["layout"], new.meta["assignment"] = option.results[0], option
+    return new
+
+
+def _without_moving(operand: fx.Node, wanted: Layout, ends: fx.Node) -> fx.Node | None:
+    """A value in the layout `wanted`, if that takes no communication."""
+    source, *_ = operand.args if operand.target in (move, ours.leave_rows.default) else (operand,)
+    for known in (operand, source):
+        if isinstance(known, fx.Node) and known.meta["layout"] == wanted:
+            return known
+    if wanted.owned and wanted.without_owned() == operand.meta["layout"]:
+        return by_rows(ours.enter_rows.default, operand, ends, wanted, operand)
+    return None

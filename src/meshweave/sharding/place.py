@@ -32,7 +32,7 @@ from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, chea
 from meshweave.sharding.copies import Copy, is_no_larger, phase_of
 from meshweave.sharding.forms import Forms, due_at_casts
 from meshweave.sharding.operators import Pin, translate
-from meshweave.sharding.owned import by_rows, ends_by_key, expert_axes, lookup_cut, owned_price
+from meshweave.sharding.owned import by_rows, ends_by_key, expert_axes, lookup_cut, narrow_rows, owned_price
 from meshweave.sharding.pinned import PinnedAxes
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import result_specs, row_for
@@ -94,6 +94,7 @@ class _Placer:
                 self.fetch(node, layout, phase)
         results = [self._output(kind, name, value) for (kind, name), value in outputs]
         self.graph.output(results)
+        narrow_rows(self.graph)
         # A copy that an op was offered, a gathered parameter say, and that came from another one after all.
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         return replace(self.step, graph=self.graph)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -27,10 +28,21 @@ class Row:
 
 TABLE: dict[Any, Row] = {}
 
+# Rewrites of ops that take as many rows as there are, or whose rule says along which factors they do not.
+_BY_ROWS = frozenset({"", "shape", "index", "index_put", "grouped_mm", "grouped_outer", "enter_rows", "leave_rows"})
+
+
+def _placed(rule: RuleFunction, node: fx.Node) -> Rule:
+    """The rule of an op that is told where the piece begins."""
+    plain = rule(node)
+    return replace(plain, placed=frozenset(range(len(plain.sizes))))
+
 
 def add(targets: Any, rule: RuleFunction | str, *, localize: str = "", linear: tuple[Linear, ...] = ()) -> None:
     """Enter one row for each target. A rule is a factor text or a function of the node."""
     function = rule if callable(rule) else _text_rule(rule, linear)
+    if localize not in _BY_ROWS:
+        function = partial(_placed, function)
     for target in targets if isinstance(targets, (list, tuple, set)) else [targets]:
         assert target not in TABLE, f"{op_name(target)} has two rows"
         TABLE[target] = Row(function, localize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -147,7 +148,7 @@ def _index(node: fx.Node) -> Rule:
     if dim is None:
         return build.rule([dims, *each], [result], moved({0}))
     build.fixed.difference_update(dims[dim])
-    return build.rule([dims, *each], [result], sums({0}))
+    return replace(build.rule([dims, *each], [result], sums({0})), placed=frozenset(dims[dim]))
 
 
 def _is_zeros(node: Any) -> bool:
@@ -177,7 +178,8 @@ def _index_put(node: fx.Node) -> Rule:
     shape = spec_of(values).shape
     last = result[len(result) - len(shape) :]
     source = [() if s == 1 else f for s, f in zip(shape, last, strict=True)]
-    return build.rule([dims, *each, source], [dims], sums({0, len(each) + 1}) if added else ())
+    rule = build.rule([dims, *each, source], [dims], sums({0, len(each) + 1}) if added else ())
+    return rule if dim is None else replace(rule, placed=frozenset(dims[dim]))
 
 
 add([aten.index.Tensor, aten._unsafe_index.Tensor], _index, localize="index")

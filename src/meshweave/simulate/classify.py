@@ -168,21 +168,14 @@ def _first_two(node: fx.Node, operands: Operands, results: Operands) -> tuple[Wo
     return (Matmul(prod(a.shape[:-1]), b.shape[-1], a.shape[-1], 1, a.dtype, _total(operands, results)),)
 
 
-def _grouped_rows(rows: int, num_experts: int, ends: Value) -> int:
-    """Rows that `num_experts` of the experts are given, where the router gives all of them the same number."""
-    return -(-rows * num_experts // max(ends.shape[0], 1))
-
-
 def _grouped_mm(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
-    x, weight, ends = operands
-    rows = _grouped_rows(x.shape[0], weight.shape[0], ends)
-    return (Matmul(rows, weight.shape[2], weight.shape[1], 1, x.dtype, _total(operands, results)),)
+    x, weight = operands[:2]
+    return (Matmul(x.shape[0], weight.shape[2], weight.shape[1], 1, x.dtype, _total(operands, results)),)
 
 
 def _grouped_outer(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
-    x, grad, ends = operands
-    rows = _grouped_rows(x.shape[0], results[0].shape[0], ends)
-    return (Matmul(x.shape[1], grad.shape[1], rows, 1, x.dtype, _total(operands, results)),)
+    x, grad = operands[:2]
+    return (Matmul(x.shape[1], grad.shape[1], x.shape[0], 1, x.dtype, _total(operands, results)),)
 
 
 def _convolution(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
