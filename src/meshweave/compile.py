@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshweave.build import Target, build_program
 from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model
-from meshweave.capture.guards import check_autocast, check_loss, check_not_compiled, check_shapes
+from meshweave.capture.guards import check_autocast, check_loss, check_new_tensors, check_not_compiled, check_shapes
 from meshweave.capture.optimizer_several import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Part, StepSource
@@ -162,6 +162,7 @@ class CompileOptions:
 
     def compiled(self) -> TrainStep:
         """The step, with its state on the world that is there."""
+        check_new_tensors()
         with together(self.device) as ranks:
             mesh, plan = Mesh.of(self.mesh), plan_of(self.plan)
             spec = self.checked()

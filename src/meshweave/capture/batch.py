@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.capture.record import storage_of
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop import pytree
 
@@ -44,6 +45,11 @@ class Batch:
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Names and shapes of the tensors."""
         return tuple((n, tuple(t.shape)) for n, t in zip(self.names, self.tensors, strict=True))
+
+    def shared(self) -> tuple[str, ...]:
+        """Names of the tensors that have a storage in common."""
+        storages = [storage_of(t) for t in self.tensors]
+        return tuple(n for n, storage in zip(self.names, storages, strict=True) if storages.count(storage) > 1)
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """The batch with these tensors, in the order of `names`."""

@@ -16,7 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshweave.capture.record import OF_AN_ARRAY, storage_of
+from meshweave.capture.trace import user_line
+from meshweave.errors import CaptureError
 from meshweave.interop import pytree
+from meshweave.interop.fake import FakeTensor
 from meshweave.ir import ops
 
 
@@ -40,17 +44,27 @@ def _attention(
 ) -> Tensor:
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    if query.dim() == 4:
+        query, key, value = _of_one_batch(query, key, value)
     one_op = query.dim() == 4 and dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
     if one_op:
         return ops.attention(query, key, value, attn_mask, is_causal, scale)[0]
     return _spelled_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
+def _of_one_batch(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Queries, keys and values with the batch that they broadcast to; heads as well, but for groups of heads."""
+    (batch,) = torch.broadcast_shapes(*(x.shape[:1] for x in (q, k, v)))
+    heads = max(k.shape[1], v.shape[1])
+    wanted = (q, max(q.shape[1], heads)), (k, heads), (v, heads)
+    return [x if x.shape[:2] == (batch, n) else x.expand(batch, n, -1, -1) for x, n in wanted]
+
+
 def _spelled_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
 ) -> Tensor:
     """Attention as matmuls and a softmax: what a dropout on the scores, a learnt bias or another rank than 4 need."""
-    if k.shape[-3] != q.shape[-3]:
+    if q.dim() > 2 and k.shape[-3] != q.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = _matmul(q * scale, k.transpose(-2, -1))
     if is_causal:
@@ -59,7 +73,11 @@ def _spelled_attention(
         scores = torch.where(mask, scores, torch.full((), float("-inf"), dtype=scores.dtype, device=q.device))
     elif mask is not None:
         scores = scores + mask
-    return _matmul(_dropout(torch.softmax(scores, -1), dropout_p), v)
+    if mask is None:
+        return _matmul(_dropout(torch.softmax(scores, -1), dropout_p), v)
+    sees_nothing = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(sees_nothing, 0.0), -1).masked_fill(sees_nothing, 0.0)
+    return _matmul(_dropout(weights, dropout_p), v)
 
 
 def _matmul(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -189,22 +207,62 @@ _LEAVES = frozenset(
 )
 
 
+# Ways to read or change a tensor that no trace can see: what it is, and what to do instead.
+_ARRAYS = (Tensor.numpy, Tensor.__array__)
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
+    _SET_DATA: (
+        "assigns other values by .data",
+        "compute a new tensor: x = x + (x.round() - x).detach() has the values of x.round() and the gradient of x",
+    ),
+    Tensor.data_ptr: ("reads the address of a tensor", "tell tensors apart by a name or a number of your own"),
+    Tensor.__dlpack__: ("hands a tensor over by DLPack", "compute with torch alone"),
+    torch.utils.dlpack.to_dlpack: (  # type: ignore[attr-defined]
+        "hands a tensor over by DLPack",
+        "compute with torch alone",
+    ),
+}
+
+
+def _check_seen(func: Any, x: Any) -> None:
+    """CaptureError for what the trace would not see. A constant may be asked for its address: it is what it is."""
+    if func is Tensor.data_ptr and not isinstance(x, FakeTensor):
+        return
+    what, hint = _PAST_THE_TRACE[func]
+    raise CaptureError(f"the model or the loss {what}", where=user_line(), hint=hint)
+
+
 class CapturedFunctions(TorchFunctionMode):
     """While active, the functions of the table are replaced; everything else passes through.
 
     So are tensors: `substituted` are pairs of a parameter or buffer as the user has it and the tensor that stands for
     it in the trace. A function that gets the first, because a closure or a list holds it, runs on the second.
+
+    What would read or change a tensor past the trace is a CaptureError; `protected` are the storages into which no op
+    may write from then on, since an array shows what is in them.
     """
 
-    def __init__(self, substituted: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+    def __init__(
+        self, substituted: Iterable[tuple[Tensor, Tensor]] = (), protected: dict[int, str] | None = None
+    ) -> None:
         super().__init__()
+        self._protected = protected
+        substituted = list(substituted)
+        self._stand_ins = {id(tensor) for pair in substituted for tensor in pair}
         self._substituted = {id(own): (own, traced) for own, traced in substituted}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # What becomes of parameters and buffers is looked at when the step has run.
+        if func in _PAST_THE_TRACE and not (func == _SET_DATA and id(args[0]) in self._stand_ins):
+            _check_seen(func, args[0])
         if not self._are_as_traced((args, kwargs)):
             args, kwargs = pytree.tree_map_only(Tensor, self._traced, (args, kwargs))
-        return _TABLE.get(func, func)(*args, **kwargs)
+        result = _TABLE.get(func, func)(*args, **kwargs)
+        if func in _ARRAYS and self._protected is not None:
+            result.flags.writeable = False
+            self._protected[storage_of(args[0])] = OF_AN_ARRAY
+        return result
 
     def _are_as_traced(self, value: Any) -> bool:
         """Whether nothing in a value is to be replaced; False, too, for a container of a kind of its own."""

@@ -299,3 +299,14 @@ def check_autocast(expected: torch.dtype | None) -> None:
                 expected="no autocast" if expected is None else f"none, or {expected}",
                 hint="compile with autocast=dtype, and call the step outside of torch.autocast",
             )
+
+
+def check_new_tensors() -> None:
+    """Raises CaptureError where new tensors hold no data: compile makes some that do."""
+    if torch.empty(0).is_meta or isinstance(torch.empty(0), FakeTensor):
+        raise CaptureError(
+            "compile is called where new tensors hold no data",
+            got="a default device meta, or a FakeTensorMode",
+            expected="a model that may be on the meta device, compiled outside of such a block",
+            hint="leave the block, torch.device('meta') or FakeTensorMode(), before you call compile",
+        )

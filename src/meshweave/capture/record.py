@@ -7,7 +7,8 @@ mask that the first run built and the second keeps is the same operand in both, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,10 @@ aten = torch.ops.aten
 
 # A constant is compared as it was when an op read it; what is larger than this is not copied for that.
 _MAX_COPIED = 1 << 20
+
+REGISTER = "register it in the model with register_buffer (persistent=False keeps it out of checkpoints)"
+OF_AN_ARRAY = "a NumPy array lies in the same memory: clone() the tensor first"
+SILENT = ("prim", "profiler")  # what a tensor answers when it is asked for its device, and labels of a profile
 
 Entry = tuple[Any, ...]
 
@@ -69,6 +74,14 @@ class Difference(Exception):
         self.where, self.got, self.expected = where, got, expected
 
 
+class Overwritten(Exception):
+    """The step has written computed values into constants, which the `calls` of these numbers made."""
+
+    def __init__(self, calls: Set[int]) -> None:
+        super().__init__(str(calls))
+        self.calls = calls
+
+
 class Record:
     """The ops of one run, filled in by the dispatch mode around it.
 
@@ -83,12 +96,30 @@ class Record:
         self._values: dict[int, Value] = {}
         self._num_values = 0
         self._alive: list[Tensor] = []  # so that no id comes twice
-        self.protected: set[int] = set()  # storages whose values no op may change: they would have no new value
-        self._storages: set[int] = set()  # of constants that this run made
+        # Storages whose values no op may change, for they would have no new value; and what to do instead.
+        self.protected: dict[int, str] = {}
+        self.num_calls = 0
+        self.overwritten: set[int] = set()  # which calls made constants into which computed values were written
+        self._storages: dict[int, int] = {}  # of constants that this run made, and which call made them
         self._written: set[int] = set()  # of those, the ones into which computed values were written
         self._copies: dict[tuple[int, int], Constant] = {}
         for tensor in inputs:
             self._name(tensor)
+
+    @contextmanager
+    def without_stale_constants(self, known: Set[int]) -> Iterator[None]:
+        """Raises Overwritten at the end of the block, whatever else it raised, where the run has written into constants
+        that other calls than those `known` made: what the model has read there since may be stale."""
+        try:
+            yield
+        finally:
+            if not self.overwritten <= known:
+                raise Overwritten(self.overwritten)
+        if self.overwritten:
+            raise CaptureError(
+                "the step writes computed values into a constant, which it may have read since",
+                hint="compute a new tensor instead (torch.where, torch.cat, torch.stack)",
+            )
 
     def release(self) -> None:
         """Let go of the tensors of the run; its entries stay."""
@@ -96,6 +127,7 @@ class Record:
 
     def before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
         """An op is about to run. CaptureError where it writes into a tensor that outlives the step unseen."""
+        self.num_calls += 1
         for tensor in _targets(func, args, kwargs):
             is_constant = not isinstance(tensor, FakeTensor) and storage_of(tensor) not in self._storages
             if is_constant or storage_of(tensor) in self.protected:
@@ -104,14 +136,14 @@ class Record:
                     where=where,
                     got=f"{func} on {_spec(tensor)}",
                     expected="state that lasts from step to step in buffers",
-                    hint="register it in the model with register_buffer (persistent=False keeps it out of checkpoints)",
+                    hint=self.protected.get(storage_of(tensor)) or REGISTER,
                 )
 
     def after(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, where: str) -> None:
         """An op has run. Difference where `expected` has another op here."""
         results = list(tensors_in(result))
         operands = list(tensors_in((args, kwargs)))
-        if func.namespace == "prim":  # what a tensor answers when it is asked for its device
+        if func.namespace in SILENT:
             return
         if not any(self._is_computed(t) for t in (*operands, *results)):
             self._note_constants(func, operands, results)
@@ -126,6 +158,7 @@ class Record:
         for tensor in targets:
             if not isinstance(tensor, FakeTensor):
                 self._written.add(storage_of(tensor))
+                self.overwritten.add(self._storages[storage_of(tensor)])
         for tensor in targets:
             self._name(tensor)
         for tensor in results:
@@ -167,8 +200,12 @@ class Record:
         """A constant that shares no memory with an operand is new; so is what torch.tensor() gives."""
         if not results:
             return
-        shared = set() if func is aten.lift_fresh.default else {storage_of(t) for t in operands}
-        self._storages.update(s for s in map(storage_of, results) if s not in shared)
+        shared = {storage_of(t) for t in operands}
+        if func is aten.lift_fresh.default:
+            shared = set()
+            if any(_is_of_others(t) for t in operands):
+                self.protected.update((storage_of(t), OF_AN_ARRAY) for t in results)
+        self._storages.update((s, self.num_calls) for s in map(storage_of, results) if s not in shared)
 
     def _canonical(self, value: Any, targets: Sequence[Tensor]) -> Any:
         if isinstance(value, Tensor):
@@ -217,6 +254,11 @@ def _targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 def storage_of(tensor: Tensor) -> int:
     return storage_key(tensor) if tensor.layout == torch.strided else id(tensor)
+
+
+def _is_of_others(tensor: Tensor) -> bool:
+    """Whether the memory is not PyTorch's own: torch.from_numpy."""
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().resizable()
 
 
 def _copy(tensor: Tensor) -> Tensor:

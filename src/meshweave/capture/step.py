@@ -20,14 +20,15 @@ from meshweave.capture.optimizer_graph import Value
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
-from meshweave.capture.record import Record, storage_of
+from meshweave.capture.record import REGISTER, Overwritten, Record, storage_of
 from meshweave.capture.step_inputs import StepValues, by_kind, fake_inputs, rebuilt, state_name, step_inputs
 from meshweave.capture.trace import Provenance, capture_errors, trace
 from meshweave.capture.tracer import GraphTracer
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.fake import FakeTensorMode
+from meshweave.interop.hooks import tensor_hooks
 from meshweave.interop.modules import own_parameters
-from meshweave.interop.tracing import check_checkpoints, gradients
+from meshweave.interop.tracing import check_checkpoints, gradients, leaves
 from meshweave.ir.graph import Origin, StepGraph
 from meshweave.ir.ops import square_sum
 
@@ -127,18 +128,35 @@ def capture_source(
     The model may be real, on meta or fake: only shapes are read. It is left as it was. Raises CaptureError, with the
     user's line, for a model that is no fixed graph.
     """
+    overwritten: frozenset[int] = frozenset()
+    while True:
+        try:
+            return _captured(source, example, optimizer, options, overwritten)
+        except Overwritten as error:
+            overwritten |= error.calls
+
+
+def _captured(
+    source: StepSource,
+    example: Any,
+    optimizer: OptimizerSpec | None,
+    options: CaptureOptions,
+    overwritten: Set[int],
+) -> tuple[StepGraph, Contract]:
+    """`capture_source`, where what the calls `overwritten` make is no constant."""
     inputs = step_inputs(source.model, example, optimizer, options.part == "train", options.accumulate > 1)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = fake_inputs(inputs, source.model, example, mode)
     batch = Batch.of(example)
+    shared = batch.shared()
     outputs: list[tuple[str, str]] = []
     updated: list[str] = []  # parameters
 
     def again(record: Record, batch: Batch) -> None:
         values = by_kind(inputs, fakes)
-        tracker = Provenance(values.scalars["draw"], options.seed, record)
+        tracker = Provenance(values.scalars["draw"], options.seed, record, None, overwritten)
         with capture_errors(), tracker:
-            _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, is_second=True).run()
+            _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared, is_second=True).run()
 
     named = by_kind(inputs, fakes).batch
     batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
@@ -147,9 +165,9 @@ def capture_source(
 
     def step(tracer: GraphTracer, *flat: Tensor) -> list[Tensor]:
         values = by_kind(inputs, flat)
-        tracker = Provenance(values.scalars["draw"], options.seed, contract.record, tracer)
-        with tracker:
-            run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer)
+        tracker = Provenance(values.scalars["draw"], options.seed, contract.record, tracer, overwritten)
+        with tracker, contract.record.without_stale_constants(overwritten):
+            run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared)
             results, grads = run.run()
             contract.outputs = run.returned
         outputs[:] = list(results)
@@ -170,7 +188,8 @@ def capture_source(
 
 @dataclass(slots=True)
 class _StepRun:
-    """One run of a step under the tracer. A second run, which is for comparison, ends with the backward pass.
+    """One run of a step under the tracer. A second run, which is for comparison, ends with the backward pass. `shared`
+    are the names of batch entries that lie in one memory, so that what is written into one changes another.
 
     `tensors` take the place of the model's parameters and buffers; `leaves` are what gradients are taken of.
     """
@@ -181,6 +200,7 @@ class _StepRun:
     tracker: Provenance
     values: StepValues
     optimizer: OptimizerSpec | None
+    shared: Sequence[str] = ()
     is_second: bool = False
     returned: ModelOutputs | None = None  # how those of the model are put together
     leaves: dict[str, Tensor] = field(init=False)
@@ -216,11 +236,18 @@ class _StepRun:
         self.storages = {n: storage_of(tensor) for n, tensor in self.tensors.items()}
         trained = {n for n in self.leaves if wanted[n] and (options.part != "train" or self._is_updated(n))}
         kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained]
-        tracker.record.protected = {self.storages[n] for n in kept} | {storage_of(self.leaves[n]) for n in kept}
+        kept_storages = (storage for n in kept for storage in (self.storages[n], storage_of(self.leaves[n])))
+        names = " and ".join(f"'{name}'" for name in self.shared)
+        one_memory = f"{names} of the batch lie in one memory: clone() what is written into"
+        shared = {storage_of(self.values.batch[name]): one_memory for name in self.shared}
+        tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **shared}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
         # the first run may have given the model a new buffer
         own = [(t, self.tensors[n]) for n, t in known if n in self.tensors]
-        with CapturedFunctions(own), tracker.inside(source.model), source.hooks(source.model):
+        tracker.substituted = {id(t): n for n, t in known}
+        for name in self.leaves:  # isinstance(x, nn.Parameter) goes by this
+            self.tensors[name]._is_param = True  # type: ignore[attr-defined]
+        with CapturedFunctions(own, tracker.record.protected), tracker.inside(source.model), source.hooks(source.model):
             body = self.forward_and_backward if options.part == "train" else self.forward_alone
             return Substituted.run(source.model, self.tensors, body)  # type: ignore[no-any-return]
 
@@ -233,9 +260,11 @@ class _StepRun:
             self.tracker.phase = "loss"
             value = _scalar_loss(self.source.loss(out, self.data))
         _check_parameters(model, self.tensors, self.storages, set(self.leaves))
+        _check_hooks({n: self.tensors[n] for n in self.leaves})
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
         self.tracker.record.finish([*results.values(), *_buffers(model, self.buffers).values()])
         check_checkpoints(value)
+        _check_leaves(value, self.tracker.substituted)
         self.tracker.phase = "backward"
         grads = _gradients(value, {n: p for n, p in self.leaves.items() if p.requires_grad})
         results |= _buffers(model, self.buffers)
@@ -262,6 +291,31 @@ class _StepRun:
             self.tracker.modules = [name.rpartition(".")[0]]
             grads[name] = self.values.acc[name] + gradient * (1.0 / self.options.accumulate)
         self.tracker.modules = []
+
+
+def _check_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """Raises CaptureError where forward has left a hook on a parameter: PyTorch would have one more in every step."""
+    for name, parameter in parameters.items():
+        if hooks := tensor_hooks(parameter):
+            raise CaptureError(
+                f"every step leaves a hook on the parameter '{name}'",
+                got=f"{hooks[0]} in forward",
+                expected="hooks that are registered before compile, or removed in the step",
+                hint="keep the handle that it returns and call its remove() before forward returns",
+            )
+
+
+def _check_leaves(value: Tensor, parameters: Mapping[int, str]) -> None:
+    """Raises CaptureError where the loss depends on a parameter (`parameters` are their names by id) past the tensor
+    that stands for it in the trace: its gradient would be lost."""
+    for leaf in leaves(value):
+        if id(leaf) in parameters:
+            raise CaptureError(
+                f"an autograd.Function gets the parameter '{parameters[id(leaf)]}' out of a list, a dict or a closure",
+                got="a gradient that would not reach the parameter",
+                expected="parameters that the module hands over as its attributes",
+                hint="keep it as an attribute or in an nn.ParameterList, and pass self.name to apply()",
+            )
 
 
 def _check_parameters(

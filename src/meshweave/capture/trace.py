@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.random_ops import RANDOM
-from meshweave.capture.record import Difference, Record, tensors_in
+from meshweave.capture.record import Difference, Overwritten, Record, tensors_in
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
@@ -187,13 +187,24 @@ class Provenance(GlobalRandom):
     A node of the backward pass gets the module and line of the forward op whose gradient it is, found by the
     sequence number that autograd gave to both. An op of a checkpointed function that runs again in backward gets the
     origin of the op that it repeats, found by its place, in phase backward.
+
+    A constant into which the step writes computed values depends on data from then on: what the calls `overwritten`
+    (by number) make is fake from the start.
     """
 
-    def __init__(self, step: Tensor, seed: int, record: Record, tracer: GraphTracer | None = None) -> None:
+    def __init__(
+        self,
+        step: Tensor,
+        seed: int,
+        record: Record,
+        tracer: GraphTracer | None = None,
+        overwritten: Set[int] = frozenset(),
+    ) -> None:
         super().__init__(step, seed)
-        self.record, self.tracer = record, tracer
+        self.record, self.tracer, self.overwritten = record, tracer, overwritten
         self.phase = "forward"
         self.modules: list[str] = []
+        self.substituted: dict[int, str] = {}  # parameters and buffers of the user, by id: their names
         self._forward: dict[int, Origin] = {}
         self._at: dict[int, tuple[Any, Origin]] = {}  # number of ops before an op of the model -> the op
         self._first = next_sequence_number() - 1
@@ -219,8 +230,9 @@ class Provenance(GlobalRandom):
         # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
         # positions stay real, so that control flow on them is decided.
         like: Any = args[0] if func in _MADE_LIKE else None
-        is_fake = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
-        with like.fake_mode if is_fake else nullcontext():
+        is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
+        is_fake = is_like_data or self.record.num_calls in self.overwritten
+        with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
             return function(*args, **kwargs)
 
     def _value(self, x: Tensor) -> Any:
@@ -357,7 +369,7 @@ def capture_errors() -> Iterator[None]:
     try:
         with without_onednn(), _without_autocast_cache():
             yield
-    except (MeshweaveError, Difference):
+    except (MeshweaveError, Difference, Overwritten):
         raise
     except Exception as error:
         what, hint = next(

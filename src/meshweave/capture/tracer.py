@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import TensorWeakRef
 
 from meshweave.capture.decompositions import decomposition_table
+from meshweave.capture.record import SILENT
 from meshweave.errors import CaptureError
 from meshweave.interop.fake import FakeTensor, TorchDispatchMode
 from meshweave.interop.ops import is_mutable, is_operator
@@ -71,7 +72,7 @@ class GraphTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # prim: what a tensor answers when it is asked for its device
+        if func.namespace in SILENT:
             return func(*args, **kwargs)
         if not _PLAIN.issuperset(types):
             return NotImplemented
@@ -101,6 +102,14 @@ class GraphTracer(TorchDispatchMode):
             return [self._written(item) for item in value]
         if isinstance(value, dict):
             return {key: self._written(item) for key, item in value.items()}
+        if isinstance(value, torch.UntypedStorage | torch.ScriptObject):
+            raise CaptureError(
+                "an op takes something that no graph can hold",
+                where=self.origin.source,
+                got=type(value).__name__,
+                expected="tensors and numbers",
+                hint="compute with tensors instead of their storages",
+            )
         return value
 
     def _node(self, tensor: Tensor) -> fx.Node:

@@ -30,14 +30,23 @@ def without_onednn() -> Iterator[None]:
 
 def check_checkpoints(value: torch.Tensor) -> None:
     """RuntimeError where a value comes of a checkpoint of the reentrant kind, whose parameters `gradients` misses."""
+    if any(node.name() == "CheckpointFunctionBackward" for node in _backward_nodes(value)):
+        raise RuntimeError("torch.utils.checkpoint.checkpoint was called with use_reentrant=True")
+
+
+def leaves(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that the gradient of a value would be added up in."""
+    return (node.variable for node in _backward_nodes(value) if hasattr(node, "variable"))
+
+
+def _backward_nodes(value: torch.Tensor) -> Iterator[Any]:
     nodes, seen = [value.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            raise RuntimeError("torch.utils.checkpoint.checkpoint was called with use_reentrant=True")
+        yield node
         nodes += [following for following, _ in node.next_functions]
 
 
