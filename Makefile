@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := torch==2.13.0
 
+# Bytecode is kept: tests start a few hundred processes, and each would compile the sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup test test-all demo docs check clean
 
 setup: $(STAMP)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import meshweave as mw
 from meshweave.errors import CaptureError
+from meshweave.interop.fake import FakeTensor
 
 Body = Callable[[Any, Tensor], Tensor]
 
@@ -77,6 +78,12 @@ def _read_only_array(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x)) * float(torch.arange(4).numpy().sum())
 
 
+def _logged(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    assert f"{h.mean():.3f}" == "<torch.float32 of shape ()>" or not isinstance(h, FakeTensor)
+    return m.b(h)
+
+
 def _attention_over_one_memory(m: Any, x: Tensor) -> Tensor:
     q, k = m.a(x).view(8, 1, 2, 2), m.b(m.a(x))[:1].view(1, 1, 2, 2)
     return F.scaled_dot_product_attention(q, k, k).reshape(8, 4)
@@ -97,6 +104,7 @@ def _attention_of_a_row_that_sees_nothing(m: Any, x: Tensor) -> Tensor:
         _penalty_on_parameters,
         _labelled,
         _read_only_array,
+        _logged,
         _attention_over_one_memory,
         _attention_of_a_row_that_sees_nothing,
     ],
@@ -176,6 +184,10 @@ def _hook(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x))
 
 
+def _as_array(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(x)) * float(x.detach().numpy().mean())
+
+
 DEPENDS = "control flow depends on data|cannot be captured"
 
 
@@ -187,6 +199,7 @@ DEPENDS = "control flow depends on data|cannot be captured"
         (_out, DEPENDS),
         (_listed, DEPENDS),
         (_rounded, r"other values by \.data"),
+        (_as_array, "turns a tensor into a NumPy array"),
         (_address, "address of a tensor"),
         (_function_of_a_listed_parameter, "parameter 'a.weight' out of a list"),
         (_array_written, "read-only"),

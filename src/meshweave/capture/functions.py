@@ -216,6 +216,11 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
         "compute a new tensor: x = x + (x.round() - x).detach() has the values of x.round() and the gradient of x",
     ),
     Tensor.data_ptr: ("reads the address of a tensor", "tell tensors apart by a name or a number of your own"),
+    Tensor.numpy: ("turns a tensor into a NumPy array", "compute with torch, or pass what NumPy computes in the batch"),
+    Tensor.__array__: (
+        "turns a tensor into a NumPy array",
+        "compute with torch, or pass what NumPy computes in the batch",
+    ),
     Tensor.__dlpack__: ("hands a tensor over by DLPack", "compute with torch alone"),
     torch.utils.dlpack.to_dlpack: (  # type: ignore[attr-defined]
         "hands a tensor over by DLPack",
@@ -225,8 +230,8 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
 
 
 def _check_seen(func: Any, x: Any) -> None:
-    """CaptureError for what the trace would not see. A constant may be asked for its address: it is what it is."""
-    if func is Tensor.data_ptr and not isinstance(x, FakeTensor):
+    """CaptureError for what the trace would not see. A constant may be asked for its address and elements."""
+    if func in (Tensor.data_ptr, *_ARRAYS) and not isinstance(x, FakeTensor):
         return
     what, hint = _PAST_THE_TRACE[func]
     raise CaptureError(f"the model or the loss {what}", where=user_line(), hint=hint)
@@ -253,6 +258,8 @@ class CapturedFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == Tensor.__format__ and isinstance(args[0], FakeTensor):
+            return f"<{args[0].dtype} of shape {tuple(args[0].shape)}>"  # a log is written while the step is captured
         # What becomes of parameters and buffers is looked at when the step has run.
         if func in _PAST_THE_TRACE and not (func == _SET_DATA and id(args[0]) in self._stand_ins):
             _check_seen(func, args[0])

@@ -319,7 +319,11 @@ _DYNAMIC = (
 # Part of an error's name and message -> what is wrong, and what to do; the last row fits every error.
 _FAILURES = (
     ("DynamicOutputShapeException", *_DYNAMIC),
-    ("DataDependentOutputException", *_DYNAMIC),
+    (
+        "DataDependentOutputException",
+        "the model's control flow depends on data",
+        "use torch.where or a mask instead of torch.equal, torch.allclose and the like",
+    ),
     (
         "use_reentrant=True",
         "a checkpoint of the reentrant kind cannot be captured",

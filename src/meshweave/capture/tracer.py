@@ -120,8 +120,8 @@ class GraphTracer(TorchDispatchMode):
             raise CaptureError(
                 "the step uses a tensor that it neither gets nor computes",
                 where=self.origin.source,
-                got="a fake tensor, which another capture left behind",
-                hint="build the model anew, or delete what it has kept of that capture",
+                got="a fake tensor of another capture, of a copy.deepcopy or of another thread",
+                hint="build the model anew if it keeps values of a capture; copy by x.clone(), and start no threads",
             )
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach() if tensor.requires_grad else tensor
