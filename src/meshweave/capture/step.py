@@ -27,7 +27,7 @@ from meshweave.capture.tracer import GraphTracer
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.fake import FakeTensorMode
 from meshweave.interop.hooks import tensor_hooks
-from meshweave.interop.modules import own_parameters
+from meshweave.interop.modules import own_parameters, pass_for_parameter
 from meshweave.interop.tracing import check_checkpoints, gradients, leaves
 from meshweave.ir.graph import Origin, StepGraph
 from meshweave.ir.ops import square_sum
@@ -245,8 +245,8 @@ class _StepRun:
         # the first run may have given the model a new buffer
         own = [(t, self.tensors[n]) for n, t in known if n in self.tensors]
         tracker.substituted = {id(t): n for n, t in known}
-        for name in self.leaves:  # isinstance(x, nn.Parameter) goes by this
-            self.tensors[name]._is_param = True  # type: ignore[attr-defined]
+        for name in self.leaves:
+            pass_for_parameter(self.tensors[name])
         with CapturedFunctions(own, tracker.record.protected), tracker.inside(source.model), source.hooks(source.model):
             body = self.forward_and_backward if options.part == "train" else self.forward_alone
             return Substituted.run(source.model, self.tensors, body)  # type: ignore[no-any-return]

@@ -24,6 +24,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def pass_for_parameter(tensor: Tensor) -> None:
+    """Let isinstance(tensor, nn.Parameter) be true, which goes by an attribute (torch/nn/parameter.py)."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
 def copied_dicts(module: nn.Module) -> Dicts:
     """The parameters and the buffers of a module, as `restore_dicts` puts them back."""
     return dict(module._parameters), dict(module._buffers)

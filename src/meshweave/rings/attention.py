@@ -31,6 +31,7 @@ from meshweave.rings.rewrite import erase_unused
 aten = torch.ops.aten
 ours = torch.ops.meshweave
 FORWARD, BACKWARD = ATTENTION
+_MASKED = {aten.masked_fill.Scalar, aten.where.self}
 _SPELLED = "its scores are there as a whole, for a bias that has a gradient, dropout or an attention of the model's own"
 _SEQUENCE = 2  # the dim of positions in [batch, heads, positions, size]
 
@@ -107,10 +108,10 @@ def ring_attention(program: DeviceProgram) -> tuple[fx.Graph | None, AttentionRe
 
 
 def _weighs(node: fx.Node) -> bool:
-    """Whether a softmax goes into a matmul: it is of scores."""
+    """Whether a softmax goes into a matmul: it is of scores. Rows that see nothing may be zeros between."""
     users = [user.target for user in node.users]
     return any(t in PRODUCTS for t in users) or any(
-        user.target in VIEWS | CASTS and _weighs(user) for user in node.users
+        user.target in VIEWS | CASTS | _MASKED and _weighs(user) for user in node.users
     )
 
 
