@@ -3,6 +3,7 @@ addresses, arrays. Each is as in eager PyTorch, or an error that names the line.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,23 @@ def _empty_filled(m: Any, x: Tensor) -> Tensor:
     return out[:8] + m.b(m.a(x))
 
 
+def _constants_in_a_loop(m: Any, x: Tensor) -> Tensor:
+    """Each is written into, and each adds an op before the next."""
+    total = torch.zeros(4)
+    for i in range(12):
+        one = torch.zeros(4)
+        one[i % 4] = total.sum() + m.b.bias[i % 4]
+        total = total + one
+    return m.b(m.a(x)) + total
+
+
+def _read_then_written(m: Any, x: Tensor) -> Tensor:
+    scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    factor = scale[1].item()
+    scale += m.a(x).mean(0)
+    return m.b(m.a(x)) * factor + scale
+
+
 def _added_in_place(m: Any, x: Tensor) -> Tensor:
     counts = torch.zeros(8, dtype=torch.long)
     counts += (x > 0).sum(1)
@@ -100,6 +118,7 @@ def _attention_of_a_row_that_sees_nothing(m: Any, x: Tensor) -> Tensor:
     [
         _filled_by_columns,
         _empty_filled,
+        _constants_in_a_loop,
         _added_in_place,
         _penalty_on_parameters,
         _labelled,
@@ -179,6 +198,24 @@ def _handed_over(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(torch.from_dlpack(x.detach())))
 
 
+def _diagonal(m: Any, x: Tensor) -> Tensor:
+    matrix = torch.zeros(4, 4)
+    matrix.fill_diagonal_(1.0)
+    matrix[0] = m.b.bias
+    return m.b(m.a(x)) @ matrix
+
+
+COUNTS = itertools.count(1)
+
+
+def _more_in_every_run(m: Any, x: Tensor) -> Tensor:
+    for _ in range(next(COUNTS)):
+        torch.zeros(1)
+        one = torch.zeros(4)
+        one += m.a(x).mean(0)
+    return m.b(m.a(x)) + one
+
+
 def _hook(m: Any, x: Tensor) -> Tensor:
     m.a.weight.register_hook(lambda grad: grad * 0.1)
     return m.b(m.a(x))
@@ -205,6 +242,9 @@ DEPENDS = "control flow depends on data|cannot be captured"
         (_array_written, "read-only"),
         (_tensor_of_an_array, "NumPy array lies in the same memory"),
         (_handed_over, "DLPack"),
+        (_read_then_written, r"before it does, from a clone\(\)"),
+        (_diagonal, "cannot be written as new tensors"),
+        (_more_in_every_run, "does not repeat itself"),
         (_hook, "leaves a hook on the parameter 'a.weight'"),
     ],
 )

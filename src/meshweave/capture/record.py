@@ -7,6 +7,7 @@ mask that the first run built and the second keeps is the same operand in both, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,10 +75,15 @@ class Difference(Exception):
         self.where, self.got, self.expected = where, got, expected
 
 
-class Overwritten(Exception):
-    """The step has written computed values into constants, which the `calls` of these numbers made."""
+# A call of an op, the same in every trace whatever other ops come between: line, op, and how many of the op on the line
+# went before.
+Call = tuple[str, Any, int]
 
-    def __init__(self, calls: Set[int]) -> None:
+
+class Overwritten(Exception):
+    """The step has written computed values into constants, which these `calls` made."""
+
+    def __init__(self, calls: Set[Call]) -> None:
         super().__init__(str(calls))
         self.calls = calls
 
@@ -98,16 +104,17 @@ class Record:
         self._alive: list[Tensor] = []  # so that no id comes twice
         # Storages whose values no op may change, for they would have no new value; and what to do instead.
         self.protected: dict[int, str] = {}
-        self.num_calls = 0
-        self.overwritten: set[int] = set()  # which calls made constants into which computed values were written
-        self._storages: dict[int, int] = {}  # of constants that this run made, and which call made them
+        self.call: Call = ("", None, 0)  # the one that runs
+        self.overwritten: set[Call] = set()  # which calls made constants into which computed values were written
+        self._num_calls: Counter[tuple[str, Any]] = Counter()
+        self._storages: dict[int, Call] = {}  # of constants that this run made, and which call made them
         self._written: set[int] = set()  # of those, the ones into which computed values were written
         self._copies: dict[tuple[int, int], Constant] = {}
         for tensor in inputs:
             self._name(tensor)
 
     @contextmanager
-    def without_stale_constants(self, known: Set[int]) -> Iterator[None]:
+    def without_stale_constants(self, known: Set[Call]) -> Iterator[None]:
         """Raises Overwritten at the end of the block, whatever else it raised, where the run has written into constants
         that other calls than those `known` made: what the model has read there since may be stale."""
         try:
@@ -127,7 +134,8 @@ class Record:
 
     def before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
         """An op is about to run. CaptureError where it writes into a tensor that outlives the step unseen."""
-        self.num_calls += 1
+        self.call = where, func, self._num_calls[where, func]
+        self._num_calls[where, func] += 1
         for tensor in _targets(func, args, kwargs):
             is_constant = not isinstance(tensor, FakeTensor) and storage_of(tensor) not in self._storages
             if is_constant or storage_of(tensor) in self.protected:
@@ -205,7 +213,7 @@ class Record:
             shared = set()
             if any(_is_of_others(t) for t in operands):
                 self.protected.update((storage_of(t), OF_AN_ARRAY) for t in results)
-        self._storages.update((s, self.num_calls) for s in map(storage_of, results) if s not in shared)
+        self._storages.update((s, self.call) for s in map(storage_of, results) if s not in shared)
 
     def _canonical(self, value: Any, targets: Sequence[Tensor]) -> Any:
         if isinstance(value, Tensor):

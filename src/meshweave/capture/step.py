@@ -20,7 +20,7 @@ from meshweave.capture.optimizer_graph import Value
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
-from meshweave.capture.record import REGISTER, Overwritten, Record, storage_of
+from meshweave.capture.record import REGISTER, Call, Overwritten, Record, storage_of
 from meshweave.capture.step_inputs import StepValues, by_kind, fake_inputs, rebuilt, state_name, step_inputs
 from meshweave.capture.trace import Provenance, capture_errors, trace
 from meshweave.capture.tracer import GraphTracer
@@ -64,6 +64,9 @@ class CaptureOptions:
             raise PlanError("accumulate counts microbatches", got=str(self.accumulate), expected="1 or more")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise PlanError("clip_grad_norm is a norm", got=str(self.clip_grad_norm), expected="a number above 0")
+
+
+_MOST_TRACES = 8  # a constant may hold another that is written into: each trace finds one layer of them
 
 
 class Substituted(nn.Module):
@@ -128,12 +131,20 @@ def capture_source(
     The model may be real, on meta or fake: only shapes are read. It is left as it was. Raises CaptureError, with the
     user's line, for a model that is no fixed graph.
     """
-    overwritten: frozenset[int] = frozenset()
-    while True:
+    overwritten, line = frozenset[Call](), ""
+    for _ in range(_MOST_TRACES):
         try:
             return _captured(source, example, optimizer, options, overwritten)
         except Overwritten as error:
+            line = min(where for where, _, _ in error.calls - overwritten)
             overwritten |= error.calls
+    raise CaptureError(
+        "the model does not repeat itself",
+        where=line,
+        got=f"{_MOST_TRACES} traces that write into constants in other places each",
+        expected="the same ops in every step",
+        hint="pass what counts from step to step in the batch as a tensor",
+    )
 
 
 def _captured(
@@ -141,7 +152,7 @@ def _captured(
     example: Any,
     optimizer: OptimizerSpec | None,
     options: CaptureOptions,
-    overwritten: Set[int],
+    overwritten: Set[Call],
 ) -> tuple[StepGraph, Contract]:
     """`capture_source`, where what the calls `overwritten` make is no constant."""
     inputs = step_inputs(source.model, example, optimizer, options.part == "train", options.accumulate > 1)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.random_ops import RANDOM
-from meshweave.capture.record import Difference, Overwritten, Record, tensors_in
+from meshweave.capture.record import Call, Difference, Overwritten, Record, tensors_in
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
@@ -189,7 +189,7 @@ class Provenance(GlobalRandom):
     origin of the op that it repeats, found by its place, in phase backward.
 
     A constant into which the step writes computed values depends on data from then on: what the calls `overwritten`
-    (by number) make is fake from the start.
+    make is fake from the start.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Provenance(GlobalRandom):
         seed: int,
         record: Record,
         tracer: GraphTracer | None = None,
-        overwritten: Set[int] = frozenset(),
+        overwritten: Set[Call] = frozenset(),
     ) -> None:
         super().__init__(step, seed)
         self.record, self.tracer, self.overwritten = record, tracer, overwritten
@@ -231,18 +231,20 @@ class Provenance(GlobalRandom):
         # positions stay real, so that control flow on them is decided.
         like: Any = args[0] if func in _MADE_LIKE else None
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
-        is_fake = is_like_data or self.record.num_calls in self.overwritten
+        is_fake = is_like_data or self.record.call in self.overwritten
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
             return function(*args, **kwargs)
 
     def _value(self, x: Tensor) -> Any:
         if isinstance(x, FakeTensor):
+            constants = "; read a constant that the step writes into before it does, from a clone()"
             raise CaptureError(
                 "the model's control flow depends on data",
                 where=user_line(),
                 got="a tensor turned into a Python number (if, .item(), int(), .tolist()) while the step was captured",
                 expected="the same ops for every batch",
-                hint="use torch.where or a mask instead of a branch, or move the decision into the data loader",
+                hint="use torch.where or a mask instead of a branch, or move the decision into the data loader"
+                + (constants if self.overwritten else ""),
             )
         return aten._local_scalar_dense.default(x)
 
@@ -350,7 +352,7 @@ def trace(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -
     """
     with capture_errors():
         traced = GraphTracer.trace(function, inputs)
-    return traced if traced.is_functional else _functional(traced, inputs)
+        return traced if traced.is_functional else _functional(traced, inputs)
 
 
 @contextmanager
@@ -388,7 +390,15 @@ def _functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
     module = traced.module()
 
     def again(tracer: GraphTracer, *values: Tensor) -> Sequence[Tensor]:
-        return torch.func.functionalize(_Replay(module, tracer).run)(*values)  # type: ignore[no-any-return]
+        try:
+            return torch.func.functionalize(_Replay(module, tracer).run)(*values)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise CaptureError(
+                "what the step writes in place cannot be written as new tensors",
+                where=tracer.origin.source,
+                got=str(error).splitlines()[0][:200],
+                hint="compute a new tensor in this line: torch.where, torch.cat, torch.diag_embed",
+            ) from error
 
     return GraphTracer.trace(again, inputs)
 

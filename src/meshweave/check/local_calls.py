@@ -71,11 +71,14 @@ def _numbers(table: Ints) -> list[Number]:
 
 
 def _view(c: Context) -> Call:
-    target = aten.reshape.default if c.node.target is aten.view.default else c.node.target
-    sizes = c.sizes(c.results[0])
-    for _, dim, _ in c.results[0][1].owned:
-        sizes[dim] = -1  # as many as the operand has
-    return Call(target, (OPERAND, sizes), c.plain().kwargs)
+    """How many rows a device owns is not known here: as many as the operand has."""
+    layout, sizes = c.results[0][1], c.sizes(c.results[0])
+    if c.node.target is aten.expand.default:
+        sizes = [-1 if dim in layout.owned_dims else size for dim, size in enumerate(sizes)]
+        return Call(c.node.target, (OPERAND, sizes), c.plain().kwargs)
+    if layout.owned:
+        return Call(local_ops.view_rows, (OPERAND, sizes, *layout.owned_dims, *c.operands[0][1].owned_dims), {})
+    return Call(aten.reshape.default, (OPERAND, sizes), c.plain().kwargs)
 
 
 def _full(c: Context) -> Call:

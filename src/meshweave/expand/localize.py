@@ -38,12 +38,16 @@ def _operand(node: fx.Node, index: int) -> tuple[Spec, Layout]:
 def _shape(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
     """view and expand: the local shape of the result. A view of a piece may need a copy, hence reshape. How many rows a
     device owns is not known here: as many as the operand has."""
-    target = aten.reshape.default if node.target is aten.view.default else node.target
     layout = _layout(node)
     shape = emit.local_shape(spec_of(node).shape, layout)
-    for _, dim, _ in layout.owned:
-        shape[dim] = -1
-    return emit.call(target, (args[0], shape), kwargs)
+    if node.target is aten.expand.default:
+        shape = [-1 if dim in layout.owned_dims else size for dim, size in enumerate(shape)]
+        return emit.call(node.target, (args[0], shape), kwargs)
+    if layout.owned:
+        return emit.call(
+            local_ops.view_rows, (args[0], shape, *layout.owned_dims, *_operand(node, 0)[1].owned_dims), {}
+        )
+    return emit.call(aten.reshape.default, (args[0], shape), kwargs)
 
 
 def _full(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:

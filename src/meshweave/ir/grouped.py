@@ -89,11 +89,15 @@ for _identity in (enter_rows, leave_rows):
 
 
 def _own(ends: Tensor, num_rows: int, first_row: int, first_expert: int, num_experts: int) -> tuple[int, int]:
-    """The first of the own rows among `num_rows` from `first_row` on, in the numbers of these, and how many follow."""
+    """The first of the own rows among `num_rows` from `first_row` on, in the numbers of these, and how many follow.
+    Rows of no expert, behind the last end, are on the device of the last expert."""
+    if not num_experts:
+        return 0, 0
     stop = first_expert + num_experts
-    first, last = int(ends[first_expert - 1]) if first_expert else 0, int(ends[stop - 1]) if stop else 0
+    first, last = int(ends[first_expert - 1]) if first_expert else 0, int(ends[stop - 1])
     start = min(max(first - first_row, 0), num_rows)
-    return start, max(min(last - first_row, num_rows) - start, 0)
+    size = num_rows if stop == ends.shape[0] else min(last - first_row, num_rows)
+    return start, max(size - start, 0)
 
 
 def own_rows(

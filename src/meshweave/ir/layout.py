@@ -154,6 +154,11 @@ class Layout:
     def owned_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis, _, _ in self.owned)
 
+    @property
+    def owned_dims(self) -> tuple[int, ...]:
+        """The dims whose rows devices own, each once."""
+        return tuple(dict.fromkeys(dim for _, dim, _ in self.owned))
+
     def without_owned(self) -> Layout:
         """The layout with every row on every device instead of on its own."""
         return replace(self, owned=()) if self.owned else self

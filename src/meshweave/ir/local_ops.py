@@ -118,6 +118,11 @@ def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
 # are those of the axes as they stand on the dim, and axis `order[i]` of them is the i-th in the order of the group.
 
 
+def view_rows(x: Tensor, shape: Sequence[int], dim: int, source: int) -> Tensor:
+    """x in another shape, in which dim `dim` has as many rows as dim `source` of x, whatever `shape` says of it."""
+    return x.reshape([*shape[:dim], x.shape[source], *shape[dim + 1 :]])
+
+
 def join_blocks(
     blocks: Tensor, sizes: Sequence[int], order: Sequence[int], dim: int, table: Sequence[tuple[int, int]] | None
 ) -> Tensor:

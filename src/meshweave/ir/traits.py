@@ -68,7 +68,8 @@ _WORK = {
         "reflection_pad3d reflection_pad3d_backward repeat replication_pad1d replication_pad1d_backward "
         "replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward reshape "
         "roll slice slice_scatter unfold view view_as_complex view_as_real narrow transpose squeeze unsqueeze "
-        "select split join_blocks deal_blocks join_chunks take_chunk keep_first embed_part stack"
+        "select split join_blocks deal_blocks join_chunks take_chunk keep_first embed_part stack "
+        "view_rows"
     ),
     "gather": (
         "_unsafe_index embedding gather grid_sampler_2d grid_sampler_3d index index_rows index_select "

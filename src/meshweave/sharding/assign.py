@@ -172,7 +172,7 @@ def as_asked(rule: Rule, attention: str) -> Rule:
 def home(rule: Rule, index: int, operands: Sequence[Operand]) -> Layout | None:
     """The layout that result `index` is moved to as soon as it is made: that of an operand as it is held."""
     at = rule.back[index] if rule.back else -1
-    return None if at < 0 else _resolved(operands[at].layouts[0])
+    return None if at < 0 else _resolved(operands[at].layouts[0]).without_owned()
 
 
 def homes(rule: Rule, results: Sequence[Spec | None], operands: Sequence[Operand]) -> dict[int, Layout]:

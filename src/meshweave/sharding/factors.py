@@ -97,7 +97,9 @@ class Rule:
 
     def can_own(self, factor: int) -> bool:
         """Whether rows of this factor, alone in its dims, pass through the op each by itself, or are summed up: the
-        results without it are then parts of a sum."""
+        results without it are then parts of a sum. Ops by expert say by `keyed` which rows they own."""
+        if self.keyed is not None:
+            return False
         inside = [{f for dim in dims for f in dim} for dims in self.results]
         alone = all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
         is_kept = all(factor in factors for factors in inside) or self.reduce_op(factor) == "sum"

@@ -92,9 +92,11 @@ def _entered_before(graph: fx.Graph, enter: fx.Node) -> list[fx.Node]:
     is_op = value.op == "call_function" and value.target is not move and isinstance(value.meta["spec"], Spec)
     if is_read_by_others or not is_op:
         return []
-    rule, assignment = row_for(value).rule(value), value.meta.get("assignment")
+    if "assignment" not in value.meta:  # an element of a tuple
+        return []
+    rule, assignment = row_for(value).rule(value), value.meta["assignment"]
     factors = rule.results[0][dim]
-    if assignment is None or len(factors) != 1 or not rule.can_own(factors[0]):
+    if len(factors) != 1 or not rule.can_own(factors[0]):
         return []
     own = Own(factors[0], layout.owned[0][2])
     option = _owning(value, (*assignment.roles, *((axis, own) for axis in layout.owned_axes)))
