@@ -142,6 +142,32 @@ def test_it_equals_eager_pytorch(mesh: str, where: str, accumulate: int) -> None
     check_deadlock(step.program.roles)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.gate = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gate(x).sigmoid()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,fsdp=2"])
+def test_a_parameter_of_one_element_in_shards(mesh: str) -> None:
+    data, trained = batches(3, (8, 16), (8, 16)), []
+    for on in ("", mesh):
+        model = Gated()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mw.compile(
+            model, loss=mse, example=data[0], optimizer=optimizer, mesh=on, accumulate=2, accumulate_in="shards"
+        )
+        losses = [float(step(batch)) for batch in data]
+        trained.append((losses, step.parameters()))
+    (expected, alone), (losses, parameters) = trained
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+    assert_tensors(parameters, alone)
+
+
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2,dp=2"])
 def test_a_tied_weight_is_counted_once_for_each_use(mesh: str) -> None:
     data = batches(2, (8, 16), (8, 16))

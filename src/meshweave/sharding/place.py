@@ -338,8 +338,9 @@ class _Placer:
         to move this microbatch's part to it."""
         stored = self.copies[so_far][0]
         if not self.forms.is_made_on_demand(gradient):
-            layout = self.sums.layout(self.held(gradient, "backward")[0].layout, stored.layout)
-            stored.layout = stored.node.meta["layout"] = layout.normalized(spec_of(so_far).shape)
+            shape = spec_of(so_far).shape
+            layout = self.sums.layout(self.held(gradient, "backward")[0].layout, stored.layout, shape)
+            stored.layout = stored.node.meta["layout"] = layout.normalized(shape)
             self.fetch(gradient, stored.layout, "backward")
 
     def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Operand:

@@ -8,7 +8,7 @@ other way is to reduce-scatter what the parameter's storage shards in every micr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from meshweave.ir.graph import StepGraph, spec_of, tensor_inputs
-from meshweave.ir.layout import Layout
+from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 
 AccumulateIn = Literal["auto", "whole", "shards"]
@@ -59,15 +59,18 @@ class Sums:
         late = {n for chain in early.values() for n in chain}
         return [each for node in self.step.graph.nodes if node not in late for each in (node, *early.get(node, ()))]
 
-    def layout(self, produced: Layout, stored: Layout) -> Layout:
+    def layout(self, produced: Layout, stored: Layout, shape: Sequence[int]) -> Layout:
         """The layout of a sum, where backward gives the gradient in `made` and the parameter is stored in `stored`.
 
         "whole": that of the gradient, so that nothing moves before the last microbatch. "shards": as it is stored, but
-        partial over axes that do not shard it: every microbatch moves what a device would hold whole, and no more.
+        partial over axes that do not shard it: every microbatch moves what a device would hold whole, and no more. A
+        dim of one element stays whole, for no op adds up in pieces of it.
         """
         sums = tuple((axis, op) for axis, op in produced.partial if op == "sum")
         if self.where == "shards" and produced.mesh == stored.mesh:
-            return Layout(produced.mesh, stored.dims, tuple((a, op) for a, op in sums if a not in stored.sharded_axes))
+            dims = [DimSharding() if size == 1 else dim for size, dim in zip(shape, stored.dims, strict=True)]
+            shards = {axis for dim in dims for axis in dim.axes}
+            return Layout(produced.mesh, tuple(dims), tuple((a, op) for a, op in sums if a not in shards))
         return Layout(produced.mesh, produced.dims, sums)
 
 
