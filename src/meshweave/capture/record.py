@@ -115,13 +115,15 @@ class Record:
 
     @contextmanager
     def without_stale_constants(self, known: Set[Call]) -> Iterator[None]:
-        """Raises Overwritten at the end of the block, whatever else it raised, where the run has written into constants
-        that other calls than those `known` made: what the model has read there since may be stale."""
+        """Raises Overwritten at the end of the block, whatever error it ended with, where the run has written into
+        constants that other calls than those `known` made: what the model has read there since may be stale."""
         try:
             yield
-        finally:
-            if not self.overwritten <= known:
-                raise Overwritten(self.overwritten)
+        except Exception:
+            if self.overwritten <= known:
+                raise
+        if not self.overwritten <= known:
+            raise Overwritten(self.overwritten)
         if self.overwritten:
             raise CaptureError(
                 "the step writes computed values into a constant, which it may have read since",
@@ -166,7 +168,7 @@ class Record:
         for tensor in targets:
             if not isinstance(tensor, FakeTensor):
                 self._written.add(storage_of(tensor))
-                self.overwritten.add(self._storages[storage_of(tensor)])
+                self.overwritten.add(self._storages.get(storage_of(tensor), self.call))
         for tensor in targets:
             self._name(tensor)
         for tensor in results:
