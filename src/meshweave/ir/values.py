@@ -229,12 +229,16 @@ def _values(role: RankGraph, device: int, *, is_balanced: bool) -> Local:
 
 def ragged(role: RankGraph) -> frozenset[fx.Node]:
     """The nodes whose shapes are known at run time alone: what is made of rows that devices own."""
-    return frozenset(_ragged_dims(role, local_values(role).values))
+    return frozenset(_ragged_dims(role, local_values(role).values)) if _has_own_rows(role) else frozenset()
+
+
+def _has_own_rows(role: RankGraph) -> bool:
+    return any(node.target is own_rows for node in role.graph.nodes)
 
 
 def _ragged_dims(role: RankGraph, balanced: Mapping[fx.Node, Values]) -> dict[fx.Node, frozenset[int]]:
     """The nodes whose shapes are another where devices own more rows, with the dims that are."""
-    if not any(node.target is own_rows for node in role.graph.nodes):
+    if not _has_own_rows(role):
         return {}
     other = _values(role, role.devices[0], is_balanced=False).values
     return {node: dims for node, results in balanced.items() if (dims := _differing(results, other[node]))}
