@@ -303,7 +303,8 @@ def check_autocast(expected: torch.dtype | None) -> None:
 
 def check_new_tensors() -> None:
     """Raises CaptureError where new tensors hold no data: compile makes some that do."""
-    if torch.empty(0).is_meta or isinstance(torch.empty(0), FakeTensor):
+    new = torch.empty(0)
+    if new.is_meta or isinstance(new, FakeTensor):
         raise CaptureError(
             "compile is called where new tensors hold no data",
             got="a default device meta, or a FakeTensorMode",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from meshweave.capture.after_forward import check_hooks, check_leaves, check_parameters
 from meshweave.capture.aliases import check_aliases
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
@@ -26,9 +27,8 @@ from meshweave.capture.trace import Provenance, capture_errors, trace
 from meshweave.capture.tracer import GraphTracer
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.fake import FakeTensorMode
-from meshweave.interop.hooks import tensor_hooks
-from meshweave.interop.modules import own_parameters, pass_for_parameter
-from meshweave.interop.tracing import check_checkpoints, gradients, leaves
+from meshweave.interop.modules import pass_for_parameter
+from meshweave.interop.tracing import check_checkpoints, gradients
 from meshweave.ir.graph import Origin, StepGraph
 from meshweave.ir.ops import square_sum
 
@@ -270,12 +270,12 @@ class _StepRun:
             out = self.source.forward(model, self.data)
             self.tracker.phase = "loss"
             value = _scalar_loss(self.source.loss(out, self.data))
-        _check_parameters(model, self.tensors, self.storages, set(self.leaves))
-        _check_hooks({n: self.tensors[n] for n in self.leaves})
+        check_parameters(model, self.tensors, self.storages, set(self.leaves))
+        check_hooks({n: self.tensors[n] for n in self.leaves})
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
         self.tracker.record.finish([*results.values(), *_buffers(model, self.buffers).values()])
         check_checkpoints(value)
-        _check_leaves(value, self.tracker.substituted)
+        check_leaves(value, self.tracker.substituted)
         self.tracker.phase = "backward"
         grads = _gradients(value, {n: p for n, p in self.leaves.items() if p.requires_grad})
         results |= _buffers(model, self.buffers)
@@ -292,7 +292,7 @@ class _StepRun:
                 self.tracker.phase = "loss"
                 value = _scalar_loss(self.source.loss(out, self.data))
                 results = {("loss", ""): value.to(torch.promote_types(value.dtype, torch.float32))}
-        _check_parameters(model, self.tensors, self.storages, set(self.leaves))
+        check_parameters(model, self.tensors, self.storages, set(self.leaves))
         self.tracker.record.finish([*results.values()])
         return results, {}
 
@@ -302,49 +302,6 @@ class _StepRun:
             self.tracker.modules = [name.rpartition(".")[0]]
             grads[name] = self.values.acc[name] + gradient * (1.0 / self.options.accumulate)
         self.tracker.modules = []
-
-
-def _check_hooks(parameters: Mapping[str, Tensor]) -> None:
-    """Raises CaptureError where forward has left a hook on a parameter: PyTorch would have one more in every step."""
-    for name, parameter in parameters.items():
-        if hooks := tensor_hooks(parameter):
-            raise CaptureError(
-                f"every step leaves a hook on the parameter '{name}'",
-                got=f"{hooks[0]} in forward",
-                expected="hooks that are registered before compile, or removed in the step",
-                hint="keep the handle that it returns and call its remove() before forward returns",
-            )
-
-
-def _check_leaves(value: Tensor, parameters: Mapping[int, str]) -> None:
-    """Raises CaptureError where the loss depends on a parameter (`parameters` are their names by id) past the tensor
-    that stands for it in the trace: its gradient would be lost."""
-    for leaf in leaves(value):
-        if id(leaf) in parameters:
-            raise CaptureError(
-                f"an autograd.Function gets the parameter '{parameters[id(leaf)]}' out of a list, a dict or a closure",
-                got="a gradient that would not reach the parameter",
-                expected="parameters that the module hands over as its attributes",
-                hint="keep it as an attribute or in an nn.ParameterList, and pass self.name to apply()",
-            )
-
-
-def _check_parameters(
-    model: nn.Module, tensors: Mapping[str, Tensor], storages: Mapping[str, int], params: Set[str]
-) -> None:
-    """Raises CaptureError for a parameter that forward has replaced, and for a parameter or buffer that it has given
-    other values by `.data`."""
-    for name, storage in storages.items():
-        path, _, key = name.rpartition(".")
-        is_replaced = name in params and own_parameters(model.get_submodule(path)).get(key) is not tensors[name]
-        if is_replaced or storage_of(tensors[name]) != storage:
-            raise CaptureError(
-                f"the model replaces its {'parameter' if name in params else 'buffer'} '{name}'",
-                got="another tensor, or other values by .data, after forward",
-                expected="parameters that the optimizer alone changes, buffers that are assigned or changed in place",
-                hint="compute a new tensor from the parameter, or keep what lasts from step to step in a buffer "
-                "(self.k = ..., without .data)",
-            )
 
 
 def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:

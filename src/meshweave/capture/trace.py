@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from meshweave.capture.decompositions import decomposition_table
+from meshweave.capture.functional import functional
 from meshweave.capture.random_ops import RANDOM
 from meshweave.capture.record import Call, Difference, Overwritten, Record, tensors_in
 from meshweave.capture.tracer import GraphTracer, Traced
@@ -352,7 +353,7 @@ def trace(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -
     """
     with capture_errors():
         traced = GraphTracer.trace(function, inputs)
-        return traced if traced.is_functional else _functional(traced, inputs)
+        return traced if traced.is_functional else functional(traced, inputs)
 
 
 @contextmanager
@@ -383,33 +384,3 @@ def capture_errors() -> Iterator[None]:
         )
         got = f"{type(error).__name__}: {error}"
         raise CaptureError(what, where=_line_of(error), got=got, hint=hint) from error
-
-
-def _functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
-    """The same graph without in-place ops."""
-    module = traced.module()
-
-    def again(tracer: GraphTracer, *values: Tensor) -> Sequence[Tensor]:
-        try:
-            return torch.func.functionalize(_Replay(module, tracer).run)(*values)  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            raise CaptureError(
-                "what the step writes in place cannot be written as new tensors",
-                where=tracer.origin.source,
-                got=str(error).splitlines()[0][:200],
-                hint="compute a new tensor in this line: torch.where, torch.cat, torch.diag_embed",
-            ) from error
-
-    return GraphTracer.trace(again, inputs)
-
-
-class _Replay(fx.Interpreter):
-    """Runs a graph under a second trace and hands each node's Origin to the nodes that it becomes."""
-
-    def __init__(self, module: fx.GraphModule, tracer: GraphTracer) -> None:
-        super().__init__(module)
-        self.tracer = tracer
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.tracer.origin = n.meta.get("origin", self.tracer.origin)
-        return super().run_node(n)

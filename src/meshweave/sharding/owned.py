@@ -124,7 +124,7 @@ def _summed(graph: fx.Graph, leave: fx.Node) -> None:
             continue
         own, axes = Own(factors[0], owned.owned[0][2]), owned.owned_axes
         passed = [isinstance(assignment.role(axis), Pass) for axis in axes]
-        if not all(passed) or any(factors[0] in dim for dims in rule.results for dim in dims):
+        if not all(passed) or any(factors[0] in dim for result in rule.results for dim in result):
             continue
         option = _owning(user, [(axis, own if axis in axes else role) for axis, role in assignment.roles])
         if option.results == assignment.results:

@@ -29,7 +29,7 @@ class Row:
 TABLE: dict[Any, Row] = {}
 
 # Rewrites of ops that take as many rows as there are, or whose rule says along which factors they do not.
-_BY_ROWS = frozenset({"", "shape", "index", "index_put", "grouped_mm", "grouped_outer", "enter_rows", "leave_rows"})
+_BY_ROWS = frozenset({"", "shape", "index", "index_put"})
 
 
 def _placed(rule: RuleFunction, node: fx.Node) -> Rule:
