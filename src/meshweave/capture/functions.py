@@ -258,7 +258,7 @@ class CapturedFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == Tensor.__format__ and isinstance(args[0], FakeTensor):
+        if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return f"<{args[0].dtype} of shape {tuple(args[0].shape)}>"  # a log is written while the step is captured
         # What becomes of parameters and buffers is looked at when the step has run.
         if func in _PAST_THE_TRACE and not (func == _SET_DATA and id(args[0]) in self._stand_ins):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
 from meshweave.errors import LayoutError
@@ -265,13 +266,14 @@ class Layout:
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the largest piece, which the device at coordinate 0 of every axis holds. Of rows that devices own it
         is an equal share: the load is taken to be balanced."""
-        shares = dict.fromkeys(range(len(shape)), 1)
-        for axis, dim, _ in self.owned:
-            shares[dim] *= self.mesh.size(axis)
-        return tuple(
-            -(-(largest_chunk(size, self.parts(d), self.dims[d].unit) if self.dims[d].axes else size) // shares[d])
+        pieces = [
+            largest_chunk(size, self.parts(d), self.dims[d].unit) if self.dims[d].axes else size
             for d, size in enumerate(shape)
-        )
+        ]
+        for dim in self.owned_dims if self.owned else ():
+            shares = prod(self.mesh.size(axis) for axis, d, _ in self.owned if d == dim)
+            pieces[dim] = -(-pieces[dim] // shares)
+        return tuple(pieces)
 
     def to_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
         """The DTensor placements, one per mesh axis. Raises LayoutError where DTensor cannot express the layout."""
