@@ -10,6 +10,7 @@ import meshweave.errors
 PACKAGE = Path(meshweave.errors.__file__).parent
 ROOMS = (
     "errors",
+    "disk_cache",
     "interop",
     "ir",
     "hardware",

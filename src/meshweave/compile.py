@@ -26,6 +26,7 @@ from meshweave.regions.compiler import checked_backend
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
 from meshweave.runtime.cluster import make_world, on_any
+from meshweave.runtime.fuse import prepare_compiler
 from meshweave.runtime.identity import argument_texts, program_texts
 from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import Settings
@@ -173,6 +174,7 @@ class CompileOptions:
             example = global_example(self.example, self.batch, shard)
             with world.guard():  # ranks measure and choose together
                 chosen = costs_for(self.profile, world, self.progress)
+                prepare_compiler(self.session.backend, world, sum(x.numel() for x in self.model.parameters()))
                 pipeline = self.pipeline
                 if self.leaves_passes_open:
                     pipeline = by_default(pipeline, world, chosen.costs, self.passes_seconds)

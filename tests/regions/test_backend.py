@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.interop import inductor
-from meshweave.regions import compiler
+from meshweave.regions import worth
 
 MODELS: dict[str, Callable[[], Made]] = {
     "llama": lambda: hugging_face("llama", batch=4, heads=4),
@@ -168,9 +169,11 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_auto_compiles_what_may_pay_and_keeps_it_if_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch, is_faster: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_faster: bool
 ) -> None:
-    """The compiler is a stand-in, that runs ops one by one."""
+    """The compiler is a stand-in, that runs ops one by one. What was measured is not measured again."""
+    monkeypatch.setenv("MESHWEAVE_CACHE", str(tmp_path))
+    measured: list[Any] = []
     asked: list[Any] = []
     made: list[Any] = []
 
@@ -180,14 +183,34 @@ def test_auto_compiles_what_may_pay_and_keeps_it_if_it_is_faster(
         return made[-1]
 
     monkeypatch.setattr(inductor, "compile_graph", stand_in)
-    monkeypatch.setattr(compiler, "_seconds", lambda run, function: 1.0 if (run in made) is is_faster else 2.0)
+
+    def seconds(run: Any, function: Any) -> float:
+        measured.append(function)
+        return 1.0 if (run in made) is is_faster else 2.0
+
+    def start() -> mw.TrainStep:
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        return mw.compile(model, loss=lambda out, _: out.mean(), example={"x": x}, optimizer=optimizer, mesh="")
+
+    monkeypatch.setattr(worth, "_seconds", seconds)
     x = torch.randn(1024, 2048)
-    model = Wide()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    step = mw.compile(model, loss=lambda out, _: out.mean(), example={"x": x}, optimizer=optimizer, mesh="")
+    step = start()
     assert not asked  # a program that is only simulated compiles nothing
     assert step({"x": x}) > 0
     assert asked
     assert all(max(prod(shape) for shape, _, _ in function.forms) >= x.numel() for function in asked)
     assert bool(num_regions(step)) is is_faster
     assert step({"x": x}) > 0
+    assert measured
+    for damage in (False, True):
+        measured.clear()
+        asked.clear()
+        (entry,) = (tmp_path / "regions").iterdir()
+        if damage:
+            entry.write_text(entry.read_text().replace("# ", "#  "))
+        again = start()
+        assert again({"x": x}) > 0
+        assert bool(num_regions(again)) is is_faster
+        assert bool(measured) is damage
+        assert bool(asked) is (is_faster or damage)

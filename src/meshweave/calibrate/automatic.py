@@ -16,16 +16,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshweave.calibrate.kept import FORMAT, Entry, cache_directory, parsed
 from meshweave.calibrate.links import Links, Place, local_bytes_of
 from meshweave.calibrate.measure import BRIEF, calibrate, peers_of
 from meshweave.calibrate.ops import Effort, typical
+from meshweave.disk_cache import Entry, cache_directory
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
+from meshweave.hardware.load import parse_profile
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
+FORMAT = 2  # of what is kept; another number is another key, as where collectives run otherwise than they did
 # What is kept is used where a gather takes between 1/4 and 4 times as long as it says: 1 and 10 Gbit/s are further
 # apart (8 to 10 times), a machine that others use too is mostly nearer.
 _MOST_DRIFT = 4.0
@@ -100,14 +102,29 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts
     is_first = dist.get_rank() == 0
     with entry.lock() if is_first else nullcontext():
         with world.guard():
-            text, trouble = _gathered(entry.read() if is_first else ("", ""))[0]
+            text, trouble = _gathered(_kept(entry) if is_first else ("", ""))[0]
         if text:
-            profile = parsed(text)
+            profile = _parsed(text)
             drift = _drift(profile, world)
             if 1 / _MOST_DRIFT <= drift <= _MOST_DRIFT:
                 return ChosenCosts(profile, f"measured on this machine: {profile.version}, kept in {entry.path}")
             trouble = f"a gather takes {drift:.2g} times as long as {entry.path} says"
         return _measured(world, entry, trouble, progress)
+
+
+def _kept(entry: Entry) -> tuple[str, str]:
+    """The TOML of the profile that an entry holds, and what is wrong with it; both empty where there is none."""
+    text, trouble = entry.read()
+    try:
+        if text:
+            _parsed(text)
+    except MeshweaveError as error:
+        return "", f"{entry.path} is no profile of this version ({error.what})"
+    return text, trouble
+
+
+def _parsed(text: str) -> MachineProfile:
+    return parse_profile(text, "the profile of this machine")
 
 
 def _measured(world: ClusterWorld, entry: Entry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
@@ -128,7 +145,7 @@ def _measured(world: ClusterWorld, entry: Entry, trouble: str, progress: Callabl
     text = outcomes[0][0]
     with world.guard():
         kept = _gathered(entry.write(text) if dist.get_rank() == 0 else "")[0] or f"kept in {entry.path}"
-    return ChosenCosts(parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
+    return ChosenCosts(_parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
 
 
 def _drift(profile: MachineProfile, world: ClusterWorld) -> float:

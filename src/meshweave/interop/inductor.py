@@ -8,7 +8,7 @@ backward are not. Importing this file imports Inductor, which takes a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor import list_mode_options as list_mode_options
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
@@ -50,6 +51,13 @@ def add_dependency(node: Any, buffer: str, written: str) -> None:
 def backward_compiled_with_forward() -> AbstractContextManager[Any]:
     """A context in which backward graphs are compiled with their forward graphs, in the same thread."""
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+
+
+def find_instructions() -> None:
+    """Let Inductor find out which vector instructions the processor and the C++ compiler have, which it does before its
+    first kernel: 1 s, and 8 s where its cache on disk is empty. What goes wrong shows when a kernel is compiled."""
+    with suppress(Exception):
+        pick_vec_isa()
 
 
 def compile_graph(

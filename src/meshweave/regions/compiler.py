@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,25 +16,17 @@ from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values, local_values, ragged
-from meshweave.regions.cut import Parts, Region, cut, is_generated, written_in_place
-from meshweave.regions.trace import RegionFunction, Shape, region_function, samples
+from meshweave.regions.cut import Parts, Region, cut, written_in_place
+from meshweave.regions.trace import RegionFunction, Shape, region_function
+from meshweave.regions.worth import COMPILE_S, STEPS, Compiled, gained_seconds, remember, remembered, saved_seconds
 
 BackendName = Literal["eager", "inductor", "auto"]
 BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "auto")
-Compiled = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is called with
 Functions = Mapping[int, RegionFunction]  # of one region, by device
 ValuesOf = Mapping[fx.Node, Values]
 
-# When `auto` compiles a region: it may save more in so many steps than compiling takes. Figures of 2 cores, torch 2.13,
-# 2026-11: a region of a 24.6M Llama compiles in 0.6 to 4 s; an op by itself costs 5 us of Python, and reads
-# and writes memory at 10 GB/s in one thread.
-STEPS = 1000
-COMPILE_S = 2.0
-OP_S = 5e-6
-BYTES_PER_S = 10e9
 _NOTES = logging.getLogger("meshweave")
 _SHOWN = 40  # names of ops in a note
-_ROUNDS = 3  # of a measurement, of which the fastest counts
 
 
 def checked_backend(name: str) -> BackendName:
@@ -118,6 +108,9 @@ class RegionCompiler:
                 refused.update(too_small)
                 continue
             functions = [{d: region_function(r, x.values, x.symbols, device) for d, x in held.items()} for r in regions]
+            verdict = self._known_verdict(functions)
+            if verdict is False:
+                return plain
             pairs = list(zip(regions, functions, strict=True))
             first = int(self.begin * len(pairs))
             failed = [r for r, its in (*pairs[first:], *pairs[:first]) if not self._compiles(r, its)]
@@ -126,7 +119,7 @@ class RegionCompiler:
             if self.any_rank(not failed):  # ranks that compile other regions would not stay replicas
                 return plain
             refused.update(n for r in failed for n in r.nodes)
-        if not self._pays(functions):
+        if verdict is None and not self._pays(functions):
             return plain
         known = {n for r in regions for n in r.outputs}
         runners = {r: self._runner(r, its, known) for r, its in zip(regions, functions, strict=True)}
@@ -188,26 +181,30 @@ class RegionCompiler:
         keys = [region_function(region, first.values, first.symbols, device).key for region in regions]
         saved = dict.fromkeys(keys, 0.0)
         for key, region in zip(keys, regions, strict=True):
-            saved[key] += _saved_seconds(region, first.values) * STEPS
+            saved[key] += saved_seconds(region, first.values) * STEPS
         pairs = zip(keys, regions, strict=True)
         return {node for key, region in pairs if saved[key] <= COMPILE_S for node in region.nodes}
 
     def _pays(self, functions: Sequence[Functions]) -> bool:
-        """Whether compiled regions are faster than ops one by one, measured on operands of their forms, all together:
-        a step's worth of both."""
-        if self.backend == "inductor" or not functions:
+        """Whether compiled regions are faster than ops one by one, a step's worth of both: measured, and remembered."""
+        if self.backend == "inductor":
             return True
         counts = Counter(f.key for its in functions for f in its.values())
-        gained = 0.0
-        for key, function in {f.key: f for its in functions for f in its.values()}.items():
-            compiled = self.compiled[key]
-            assert compiled is not None
-            try:
-                eager = _seconds(lambda operands, run=function: run(*operands), function)  # type: ignore[misc]
-                gained += counts[key] * (eager - _seconds(compiled, function))
-            except Exception as error:  # operands of ones that an op refuses: nothing is known of this region
-                self._note(f"a compiled region could not be measured ({type(error).__name__}: {error})")
-        return self.any_rank(gained > 0)
+        distinct = {f.key: f for its in functions for f in its.values()}
+        gained, unknown = gained_seconds([(f, self.compiled[key], counts[key]) for key, f in distinct.items()])
+        for what in unknown:
+            self._note(f"a compiled region could not be measured ({what})")
+        pays = self.any_rank(gained > 0)
+        if functions:
+            remember(functions, pays)
+        return pays
+
+    def _known_verdict(self, functions: Sequence[Functions]) -> bool | None:
+        """Whether compiling these regions paid when an earlier start measured it; None where a rank does not know."""
+        if self.backend == "inductor":
+            return None
+        known = remembered(functions) if functions else False
+        return None if self.any_rank(known is None) else self.any_rank(bool(known))
 
 
 def _renewed(role: RankGraph) -> dict[fx.Node, fx.Node]:
@@ -221,31 +218,3 @@ def _renewed(role: RankGraph) -> dict[fx.Node, fx.Node]:
     keys = {old: (item.kind, item.name) for item, old in zip(role.inputs, sources, strict=True)}
     updated = {old: new[key] for old, key in keys.items() if key[0] in ("param", "state") and key in new}
     return {old: after for old, after in updated.items() if counts[after] == 1}
-
-
-def _saved_seconds(region: Region, values: ValuesOf) -> float:
-    """What a compiler may save of a region: the bytes that generated ops read and write, but for what enters and leaves
-    the region, and the call of each."""
-    generated = [node for node in region.nodes if is_generated(node)]
-    moved = sum(x.bytes for node in generated for n in (node, *node.all_input_nodes) for x in values[n])
-    needed = sum(x.bytes for n in (*region.inputs, *region.outputs) for x in values[n])
-    return max(0, moved - needed) / BYTES_PER_S + len(generated) * OP_S
-
-
-def _seconds(run: Callable[[list[Any]], Any], function: RegionFunction) -> float:
-    """The fastest of some runs. Operands are ones, which no op divides by zero with and any index may be."""
-    taken = []
-    for _ in range(_ROUNDS):
-        operands = [x.fill_(1) for x in samples(function.forms, partial(torch.empty_strided, device=function.device))]
-        _wait_for(function.device)
-        began = time.perf_counter()
-        with torch.no_grad():
-            run(operands)
-        _wait_for(function.device)
-        taken.append(time.perf_counter() - began)
-    return min(taken)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -87,15 +87,7 @@ class _Cut:
         return steps
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether a node makes nothing of its own. An element of what an op makes anew is none, though it has no memory
-        of its own: a region passes on tensors, not tuples."""
-        if node.op != "call_function" or node.target in SYMBOLS or node.target is WAIT or node.target in STARTS:
-            return False
-        results = self.values[node]
-        if node.target is operator.getitem:
-            return self.is_view(node.all_input_nodes[0])
-        operands = {x.storage for n in node.all_input_nodes for x in self.values[n]}
-        return bool(results) and all(x.storage in operands for x in results)
+        return is_view(node, self.values)
 
     def runs(self, part: Sequence[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
         """The nodes of a part that are no views: runs of compute, and what runs by itself."""
@@ -197,6 +189,18 @@ def written_in_place(
         return replace(step, written=pairs)
 
     return [[placed(step) for step in part] for part in steps]
+
+
+def is_view(node: fx.Node, values: Mapping[fx.Node, Values]) -> bool:
+    """Whether a node makes nothing of its own. An element of what an op makes anew is none, though it has no memory of
+    its own: a region passes on tensors, not tuples."""
+    if node.op != "call_function" or node.target in SYMBOLS or node.target is WAIT or node.target in STARTS:
+        return False
+    results = values[node]
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0], values)
+    operands = {x.storage for n in node.all_input_nodes for x in values[n]}
+    return bool(results) and all(x.storage in operands for x in results)
 
 
 def is_generated(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from functools import partial
+from threading import Thread
 
 from torch import fx
 
@@ -14,12 +15,30 @@ from meshweave.runtime.cluster import on_any
 from meshweave.runtime.executor import Fuse, Fused, Step
 from meshweave.runtime.world import World
 
+_LEAST_ELEMENTS = (
+    1_000_000  # an update of fewer moves no bytes to speak of, and such models seldom have regions that pay
+)
+
 
 def compiler_for(backend: BackendName, world: World) -> RegionCompiler:
     """The compiler of a step. Virtual devices share one process and hide nothing: for them `auto` compiles nothing."""
     is_virtual = not world.is_distributed and len(world.devices) > 1
     begin = int(os.environ.get("LOCAL_RANK", "0")) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % 1
     return RegionCompiler("eager" if backend == "auto" and is_virtual else backend, partial(on_any, world), begin)
+
+
+def prepare_compiler(backend: BackendName, world: World, num_elements: int) -> None:
+    """Begin with what Inductor does once in a process, beside capture and planning, where a model of so many elements
+    will probably be compiled: it imports itself, and tries the C++ compiler."""
+    if compiler_for(backend, world).backend == "eager" or world.device.type != "cpu" or num_elements < _LEAST_ELEMENTS:
+        return
+
+    def prepare() -> None:
+        from meshweave.interop import inductor
+
+        inductor.find_instructions()
+
+    Thread(target=prepare, name="meshweave: C++ compiler", daemon=True).start()
 
 
 def fuse_for(compiler: RegionCompiler, rank: RankGraph, world: World) -> Fuse:

@@ -1,4 +1,4 @@
-"""Calibrations of this machine on disk, so that a job measures a machine and link once."""
+"""What was measured once, on disk: profiles of machines and links, and which regions are worth compiling."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from meshweave.errors import MeshweaveError
-from meshweave.hardware.load import parse_profile
-from meshweave.hardware.profile import MachineProfile
-
-FORMAT = 2  # of an entry; another number is another key, as where collectives run otherwise than they did
 _LOCK_S = 60.0  # longer than a calibration takes: a job that waited so long measures for itself
 _POLL_S = 0.1
 
@@ -31,20 +26,21 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The profile that was measured under the conditions `key` (text), in a file of its own.
+    """The text that is kept for `key` (what it depends on, as text), in a file of its own.
 
-    The file holds a digest of the rest, the key, and the profile's TOML: data alone, nothing in it is executed.
+    The file holds a digest of the rest, the key, and the text: data alone, nothing in it is executed.
     """
 
     directory: Path
     key: str
+    suffix: str = ".toml"
 
     @property
     def path(self) -> Path:
-        return self.directory / f"{sha256(self.key.encode()).hexdigest()[:24]}.toml"
+        return self.directory / f"{sha256(self.key.encode()).hexdigest()[:24]}{self.suffix}"
 
     def read(self) -> tuple[str, str]:
-        """The profile's TOML, and what is wrong with the entry; both empty where there is none."""
+        """The text, and what is wrong with the entry; both empty where there is none."""
         try:
             text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -52,18 +48,14 @@ class Entry:
         except (OSError, UnicodeDecodeError) as error:
             return "", f"{self.path} cannot be read ({error})"
         head, _, rest = text.partition("\n")
-        key, _, profile = rest.partition("\n")
+        key, _, kept = rest.partition("\n")
         if head != f"# {_digest(rest)}" or key != f"# {json.dumps(self.key)}":
             return "", f"{self.path} is damaged"
-        try:
-            parse_profile(profile, str(self.path))
-        except MeshweaveError as error:
-            return "", f"{self.path} is no profile of this version ({error.what})"
-        return profile, ""
+        return kept, ""
 
-    def write(self, profile: str) -> str:
-        """Keep a profile's TOML, whole or not at all. Returns why it could not be kept, else nothing."""
-        rest = f"# {json.dumps(self.key)}\n{profile}"
+    def write(self, text: str) -> str:
+        """Keep a text, whole or not at all. Returns why it could not be kept, else nothing."""
+        rest = f"# {json.dumps(self.key)}\n{text}"
         temporary = ""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -117,8 +109,3 @@ def _locked(number: int) -> bool:
 
 def _digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()
-
-
-def parsed(profile: str) -> MachineProfile:
-    """The profile of an entry's TOML."""
-    return parse_profile(profile, "the profile of this machine")
