@@ -77,13 +77,13 @@ class TrainStep:
         self._last = first
         self.numbers = None
         if optimizer is not None and spec is not None:
-            self.numbers = StepNumbers(spec, optimizer, model, program.captured.updated)
+            self.numbers = StepNumbers(spec, optimizer, model)
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
         self._own_state = None if optimizer is None else OptimizerState.of(session.bindings, optimizer, model)
         trains = {i.name: i.requires_grad for i in program.captured.inputs if i.kind == "param"}
         self._trains = [(p, trains[name]) for name, p in model.named_parameters()]
         if held or rests:
-            self._publish({*(held.tensors if held else ()), *rests})
+            self._publish(rests)
 
     @property
     def program(self) -> Program:
@@ -111,8 +111,7 @@ class TrainStep:
         not finite and where model, batch or optimizer are no longer what was compiled (docs/capture.md).
         """
         with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as held:
-            numbers = self._first_numbers()
-            variant, micros = self._micros(held, accumulate)
+            variant, micros, numbers = self._prepared(held, accumulate)
             loss = variant.session.run(micros, numbers)
             self._stepped(variant)
         return loss_value(loss)
@@ -124,8 +123,7 @@ class TrainStep:
         all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
         """
         with self._call("trace", batch) as held:
-            numbers = self._first_numbers()
-            variant, micros = self._micros(held)
+            variant, micros, numbers = self._prepared(held)
             tokens = tokens_of(variant.program.captured) * len(micros)
             found = variant.session.trace(micros, numbers, tokens=tokens)
             self._stepped(variant)
@@ -156,7 +154,7 @@ class TrainStep:
         Each raises StepError when it is not what comes next; a failure ends the step.
         """
         with self._call(_PARTS, batch) as held:
-            self._first_numbers()
+            self._first_numbers(self.variants.first)
             self.guards.check(held)
             self.variants.compare(self.variants.first, held, 1, self._groups)
             self._take_over()
@@ -195,26 +193,40 @@ class TrainStep:
         parts = held.split(variant.accumulate)
         return variant, [dict(zip(held.names, tensors, strict=True)) for tensors in parts]
 
-    def _numbers(self) -> dict[str, float]:
-        """What the optimizer's code computes for the next step, from its options as they are now."""
+    def _prepared(
+        self, batch: Batch, accumulate: int | None = None
+    ) -> tuple[Variant, list[Mapping[str, Tensor]], dict[str, float]]:
+        """The program for a batch, its microbatches, and the numbers of its update."""
+        first = self.variants.first
+        numbers = self._first_numbers(first)
+        variant, micros = self._micros(batch, accumulate)
+        if variant.updated != first.updated:
+            known = self.variants
+            numbers = self._first_numbers(variant)
+            if self.variants is not known:  # it was compiled again
+                variant, micros = self._micros(batch, accumulate)
+        return variant, micros, numbers
+
+    def _numbers(self, variant: Variant | None = None) -> dict[str, float]:
+        """What the optimizer's code computes for the next step of a program, from its options as they are now."""
         if self.optimizer_guard is None or self.numbers is None:
             return {}
         self.optimizer_guard.check()
-        numbers, fills = self.numbers.next()
+        numbers, fills = self.numbers.next((variant or self.variants.first).updated)
         self.session.state.refill(fills)
         return numbers
 
-    def _first_numbers(self) -> dict[str, float]:
+    def _first_numbers(self, variant: Variant) -> dict[str, float]:
         """`_numbers`, before anything else of a step is done. Where the optimizer calls for another update than was
         compiled, the step is compiled again, as it was asked for, on the same state."""
         if self.again is None or self.session.progress.num_done:
-            return self._numbers()
+            return self._numbers(variant)
         try:
             self._take_over()
-            numbers = self._numbers()
+            numbers = self._numbers(variant)
         except OutdatedUpdate as change:
             self._renew(f"{change.what} ({change.where})")
-            numbers = self._numbers()
+            numbers = self._numbers(variant)
         self.session.world.choose("goes on as compiled")
         return numbers
 
@@ -252,11 +264,12 @@ class TrainStep:
                 mark_stepped(part)
             self._publish()
 
-    def _publish(self, names: Collection[str] | None = None) -> None:
-        """Bring the optimizer's state into `optimizer.state`, of the parameters `names` that have taken a step."""
+    def _publish(self, others: Collection[str] = ()) -> None:
+        """Bring the optimizer's state into `optimizer.state`: that of parameters which have taken a step, and tensors
+        of `others`."""
         if self._own_state is not None and self.numbers is not None:
-            updated = [n for n in self.program.captured.updated if names is None or n in names]
-            self._own_state.publish(self.session.state, self.numbers.kept(updated), names)
+            stepped = self.numbers.stepped
+            self._own_state.publish(self.session.state, self.numbers.kept(stepped), stepped.union(others))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -356,12 +369,12 @@ class TrainStep:
             state = self.session.state
             put_options(self._own_state.optimizer, state.options)
             self._own_state.put_numbers(state, self.numbers.spec, fresh)
-            if not fresh and self.numbers.are_alike(state.numbers):
+            if not fresh:
                 self.numbers.load(state.numbers, state.num_steps)
                 self._publish()
             else:
                 self._own_state.publish(state, {}, {item.name.partition("/")[2] for item, _ in state.items} - {*fresh})
-                self._renew("parameters of one group have taken different numbers of steps in the checkpoint")
+                self._renew("some parameters have taken no step in the checkpoint")
 
     def explain(self) -> list[MoveRow]:
         """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""

@@ -49,6 +49,10 @@ class Variant:
     rows: RowsCheck | None = None
     number: int = 1
     last_use: int = 0
+    updated: frozenset[str] = field(init=False)  # parameters that it changes
+
+    def __post_init__(self) -> None:
+        self.updated = frozenset(self.program.captured.updated)
 
     @property
     def shown(self) -> str:

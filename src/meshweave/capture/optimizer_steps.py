@@ -16,99 +16,119 @@ from meshweave.errors import OutdatedUpdate, StepError
 
 
 class StepNumbers:
-    """The numbers of each step, and what the optimizer's own code keeps between steps.
+    """The numbers of each step, and what the optimizer's own code keeps between steps, of every parameter.
 
-    `next()` runs `step()` on stand-ins with the options as they are now; `commit()` says that the step was taken.
+    `next()` runs `step()` on stand-ins with the options as they are now, once for all parameters that have the same
+    numbers; `commit()` says that the step was taken. Parameters that a step does not update (the loss of its program
+    does not use them) keep what they have. `stepped` are those that have taken a step which left something.
     """
 
     def __init__(
-        self,
-        spec: OptimizerSpec,
-        optimizer: torch.optim.Optimizer,
-        names: nn.Module | Mapping[int, str],
-        updated: Collection[str] | None = None,
+        self, spec: OptimizerSpec, optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str]
     ) -> None:
         named = names_by_id(names)
         self.spec, self._stand_ins = spec, StandIns(optimizer, named)
         self._named = {named[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        members = {k: spec.members(k) for k in spec.leaders}
-        self._members = {k: [n for n in each if updated is None or n in updated] or each for k, each in members.items()}
-        self._kept: dict[int, Kept] = {}
+        self._members = {k: spec.members(k) for k in spec.leaders}
+        self._kept: dict[str, Kept] = {}
+        self.stepped: set[str] = set()
         self.read()
 
     def read(self) -> None:
-        """Continue from the state that the optimizer has now. StepError where parameters of one kind differ in it."""
+        """Continue from the state that the optimizer has now."""
         state = self._stand_ins.source.state
-        known: dict[str, dict[str, Any]] = {name: dict(state.get(p, {})) for name, p in self._named.items()}
-        self._check_alike({name: scalars_of(kept) for name, kept in known.items()})
-        kinds = [(k, self.spec.kinds[k], names[0]) for k, names in self._members.items()]
-        self._after = self._kept = {k: kept_of(known[n], Kept(kind.slots, kind.kept)) for k, kind, n in kinds}
+        self._begin_with({n: kept_of(state.get(p, {}), self._leaves(n)) for n, p in self._named.items()})
 
-    def are_alike(self, values: Mapping[str, Mapping[str, float]]) -> bool:
-        """Whether parameters of one kind have the same numbers."""
-        return all(len(self._distinct(k, values)) < 2 for k in self._members)
+    def _leaves(self, name: str) -> Kept:
+        """What a first step of a parameter leaves."""
+        kind = self.spec.kinds[self.spec.kind_of[name]] if name in self.spec.kind_of else None
+        return Kept(kind.slots, kind.kept) if kind is not None else Kept()
 
-    def _distinct(self, k: int, values: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        given = [values.get(name, {}) for name in self._members[k]]
-        return sorted({str({slot: kept.get(slot) for slot in self.spec.kinds[k].kept}) for kept in given})
+    def _begin_with(self, kept: Mapping[str, Kept]) -> None:
+        """Parameters of one kind that have the same numbers share them from here on."""
+        shared: dict[Any, Kept] = {}
+        self._kept = {n: shared.setdefault((k, _shown(kept[n])), kept[n]) for n, k in self._leaders()}
+        self._after: dict[str, Kept] = {}
+        self.stepped = {name for name, own in self._kept.items() if own.tensors or own.numbers}
 
-    def _check_alike(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        for k in self._members:
-            shown = self._distinct(k, values)
-            if len(shown) > 1:
-                raise StepError(
-                    "the parameters have taken different numbers of steps",
-                    where=f"state of the optimizer {self.spec.name}",
-                    got=", ".join(shown),
-                    expected="parameters of one group and shape with one number of steps",
-                    hint="load it into the optimizer before mw.compile: optimizer.load_state_dict",
-                )
+    def _leaders(self) -> Iterable[tuple[str, int]]:
+        return ((name, k) for k, names in self._members.items() for name in names)
 
-    def next(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-        """The numbers of the next step by name; and by slot and parameter what state begins with in it.
+    def next(self, updated: Collection[str] | None = None) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+        """The numbers of the next step, which updates the parameters `updated` (None: all), by name; and by slot and
+        parameter what state begins with in it.
 
-        Raises StepError where the optimizer would do something else than was captured.
+        Raises OutdatedUpdate where the optimizer would do something else than was captured: for other options, and for
+        parameters that have taken different numbers of steps since, where one number was captured for them.
         """
         numbers: dict[str, float] = {}
         fills: dict[tuple[str, str], float] = {}
         self._after = {}
         self._stand_ins.take_options()
-        for k, names in self._members.items():
+        for k, members in self._members.items():
             kind = self.spec.kinds[k]
-            paths, self._after[k] = self._stand_ins.step(names[0], self._kept[k])
+            names = members if updated is None else [name for name in members if name in updated]
+            kept = self._kept_by_all(names or members[:1])
+            first = (names or members)[0]
+            slots = self.spec.slots(first)
+            own = Kept({slot: slots.get(slot, spec) for slot, spec in kept.tensors.items()}, kept.numbers)
+            paths, after = self._stand_ins.step(first, own)
+            self._after |= dict.fromkeys(names, after)
             signature = signature_of(paths)
             if signature not in kind.variants or (not kind.reads_shape and any(p.record.reads_shape for p in paths)):
-                raise self._changed(kind, names[0])
+                raise self._changed(kind, first)
             variant = kind.variants.index(signature)
             for i, number in enumerate(kind.numbers):
                 numbers[f"update{k}.{i}"] = _value(number, variant, paths)
-            fills |= {(key[2], name): v for key, v in paths[0].fills.items() for name in self.spec.members(k)}
+            fills |= {(key[2], name): v for key, v in paths[0].fills.items() for name in names}
         return numbers, fills
+
+    def _kept_by_all(self, names: Collection[str]) -> Kept:
+        """What is kept of each of some parameters of one kind. OutdatedUpdate where they differ."""
+        distinct = {id(self._kept[name]): name for name in names}
+        shown = sorted({_shown(self._kept[name]) for name in distinct.values()}) if len(distinct) > 1 else []
+        if len(shown) > 1:
+            raise OutdatedUpdate(
+                "parameters have taken different numbers of steps since the step was compiled",
+                where=f"state of the optimizer {self.spec.name}: {', '.join(sorted(distinct.values()))}",
+                got=" and ".join(shown),
+                expected="parameters of one group and shape with one number of steps",
+                hint="step.save(path), compile again with it, step.load(path)",
+            )
+        return self._kept[next(iter(names))]
 
     def commit(self) -> None:
         """The step of the last `next()` was taken."""
-        self._kept = self._after
+        self._kept |= self._after
+        self.stepped.update(name for name, after in self._after.items() if after.tensors or after.numbers)
+        self._after = {}
 
     def kept(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """What the optimizer's code keeps of some parameters beside their tensors, as it keeps it."""
-        known = {n: self._kept[self.spec.leaders[k]].numbers for n, k in self.spec.kind_of.items()}
-        return {n: dict(known[n]) for n in names if n in known}
+        wanted = {*names}
+        return {name: dict(kept.numbers) for name, kept in self._kept.items() if name in wanted}
 
     def values(self) -> dict[str, dict[str, float]]:
-        """What the optimizer's code keeps of each parameter: counts of steps and the like, by parameter and slot."""
-        shown = {k: scalars_of(kept.numbers) for k, kept in self._kept.items()}
-        leaders = {name: self.spec.leaders[k] for name, k in self.spec.kind_of.items()}
-        return {name: dict(shown[k]) for name, k in leaders.items() if shown[k]}
+        """What the optimizer's code keeps of each parameter: counts of steps and the like, by parameter and slot. Of
+        parameters that have taken no step, nothing, where others of the kind have something."""
+        shown = {name: scalars_of(kept.numbers) for name, kept in self._kept.items()}
+        return {name: values for name, values in shown.items() if values or self._is_fresh(name)}
+
+    def _is_fresh(self, name: str) -> bool:
+        leaves = self._leaves(name)
+        return name not in self.stepped and bool(leaves.tensors or leaves.numbers)
 
     def load(self, values: Mapping[str, Mapping[str, float]], num_steps: int) -> None:
-        """Continue from what `values()` gave after so many steps. StepError where parameters of one kind differ."""
-        self._check_alike(values)
-        for k, names in self._members.items():
-            kind = self.spec.kinds[k]
-            given = values.get(names[0], {slot: num_steps for slot in kind.kept if slot == "step"})
-            numbers = {slot: number_like(value, kind.kept.get(slot)) for slot, value in given.items()}
-            self._kept[k] = Kept(kind.slots, numbers) if num_steps else Kept()
-        self._after = self._kept
+        """Continue from what `values()` gave after so many steps."""
+
+        def loaded(name: str) -> Kept:
+            leaves = self._leaves(name)
+            if not num_steps or (name in values and not values[name]):
+                return Kept()
+            given = values.get(name, {slot: num_steps for slot in leaves.numbers if slot == "step"})
+            return Kept(leaves.tensors, {slot: number_like(v, leaves.numbers.get(slot)) for slot, v in given.items()})
+
+        self._begin_with({name: loaded(name) for name, _ in self._leaders()})
 
     def _changed(self, kind: UpdateKind, name: str) -> StepError:
         return OutdatedUpdate(
@@ -118,6 +138,11 @@ class StepNumbers:
             expected="the operations of the step that was compiled; numbers may change",
             hint="step.save(path), compile again with it, step.load(path)",
         )
+
+
+def _shown(kept: Kept) -> str:
+    """What tells apart what is kept of two parameters of one kind, whose shapes may differ."""
+    return str((sorted(kept.tensors), sorted(scalars_of(kept.numbers).items())))
 
 
 def number_like(value: float, like: Any) -> Any:

@@ -161,7 +161,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
     kept = {named[id(p)]: state for p, state in optimizer.state.items() if id(p) in named}
     for name in stand_ins.trained():
         param, at = stand_ins.params[name], stand_ins.group_of[name]
-        start = repr(sorted(scalars_of(kept.get(name, {})).items()))
+        own = {slot: value for slot, value in kept.get(name, {}).items() if value is not None}
+        start = repr((sorted(own), sorted(scalars_of(own).items())))
         key = at, param.shape, param.dtype, start, runs[name]
         if key not in kinds:
             _check_alone(stand_ins, name, runs[name])

@@ -16,6 +16,7 @@ from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.state import Key, State
 from meshweave.runtime.world import World
+from meshweave.runtime.written import Written, check_written
 
 Mark = tuple[int, int]  # address and count of writes: what tells a tensor that somebody has written from one that not
 
@@ -77,6 +78,7 @@ class Bindings:
 
     world: World
     bound: dict[Key, Bound] = field(default_factory=dict)
+    written: dict[Key, None] = field(default_factory=dict)  # what was taken over and not yet compared over ranks
 
     def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Bind the parameters and buffers of `model` to a state that is filled. All processes call it.
@@ -175,6 +177,21 @@ class Bindings:
                 continue
             _check_spec(bound.item, bound.tensor)
             self._take(state, bound)
+            self.written[bound.key] = None
+
+    def check_written(self) -> None:
+        """StepError on every rank where what was taken over since the last time differs among them. All processes call
+        it."""
+        written = [self._written(self.bound[key]) for key in self.written if key in self.bound]
+        self.written.clear()
+        check_written(self.world, written)
+
+    def _written(self, bound: Bound) -> Written:
+        ranks, layout, shape = self.world.mesh.devices, bound.layout, bound.item.spec.shape
+        is_piece = bound.form == "dtensor"
+        places = {r: layout.box_of(shape, r) if is_piece else None for r in ranks if r in layout.mesh or not is_piece}
+        kind = {"param": "the parameter", "buffer": "the buffer"}.get(bound.item.kind, "the optimizer's state")
+        return Written(f"{kind} '{bound.item.name}'", bound.memory, places)
 
     def _take(self, state: State, bound: Bound) -> None:
         if bound.form == "copy":

@@ -16,8 +16,10 @@ from meshweave.interop.storages import version_of
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.runtime.bindings import Bindings, Bound
+from meshweave.runtime.fingerprint import text_number
 from meshweave.runtime.initialize import full_values
 from meshweave.runtime.state import Key, State
+from meshweave.runtime.written import shown_names
 
 Numbers = Mapping[str, Mapping[str, Any]]  # what an optimizer keeps that is no piece, such as counts of steps: by
 # parameter and slot
@@ -40,9 +42,9 @@ class OptimizerState:
         """That of an optimizer over the parameters of `model`, which are bound already."""
         return OptimizerState(bindings, optimizer, dict(model.named_parameters()))
 
-    def publish(self, state: State, numbers: Numbers, names: Collection[str] | None = None) -> None:
-        """Bring slots (of the parameters `names` alone) and numbers into `optimizer.state`. What is bound has the
-        values of the last update.
+    def publish(self, state: State, numbers: Numbers, names: Collection[str]) -> None:
+        """Bring slots of the parameters `names`, and numbers, into `optimizer.state`. What is bound has the values of
+        the last update.
 
         All processes call it.
         """
@@ -56,54 +58,62 @@ class OptimizerState:
                     entries[slot] = value.clone() if isinstance(value, Tensor) else value
                 self.marks[name, slot] = _mark(entries[slot])
         for item, layout in state.items:
-            if names is not None and item.name.partition("/")[2] not in names:
-                continue
-            if item.kind == "state" and ("state", item.name) not in self.bindings.bound:
+            is_new = item.kind == "state" and ("state", item.name) not in self.bindings.bound
+            if is_new and item.name.partition("/")[2] in names:
                 slot, entries = self._entries(item)
                 entries[slot] = self._bind(state, item, layout)
 
     def put_numbers(self, state: State, spec: OptimizerSpec, fresh: Collection[str]) -> None:
-        """Write the numbers of a state that was loaded into `optimizer.state`; parameters `fresh` have taken no step
-        and have no entries."""
+        """Write the numbers of a state that was loaded into `optimizer.state`. Parameters `fresh`, and those with an
+        empty entry in it, have taken no step and have no state."""
         likes = {slot: value for kind in spec.kinds for slot, value in kind.kept.items()}
-        for name in fresh:
+        for name in (*fresh, *(name for name, values in state.numbers.items() if not values and name in self.params)):
             self.optimizer.state.pop(self.params[name], None)
-        for name, values in state.numbers.items():
+        for name, values in ((name, values) for name, values in state.numbers.items() if values):
             entries = self.optimizer.state[self.params[name]] if name in self.params else {}
             entries |= {slot: number_like(value, likes.get(slot)) for slot, value in values.items()}
             self.marks |= {(name, slot): _mark(entries[slot]) for slot in values}
 
     def take_over(self, state: State) -> bool:
         """Cut new pieces of the tensors that somebody has put into `optimizer.state`, or written, since the step last
-        did. Slots that are gone begin as zeros. Whether anything has changed: then its numbers are to be read, too."""
-        changed = [self._take(state, item, layout) for item, layout in state.items if item.kind == "state"]
-        for (name, slot), mark in list(self.marks.items()):
-            value = self.optimizer.state.get(self.params[name], {}).get(slot)
-            if _mark(value) != mark:
-                changed.append(True)
-                del self.marks[name, slot]
-        return any(changed)
+        did. Slots that are gone begin as zeros. Whether anything has changed: then its numbers are to be read, too.
+        On a cluster all ranks call it, and change the same."""
+        changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
+        now = {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
+        numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
+        names = [item.name for item, _ in changed] + [f"{slot}/{name}" for name, slot in numbers]
+        values = [None if now[key] is None else float(now[key]) for key in numbers]
+        read = f", {text_number(repr(values)):x}" if values else ""
+        self.bindings.world.choose(f"takes over of the optimizer's state {shown_names(names)}{read}")
+        for item, layout in changed:
+            self._take(state, item, layout)
+        for key in numbers:
+            del self.marks[key]
+        return bool(names)
 
     def _entries(self, item: Input) -> tuple[str, dict[str, Any]]:
         slot, _, name = item.name.partition("/")
         return slot, self.optimizer.state[self.params[name]]
 
-    def _take(self, state: State, item: Input, layout: Layout) -> bool:
-        key = "state", item.name
+    def _is_changed(self, item: Input) -> bool:
         slot, _, name = item.name.partition("/")
         now = self.optimizer.state.get(self.params[name], {}).get(slot)
-        bound = self.bindings.bound.get(key)
-        if bound is None and now is None:
-            return False
-        if bound is not None and now is bound.tensor and bound.is_unwritten:
-            return False
+        bound = self.bindings.bound.get(("state", item.name))
+        if bound is None:
+            return now is not None
+        return now is not bound.tensor or not bound.is_unwritten
+
+    def _take(self, state: State, item: Input, layout: Layout) -> None:
+        key: Key = "state", item.name
+        slot, _, name = item.name.partition("/")
+        now = self.optimizer.state.get(self.params[name], {}).get(slot)
         self.bindings.bound.pop(key, None)
         if now is None:
             state.put(item, layout, state.zeros(item))
-            return True
+            return
         state.put(item, layout, full_values(now).to(item.spec.dtype).expand(item.spec.shape))
         self.optimizer.state[self.params[name]][slot] = self._bind(state, item, layout)
-        return True
+        self.bindings.written[key] = None
 
     def _bind(self, state: State, item: Input, layout: Layout) -> Tensor:
         """A new tensor that is bound to a slot."""

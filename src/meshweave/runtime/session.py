@@ -179,6 +179,7 @@ class Session:
             self._compile_regions()
             if not self.progress.num_done:
                 self.bindings.take_over(self.state)
+                self.bindings.check_written()
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
             if not self.progress.num_done:
                 self._between, self._losses = [{} for _ in self.ranks], []

@@ -1,0 +1,62 @@
+"""What users write between steps is the same on every rank that holds it, or an error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.errors import StepError
+from meshweave.runtime.consensus import named
+from meshweave.runtime.fingerprint import fingerprint, text_number
+
+MOST_WORDS = 1 << 12  # 8-byte words of a tensor that are compared: who writes in every step should not wait for it
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A tensor that was written: the whole value, or this rank's piece. Ranks with equal `places` hold the same."""
+
+    name: str
+    value: Tensor
+    places: Mapping[int, Any]
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """Some names, and which they are in all."""
+    if not names:
+        return "nothing"
+    some = ", ".join(names[:_SHOWN])
+    rest = f" and {len(names) - _SHOWN} more ({text_number(repr(list(names))):x})" if len(names) > _SHOWN else ""
+    return some + rest
+
+
+def check_written(world: Any, written: Sequence[Written]) -> None:
+    """Compare what was written over ranks, by fingerprint. All ranks of a ClusterWorld call it; it is an error on every
+    rank where not all have written the same tensors (`World.choose`), or have written other values.
+
+    Raises StepError.
+    """
+    if not world.is_distributed:
+        return
+    world.choose(f"takes over {'what was written into ' * bool(written)}{shown_names([x.name for x in written])}")
+    if not written:
+        return
+    said = world.gather(torch.stack([fingerprint(x.value, MOST_WORDS).cpu() for x in written]))
+    for i, x in enumerate(written):
+        first: dict[Any, int] = {}
+        for rank, place in x.places.items():
+            leader = first.setdefault(place, rank)
+            if int(said[rank][i]) != int(said[leader][i]):
+                raise StepError(
+                    "ranks have written different values between two steps",
+                    where=f"{x.name}, {named([rank])}",
+                    got=f"other values than on rank {leader}",
+                    expected="the same on every rank that holds them, or replicas part for good",
+                    hint="seed every rank alike (torch.manual_seed) before it writes, or write on the first rank and "
+                    "copy to the others: torch.distributed.broadcast",
+                )
