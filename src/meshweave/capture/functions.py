@@ -46,6 +46,8 @@ def _attention(
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     if query.dim() == 4:
         query, key, value = _of_one_batch(query, key, value)
+        if attn_mask is not None and attn_mask.dim() not in (2, 4):  # one for each head
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     one_op = query.dim() == 4 and dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
     if one_op:
         return ops.attention(query, key, value, attn_mask, is_causal, scale)[0]

@@ -175,6 +175,13 @@ def _is_silent_random(func: Any, args: Any) -> bool:
 
 
 _MADE_LIKE = frozenset({aten.new_zeros.default, aten.new_full.default, aten.new_empty.default, aten.new_ones.default})
+# What these leave in memory is zeros in capture, as it is in the graph: two runs are compared by their constants.
+_UNINITIALIZED = frozenset(
+    {
+        aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.empty_permuted.default,
+        aten.new_empty.default, aten.new_empty_strided.default,
+    }
+)  # fmt: skip
 
 
 @lru_cache(1 << 16)
@@ -234,18 +241,20 @@ class Provenance(GlobalRandom):
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
         is_fake = is_like_data or self.record.call in self.overwritten
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        return result if func not in _UNINITIALIZED or isinstance(result, FakeTensor) else result.zero_()
 
     def _value(self, x: Tensor) -> Any:
         if isinstance(x, FakeTensor):
             constants = "; read a constant that the step writes into before it does, from a clone()"
+            module = f"module '{self.modules[-1]}'" if self.modules else ""
             raise CaptureError(
                 "the model's control flow depends on data",
-                where=user_line(),
+                where=user_line() or module,
                 got="a tensor turned into a Python number (if, .item(), int(), .tolist()) while the step was captured",
                 expected="the same ops for every batch",
-                hint="use torch.where or a mask instead of a branch, or move the decision into the data loader"
-                + (constants if self.overwritten else ""),
+                hint="use torch.where or a mask instead of a branch, or move the decision into the data loader; "
+                "BatchNorm takes a momentum that is a number" + (constants if self.overwritten else ""),
             )
         return aten._local_scalar_dense.default(x)
 

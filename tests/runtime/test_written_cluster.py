@@ -1,0 +1,83 @@
+"""What is written between steps on one rank alone, or differently on each, is an error on every rank."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.processes import Job
+from tests.training import batches, mse
+from torch import nn
+
+import meshweave as mw
+from meshweave.errors import StepError
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@torch.no_grad()
+def write(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Between two steps, on every rank."""
+    rank = dist.get_rank()
+    params = list(model.parameters())
+    if what == "alike":
+        params[0].clamp_(-0.2, 0.2)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif what == "weights":
+        params[0].add_(rank)
+    elif what == "weights, one rank" and rank == 1:
+        params[0].add_(1)
+    elif what == "state":
+        optimizer.state[params[0]]["exp_avg"].add_(rank)
+    elif what == "state, one rank" and rank == 0:
+        optimizer.state[params[0]]["exp_avg"].zero_()
+    elif what == "count":
+        optimizer.state[params[0]]["step"].add_(rank)
+
+
+def job_written(pipe: Connection, what: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, data = Layer(4, 4), batches(4, (4, 4), (4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh="dp=2", profile="alpha-beta")
+    for batch in data[:2]:
+        step(batch)
+    write(what, model, optimizer)
+    began = time.monotonic()
+    try:
+        for batch in data[2:]:
+            loss = float(step(batch))
+    except StepError as error:
+        return {"what": error.what, "text": str(error), "fast": time.monotonic() - began < 15}
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize("what", ["weights", "weights, one rank", "state", "state, one rank", "count"])
+def test_what_ranks_write_differently_is_an_error_on_all(start: Callable[..., Job], what: str) -> None:
+    for outcome in start("tests.runtime.test_written_cluster:job_written", 2, what).finish(240):
+        assert outcome.get("fast"), outcome
+        values = {
+            "weights": "the parameter 'weight', rank 1",
+            "state": "the optimizer's state 'exp_avg/weight', rank 1",
+        }
+        if what in values:
+            assert outcome["what"] == "ranks have written different values between two steps"
+            assert values[what] in outcome["text"]
+        else:
+            assert outcome["what"].startswith("ranks make one call of different things")
+
+
+def test_what_ranks_write_alike_counts(start: Callable[..., Job]) -> None:
+    first, second = start("tests.runtime.test_written_cluster:job_written", 2, "alike").finish(240)
+    assert first["loss"] == second["loss"]
