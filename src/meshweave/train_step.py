@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards
-from meshweave.capture.optimizer_guard import OptimizerGuard
+from meshweave.capture.optimizer_guard import OptimizerGuard, note_untrained
 from meshweave.capture.optimizer_options import options_of, put_options
 from meshweave.capture.optimizer_several import parts_of
 from meshweave.capture.optimizer_steps import StepNumbers
@@ -34,7 +34,7 @@ from meshweave.runtime.state import State
 from meshweave.runtime.weight_files import WeightFiles, write_weights
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
-from meshweave.variants import ShapeOptions, Variant, Variants, rows_check
+from meshweave.variants import ShapeOptions, Variant, Variants, evaluating, rows_check
 
 _LOG = logging.getLogger("meshweave")
 _PARTS = "forward, backward or update"
@@ -60,7 +60,7 @@ class TrainStep:
         optimizer as they are then."""
         self.again = again
         self.model, self.optimizer = model, optimizer
-        _note_untrained(model, optimizer)
+        note_untrained(model, optimizer)
         session = Session(program.roles, world, settings)
         spec = program.optimizer
         held = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
@@ -141,7 +141,7 @@ class TrainStep:
 
     def _forward_alone(self, batch: Any, part: Part, training: bool) -> tuple[Tensor, Any]:
         name = "evaluate" if part == "loss" else "forward_only"
-        with self._call(name, batch) as given, nullcontext() if training else _evaluating(self.model):
+        with self._call(name, batch) as given, nullcontext() if training else evaluating(self.model):
             variant, held = self.variants.of(given, part, 1)
             loss, tensors = variant.session.evaluate(dict(zip(held.names, held.tensors, strict=True)), variant.outputs)
             shape = variant.program.contract.outputs
@@ -388,31 +388,3 @@ def _initial_values(state: State, model: nn.Module, settings: Settings) -> Itera
     files = WeightFiles.of(settings.weights, model)
     state.read(files)
     return materialize(model, settings.seed, [item.name for item, _ in state.items if not state.has(item)])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """`model.eval()`, and every module back in its own mode at the end."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _note_untrained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Say which parameters want a gradient, but are in no group of the optimizer: another optimizer would get none."""
-    if optimizer is None:
-        return
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
-    if names:
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        _LOG.warning(
-            "%d parameters require gradients, but are in no group of the optimizer (%s): they keep their values, and "
-            "p.grad is not written for another optimizer",
-            len(names),
-            shown,
-        )

@@ -4,7 +4,8 @@ the step that is asked for. All run on one state."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -328,3 +329,15 @@ def _filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     result = tensor.new_full(shape, value)
     result[tuple(slice(0, size) for size in tensor.shape)] = tensor
     return result
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`model.eval()`, and every module back in its own mode at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

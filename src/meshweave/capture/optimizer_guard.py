@@ -3,14 +3,17 @@ options are read by `optimizer_steps.StepNumbers`."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshweave.capture.optimizer_several import name_of
 from meshweave.capture.optimizers import check_hooks, check_options
 from meshweave.errors import OutdatedUpdate
 
+_LOG = logging.getLogger("meshweave")
 _AGAIN = "step.save(path), compile again with it, step.load(path)"
 
 
@@ -44,3 +47,19 @@ def _equal(now: Any, before: Any) -> bool:
         return bool(now == before)
     except RuntimeError:  # other tensors, which have no truth value
         return False
+
+
+def note_untrained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Say which parameters want a gradient, but are in no group of the optimizer: another optimizer would get none."""
+    if optimizer is None:
+        return
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if names:
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        _LOG.warning(
+            "%d parameters require gradients, but are in no group of the optimizer (%s): they keep their values, and "
+            "p.grad is not written for another optimizer",
+            len(names),
+            shown,
+        )

@@ -167,10 +167,11 @@ class Bindings:
         """Let go of the tensors of `optimizer.state` for which another state has nothing."""
         self.bound = {key: bound for key, bound in self.bound.items() if key in state.pieces}
 
-    def take_over(self, state: State) -> None:
+    def take_over(self, state: State, *, is_compared: bool = False) -> None:
         """Cut new pieces of the tensors that somebody has written since the step last did: load_state_dict, weights
         swapped with their average, an assignment to `.data`. StepError for another shape or dtype, and
-        for a torn state."""
+        for a torn state; and, on every rank, where what was taken over since it was last compared differs among ranks
+        (`is_compared`: all processes call it)."""
         state.check_usable()
         for bound in (b for b in self.bound.values() if b.item.kind != "state"):
             if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
@@ -178,13 +179,10 @@ class Bindings:
             _check_spec(bound.item, bound.tensor)
             self._take(state, bound)
             self.written[bound.key] = None
-
-    def check_written(self) -> None:
-        """StepError on every rank where what was taken over since the last time differs among them. All processes call
-        it."""
-        written = [self._written(self.bound[key]) for key in self.written if key in self.bound]
-        self.written.clear()
-        check_written(self.world, written)
+        if is_compared:
+            written = [self._written(self.bound[key]) for key in self.written if key in self.bound]
+            self.written.clear()
+            check_written(self.world, written)
 
     def _written(self, bound: Bound) -> Written:
         ranks, layout, shape = self.world.mesh.devices, bound.layout, bound.item.spec.shape

@@ -104,13 +104,13 @@ class Session:
 
     def _compiled(self, kept: set[str], is_last: bool) -> tuple[Compiled, ...]:
         """What each held device runs, with outputs of the kinds `kept`."""
+
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
-                keep = partial(_is_kept, frozenset(kept))
                 fuse = fuse_for(self.compiler, rank, self.world) if self._has_regions else None
-                compiled[id(rank)] = compile_tasks(rank, self.world.device, keep, is_last, fuse)
+                compiled[id(rank)] = compile_tasks(rank, self.world.device, lambda kind, _: kind in kept, is_last, fuse)
         return tuple(compiled[id(by_device[d])] for d in self.world.devices)
 
     @property
@@ -178,8 +178,7 @@ class Session:
         with self._attempt("forward"):
             self._compile_regions()
             if not self.progress.num_done:
-                self.bindings.take_over(self.state)
-                self.bindings.check_written()
+                self.bindings.take_over(self.state, is_compared=True)
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
             if not self.progress.num_done:
                 self._between, self._losses = [{} for _ in self.ranks], []
@@ -399,7 +398,3 @@ class Session:
             self.bindings.keep(loaded)
             self.bindings.publish(loaded)
         return fresh
-
-
-def _is_kept(kinds: frozenset[str], kind: str, name: str) -> bool:
-    return kind in kinds
