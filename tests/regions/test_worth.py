@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -75,3 +77,9 @@ def test_inductor_is_prepared_where_regions_may_be_compiled(
         if thread.name == "meshweave: C++ compiler":
             thread.join()
     assert prepared == ["meshweave: C++ compiler"] * expected
+
+
+def test_loading_inductor_draws_no_random_numbers_of_the_user() -> None:
+    code = "import random; from meshweave.interop.lazy import load_inductor; a = random.getstate(); load_inductor(); "
+    code += "assert a == random.getstate()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.errors import MeshweaveError
+from meshweave.interop.lazy import load_inductor
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
@@ -137,10 +138,9 @@ class RegionCompiler:
     def _compiled(self, region: Region, function: RegionFunction) -> Compiled | None:
         if not self.has_compiler:
             return None
-        from meshweave.interop import inductor  # takes a second to import, and eager steps do without
-
+        inductor = load_inductor()  # takes a second, and eager steps do without
         try:
-            return inductor.compile_graph(function, function.forms, function.device)
+            return inductor.compile_graph(function, function.forms, function.device)  # type: ignore[no-any-return]
         except inductor.InvalidCxxCompiler:
             self.has_compiler = False
             self._note("there is no C++ compiler, so ops run one by one (Inductor needs g++ or clang++, or $CXX)")

@@ -9,6 +9,7 @@ from threading import Thread
 
 from torch import fx
 
+from meshweave.interop.lazy import load_inductor
 from meshweave.ir.rank import RankGraph
 from meshweave.regions.compiler import BackendName, Planned, RegionCompiler
 from meshweave.runtime.cluster import on_any
@@ -29,16 +30,12 @@ def compiler_for(backend: BackendName, world: World) -> RegionCompiler:
 
 def prepare_compiler(backend: BackendName, world: World, num_elements: int) -> None:
     """Begin with what Inductor does once in a process, beside capture and planning, where a model of so many elements
-    will probably be compiled: it imports itself, and tries the C++ compiler."""
+    will probably be compiled: it tries the C++ compiler, in another thread. It is imported in this one, before capture,
+    which compares the state of Python from beginning to end."""
     if compiler_for(backend, world).backend == "eager" or world.device.type != "cpu" or num_elements < _LEAST_ELEMENTS:
         return
-
-    def prepare() -> None:
-        from meshweave.interop import inductor
-
-        inductor.find_instructions()
-
-    Thread(target=prepare, name="meshweave: C++ compiler", daemon=True).start()
+    find = load_inductor().find_instructions
+    Thread(target=find, name="meshweave: C++ compiler", daemon=True).start()
 
 
 def fuse_for(compiler: RegionCompiler, rank: RankGraph, world: World) -> Fuse:
