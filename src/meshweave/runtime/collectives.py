@@ -204,7 +204,9 @@ def _sparse_scatter(exchange: Exchange, group: Group, x: Tensor, args: Sequence[
     """Members are sent the rows that are here of theirs, and add up what comes in the order of the group."""
     readers, count = args[:2]
     given, coming = readers[group.own], _blocks(readers, count)[:, group.own].flatten()
-    pending = exchange(group, rows_of(x, given)[given], (_counts(coming.view(count, -1)), _counts(given.view(count, -1))))
+    pending = exchange(
+        group, rows_of(x, given)[given], (_counts(coming.view(count, -1)), _counts(given.view(count, -1)))
+    )
 
     def finish() -> Tensor:
         parts = x.new_zeros((count, x.shape[0] // count, *x.shape[1:]))
