@@ -79,7 +79,7 @@ def _place(stops: Sequence[int], begins: Sequence[int], ends: Sequence[int]) -> 
 @dataclass(frozen=True, slots=True)
 class Readers:
     """Who reads the rows of `width` elements of a value: the owners of the sorted rows that `steps` lead from, the last
-    step first to be undone; or, with `places`, of those sorted rows whose places say this row."""
+    step first to be undone. With `places` those read row `places[i]` who without them would read row i."""
 
     owners: Owners
     width: int
@@ -87,7 +87,7 @@ class Readers:
     places: fx.Node | None = None
 
     def undone(self, kind: str, by: Any) -> Readers:
-        if not self.steps or self.steps[-1] != (kind, by):
+        if self.places is not None or not self.steps or self.steps[-1] != (kind, by):
             raise VerifyError("is read through other steps than its readers say", got=f"{kind} {by}")
         return replace(self, steps=self.steps[:-1])
 
@@ -116,9 +116,9 @@ def is_sparse(node: fx.Node) -> bool:
 def sparse_source(node: fx.Node) -> fx.Node | None:
     """The value that says which rows are there of a gathered one; None where all are."""
     while node.target is ops.move:
-        source: Any = node.args[0]
+        source, *_ = args = _args(node)
         if is_sparse(node):
-            return None if source.meta["layout"].partial else node.args[2]  # type: ignore[return-value]
+            return None if source.meta["layout"].partial else args[2]
         node = source
     return None
 
@@ -126,13 +126,13 @@ def sparse_source(node: fx.Node) -> fx.Node | None:
 class _Proof:
     def __init__(self, node: fx.Node, root: Root, partial: set[fx.Node]) -> None:
         self.node, self.root, self.partial = node, root, partial
-        source, layout = node.args[0].meta["layout"], node.meta["layout"]  # type: ignore[union-attr]
+        source, layout = _args(node)[0].meta["layout"], node.meta["layout"]
         cut = layout if source.partial else source
         self.axes = tuple(sorted(cut.dims[0].axes, key=cut.mesh.axis_index))  # as groups stand
 
     def check(self) -> None:
-        readers, source = self.readers(self.root(self.node.args[2])), self.node.args[0]
-        assert isinstance(source, fx.Node)
+        source, _, named, *_ = _args(self.node)
+        readers = self.readers(self.root(named))
         if not source.meta["layout"].partial:
             self.follow(self.node, readers)
             return
@@ -146,11 +146,11 @@ class _Proof:
 
     def readers(self, node: fx.Node) -> Readers:
         """What the value of a sparse move that says who reads is made of."""
-        shape = spec_of(self.node).shape
+        shape, args = spec_of(self.node).shape, _args(node)
         if node.target is not ours.row_readers.default:
             raise VerifyError("its readers are not made by row_readers", got=op_name(node.target))
-        members, places, count, num_rows = node.args
-        width = prod(shape) // num_rows  # type: ignore[operator]
+        members, places, count, num_rows = args
+        width = prod(shape) // num_rows
         if count != self.node.meta["layout"].mesh.flat_size(self.axes) or prod(shape) != width * num_rows:
             raise VerifyError("its readers are of another shape", got=str(node.args[2:]), expected=str(shape))
         owners, steps = self.steps(self.root(members))
@@ -158,17 +158,17 @@ class _Proof:
 
     def steps(self, node: fx.Node) -> tuple[Owners, tuple[tuple[str, Any], ...]]:
         if node.target is ours.row_owners.default:
-            ends, num_rows, *tables = node.args
-            return Owners(self.root(ends), num_rows, *(tuple(t) for t in tables)), ()  # type: ignore[arg-type]
-        operand: Any = node.args[0]
+            ends, num_rows, *tables = _args(node)
+            return Owners(self.root(ends), num_rows, *map(tuple, tables)), ()
+        operand, *rest = _args(node)
         owners, steps = self.steps(self.root(operand))
         if node.target is aten.view.default:
             (before, copies), (after, more) = spec_of(operand).shape, spec_of(node).shape
             if more != copies * (before // after):
                 raise VerifyError("takes together rows that do not divide", got=f"{before} as {after}")
             return owners, (*steps, ("group", before // after))
-        if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
-            return owners, (*steps, ("lookup", self.root(node.args[1][0])))  # type: ignore[index]
+        if node.target is aten.index.Tensor and len(rest[0]) == 1:
+            return owners, (*steps, ("lookup", self.root(rest[0][0])))
         raise VerifyError("its readers are made in an unknown way", got=op_name(node.target))
 
     def follow(self, node: fx.Node, readers: Readers) -> None:
@@ -176,8 +176,8 @@ class _Proof:
         for user in node.users:
             if user.target is ours.enter_rows.default and user.args[0] is node:
                 self.entered(user, spec_of(node).shape, readers)
-            elif user.target is aten.index.Tensor and user.args[0] is node:
-                self.placed(user, readers)
+            elif _looks_up(user) and user.args[0] is node and _index(user).meta["layout"].owned:
+                self.looked_up(user, self.through(node, user, readers))
             else:
                 self.partial |= set() if user.target is ops.move else {user}
                 self.follow(user, self.through(node, user, readers))
@@ -187,13 +187,11 @@ class _Proof:
             raise VerifyError("rows enter that are not those of its readers", got=enter.name)
         self.covers(readers.owners, self.root(enter.args[1]), enter.meta["layout"], shape[0])
 
-    def placed(self, lookup: fx.Node, readers: Readers) -> None:
-        indices, table = lookup.args[1], spec_of(lookup.args[0])  # type: ignore[arg-type]
-        at: Any = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type, index]
-        if at is None or at.target is not ours.enter_rows.default or self.root(at.args[0]) is not readers.places:
-            raise VerifyError("rows are looked up at other places", got=lookup.name)
-        if readers.steps or prod(table.shape[1:]) != readers.width:
-            raise VerifyError("rows of another kind are looked up", got=lookup.name)
+    def looked_up(self, lookup: fx.Node, readers: Readers) -> None:
+        """Rows at places that devices own."""
+        at = _index(lookup)
+        if readers.steps or at.target is not ours.enter_rows.default:
+            raise VerifyError("rows are looked up that are not those of its readers", got=lookup.name)
         self.covers(readers.owners, self.root(at.args[1]), at.meta["layout"], spec_of(at).shape[0])
 
     def through(self, node: fx.Node, user: fx.Node, readers: Readers) -> Readers:
@@ -204,35 +202,51 @@ class _Proof:
         if user.target is ops.move and not is_sparse(user) and _is_whole(node.meta["layout"]):
             return readers
         if user.target is aten.expand.default:
-            return readers.undone("group", _repeats(spec_of(user).shape, shape, readers.width))
-        if user.target is aten.index_put.default and user.args[2] is node and _is_sum(user, self.root):
-            if prod(shape[1:]) != readers.width:
-                raise VerifyError("adds up rows of another kind", got=str(shape))
-            return readers.undone("lookup", self.root(user.args[1][0]))  # type: ignore[index]
+            count = _repeats(spec_of(user).shape, shape, readers.width)
+            return readers if count == 1 else readers.undone("group", count)
+        is_of_rows = prod(shape[1:]) == readers.width
+        if user.target is aten.index_put.default and user.args[2] is node and _is_sum(user, self.root) and is_of_rows:
+            return readers.undone("lookup", self.root(_index(user)))
+        if _looks_up(user) and user.args[0] is node and is_of_rows and self.at(user) is readers.places:
+            return replace(readers, places=None)
         raise VerifyError(f"{user.name} ({op_name(user.target)}) reads all rows", got=f"the rows of {readers.steps}")
 
     def made(self, node: fx.Node) -> tuple[Readers, Layout]:
         """Whose rows of a part of a sum are not zeros, and the layout in which their sorted rows are owned."""
-        operand: Any = node.args[0]
-        if node.target is ours.leave_rows.default and node.args[2] == 0:
-            return self.sorted_rows(node.args[1], operand.meta["layout"], spec_of(node).shape)
+        operand, *rest = _args(node)
+        if node.target is ours.leave_rows.default and rest[1] == 0:
+            return self.sorted_rows(rest[0], operand.meta["layout"], spec_of(node).shape)
         if node.target in (aten.view.default, aten._to_copy.default):
             return self.made(operand)
         if node.target is aten.sum.dim_IntList:
+            (made, layout), many = self.made(operand), spec_of(operand).shape
+            summed = {d % len(many) for d in rest[0]}
+            count = _repeats(many, tuple(1 if d in summed else size for d, size in enumerate(many)), made.width)
+            return (made if count == 1 else self.after(made, ("group", count))), layout
+        if _looks_up(node):
             made, layout = self.made(operand)
-            many, dims = spec_of(operand).shape, {d % len(spec_of(operand).shape) for d in node.args[1]}  # type: ignore[union-attr]
-            few = tuple(1 if d in dims else size for d, size in enumerate(many))
-            return self.after(made, ("group", _repeats(many, few, made.width))), layout
-        if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
-            made, layout = self.made(operand)
-            if prod(spec_of(operand).shape[1:]) != made.width:
+            if prod(spec_of(operand).shape[1:]) != made.width or _index(node).meta["layout"].owned:
                 raise VerifyError("looks up rows of another kind", got=node.name)
-            return self.after(made, ("lookup", self.root(node.args[1][0]))), layout  # type: ignore[index]
-        at: Any = node.args[1][0] if node.target is aten.index_put.default else None  # type: ignore[index]
-        if at is None or at.target is not ours.enter_rows.default or not _is_sum(node, self.root):
+            return self.after(made, ("lookup", self.root(_index(node)))), layout
+        if node.target is not aten.index_put.default or not _is_sum(node, self.root):
             raise VerifyError(f"{node.name} ({op_name(node.target)}) may have rows of others", got=node.name)
-        made, layout = self.sorted_rows(at.args[1], at.meta["layout"], spec_of(at).shape)
-        return replace(made, width=prod(spec_of(node).shape[1:]), places=self.root(at.args[0])), layout
+        made, layout = self.added(node)
+        return replace(made, width=prod(spec_of(node).shape[1:]), places=self.at(node)), layout
+
+    def added(self, node: fx.Node) -> tuple[Readers, Layout]:
+        """Whose rows, of those that are added at an index, are not zeros."""
+        at = _index(node)
+        if at.target is ours.enter_rows.default:
+            return self.sorted_rows(at.args[1], at.meta["layout"], spec_of(at).shape)
+        made, layout = self.made(_args(node)[2])
+        if made.places is not None or made.width != prod(spec_of(node).shape[1:]) or at.meta["layout"].owned:
+            raise VerifyError("adds up rows of another kind", got=node.name)
+        return made, layout
+
+    def at(self, node: fx.Node) -> fx.Node:
+        """The places of all rows, of which an op may be given those that a device owns."""
+        at = _index(node)
+        return self.root(at.args[0] if at.target is ours.enter_rows.default else at)
 
     def sorted_rows(self, ends: Any, layout: Layout, shape: tuple[int, ...]) -> tuple[Readers, Layout]:
         return Readers(Owners(self.root(ends), shape[0], (), (), ()), prod(shape[1:])), layout
@@ -247,14 +261,38 @@ def _is_whole(layout: Layout) -> bool:
     return not layout.partial and not layout.owned and all(not dim.axes for dim in layout.dims)
 
 
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _index(node: fx.Node) -> fx.Node:
+    """The index along dim 0 of a lookup, or of a sum."""
+    args = _args(node)
+    found: fx.Node = args[2] if node.target is aten.index_select.default else args[1][0]
+    return found
+
+
+def _looks_up(node: fx.Node) -> bool:
+    args = _args(node)
+    is_select = node.target is aten.index_select.default and args[1] == 0
+    is_index = node.target is aten.index.Tensor and len(args[1]) == 1
+    return (
+        (is_select or is_index) and spec_of(_index(node)).dtype != torch.bool and len(spec_of(_index(node)).shape) == 1
+    )
+
+
 def _is_sum(node: fx.Node, root: Root) -> bool:
     """Whether values are added at one index along dim 0 of zeros."""
-    zeros = root(node.args[0])
-    is_added = len(node.args) == 4 and bool(node.args[3]) and len(node.args[1]) == 1  # type: ignore[arg-type]
-    return is_added and zeros.target is aten.full.default and zeros.args[1] == 0
+    into, indices, _, *is_added = _args(node)
+    zeros = root(into)
+    return len(indices) == 1 and is_added == [True] and zeros.target is aten.full.default and bool(zeros.args[1] == 0)
 
 
 def _repeats(many: tuple[int, ...], few: tuple[int, ...], width: int) -> int:
     """How often each row of shape `few` stands in `many`, one after the other; 0 where it is no such form."""
+    if many == few:
+        return 1
+    if len(many) != len(few):
+        return 0
     at = [d for d, (a, b) in enumerate(zip(many, few, strict=True)) if a != b]
     return many[at[0]] if len(at) == 1 and few[at[0]] == 1 and prod(many[at[0] + 1 :]) == width else 0

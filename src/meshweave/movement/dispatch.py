@@ -38,13 +38,15 @@ _SPARSE: dict[str, tuple[Kind, Any]] = {
 _INTEGER_BYTES = 32  # of a sorted row in what is computed of it: two integers, written and read
 _SAME_ROWS = frozenset({aten.view.default, aten._to_copy.default})  # rows of `width` elements keep their order
 
+_LOOKUPS = frozenset({aten.index.Tensor, aten.index_select.default})
+
 
 @dataclass(frozen=True, slots=True)
 class Path:
     """From sorted rows, which devices own in `layout` by `ends`, to rows of `width` elements of a moved value.
 
     `steps`, in this order: ("lookup", index) for rows that are the sorted ones at `index`, ("group", k) where k rows
-    in succession make one. Sorted row i is of row `places[i]`, without it of the row that the steps lead to.
+    in succession make one. With `places` the i-th of these is of row `places[i]` of the value.
     """
 
     ends: fx.Node
@@ -127,14 +129,14 @@ class _Writer:
     def read_by(self, node: fx.Node, user: fx.Node) -> Path | None:
         if user.target is ours.enter_rows.default and user.args[2] == 0:
             return _sorted_rows(user.args[1], user.meta["layout"], spec_of(node))
-        if user.target is aten.index.Tensor and user.args[0] is node:
-            return _at_places(user.args[1], spec_of(node))
+        if user.target in _LOOKUPS and user.args[0] is node and _indices(user):
+            return _at_places(self.read(user), user, spec_of(node))
         if user.target in _SAME_ROWS or (user.target is ops.move and self.is_slice(user)):
             return self.read(user)
         if user.target is aten.expand.default:
             return _grouped(self.read(user), spec_of(user).shape, spec_of(node).shape)
         if _adds_on_zeros(user) and user.args[2] is node:
-            return _looked_up(self.read(user), user.args[1], spec_of(node))
+            return _looked_up(self.read(user), user, spec_of(node))
         return None
 
     def is_slice(self, node: fx.Node) -> bool:
@@ -160,8 +162,8 @@ class _Writer:
             emit = _Emit(self.graph, last, path.layout.mesh)
             tables = _tables(path, axes)
             copies = len(tables[2]) // (len(tables[0]) * len(tables[1]))
-            args = (emit.whole(path.ends), path.num_rows, *tables)
-            members = emit.call(ours.row_owners.default, args, (path.num_rows, copies))
+            owners = (emit.whole(path.ends), path.num_rows, *tables)
+            members = emit.call(ours.row_owners.default, owners, (path.num_rows, copies))
             for kind, by in path.steps:
                 rows, copies = spec_of(members).shape
                 if kind == "group":
@@ -173,8 +175,9 @@ class _Writer:
                     members = emit.call(aten.index.Tensor, (members, [index]), shape)
             count = path.layout.mesh.flat_size(axes)
             places = path.places and emit.whole(path.places)
-            args = (members, places, count, num_rows)
-            return emit.call(ours.row_readers.default, args, (count, num_rows), torch.bool)
+            return emit.call(
+                ours.row_readers.default, (members, places, count, num_rows), (count, num_rows), torch.bool
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,56 +219,66 @@ def _sorted_rows(ends: Any, layout: Layout, spec: Spec) -> Path:
     return Path(ends, layout, spec.shape[0], prod(spec.shape[1:]))
 
 
-def _at_places(indices: Any, table: Spec) -> Path | None:
-    """Rows of a table at places that devices own."""
-    at = indices[0] if len(indices) == 1 else None
-    if at is None or at.target is not ours.enter_rows.default or len(spec_of(at).shape) != 1:
-        return None
-    path = _sorted_rows(at.args[1], at.meta["layout"], spec_of(at))
-    return replace(path, width=prod(table.shape[1:]), places=at.args[0])
+def _indices(node: fx.Node) -> list[fx.Node]:
+    """The one index along dim 0 at which an op looks rows up, or adds them; else nothing."""
+    args: Any = node.args
+    if node.target is aten.index_select.default and args[1] == 0:
+        found = [args[2]]
+    else:
+        found = list(args[1]) if node.target in (aten.index.Tensor, aten.index_put.default) else []
+    is_plain = len(found) == 1 and len(spec_of(found[0]).shape) == 1 and spec_of(found[0]).dtype != torch.bool
+    return found if is_plain else []
+
+
+def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
+    """The path to rows of a table at an index of which `path` leads to, be it of owned places alone."""
+    (at,), width = _indices(node), prod(table.shape[1:])
+    if at.target is ours.enter_rows.default:
+        return replace(_sorted_rows(at.args[1], at.meta["layout"], spec_of(at)), width=width, places=at.args[0])
+    is_free = path is not None and path.places is None and path.width == width and not at.meta["layout"].owned
+    return replace(path, places=at) if path is not None and is_free else None
 
 
 def _grouped(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> Path | None:
     """A path to rows of shape `few`, of which each is several successive ones of shape `many`."""
-    if path is None or path.places is not None or len(many) != len(few):
-        return None
+    if many == few or path is None or path.places is not None or len(many) != len(few):
+        return path if many == few else None
     dims = [d for d, (a, b) in enumerate(zip(many, few, strict=True)) if a != b]
     if len(dims) != 1 or few[dims[0]] != 1 or prod(many[dims[0] + 1 :]) != path.width:
         return None
     return replace(path, steps=(*path.steps, ("group", many[dims[0]])))
 
 
-def _looked_up(path: Path | None, indices: Any, rows: Spec) -> Path | None:
+def _looked_up(path: Path | None, node: fx.Node, rows: Spec) -> Path | None:
     """A path to rows that are those at an index along dim 0, or are added there."""
-    at = indices[0] if len(indices) == 1 else None
+    (at,) = _indices(node) or (None,)
     if path is None or path.places is not None or at is None or prod(rows.shape[1:]) != path.width:
         return None
-    spec, is_owned = spec_of(at), bool(at.meta["layout"].owned)
-    is_index = len(spec.shape) == 1 and spec.dtype != torch.bool and not is_owned
-    return replace(path, steps=(*path.steps, ("lookup", at))) if is_index else None
+    return None if at.meta["layout"].owned else replace(path, steps=(*path.steps, ("lookup", at)))
 
 
 def _made(node: fx.Node) -> Path | None:
     """The path of a part of a sum whose rows are zeros but for those that a device owns."""
-    operand: Any = node.args[0] if node.op == "call_function" else None
-    if node.target is ours.leave_rows.default and node.args[2] == 0:
-        return _sorted_rows(node.args[1], operand.meta["layout"], spec_of(node))
+    args: Any = node.args
+    if node.target is ours.leave_rows.default and args[2] == 0:
+        return _sorted_rows(args[1], args[0].meta["layout"], spec_of(node))
     if node.target in _SAME_ROWS:
-        return _made(operand)
+        return _made(args[0])
     if node.target is aten.sum.dim_IntList:
-        (_, dims, *_), many = node.args, spec_of(operand).shape
-        few = tuple(1 if d in [e % len(many) for e in dims] else size for d, size in enumerate(many))  # type: ignore[union-attr]
-        return _grouped(_made(operand), many, few)
-    if node.target is aten.index.Tensor:
-        return _looked_up(_made(operand), node.args[1], spec_of(operand))
-    return _at_places(node.args[1], spec_of(node)) if _adds_on_zeros(node) else None
+        many = spec_of(args[0]).shape
+        summed = {d % len(many) for d in args[1]}
+        return _grouped(_made(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many)))
+    if _adds_on_zeros(node) and _indices(node):
+        return _at_places(_made(args[2]), node, spec_of(node))
+    return _looked_up(_made(args[0]), node, spec_of(args[0])) if node.target in _LOOKUPS else None
 
 
 def _adds_on_zeros(node: fx.Node) -> bool:
-    if node.target is not aten.index_put.default or len(node.args) < 4 or not node.args[3]:
+    args: Any = node.args
+    if node.target is not aten.index_put.default or len(args) < 4 or not args[3]:
         return False
-    *_, first = _origins(node.args[0])  # type: ignore[arg-type]
-    return first.target is aten.full.default and first.args[1] == 0
+    *_, first = _origins(args[0])
+    return first.target is aten.full.default and bool(first.args[1] == 0)
 
 
 def _fits(path: Path, shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:

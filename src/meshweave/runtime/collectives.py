@@ -182,10 +182,10 @@ def _native_reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pend
     return Pending((work,), (dealt, out), lambda: out.view(x.dtype))
 
 
-Exchange = Callable[[Group, Tensor, Sequence[Any]], Pending]  # of rows, as an all-to-all takes its arguments
+Begin = Callable[[Group, Tensor, Sequence[Any]], Pending]  # a collective, with the arguments of its node
 
 
-def _sparse_gather(exchange: Exchange, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+def _sparse_gather(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """Members are sent the rows that they read; how many come from whom follows from `readers`, which all have."""
     readers, count = args[:2]
     asked, mine = _blocks(readers, count)[:, group.own], readers[group.own]
@@ -200,7 +200,7 @@ def _sparse_gather(exchange: Exchange, group: Group, x: Tensor, args: Sequence[A
     return replace(pending, held=(x, *pending.held), finish=finish)
 
 
-def _sparse_scatter(exchange: Exchange, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+def _sparse_scatter(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """Members are sent the rows that are here of theirs, and add up what comes in the order of the group."""
     readers, count = args[:2]
     given, coming = readers[group.own], _blocks(readers, count)[:, group.own].flatten()
@@ -238,7 +238,7 @@ def _countable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype is torch.bool else x
 
 
-MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
+MOVED: dict[Any, Begin] = {
     ALL_GATHER.op: _all_gather,
     ALL_TO_ALL.op: _all_to_all,
     ALL_REDUCE.op: _all_reduce,
@@ -247,7 +247,7 @@ MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
     SPARSE_GATHER.op: partial(_sparse_gather, _all_to_all),
     SPARSE_SCATTER.op: partial(_sparse_scatter, _all_to_all),
 }
-NATIVE = {
+NATIVE: dict[Any, Begin] = {
     BROADCAST.op: _broadcast,
     ALL_GATHER.op: _native_all_gather,
     ALL_TO_ALL.op: _native_all_to_all,
