@@ -234,7 +234,7 @@ def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
     """The path to rows of a table at an index of which `path` leads to, be it of owned places alone."""
     (at,), width = _indices(node), prod(table.shape[1:])
     if at.target is ours.enter_rows.default:
-        return replace(_sorted_rows(at.args[1], at.meta["layout"], spec_of(at)), width=width, places=at.args[0])
+        return replace(_sorted_rows(at.args[1], at.meta["layout"], spec_of(at)), width=width, places=at.args[0])  # type: ignore[arg-type]
     is_free = path is not None and path.places is None and path.width == width and not at.meta["layout"].owned
     return replace(path, places=at) if path is not None and is_free else None
 
