@@ -124,6 +124,8 @@ def sparse_source(node: fx.Node) -> fx.Node | None:
 
 
 class _Proof:
+    """That of one sparse move. `partial` takes the values that are computed of rows of which some are missing."""
+
     def __init__(self, node: fx.Node, root: Root, partial: set[fx.Node]) -> None:
         self.node, self.root, self.partial = node, root, partial
         source, layout = _args(node)[0].meta["layout"], node.meta["layout"]
@@ -160,6 +162,8 @@ class _Proof:
         if node.target is ours.row_owners.default:
             ends, num_rows, *tables = _args(node)
             return Owners(self.root(ends), num_rows, *map(tuple, tables)), ()
+        if node.target not in (aten.view.default, aten.index.Tensor):
+            raise VerifyError("its readers are made in an unknown way", got=op_name(node.target))
         operand, *rest = _args(node)
         owners, steps = self.steps(self.root(operand))
         if node.target is aten.view.default:
@@ -167,9 +171,9 @@ class _Proof:
             if more != copies * (before // after):
                 raise VerifyError("takes together rows that do not divide", got=f"{before} as {after}")
             return owners, (*steps, ("group", before // after))
-        if node.target is aten.index.Tensor and len(rest[0]) == 1:
-            return owners, (*steps, ("lookup", self.root(rest[0][0])))
-        raise VerifyError("its readers are made in an unknown way", got=op_name(node.target))
+        if len(rest[0]) != 1:
+            raise VerifyError("its readers are looked up at several indices", got=node.name)
+        return owners, (*steps, ("lookup", self.root(rest[0][0])))
 
     def follow(self, node: fx.Node, readers: Readers) -> None:
         """All that reads a value of which devices have the rows of `readers`."""
@@ -199,7 +203,7 @@ class _Proof:
         shape = spec_of(node).shape
         if user.target in (aten.view.default, aten._to_copy.default):
             return readers
-        if user.target is ops.move and not is_sparse(user) and _is_whole(node.meta["layout"]):
+        if user.target is ops.move and not is_sparse(user) and _cuts(node.meta["layout"], user.meta["layout"]):
             return readers
         if user.target is aten.expand.default:
             count = _repeats(spec_of(user).shape, shape, readers.width)
@@ -257,8 +261,11 @@ class _Proof:
         return replace(made, steps=(*made.steps, step))
 
 
-def _is_whole(layout: Layout) -> bool:
-    return not layout.partial and not layout.owned and all(not dim.axes for dim in layout.dims)
+def _cuts(source: Layout, target: Layout) -> bool:
+    """Whether every device has its piece of the target within that of the source."""
+    if source.partial or source.owned or target.partial or source.mesh != target.mesh:
+        return False
+    return all(b.axes[: len(a.axes)] == a.axes for a, b in zip(source.dims, target.dims, strict=True))
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

@@ -88,6 +88,8 @@ def dispatched(step: StepGraph, plan_move: PlanMove) -> StepGraph:
 
 
 class _Writer:
+    """Writes sparse moves, and what says who reads which rows, once for all moves of equal paths."""
+
     def __init__(self, graph: fx.Graph, plan_move: PlanMove) -> None:
         self.graph, self.plan_move = graph, plan_move
         self.readers: dict[Any, fx.Node] = {}
