@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.processes import Job
 from tests.training import assert_tensors, train
 from torch import Tensor, fx, nn
@@ -417,3 +418,29 @@ def test_no_device_has_the_rows_of_all_experts() -> None:
 def _is_wide(node: fx.Node) -> bool:
     spec = node.meta.get("spec")
     return origin_of(node).module in ("", "experts") and spec is not None and getattr(spec, "shape", ())[1:] == (WIDTH,)
+
+
+def native_job(pipe: Connection, order: tuple[int, ...]) -> dict[str, Any]:
+    """What sparse ops give over collectives of torch's own, in place of messages; all members compute what they
+    should."""
+    generator = torch.Generator().manual_seed(0)
+    group = collectives.Group(dist.group.WORLD, order, order == tuple(range(len(order))))
+    count = group.size
+    parts = [torch.randn(4, count, 3, generator=generator) for _ in range(count)]
+    for op, num_rows in ((SPARSE_GATHER.op, 4 * count * count), (SPARSE_SCATTER.op, 4 * count)):
+        readers = torch.rand(count, num_rows, generator=generator) < 0.4
+        readers[0] = False
+        args = [readers, count, 1.0]
+        pending = collectives.NATIVE[op](group, parts[group.own], args)
+        for work in pending.works:
+            work.wait()
+        if not torch.equal(pending.finish(), TABLE[op].exchange(parts, args)[group.own]):
+            return {"error": str(op)}
+    return {"is_equal": True}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("order", [(0, 1), pytest.param((1, 0), marks=pytest.mark.slow)])
+def test_collectives_of_torch_give_what_messages_do(start: Callable[..., Job], order: tuple[int, ...]) -> None:
+    for outcome in start(f"{__name__}:native_job", len(order), order).finish(120):
+        assert outcome == {"is_equal": True}
