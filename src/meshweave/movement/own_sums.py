@@ -44,7 +44,8 @@ def own_sums(step: StepGraph) -> StepGraph:
 def _sum(graph: fx.Graph, node: fx.Node) -> None:
     """leave_rows -> index at an inverse -> view [tokens, k, width] -> sum over k, as one sum at places."""
     view, dims, *rest = _args(node)
-    lookup = _args(view)[0] if view.target is aten.view.default and dims == [1] and not any(rest) else None
+    is_plain = dims == [1] and not any(rest) and not node.kwargs
+    lookup = _args(view)[0] if view.target is aten.view.default and is_plain else None
     if lookup is None or lookup.target is not aten.index.Tensor or len(spec_of(view).shape) != 3:
         return
     leave, indices = _args(lookup)
