@@ -19,6 +19,8 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.movement.arrange import PlanMove, arrange
+from meshweave.movement.dispatch import dispatched
+from meshweave.movement.own_sums import own_sums
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
 from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
@@ -105,6 +107,7 @@ def build_program(
     def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
         how = replace(placement, accumulate_in=accumulate_in)
         placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
+        placed = dispatched(own_sums(placed), planner)
         progress("expand")
         roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), costs)
         return placed, tuple(verify_rank(settle(role)) for role in roles)

@@ -18,7 +18,13 @@ PACKAGE = Path(meshweave.errors.__file__).parent
 SPELLED_IN = {"ir/collectives.py", "check/communication.py", "interop/gloo.py"}
 ROWS = [row for row in OURS if row is not TRANSFER]
 GROUP = 3
-CALLS = {"broadcast": [1], "permute": [1]}  # arguments of the ops that have no sample
+READERS = torch.ones((GROUP, 6), dtype=torch.bool)
+CALLS = {  # arguments of the ops that have no sample
+    "broadcast": [1],
+    "permute": [1],
+    "sparse_gather": [READERS, GROUP, 1.0],
+    "sparse_scatter": [READERS, GROUP, 1.0],
+}
 
 
 def arguments(row: Collective, rows: int) -> list[object]:

@@ -92,6 +92,9 @@ PRODUCTS = [
     made(ours.grouped_mm.default, lambda g: (F(7, 4).make(g), F(3, 4, 5).make(g), ENDS), exact=True),
     made(ours.leave_rows.default, lambda g: (F(2, 7).make(g)[:, :6], ENDS[1:], 1), exact=True),
     made(ours.grouped_outer.default, lambda g: (F(7, 4).make(g), F(7, 5).make(g), ENDS), exact=True),
+    made(ours.row_owners.default, lambda g: (ENDS, 7, [4, 7], [1, 3], [0, 1, 2, 3]), exact=True),
+    sample(ours.row_readers.default, I(6, 2, high=3), I(6, high=5), 3, 5),
+    sample(ours.row_readers.default, I(6, 1, high=3), None, 3, 6),
     sample(ours.matmul.default, F(5, 4, 3), F(5, 3, 2)),
 ]
 

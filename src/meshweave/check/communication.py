@@ -17,6 +17,7 @@ from meshweave.ir.collectives import destinations, functional, permute
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import Transfer
 from meshweave.ir.routes import Message
+from meshweave.ir.sparse import sparse_gather, sparse_scatter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,6 +190,12 @@ def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: A
     return _by_group(embedded, groups, together)
 
 
+def _sum_scatter(holding: Holding, groups: Groups, count: Any) -> Holding:
+    return _reduce_scatter(holding, groups, "sum", count)
+
+
+# Of rows that a value names: what comes is told apart by that value (`check.dispatch`).
+SPARSE = frozenset({sparse_gather, sparse_scatter})
 EXCHANGES: dict[Any, Callable[..., Holding]] = {
     functional.all_gather_into_tensor.default: _all_gather,
     functional.all_reduce.default: _all_reduce,
@@ -196,6 +203,8 @@ EXCHANGES: dict[Any, Callable[..., Holding]] = {
     functional.all_to_all_single.default: _all_to_all,
     functional.broadcast.default: _broadcast,
     permute: _permute,
+    sparse_gather: _all_gather,
+    sparse_scatter: _sum_scatter,
     local_ops.embed_part: _embed_part,
 }
 

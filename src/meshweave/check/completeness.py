@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from torch import fx
 
 from meshweave.buckets.unmerge import unmerged
-from meshweave.check.communication import EXCHANGES, apart, check_messages, group_ids, groups_among, together
+from meshweave.check.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
 from meshweave.check.holdings import Holding, pending_of
 from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, RoleReplay, Value, first_layout
@@ -23,7 +24,9 @@ from meshweave.gathers.carry import uncarried
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
+from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, Transfer
+from meshweave.ir.sparse import sparse_scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,8 @@ def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value 
         if not isinstance(state, Value | None):
             raise VerifyError("hands in several values at once", where=str(role))
         values.append(state)
+    if lacking := next((v for v in values if v is not None and (v.readers or v.root in roles[0].known.partial)), None):
+        raise VerifyError("hands in a value of which rows are missing that others read", got=lacking.root.name)
     names = sorted({v.root.name for v in values if v is not None})
     if len(names) != 1:
         raise VerifyError("roles hand in different values", got=", ".join(names) or "none", expected="forms of one")
@@ -184,19 +189,39 @@ def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Nod
         raise VerifyError("a role hands in nothing")
     first, holdings = nodes[0], [v.held for v in values]
     mesh, axes = roles[0].rank.group_axes(str(first.args[-1]))
-    numbers = [
-        concatenated([(r.numbers, n.args[i]) for r, n in zip(roles, nodes, strict=True)])
-        for i in range(1, len(first.args) - 1)
-    ]
+    is_sparse = first.target in SPARSE
+    positions = (2,) if is_sparse else range(1, len(first.args) - 1)
+    numbers = [concatenated([(r.numbers, n.args[i]) for r, n in zip(roles, nodes, strict=True)]) for i in positions]
+    readers = _readers(roles, nodes, mesh.flat_size(axes), values[0]) if is_sparse else None
 
     def exchange() -> list[Holding]:
         merged = together(holdings)
         done = EXCHANGES[first.target](merged, groups_among(mesh, axes, merged.devices), *numbers)
         return apart(done, [h.devices for h in holdings])
 
-    keys = [r.numbers.key(a) for r, n in zip(roles, nodes, strict=True) for a in n.args[1:]]
+    keys = [r.numbers.key(n.args[i]) for r, n in zip(roles, nodes, strict=True) for i in (*positions, -1)]
     results = known.once((first.target, mesh, axes, *keys, *holdings), exchange)
-    return [Value(v.root, holding) for v, holding in zip(values, results, strict=True)]
+    return [Value(v.root, holding, readers=readers) for v, holding in zip(values, results, strict=True)]
+
+
+def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, moved: Value) -> fx.Node:
+    """What says who reads, or has, which rows: one value, which every device has all of."""
+    values = [role.states.get(node.args[1]) for role, node in zip(roles, nodes, strict=True)]  # type: ignore[arg-type]
+    roots = {v.root for v in values if isinstance(v, Value)}
+    if len(roots) != 1 or not all(isinstance(v, Value) and v.layout is not None for v in values):
+        raise VerifyError("roles are told different readers", got=", ".join(r.name for r in roots) or "none")
+    (root,) = roots
+    shape, rows = spec_of(root).shape, spec_of(moved.root).shape
+    wholes = [v.layout == Layout.replicated(v.layout.mesh, 2).normalized(shape) for v in values]  # type: ignore[union-attr]
+    extents = moved.held.rows.extent
+    factor = 1 if nodes[0].target is sparse_scatter else count
+    fits = any(
+        prod(rows[:d]) == shape[-1] and (extents[:, :d].prod(1) * factor == shape[-1]).all()
+        for d in range(1, len(rows) + 1)
+    )
+    if not all(wholes) or len(shape) != 2 or shape[0] != count or not fits:
+        raise VerifyError("readers are of other rows than are moved", got=f"{shape}", expected=f"rows of {rows}")
+    return root
 
 
 def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:

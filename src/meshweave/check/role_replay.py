@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from meshweave.check.dispatch import check_dispatch, is_sparse, sparse_source
 from meshweave.check.holdings import (
     Holding,
     check_is,
@@ -37,11 +38,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A form of the value that placed node `root` makes: in a layout, or in the middle of a move (layout None)."""
+    """A form of the value that placed node `root` makes: in a layout, or in the middle of a move (layout None). Of
+    rows that `readers`, a value, says that a device does not read it has none."""
 
     root: fx.Node
     held: Holding
     layout: Layout | None = None
+    readers: fx.Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Known:
         for node in placed.graph.nodes:
             moved = node.args[0] if node.target is ops.move else None
             self.roots[node] = self.roots[moved] if isinstance(moved, fx.Node) else node
+        self.partial = check_dispatch(placed, self.roots.__getitem__)
         self.num_values = self.num_steps = self.num_twins = 0
         self._proven: dict[Any, Any] = {}
         self._holdings: dict[Any, Holding] = {}
@@ -158,6 +162,16 @@ class RoleReplay:
     def in_layout(self, root: fx.Node, layout: Layout) -> Value:
         return Value(root, self.known.holding(layout, spec_of(root).shape, self.devices), layout)
 
+    def at_hand(self, value: Value, wanted: fx.Node) -> None:
+        """Raise VerifyError where rows are missing of a value that is taken for the placed node `wanted`."""
+        given = sparse_source(wanted)
+        if value.readers is not None and (given is None or self.known.roots[given] is not value.readers):
+            raise VerifyError(
+                "rows are missing that others read",
+                got=f"the rows that {value.readers.name} says are read",
+                expected="all rows" if given is None else f"those of {self.known.roots[given].name}",
+            )
+
     def held_as(self, value: Value, layout: Layout) -> Value:
         """The value, proven to be held in `layout`."""
         if value.layout == layout:
@@ -166,7 +180,7 @@ class RoleReplay:
         if not layout.mesh.covers(self.devices):
             raise VerifyError("is due on other devices", got=str(self), expected=f"{layout} on {layout.mesh}")
         self.known.once(("is", value.held, layout, shape), lambda: check_is(value.held, layout, shape))
-        return self.in_layout(value.root, layout)
+        return replace(self.in_layout(value.root, layout), readers=value.readers)
 
     def operand(self, node: fx.Node, wanted: fx.Node) -> Value:
         """What a consumer finds where it needs the placed node `wanted`: a form of that value, in some layout."""
@@ -175,6 +189,7 @@ class RoleReplay:
             raise VerifyError(
                 f"takes {node.name}, another value", got=_name(value), expected=self.known.roots[wanted].name
             )
+        self.at_hand(value, wanted)
         try:
             return self.held_as(value, wanted.meta["layout"])
         except VerifyError as error:
@@ -212,7 +227,18 @@ class RoleReplay:
             raise VerifyError("is a form of another value", got=state.root.name, expected=self.known.roots[mark].name)
         self.known.num_values += 1
         self.ran.add(self.known.roots[mark])
-        return self.held_as(state, mark.meta["layout"]) if isinstance(state, Value) else state
+        if not isinstance(state, Value):
+            return state
+        if is_sparse(mark) and sparse_source(mark) is None:
+            state = self.summed(state, mark)
+        self.at_hand(state, mark)
+        return self.held_as(state, mark.meta["layout"])
+
+    def summed(self, value: Value, mark: fx.Node) -> Value:
+        """The value of a sparse sum, which has all rows if those of others were zeros."""
+        if value.readers is not None and value.readers is not self.known.roots[mark.args[2]]:  # type: ignore[index]
+            raise VerifyError("a sum is taken of other rows", got=value.readers.name, expected=str(mark.args[2]))
+        return replace(value, readers=None)
 
     def _moved(self, node: fx.Node, operands: list[Any]) -> Any:
         """What a step of a move makes of the one value that it is given."""
@@ -223,7 +249,8 @@ class RoleReplay:
         if node.target in UNCHANGED:
             return value
         key = (node.target, value.held, *(self.numbers.key(a) for a in node.args[1:]))
-        return Value(value.root, self.known.once(key, lambda: step(self.numbers, value.held, node)))
+        held = self.known.once(key, lambda: step(self.numbers, value.held, node))
+        return replace(value, held=held, layout=None)
 
     def _computed(self, node: fx.Node, op: fx.Node) -> Any:
         """What the placed op makes of the operands as they really are."""

@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import RankGraph, Transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph, Transfer
 
 Channel = tuple[Any, ...]  # what tells one channel from another: "group" or "transfer", its key, the members of a group
 
@@ -102,13 +102,13 @@ def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
 
 def plain_args(node: fx.Node) -> tuple[Any, ...]:
     """The arguments of a start without operand and group, and with symbols written out, so that those of two graphs
-    compare."""
+    compare; of a tensor what makes it."""
     return tuple(_plain(arg) for arg in node.args[1:-1])
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        return (value.target, *map(_plain, value.args))
+        return (value.target, *(map(_plain, value.args) if value.target in SYMBOLS else ()))
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return value

@@ -11,13 +11,14 @@ from torch import fx
 
 from meshweave.expand.emit import Emitter
 from meshweave.expand.localize import LOCALIZERS
-from meshweave.expand.moves import STEPS, Finish, send, take
+from meshweave.expand.moves import SPARSE, STEPS, Finish, dispatch, send, take
 from meshweave.ir import ops
 from meshweave.ir.graph import PARTS, Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer, in_mesh_order
 from meshweave.ir.verify import check_placed
+from meshweave.movement.dispatch import sparse_plan
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Step
 from meshweave.sharding.registry import row_for
@@ -163,12 +164,22 @@ class _Expander:
         if not any(self._has(layout) for layout in ends):
             return
         finish = self._held(source) if self._has(ends[0]) else None
+        if len(node.args) > 2:
+            self._dispatch(node, steps[0])
+            return
         for i, step in enumerate(steps):
             key = self.program.keys.get((node, i))
             self.emit.move = f"{spec_of(node)}: {step.source} -> {step.target}"
             finish = self._step(key, finish() if finish is not None else None, step, shape)
         if finish is not None and self._has(ends[-1]):
             self.pending[node] = finish
+
+    def _dispatch(self, node: fx.Node, step: Step) -> None:
+        """A move of which every device reads, or has, some rows alone."""
+        source, _, readers, share = node.args
+        self.emit.move = f"{spec_of(node)}: {step.source} -> {step.target}"
+        local = self._value(source), self._value(readers)  # type: ignore[arg-type]
+        self.pending[node] = dispatch(self.emit, local[0], step, local[1], share)  # type: ignore[arg-type]
 
     def _held(self, node: fx.Node) -> Finish:
         local = self._value(node)
@@ -245,8 +256,11 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
         meshes.setdefault(_layout_of(node).mesh)
         if node.target is ops.move:
             spec, source = spec_of(node), node.args[0].meta["layout"]
-            plan = node.meta["plan"] = plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
-            sent = ((i, planned) for i, planned in enumerate(plan.steps) if planned.kind not in STEPS)
+            plan = plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
+            if len(node.args) > 2:
+                plan = sparse_plan(plan, node.args[3]) or plan
+            node.meta["plan"] = plan
+            sent = ((i, planned) for i, planned in enumerate(plan.steps) if planned.kind not in (*STEPS, *SPARSE))
             transfers = [(i, _transfer(planned, spec)) for i, planned in sent]
             crossing += [(node, i, planned) for i, planned in transfers if not _stays(planned)]
     program = _Program(step, tuple(meshes))

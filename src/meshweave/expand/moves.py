@@ -15,7 +15,16 @@ from torch import fx
 
 from meshweave.expand.emit import Emitter
 from meshweave.ir import local_ops
-from meshweave.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, transfer
+from meshweave.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SPARSE_GATHER,
+    SPARSE_SCATTER,
+    WAIT,
+    transfer,
+)
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, largest_chunk
@@ -143,6 +152,16 @@ def _to_partial(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
 
 def _scale(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     return lambda: emit.call(aten.mul.Tensor, (x, step.factor), {})
+
+
+def dispatch(emit: Emitter, x: fx.Node, step: Step, readers: fx.Node, share: float) -> Finish:
+    """A gather of the rows that `readers` name, or a sum of those. Pieces are equal, and stand as the group does."""
+    count, group = _group(emit, step.source, step.axes)
+    started = emit.call(SPARSE[step.kind], (emit.contiguous(x), readers, count, share, group), {})
+    return lambda: emit.call(WAIT, (started,), {})
+
+
+SPARSE = {"sparse_gather": SPARSE_GATHER.op, "sparse_scatter": SPARSE_SCATTER.op}
 
 
 def take(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.graph import argument, op_name, place_of
+from meshweave.ir.sparse import kept, sparse_gather, sparse_scatter
 
 functional = torch.ops._c10d_functional
 WAIT = functional.wait_tensor.default
@@ -98,6 +99,15 @@ def _reduce_scatter(parts: Sequence[Tensor], args: Args) -> list[Any]:
 def _all_to_all(parts: Sequence[Tensor], args: Args) -> list[Any]:
     dealt = [part.chunk(len(parts), 0) for part in parts]  # blocks are equal, though not the same in every group
     return [torch.cat([row[i] for row in dealt], 0) for i in range(len(parts))]
+
+
+def _sparse_gather(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    whole = torch.cat(list(parts), 0)
+    return [kept(whole, is_read) for is_read in args[0]]
+
+
+def _sparse_scatter(parts: Sequence[Tensor], args: Args) -> list[Any]:
+    return _reduce_scatter([kept(part, is_given) for part, is_given in zip(parts, args[0], strict=True)], ["sum"])
 
 
 def _permute(parts: Sequence[Tensor], args: Args) -> list[Any]:
@@ -275,8 +285,31 @@ PERMUTE = Collective(
     problem=_not_a_permutation,
     curve_bytes=_permuted,
 )
+# Priced as an all-to-all of the rows that have to move.
+SPARSE_GATHER = Collective(
+    sparse_gather,
+    "sparse_gather",
+    group=4,
+    received=lambda n, b: (n - 1) * b,
+    size=2,
+    shape=lambda shape, args: (shape[0] * args[1], *shape[1:]),
+    exchange=_sparse_gather,
+    curve="all_to_all",
+    curve_bytes=lambda args, n, b: args[2] * n * b,
+)
+SPARSE_SCATTER = Collective(
+    sparse_scatter,
+    "sparse_scatter",
+    group=4,
+    received=lambda n, b: (n - 1) * b / n,
+    size=2,
+    shape=lambda shape, args: (shape[0] // args[1], *shape[1:]),
+    exchange=_sparse_scatter,
+    curve="all_to_all",
+    curve_bytes=lambda args, n, b: args[2] * b,
+)
 TRANSFER = Collective(transfer, "transfer", group=1, received=lambda n, b: b, is_ordered=True)
-OURS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, PERMUTE, TRANSFER)
+OURS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, PERMUTE, SPARSE_GATHER, SPARSE_SCATTER, TRANSFER)
 COLLECTIVES = frozenset(row.op for row in OURS if row is not TRANSFER)  # of rank graphs: their last argument is a group
 STARTS = COLLECTIVES | {transfer}
 RECEIVED: Mapping[str, Callable[[int, float], float]] = {row.name: row.received for row in OURS if not row.curve}

@@ -124,6 +124,43 @@ def all_rows(
     return out
 
 
+@define_op("row_owners")
+def row_owners(
+    ends: Tensor, num_rows: int, row_stops: list[int], expert_stops: list[int], members: list[int]
+) -> Tensor:
+    """The devices, by their numbers in a group, that have each of `num_rows` rows by expert: [num_rows, copies].
+
+    `row_stops[p]` is the end of piece p of the rows, `expert_stops[d]` that of the experts of the d-th device;
+    `members` [pieces, devices, copies], flat, are those that have the rows of piece p whose experts are of device d.
+    """
+    table = torch.tensor(members, device=ends.device).view(len(row_stops), len(expert_stops), -1)
+    rows = torch.arange(num_rows, device=ends.device)
+    piece = torch.searchsorted(torch.tensor(row_stops, device=ends.device), rows, right=True)
+    before = torch.cat([ends.new_zeros(1), ends]).long()[expert_stops]
+    owner = torch.searchsorted(before, rows, right=True).clamp(max=expert_stops.index(expert_stops[-1]))
+    return table[piece, owner]
+
+
+@row_owners.register_fake
+def _(ends: Tensor, num_rows: int, row_stops: list[int], expert_stops: list[int], members: list[int]) -> Tensor:
+    copies = len(members) // (len(row_stops) * len(expert_stops))
+    return ends.new_empty((num_rows, copies), dtype=torch.int64)
+
+
+@define_op("row_readers")
+def row_readers(members: Tensor, places: Tensor | None, num_members: int, num_rows: int) -> Tensor:
+    """Which members read which rows: [num_members, num_rows]. Those in `members[i]` read row `places[i]`, i without."""
+    at = torch.arange(len(members), device=members.device) if places is None else places
+    readers = torch.zeros((num_members, num_rows), dtype=torch.bool, device=members.device)
+    readers[members, at.unsqueeze(1)] = True
+    return readers
+
+
+@row_readers.register_fake
+def _(members: Tensor, places: Tensor | None, num_members: int, num_rows: int) -> Tensor:
+    return members.new_empty((num_members, num_rows), dtype=torch.bool)
+
+
 def key_of(node: fx.Node) -> str:
     """The name of the ends that an op on rows by expert is given, as the captured graph has it."""
     ends = node.args[1] if node.target in _IDENTITIES else node.args[2]

@@ -59,10 +59,12 @@ def define_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     return define
 
 
-def move(x: Tensor, target: str) -> Tensor:
+def move(x: Tensor, target: str, readers: Tensor | None = None, share: float = 1.0) -> Tensor:
     """The node that stands for every movement of data: the identity on the global value, to layout `target`.
 
-    Only placed graphs hold it; `meta["layout"]` of the node and of its operand are the two layouts.
+    With `readers` it is sparse (`movement.dispatch`): a gather brings each device the rows that it reads, a
+    reduce-scatter adds up the rows that each has, as `collectives.sparse_gather` and its inverse say. Only
+    placed graphs hold it; `meta["layout"]` of the node and of its operand are the two layouts.
     """
     raise AssertionError("a move is expanded before it runs")
 

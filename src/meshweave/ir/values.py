@@ -143,7 +143,7 @@ class _Run(Inference):
             return self.transferred(node)
         if node.target in COLLECTIVES:
             (x,) = self.values[_operand(node)]
-            args = fx.map_arg(node.args[1:], lambda n: self.symbols[n])
+            args = fx.map_arg(node.args[1:], lambda n: self.symbols.get(n, n))
             return self.fresh(TABLE[node.target].shape(x.shape, args), x.dtype)
         if node.target is operator.getitem:
             index: Any = node.args[1]

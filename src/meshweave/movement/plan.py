@@ -30,6 +30,8 @@ _WORDS: dict[Kind, str] = {
     "all_gather": "gather",
     "to_partial": "replicate",
     "transfer": "transfer",
+    "sparse_gather": "sparse gather",
+    "sparse_scatter": "sparse reduce-scatter",
 }
 
 

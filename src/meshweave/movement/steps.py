@@ -20,6 +20,8 @@ Kind = Literal[
     "all_gather",
     "to_partial",
     "transfer",
+    "sparse_gather",
+    "sparse_scatter",
 ]
 REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter", "all_reduce")
 
@@ -42,6 +44,8 @@ class Step:
                     avg axis to this step the value is 1 / `factor` times the global value.
     transfer        every device of the target's mesh gets its piece from devices of the source's, as `ir.routes` says;
                     no axes, and nothing is partial. The only step whose layouts differ in their meshes.
+    sparse_gather   all_gather of the rows that each device reads (see `movement.dispatch`); no plan has it by itself
+    sparse_scatter  reduce_scatter of the rows that each device has, likewise
 
     `dim` is -1, `to_dim` None, `to_axes` and `op` empty where the kind has none. `op` is sum, max or min, never avg.
     `seconds` and `bytes_received` (per device) are those of the largest piece under the profile of the plan; of a
@@ -74,6 +78,8 @@ class Step:
             "to_partial": f"to_partial({self.op}) over {axes}" + (f" from dim {self.dim}" if self.dim >= 0 else ""),
             "scale": f"scale by {self.factor:g} over {axes}",
             "transfer": f"transfer to {_place(self.target.mesh)}",
+            "sparse_gather": f"sparse_gather dim {self.dim} over {axes}",
+            "sparse_scatter": f"sparse_scatter({self.op}) over {axes} onto dim {self.dim}",
         }[self.kind]
 
     @property

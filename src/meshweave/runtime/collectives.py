@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -12,7 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
-from meshweave.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, reduce_in_order
+from meshweave.ir.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER,
+    SPARSE_GATHER,
+    SPARSE_SCATTER,
+    reduce_in_order,
+)
+from meshweave.ir.sparse import rows_of
 from meshweave.runtime.background import Job
 from meshweave.runtime.buffers import Buffers
 from meshweave.runtime.messages import Message, Messages, bytes_of
@@ -171,22 +182,77 @@ def _native_reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pend
     return Pending((work,), (dealt, out), lambda: out.view(x.dtype))
 
 
+Begin = Callable[[Group, Tensor, Sequence[Any]], Pending]  # a collective, with the arguments of its node
+
+
+def _sparse_gather(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    """Members are sent the rows that they read; how many come from whom follows from `readers`, which all have."""
+    readers, count = args[:2]
+    asked, mine = _blocks(readers, count)[:, group.own], readers[group.own]
+    rows, place = rows_of(x, asked[0]), asked.nonzero()[:, 1]
+    pending = exchange(group, rows[place], (_counts(mine.view(count, -1)), _counts(asked)))
+
+    def finish() -> Tensor:
+        out = x.new_zeros((count * x.shape[0], *x.shape[1:]))
+        rows_of(out, mine)[mine] = _value(pending)
+        return out
+
+    return replace(pending, held=(x, *pending.held), finish=finish)
+
+
+def _sparse_scatter(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    """Members are sent the rows that are here of theirs, and add up what comes in the order of the group."""
+    readers, count = args[:2]
+    given, coming = readers[group.own], _blocks(readers, count)[:, group.own].flatten()
+    pending = exchange(
+        group, rows_of(x, given)[given], (_counts(coming.view(count, -1)), _counts(given.view(count, -1)))
+    )
+
+    def finish() -> Tensor:
+        parts = x.new_zeros((count, x.shape[0] // count, *x.shape[1:]))
+        rows_of(parts, coming)[coming] = _value(pending)
+        return reduce_in_order(parts.unbind(0), "sum")
+
+    return replace(pending, held=(x, *pending.held), finish=finish)
+
+
+def _blocks(readers: Tensor, count: int) -> Tensor:
+    """Who reads which rows of whose block: [reader, member, row]."""
+    return readers.view(count, count, -1)
+
+
+def _counts(places: Tensor) -> list[int]:
+    """How many rows of each member's are marked. On an accelerator this waits for all before it."""
+    counts: list[int] = places.sum(1).tolist()
+    return counts
+
+
+def _value(pending: Pending) -> Tensor:
+    value = pending.finish()
+    assert value is not None, "every member receives something, be it nothing"
+    return value
+
+
 def _countable(x: Tensor) -> Tensor:
     """Booleans as 0 and 1: their maximum is `or`, their minimum `and`."""
     return x.view(torch.uint8) if x.dtype is torch.bool else x
 
 
-MOVED: dict[Any, Callable[[Group, Tensor, Sequence[Any]], Pending]] = {
+MOVED: dict[Any, Begin] = {
     ALL_GATHER.op: _all_gather,
     ALL_TO_ALL.op: _all_to_all,
     ALL_REDUCE.op: _all_reduce,
     REDUCE_SCATTER.op: _reduce_scatter,
     BROADCAST.op: _broadcast,
+    SPARSE_GATHER.op: partial(_sparse_gather, _all_to_all),
+    SPARSE_SCATTER.op: partial(_sparse_scatter, _all_to_all),
 }
-NATIVE = {
+NATIVE: dict[Any, Begin] = {
     BROADCAST.op: _broadcast,
     ALL_GATHER.op: _native_all_gather,
     ALL_TO_ALL.op: _native_all_to_all,
     ALL_REDUCE.op: _native_all_reduce,
     REDUCE_SCATTER.op: _native_reduce_scatter,
+    SPARSE_GATHER.op: partial(_sparse_gather, _native_all_to_all),
+    SPARSE_SCATTER.op: partial(_sparse_scatter, _native_all_to_all),
 }

@@ -158,7 +158,7 @@ def compile_tasks(
     steps: Sequence[Sequence[Step]] = parts if fuse is None else fuse(parts, kept)
     last: dict[fx.Node, Step] = {}
     for step in (step for part in steps for step in part):
-        for used in step.inputs if isinstance(step, Fused) else step.all_input_nodes:
+        for used in _read_by(step):
             last[used] = step
     replaced = {key for key in graph.outputs if key[0] in ("param", "state", "acc", "carry")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -188,6 +188,14 @@ def compile_tasks(
     tasks = tuple(tuple(task(step) for step in part) for part in steps)
     inputs = tuple(slot[n] for n in sources)
     return Compiled(graph, tasks, inputs, tuple(slot[n] for n in results), len(slot), tuple(slot))
+
+
+def _read_by(step: Step) -> Sequence[fx.Node]:
+    """What a step reads; a wait besides what its communication does."""
+    if isinstance(step, Fused):
+        return step.inputs
+    started = step.all_input_nodes
+    return [*started, *started[0].all_input_nodes[1:]] if step.target is WAIT else started
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

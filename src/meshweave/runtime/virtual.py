@@ -317,6 +317,7 @@ class LocalExecutor:
         operands = [now.envs[i][task.out] for i, task in starts]
         i, task = (starts or waits)[0]
         began = None if self._recorder is None else self._recorder.mark()
+        args: list[Any] = []
         try:
             if copy.op is transfer:
                 results = [self._received(copy, operands, waits[0][0])]
@@ -327,7 +328,7 @@ class LocalExecutor:
             raise
         except Exception as error:
             raise failed(task, f"over {copy.key} failed", error) from error
-        self._streams.share([*operands, *results], [i for i, _ in (*starts, *waits)])
+        self._streams.share([*operands, *args, *results], [i for i, _ in (*starts, *waits)])
         operands.clear()
         if self._recorder is not None:
             for i, wait in waits:

@@ -316,5 +316,5 @@ def _resolved(layout: Layout) -> Layout:
 def _repeated_seconds(rule: Rule, option: Assignment, mesh: Mesh, results: Sequence[Spec]) -> float:
     """Time of the op on one device beyond what it would be if every axis did its share."""
     used = prod(mesh.size(axis) for axis, role in option.roles if isinstance(role, (Shard, Own)))
-    whole = 2.0 * prod(rule.sizes) / FLOPS_PER_SECOND + sum(s.num_bytes for s in results) / BYTES_PER_SECOND
+    whole = 2.0 * rule.num_steps / FLOPS_PER_SECOND + sum(s.num_bytes for s in results) / BYTES_PER_SECOND
     return whole * (1.0 / used - 1.0 / mesh.num_devices)

@@ -66,6 +66,12 @@ class Rule:
     keyed: Keyed | None = None
     placed: frozenset[int] = frozenset()
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps all loops make together. A lookup goes over its positions, whatever the table has."""
+        tables = self.placed if len(self.placed) < len(self.sizes) else ()
+        return prod(size for factor, size in enumerate(self.sizes) if factor not in tables)
+
     def reduce_op(self, factor: int) -> str:
         return dict(self.reduce).get(factor, "sum")
 

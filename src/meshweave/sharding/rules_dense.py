@@ -167,6 +167,15 @@ def _rows_of_others(node: fx.Node, position: int) -> Rule:
     return replace(build.rule([dims, [(whole,)]], [dims], sums({0})), keyed=keyed)
 
 
+def _whole(node: fx.Node) -> Rule:
+    """Every device does all of it."""
+    build = RuleBuilder()
+    specs = [*(spec_of(n) for n in tensor_inputs(node)), *result_specs(node)]
+    dims = [build.dims(spec.shape, whole=range(len(spec.shape))) for spec in specs]
+    return build.rule(dims[:-1], dims[-1:])
+
+
+add([ours.row_owners.default, ours.row_readers.default], _whole)
 add(ours.grouped_mm.default, _grouped_mm, localize="grouped_mm")
 add(ours.grouped_outer.default, _grouped_outer, localize="grouped_outer")
 add(ours.leave_rows.default, partial(_rows_of_others, position=0), localize="leave_rows")

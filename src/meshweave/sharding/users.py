@@ -1,4 +1,5 @@
-"""Layouts that a value's users propose, for dims that no operand of its op has: what an op spreads out."""
+"""Layouts that a value's users propose, for dims of which no operand of its op says how to cut them: what an op spreads
+out, and a sum that is to be rounded."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from meshweave.errors import RuleError
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.traits import CASTS
 from meshweave.sharding.registry import row_for
 
 _MOST_VALUES = 32  # looked at per op: the users that matter stand within one composite (a softmax, a loss)
@@ -21,11 +23,12 @@ Map = tuple[int | None, ...]  # per dim of a value, the dim of the op's result t
 def proposed_by_users(
     node: fx.Node, mesh: Mesh, is_free: Callable[[fx.Node], bool], layout_of: Callable[[fx.Node], Layout | None]
 ) -> tuple[Layout, ...]:
-    """The layout in which users want those dims of a node's result that come from nothing: none, or one.
+    """The layout in which users want dims of a node's result that come from nothing, or those of a sum that has
+    to be taken before it is rounded: none, or one.
 
     `is_free`: whether a value is made on demand, in any piece. `layout_of`: that of a value that has been placed.
     """
-    dims = _spread_dims(node, lambda n: not is_free(n))
+    dims = _spread_dims(node, lambda n: not is_free(n)) or _rounded_dims(node, layout_of)
     proposed = _layout_of_users(node, dims, lambda n: None if is_free(n) else layout_of(n)) if dims else None
     return (proposed,) if proposed is not None and proposed.mesh == mesh else ()
 
@@ -41,6 +44,14 @@ def _spread_dims(node: fx.Node, is_held: Callable[[fx.Node], bool]) -> frozenset
     known = {f for n, dims in zip(operands, rule.operands, strict=True) if is_held(n) for dim in dims for f in dim}
     outer = {d: rule.outer(rule.results[0], d) for d in range(len(spec.shape))}
     return frozenset(d for d, f in outer.items() if f is not None and f not in known and rule.is_shardable(f))
+
+
+def _rounded_dims(node: fx.Node, layout_of: Callable[[fx.Node], Layout | None]) -> frozenset[int]:
+    """The dims of a cast that its operand, a part of a sum, does not pass."""
+    layout = layout_of(tensor_inputs(node)[0]) if node.target in CASTS else None
+    if layout is None or not layout.partial or any("sum" in way.ops for way in row_for(node).rule(node).linear):
+        return frozenset()
+    return frozenset(range(len(spec_of(node).shape)))
 
 
 def _layout_of_users(

@@ -1,0 +1,305 @@
+"""Sparse moves: which rows devices read, or have, proven by what the value that says so is made of.
+
+A row of a moved value belongs to sorted rows, which devices own. `Readers` is what the placed graph says of that: the
+owners of the sorted rows, looked up and taken together. What reads a gathered value must undo these steps one by one,
+until every device is left with the sorted rows that it owns; what makes a part of a sum must have taken them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from meshweave.check.communication import group_ids
+from meshweave.check.holdings import boxes
+from meshweave.errors import VerifyError
+from meshweave.ir import ops
+from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
+from meshweave.ir.layout import DimSharding, Layout
+
+aten = torch.ops.aten
+ours = torch.ops.meshweave
+Root = Callable[[Any], fx.Node]  # what a value is moved from
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Who has each sorted row, as `grouped.row_owners` is told."""
+
+    ends: fx.Node
+    num_rows: int
+    row_stops: tuple[int, ...]
+    expert_stops: tuple[int, ...]
+    members: tuple[int, ...]
+
+    def check(self, ends: fx.Node, layout: Layout, num_rows: int, axes: tuple[str, ...]) -> None:
+        """Raise VerifyError unless they name, for every device of the groups over `axes`, the sorted rows that it owns
+        in `layout` by `ends`, and perhaps others."""
+        if self.ends is not ends or self.num_rows != num_rows:
+            raise VerifyError("names the owners of other rows", got=f"{self.num_rows} by {self.ends.name}")
+        mesh, devices = layout.mesh, layout.mesh.devices
+        experts = Layout(mesh, (DimSharding(layout.owned_axes),))
+        rows = Layout(mesh, (layout.dims[0],))
+        pieces = _place(self.row_stops, *_spans(rows, num_rows, devices))
+        owners = _place(self.expert_stops, *_spans(experts, spec_of(ends).shape[0], devices))
+        table = np.array(self.members).reshape(len(self.row_stops), len(self.expert_stops), -1)
+        member = {d: i for ids in group_ids(mesh, axes).tolist() for i, d in enumerate(ids)}
+        for device, piece, owner in zip(devices, pieces, owners, strict=True):
+            if piece >= 0 and owner >= 0 and member[device] not in table[piece, owner]:
+                raise VerifyError(
+                    f"device {device} lacks rows that it owns",
+                    got=f"members {table[piece, owner].tolist()} for its rows",
+                    expected=f"member {member[device]} of the groups of {axes}",
+                )
+
+
+def _spans(layout: Layout, size: int, devices: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    offset, length = boxes(layout, (size,), devices)
+    return offset[:, 0].tolist(), (offset + length)[:, 0].tolist()
+
+
+def _place(stops: Sequence[int], begins: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Of spans the number of the piece between two stops that holds each; -1 of what is empty."""
+    starts = [0, *stops]
+    found = []
+    for begin, end in zip(begins, ends, strict=True):
+        within = [i for i, stop in enumerate(stops) if starts[i] <= begin and end <= stop]
+        if begin < end and not within:
+            raise VerifyError("cuts rows or experts in other pieces", got=str(list(stops)), expected=f"{begin}:{end}")
+        found.append(within[0] if begin < end else -1)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Who reads the rows of `width` elements of a value: the owners of the sorted rows that `steps` lead from, the last
+    step first to be undone. With `places` those read row `places[i]` who without them would read row i."""
+
+    owners: Owners
+    width: int
+    steps: tuple[tuple[str, Any], ...] = ()
+    places: fx.Node | None = None
+
+    def undone(self, kind: str, by: Any) -> Readers:
+        if self.places is not None or not self.steps or self.steps[-1] != (kind, by):
+            raise VerifyError("is read through other steps than its readers say", got=f"{kind} {by}")
+        return replace(self, steps=self.steps[:-1])
+
+
+def check_dispatch(placed: StepGraph, root: Root) -> frozenset[fx.Node]:
+    """Raise VerifyError for a sparse move that leaves out a row that a device reads, or has. Returns the values that
+    are computed of rows of which some are missing: no other device may be sent them."""
+    partial: set[fx.Node] = set()
+    for node in placed.graph.nodes:
+        if not is_sparse(node):
+            continue
+        try:
+            _Proof(node, root, partial).check()
+        except VerifyError as error:
+            where = f"{node.name}, {origin_of(node)}"
+            raise VerifyError(
+                f"a sparse move is not what is read: {error.what}", where=where, got=error.got, expected=error.expected
+            ) from error
+    return frozenset(partial)
+
+
+def is_sparse(node: fx.Node) -> bool:
+    return node.target is ops.move and len(node.args) > 2
+
+
+def sparse_source(node: fx.Node) -> fx.Node | None:
+    """The value that says which rows are there of a gathered one; None where all are."""
+    while node.target is ops.move:
+        source, *_ = args = _args(node)
+        if is_sparse(node):
+            return None if source.meta["layout"].partial else args[2]
+        node = source
+    return None
+
+
+class _Proof:
+    """That of one sparse move. `partial` takes the values that are computed of rows of which some are missing."""
+
+    def __init__(self, node: fx.Node, root: Root, partial: set[fx.Node]) -> None:
+        self.node, self.root, self.partial = node, root, partial
+        source, layout = _args(node)[0].meta["layout"], node.meta["layout"]
+        cut = layout if source.partial else source
+        self.axes = tuple(sorted(cut.dims[0].axes, key=cut.mesh.axis_index))  # as groups stand
+
+    def check(self) -> None:
+        source, _, named, *_ = _args(self.node)
+        readers = self.readers(self.root(named))
+        if not source.meta["layout"].partial:
+            self.follow(self.node, readers)
+            return
+        made, layout = self.made(source)
+        self.covers(readers.owners, made.owners.ends, layout, made.owners.num_rows)
+        if replace(made, owners=readers.owners) != readers:
+            raise VerifyError("the sum is made in other steps", got=str(made.steps), expected=str(readers.steps))
+
+    def covers(self, owners: Owners, ends: fx.Node, layout: Layout, num_rows: int) -> None:
+        owners.check(ends, layout, num_rows, self.axes)
+
+    def readers(self, node: fx.Node) -> Readers:
+        """What the value of a sparse move that says who reads is made of."""
+        shape, args = spec_of(self.node).shape, _args(node)
+        if node.target is not ours.row_readers.default:
+            raise VerifyError("its readers are not made by row_readers", got=op_name(node.target))
+        members, places, count, num_rows = args
+        width = prod(shape) // num_rows
+        if count != self.node.meta["layout"].mesh.flat_size(self.axes) or prod(shape) != width * num_rows:
+            raise VerifyError("its readers are of another shape", got=str(node.args[2:]), expected=str(shape))
+        owners, steps = self.steps(self.root(members))
+        return Readers(owners, width, steps, None if places is None else self.root(places))
+
+    def steps(self, node: fx.Node) -> tuple[Owners, tuple[tuple[str, Any], ...]]:
+        if node.target is ours.row_owners.default:
+            ends, num_rows, *tables = _args(node)
+            return Owners(self.root(ends), num_rows, *map(tuple, tables)), ()
+        if node.target not in (aten.view.default, aten.index.Tensor):
+            raise VerifyError("its readers are made in an unknown way", got=op_name(node.target))
+        operand, *rest = _args(node)
+        owners, steps = self.steps(self.root(operand))
+        if node.target is aten.view.default:
+            (before, copies), (after, more) = spec_of(operand).shape, spec_of(node).shape
+            if more != copies * (before // after):
+                raise VerifyError("takes together rows that do not divide", got=f"{before} as {after}")
+            return owners, (*steps, ("group", before // after))
+        if len(rest[0]) != 1:
+            raise VerifyError("its readers are looked up at several indices", got=node.name)
+        return owners, (*steps, ("lookup", self.root(rest[0][0])))
+
+    def follow(self, node: fx.Node, readers: Readers) -> None:
+        """All that reads a value of which devices have the rows of `readers`."""
+        for user in node.users:
+            if user.target is ours.enter_rows.default and user.args[0] is node:
+                self.entered(user, spec_of(node).shape, readers)
+            elif _looks_up(user) and user.args[0] is node and _index(user).meta["layout"].owned:
+                self.looked_up(user, self.through(node, user, readers))
+            else:
+                self.partial |= set() if user.target is ops.move else {user}
+                self.follow(user, self.through(node, user, readers))
+
+    def entered(self, enter: fx.Node, shape: tuple[int, ...], readers: Readers) -> None:
+        if readers.steps or readers.places or enter.args[2] != 0 or prod(shape[1:]) != readers.width:
+            raise VerifyError("rows enter that are not those of its readers", got=enter.name)
+        self.covers(readers.owners, self.root(enter.args[1]), enter.meta["layout"], shape[0])
+
+    def looked_up(self, lookup: fx.Node, readers: Readers) -> None:
+        """Rows at places that devices own."""
+        at = _index(lookup)
+        if readers.steps or at.target is not ours.enter_rows.default:
+            raise VerifyError("rows are looked up that are not those of its readers", got=lookup.name)
+        self.covers(readers.owners, self.root(at.args[1]), at.meta["layout"], spec_of(at).shape[0])
+
+    def through(self, node: fx.Node, user: fx.Node, readers: Readers) -> Readers:
+        """Who reads the rows of a result, where `readers` read those of its operand."""
+        shape = spec_of(node).shape
+        if user.target in (aten.view.default, aten._to_copy.default):
+            return readers
+        if user.target is ops.move and not is_sparse(user) and _cuts(node.meta["layout"], user.meta["layout"]):
+            return readers
+        if user.target is aten.expand.default:
+            count = _repeats(spec_of(user).shape, shape, readers.width)
+            return readers if count == 1 else readers.undone("group", count)
+        is_of_rows = prod(shape[1:]) == readers.width
+        if user.target is aten.index_put.default and user.args[2] is node and _is_sum(user, self.root) and is_of_rows:
+            return readers.undone("lookup", self.root(_index(user)))
+        if _looks_up(user) and user.args[0] is node and is_of_rows and self.at(user) is readers.places:
+            return replace(readers, places=None)
+        raise VerifyError(f"{user.name} ({op_name(user.target)}) reads all rows", got=f"the rows of {readers.steps}")
+
+    def made(self, node: fx.Node) -> tuple[Readers, Layout]:
+        """Whose rows of a part of a sum are not zeros, and the layout in which their sorted rows are owned."""
+        operand, *rest = _args(node)
+        if node.target is ours.leave_rows.default and rest[1] == 0:
+            return self.sorted_rows(rest[0], operand.meta["layout"], spec_of(node).shape)
+        if node.target in (aten.view.default, aten._to_copy.default):
+            return self.made(operand)
+        if node.target is aten.sum.dim_IntList:
+            (made, layout), many = self.made(operand), spec_of(operand).shape
+            summed = {d % len(many) for d in rest[0]}
+            count = _repeats(many, tuple(1 if d in summed else size for d, size in enumerate(many)), made.width)
+            return (made if count == 1 else self.after(made, ("group", count))), layout
+        if _looks_up(node):
+            made, layout = self.made(operand)
+            if prod(spec_of(operand).shape[1:]) != made.width or _index(node).meta["layout"].owned:
+                raise VerifyError("looks up rows of another kind", got=node.name)
+            return self.after(made, ("lookup", self.root(_index(node)))), layout
+        if node.target is not aten.index_put.default or not _is_sum(node, self.root):
+            raise VerifyError(f"{node.name} ({op_name(node.target)}) may have rows of others", got=node.name)
+        made, layout = self.added(node)
+        return replace(made, width=prod(spec_of(node).shape[1:]), places=self.at(node)), layout
+
+    def added(self, node: fx.Node) -> tuple[Readers, Layout]:
+        """Whose rows, of those that are added at an index, are not zeros."""
+        at = _index(node)
+        if at.target is ours.enter_rows.default:
+            return self.sorted_rows(at.args[1], at.meta["layout"], spec_of(at).shape)
+        made, layout = self.made(_args(node)[2])
+        if made.places is not None or made.width != prod(spec_of(node).shape[1:]) or at.meta["layout"].owned:
+            raise VerifyError("adds up rows of another kind", got=node.name)
+        return made, layout
+
+    def at(self, node: fx.Node) -> fx.Node:
+        """The places of all rows, of which an op may be given those that a device owns."""
+        at = _index(node)
+        return self.root(at.args[0] if at.target is ours.enter_rows.default else at)
+
+    def sorted_rows(self, ends: Any, layout: Layout, shape: tuple[int, ...]) -> tuple[Readers, Layout]:
+        return Readers(Owners(self.root(ends), shape[0], (), (), ()), prod(shape[1:])), layout
+
+    def after(self, made: Readers, step: tuple[str, Any]) -> Readers:
+        if made.places is not None:
+            raise VerifyError("rows that were added up at places are taken further", got=str(step))
+        return replace(made, steps=(*made.steps, step))
+
+
+def _cuts(source: Layout, target: Layout) -> bool:
+    """Whether every device has its piece of the target within that of the source."""
+    if source.partial or source.owned or target.partial or source.mesh != target.mesh:
+        return False
+    return all(b.axes[: len(a.axes)] == a.axes for a, b in zip(source.dims, target.dims, strict=True))
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _index(node: fx.Node) -> fx.Node:
+    """The index along dim 0 of a lookup, or of a sum."""
+    args = _args(node)
+    found: fx.Node = args[2] if node.target is aten.index_select.default else args[1][0]
+    return found
+
+
+def _looks_up(node: fx.Node) -> bool:
+    args = _args(node)
+    is_select = node.target is aten.index_select.default and args[1] == 0
+    is_index = node.target is aten.index.Tensor and len(args[1]) == 1
+    return (
+        (is_select or is_index) and spec_of(_index(node)).dtype != torch.bool and len(spec_of(_index(node)).shape) == 1
+    )
+
+
+def _is_sum(node: fx.Node, root: Root) -> bool:
+    """Whether values are added at one index along dim 0 of zeros."""
+    into, indices, _, *is_added = _args(node)
+    zeros = root(into)
+    return len(indices) == 1 and is_added == [True] and zeros.target is aten.full.default and bool(zeros.args[1] == 0)
+
+
+def _repeats(many: tuple[int, ...], few: tuple[int, ...], width: int) -> int:
+    """How often each row of shape `few` stands in `many`, one after the other; 0 where it is no such form."""
+    if many == few:
+        return 1
+    if len(many) != len(few):
+        return 0
+    at = [d for d, (a, b) in enumerate(zip(many, few, strict=True)) if a != b]
+    return many[at[0]] if len(at) == 1 and few[at[0]] == 1 and prod(many[at[0] + 1 :]) == width else 0

@@ -1,0 +1,338 @@
+"""Dispatch: moves of token rows of which every device reads, or has, but some, made sparse.
+
+Experts over devices make a device look up the tokens of its own experts alone, and give a sum in which it has but
+those. So it need not be sent the others: `move(x, layout, readers, share)`, where `readers` [devices, rows] is a value
+of the graph that says which rows each device reads. The value between a gathered row and the sorted rows that devices
+own (`Layout.owned`) is followed op by op; where an op is none of these, the move stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.ir import ops
+from meshweave.ir.collectives import SPARSE_GATHER, SPARSE_SCATTER
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.pieces import is_even, nested_chunk
+from meshweave.ir.rank import in_mesh_order
+from meshweave.movement.arrange import PlanMove
+from meshweave.movement.plan import MovePlan
+from meshweave.movement.steps import Kind
+from meshweave.sharding.assign import BYTES_PER_SECOND
+
+aten = torch.ops.aten
+ours = torch.ops.meshweave
+_SPARSE: dict[str, tuple[Kind, Any]] = {
+    "all_gather": ("sparse_gather", SPARSE_GATHER),
+    "reduce_scatter": ("sparse_scatter", SPARSE_SCATTER),
+}
+_INTEGER_BYTES = 32  # of a sorted row in what is computed of it: two integers, written and read
+_SAME_ROWS = frozenset({aten.view.default, aten._to_copy.default})  # rows of `width` elements keep their order
+
+_LOOKUPS = frozenset({aten.index.Tensor, aten.index_select.default})
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """From sorted rows, which devices own in `layout` by `ends`, to rows of `width` elements of a moved value.
+
+    `steps`, in this order: ("lookup", index) for rows that are the sorted ones at `index`, ("group", k) where k rows
+    in succession make one. With `places` the i-th of these is of row `places[i]` of the value.
+    """
+
+    ends: fx.Node
+    layout: Layout
+    num_rows: int
+    width: int
+    steps: tuple[tuple[str, Any], ...] = ()
+    places: fx.Node | None = None
+
+
+def sparse_plan(plan: MovePlan, share: float) -> MovePlan | None:
+    """The plan of the same move if a device reads or has but a `share` of its rows; None where it has no sparse form:
+    that is for a gather or sum over one group along dim 0, of equal pieces in the order of the group."""
+    if len(plan.steps) != 1 or plan.steps[0].kind not in _SPARSE:
+        return None
+    (step,), request = plan.steps, plan.request
+    cut = step.source if step.kind == "all_gather" else step.target
+    whole = step.target if step.kind == "all_gather" else step.source
+    axes, mesh, shape = cut.dims[0].axes if cut.dims else (), cut.mesh, request.shape
+    is_stacked = step.dim == 0 and axes == step.axes == in_mesh_order(mesh, axes) and not whole.dims[0].axes
+    is_whole = all(not dim.axes for dim in cut.dims[1:-1]) and is_even(shape[0], cut.parts(0), cut.dims[0].unit)
+    if not is_stacked or not is_whole or step.op not in ("", "sum"):
+        return None
+    kind, row = _SPARSE[step.kind]
+    num_bytes = share * prod(whole.local_shape(shape)) * request.dtype.itemsize
+    seconds = request.profile.seconds(row.curve, mesh, axes, num_bytes)
+    received = request.profile.bytes_received(row.curve, mesh.flat_size(axes), num_bytes)
+    sparse = replace(step, kind=kind, seconds=seconds, bytes_received=received)
+    return replace(plan, steps=(sparse,), seconds=seconds, bytes_received=received)
+
+
+def dispatched(step: StepGraph, plan_move: PlanMove) -> StepGraph:
+    """The placed graph with every move sparse that can be, and is cheaper so under a balanced load."""
+    writer = _Writer(step.graph, plan_move)
+    has_owned_rows = any(node.target is ours.enter_rows.default for node in step.graph.nodes)
+    for node in step.graph.find_nodes(op="call_function", target=ops.move) if has_owned_rows else ():
+        writer.move(node)
+    return step
+
+
+class _Writer:
+    """Writes sparse moves, and what says who reads which rows, once for all moves of equal paths."""
+
+    def __init__(self, graph: fx.Graph, plan_move: PlanMove) -> None:
+        self.graph, self.plan_move = graph, plan_move
+        self.readers: dict[Any, fx.Node] = {}
+
+    def plan(self, node: fx.Node) -> MovePlan:
+        source, spec = node.args[0].meta["layout"], spec_of(node)  # type: ignore[union-attr]
+        return self.plan_move(source, node.meta["layout"], spec.shape, spec.dtype)
+
+    def move(self, node: fx.Node) -> None:
+        plan, source = self.plan(node), node.args[0]
+        if sparse_plan(plan, 1.0) is None:
+            return
+        assert isinstance(source, fx.Node)
+        path = self.read(node) if plan.steps[0].kind == "all_gather" else _made(source)
+        shape, axes = spec_of(node).shape, plan.steps[0].axes
+        if path is None or not _fits(path, shape, axes):
+            return
+        num_rows = prod(shape) // path.width
+        share = _expected_share(path, num_rows, axes)
+        sparse = sparse_plan(plan, share)
+        if sparse is None or sparse.seconds + _handling_seconds(path, num_rows, plan, share) >= plan.seconds:
+            return
+        readers = self.mask(path, axes, num_rows)
+        if any(user < readers for user in node.users):
+            return
+        with self.graph.inserting_before(node if readers < node else readers.next):
+            new = self.graph.call_function(ops.move, (source, node.args[1], readers, share))
+        copy_meta(node, new, layout=node.meta["layout"])
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    # what is read of a gathered value
+
+    def read(self, node: fx.Node) -> Path | None:
+        """The one path that all users of a value take; None where there is another way to use it."""
+        paths = {self.read_by(node, user) for user in node.users}
+        return paths.pop() if len(paths) == 1 else None
+
+    def read_by(self, node: fx.Node, user: fx.Node) -> Path | None:
+        if user.target is ours.enter_rows.default and user.args[2] == 0:
+            return _sorted_rows(user.args[1], user.meta["layout"], spec_of(node))
+        if user.target in _LOOKUPS and user.args[0] is node and _indices(user):
+            return _at_places(self.read(user), user, spec_of(node))
+        if user.target in _SAME_ROWS or (user.target is ops.move and self.is_slice(user)):
+            return self.read(user)
+        if user.target is aten.expand.default:
+            return _grouped(self.read(user), spec_of(user).shape, spec_of(node).shape)
+        if _adds_on_zeros(user) and user.args[2] is node:
+            return _looked_up(self.read(user), user, spec_of(node))
+        return None
+
+    def is_slice(self, node: fx.Node) -> bool:
+        return len(node.args) == 2 and all(step.kind == "slice" for step in self.plan(node).steps)
+
+    # what says who reads
+
+    def mask(self, path: Path, axes: tuple[str, ...], num_rows: int) -> fx.Node:
+        """The value that says which rows each device of a group reads, as early as it can be."""
+        key = (path, axes, num_rows)
+        if key not in self.readers:
+            self.readers[key] = self.written(path, axes, num_rows)
+        return self.readers[key]
+
+    def written(self, path: Path, axes: tuple[str, ...], num_rows: int) -> fx.Node:
+        needed = [
+            path.ends,
+            *(by for kind, by in path.steps if kind == "lookup"),
+            *([path.places] if path.places else []),
+        ]
+        last = max(needed)
+        with self.graph.inserting_before(last.next):
+            emit = _Emit(self.graph, last, path.layout.mesh)
+            tables = _tables(path, axes)
+            copies = len(tables[2]) // (len(tables[0]) * len(tables[1]))
+            owners = (emit.whole(path.ends), path.num_rows, *tables)
+            members = emit.call(ours.row_owners.default, owners, (path.num_rows, copies))
+            for kind, by in path.steps:
+                rows, copies = spec_of(members).shape
+                if kind == "group":
+                    shape = (rows // by, copies * by)
+                    members = emit.call(aten.view.default, (members, list(shape)), shape)
+                else:
+                    index = emit.whole(by)
+                    shape = (spec_of(index).shape[0], copies)
+                    members = emit.call(aten.index.Tensor, (members, [index]), shape)
+            count = path.layout.mesh.flat_size(axes)
+            places = path.places and emit.whole(path.places)
+            return emit.call(
+                ours.row_readers.default, (members, places, count, num_rows), (count, num_rows), torch.bool
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Emit:
+    """Writes ops that every device does alike, described as `like` is."""
+
+    graph: fx.Graph
+    like: fx.Node
+    mesh: Mesh
+
+    def call(self, target: Any, args: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> fx.Node:
+        new = self.graph.call_function(target, args)
+        return copy_meta(
+            self.like, new, spec=Spec(shape, dtype), layout=Layout.replicated(self.mesh, len(shape)).normalized(shape)
+        )
+
+    def whole(self, value: fx.Node) -> fx.Node:
+        """The value as every device has all of it."""
+        layout = Layout.replicated(self.mesh, len(spec_of(value).shape)).normalized(spec_of(value).shape)
+        found = next((v for v in _origins(value) if v.meta["layout"] == layout), None)
+        if found is None:
+            found = copy_meta(value, self.graph.call_function(ops.move, (value, str(layout))), layout=layout)
+        return found
+
+
+def _origins(value: fx.Node) -> Iterator[fx.Node]:
+    """A value and what it is moved from."""
+    yield value
+    while value.target is ops.move:
+        value = value.args[0]  # type: ignore[assignment]
+        yield value
+
+
+# Paths. What a value is read through and what a sum is made through are followed alike.
+
+
+def _sorted_rows(ends: Any, layout: Layout, spec: Spec) -> Path:
+    """The sorted rows themselves, along dim 0 of a value."""
+    return Path(ends, layout, spec.shape[0], prod(spec.shape[1:]))
+
+
+def _indices(node: fx.Node) -> list[fx.Node]:
+    """The one index along dim 0 at which an op looks rows up, or adds them; else nothing."""
+    args: Any = node.args
+    if node.target is aten.index_select.default and args[1] == 0:
+        found = [args[2]]
+    else:
+        found = list(args[1]) if node.target in (aten.index.Tensor, aten.index_put.default) else []
+    is_plain = len(found) == 1 and len(spec_of(found[0]).shape) == 1 and spec_of(found[0]).dtype != torch.bool
+    return found if is_plain else []
+
+
+def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
+    """The path to rows of a table at an index of which `path` leads to, be it of owned places alone."""
+    (at,), width = _indices(node), prod(table.shape[1:])
+    if at.target is ours.enter_rows.default:
+        return replace(_sorted_rows(at.args[1], at.meta["layout"], spec_of(at)), width=width, places=at.args[0])  # type: ignore[arg-type]
+    is_free = path is not None and path.places is None and path.width == width and not at.meta["layout"].owned
+    return replace(path, places=at) if path is not None and is_free else None
+
+
+def _grouped(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> Path | None:
+    """A path to rows of shape `few`, of which each is several successive ones of shape `many`."""
+    if many == few or path is None or path.places is not None or len(many) != len(few):
+        return path if many == few else None
+    dims = [d for d, (a, b) in enumerate(zip(many, few, strict=True)) if a != b]
+    if len(dims) != 1 or few[dims[0]] != 1 or prod(many[dims[0] + 1 :]) != path.width:
+        return None
+    return replace(path, steps=(*path.steps, ("group", many[dims[0]])))
+
+
+def _looked_up(path: Path | None, node: fx.Node, rows: Spec) -> Path | None:
+    """A path to rows that are those at an index along dim 0, or are added there."""
+    (at,) = _indices(node) or (None,)
+    if path is None or path.places is not None or at is None or prod(rows.shape[1:]) != path.width:
+        return None
+    return None if at.meta["layout"].owned else replace(path, steps=(*path.steps, ("lookup", at)))
+
+
+def _made(node: fx.Node) -> Path | None:
+    """The path of a part of a sum whose rows are zeros but for those that a device owns."""
+    args: Any = node.args
+    if node.target is ours.leave_rows.default and args[2] == 0:
+        return _sorted_rows(args[1], args[0].meta["layout"], spec_of(node))
+    if node.target in _SAME_ROWS:
+        return _made(args[0])
+    if node.target is aten.sum.dim_IntList:
+        many = spec_of(args[0]).shape
+        summed = {d % len(many) for d in args[1]}
+        return _grouped(_made(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many)))
+    if _adds_on_zeros(node) and _indices(node):
+        return _at_places(_made(args[2]), node, spec_of(node))
+    return _looked_up(_made(args[0]), node, spec_of(args[0])) if node.target in _LOOKUPS else None
+
+
+def _adds_on_zeros(node: fx.Node) -> bool:
+    args: Any = node.args
+    if node.target is not aten.index_put.default or len(args) < 4 or not args[3]:
+        return False
+    *_, first = _origins(args[0])
+    return first.target is aten.full.default and bool(first.args[1] == 0)
+
+
+def _fits(path: Path, shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:
+    """Whether the rows of a path are whole rows of a value of this shape, dealt out over these axes alone."""
+    widths = [prod(shape[d:]) for d in range(1, len(shape) + 1)]
+    owning = (*path.layout.dims[0].axes, *path.layout.owned_axes)
+    return path.width in widths and bool(path.layout.owned_axes) and set(owning) <= set(axes)
+
+
+def _tables(path: Path, axes: tuple[str, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Who has the sorted rows, as `grouped.row_owners` takes it: ends of their pieces and of the pieces of the experts,
+    and the members of the group over `axes` that have each of both."""
+    layout, mesh = path.layout, path.layout.mesh
+    cut, owned = layout.dims[0], DimSharding(layout.owned_axes)
+    rest = tuple(axis for axis in axes if axis not in (*cut.axes, *owned.axes))
+    group = in_mesh_order(mesh, axes)
+    every = (*cut.axes, *owned.axes, *rest)
+    members = []
+    for index in product(*(range(mesh.size(axis)) for axis in every)):
+        at, member = dict(zip(every, index, strict=True)), 0
+        for axis in group:
+            member = member * mesh.size(axis) + at[axis]
+        members.append(member)
+    (num_experts,) = spec_of(path.ends).shape
+    return _stops(mesh, cut, path.num_rows), _stops(mesh, owned, num_experts), members
+
+
+def _stops(mesh: Mesh, cut: DimSharding, size: int) -> list[int]:
+    parts = [mesh.size(axis) for axis in cut.axes]
+    pieces = (
+        nested_chunk(size, list(zip(parts, index, strict=True)), cut.unit) for index in product(*map(range, parts))
+    )
+    return [start + length for start, length in pieces]
+
+
+# costs
+
+
+def _expected_share(path: Path, num_rows: int, axes: tuple[str, ...]) -> float:
+    """The part of all rows that a device reads if every row chooses as many different experts, all equally often."""
+    (num_experts,), mesh = spec_of(path.ends).shape, path.layout.mesh
+    num_devices = mesh.flat_size((*path.layout.dims[0].axes, *path.layout.owned_axes))
+    choices = min(max(round(path.num_rows / num_rows), 1), num_experts)
+    others = num_experts * (1 - 1 / num_devices)
+    return 1 - prod(max(others - i, 0) / (num_experts - i) for i in range(choices))
+
+
+def _handling_seconds(path: Path, num_rows: int, plan: MovePlan, share: float) -> float:
+    """Seconds of what a sparse move takes besides its communication: rows are picked out and put in place among zeros,
+    and it is found who reads what."""
+    step, dtype = plan.steps[0], plan.request.dtype
+    whole = step.target if step.kind == "all_gather" else step.source
+    num_bytes = prod(whole.local_shape(plan.request.shape)) * dtype.itemsize
+    routing = _INTEGER_BYTES * path.num_rows + whole.mesh.flat_size(step.axes) * num_rows
+    return ((1 + 3 * share) * num_bytes + routing) / BYTES_PER_SECOND

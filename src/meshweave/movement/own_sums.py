@@ -1,0 +1,175 @@
+"""Sums over each token's experts, and their gradients, of the rows alone that a device owns.
+
+Models put the rows that experts give back in the order of tokens, by the inverse of the permutation that has sorted
+them, and add up those of a token. On devices that own rows this would make all rows, zeros but for the own ones. To
+look rows up at the inverse of a permutation is to add them at the permutation itself, and a sum over the k rows of
+each token adds them at the permutation divided by k: that needs the own rows only. The gradient looks up at the same
+places.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.ir import ops
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.sharding.assign import Assignment, Own, Role, Shard, realize
+from meshweave.sharding.owned import by_rows
+from meshweave.sharding.registry import result_specs, row_for
+
+aten = torch.ops.aten
+ours = torch.ops.meshweave
+
+
+def own_sums(step: StepGraph) -> StepGraph:
+    """The placed graph with such sums, and their gradients, of own rows. The order of a token's rows is another: that
+    of their experts."""
+    graph = step.graph
+    before = len(graph.nodes)
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        _sum(graph, node)
+    for node in graph.find_nodes(op="call_function", target=ours.enter_rows.default):
+        _gradient(graph, node)
+    if len(graph.nodes) != before:
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    return step
+
+
+def _sum(graph: fx.Graph, node: fx.Node) -> None:
+    """leave_rows -> index at an inverse -> view [tokens, k, width] -> sum over k, as one sum at places."""
+    view, dims, *rest = _args(node)
+    is_plain = dims == [1] and not any(rest) and not node.kwargs
+    lookup = _args(view)[0] if view.target is aten.view.default and is_plain else None
+    if lookup is None or lookup.target is not aten.index.Tensor or len(spec_of(view).shape) != 3:
+        return
+    leave, indices = _args(lookup)
+    order = _inverted(indices[0]) if len(indices) == 1 else None
+    if order is None or leave.target is not ours.leave_rows.default or len(spec_of(leave).shape) != 2:
+        return
+    rows, ends, _ = _args(leave)
+    layout, (_, count, _) = rows.meta["layout"], spec_of(view).shape
+    with graph.inserting_before(node):
+        at = _entered(graph, _divided(graph, order, count, node), ends, layout)
+        zeros = graph.call_function(aten.full.default, (list(spec_of(node).shape), 0), {"dtype": spec_of(node).dtype})
+        copy_meta(node, zeros)
+        new = copy_meta(node, graph.call_function(aten.index_put.default, (zeros, [at], rows, True)))
+        option = _owning(new, layout, operand=2)
+    if option.results != (node.meta["layout"],) or option.operands[1:] != (at.meta["layout"], layout):
+        graph.erase_node(new)
+        return
+    zeros.meta["layout"] = option.operands[0]
+    new.meta.update(layout=option.results[0], assignment=option)
+    node.replace_all_uses_with(new)
+
+
+def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
+    """expand [tokens, k, width] -> view -> sum at an inverse on zeros -> enter_rows, as a lookup at places."""
+    value, ends, dim = _args(enter)
+    put = _args(value)[0] if value.target is ops.move else value
+    if put.target is not aten.index_put.default or dim != 0 or len(_args(put)) != 4 or len(_args(put)[1]) != 1:
+        return
+    zeros, (index,), view, is_added = _args(put)
+    order = _inverted(index)
+    expand = _args(view)[0] if view.target is aten.view.default else view
+    if order is None or not is_added or not _is_zeros(zeros) or expand.target is not aten.expand.default:
+        return
+    wide, (few, one, width) = _args(expand)[0], _three(spec_of(_args(expand)[0]).shape)
+    shape, layout = spec_of(expand).shape, enter.meta["layout"]
+    if one != 1 or shape != (few, shape[1], width) or spec_of(enter).shape != (few * shape[1], width):
+        return
+    if wide.meta["layout"].partial or any(cut.axes for cut in wide.meta["layout"].dims[:2]):
+        return
+    with graph.inserting_before(enter):
+        at = _entered(graph, _divided(graph, order, shape[1], enter), ends, layout)
+        table = copy_meta(wide, graph.call_function(aten.view.default, (wide, [few, width])))
+        table.meta["spec"] = Spec((few, width), spec_of(wide).dtype)
+        cut = wide.meta["layout"]
+        table.meta["layout"] = Layout(cut.mesh, (cut.dims[0], cut.dims[2])).normalized((few, width))
+        new = copy_meta(enter, graph.call_function(aten.index.Tensor, (table, [at])))
+        option = _owning(new, layout, operand=-1)
+    if option.results != (layout,) or option.operands != (table.meta["layout"], at.meta["layout"]):
+        graph.erase_node(new)
+        return
+    new.meta.update(layout=layout, assignment=option)
+    enter.replace_all_uses_with(new)
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _three(shape: Sequence[int]) -> tuple[int, int, int]:
+    """A shape of three dims; none that fits anything for others."""
+    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (-1, -1, -1)
+
+
+def _root(value: fx.Node) -> fx.Node:
+    while value.target is ops.move:
+        value = _args(value)[0]
+    return value
+
+
+def _is_zeros(value: fx.Node) -> bool:
+    root = _root(value)
+    return root.target is aten.full.default and bool(_args(root)[1] == 0)
+
+
+def _inverted(index: fx.Node) -> fx.Node | None:
+    """The permutation whose inverse an index is: the order in which a sort has put all rows. The inverse is written
+    (`inverse[order] = arange`), or sorted once more."""
+    root = _root(index)
+    if _is_order(root):
+        order = _root(_args(_args(root)[0])[0])
+        return order if _is_order(order) else None
+    if root.target is not aten.index_put.default or any(_args(root)[3:]) or len(_args(root)[1]) != 1:
+        return None
+    _, (order,), numbers, *_ = _args(root)
+    order, numbers = _root(order), _root(numbers)
+    is_count = numbers.target is aten.arange.start_step and _args(numbers) == (0, *spec_of(root).shape, 1)
+    return order if is_count and _is_order(order) and spec_of(order).shape == spec_of(root).shape else None
+
+
+def _is_order(value: fx.Node) -> bool:
+    """Whether a value is where a sort has put all elements of one dim."""
+    is_item = value.target is operator.getitem and _args(value)[1] == 1
+    sorts = (aten.sort.default, aten.sort.stable)
+    return is_item and _args(value)[0].target in sorts and len(spec_of(value).shape) == 1
+
+
+def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx.Node:
+    """The tokens of the sorted rows, of which each token has `count`."""
+    if count == 1:
+        return order
+    for user in order.users:
+        if user.target is aten.floor_divide.default and user.args[1] == count and user < before:
+            return user
+    with graph.inserting_after(order):
+        new = graph.call_function(aten.floor_divide.default, (order, count))
+    return copy_meta(order, new, layout=order.meta["layout"])
+
+
+def _entered(graph: fx.Graph, places: fx.Node, ends: fx.Node, rows: Layout) -> fx.Node:
+    """The places of the rows that devices own, which lie as `rows`."""
+    whole = Layout(rows.mesh, (rows.dims[0],)).normalized(spec_of(places).shape)
+    if places.meta["layout"] != whole:
+        moved = graph.call_function(ops.move, (places, str(whole)))
+        places = copy_meta(places, moved, layout=whole)
+    owned = Layout(rows.mesh, (rows.dims[0],), (), rows.owned).normalized(spec_of(places).shape)
+    return by_rows(ours.enter_rows.default, places, ends, owned, places)
+
+
+def _owning(node: fx.Node, layout: Layout, operand: int) -> Assignment:
+    """The assignment of a lookup or a sum of rows that lie as `layout`: those of an operand, or of the result."""
+    rule = row_for(node).rule(node)
+    dims = rule.operands[operand] if operand >= 0 else rule.results[0]
+    roles: list[tuple[str, Role]] = []
+    for factors, cut in zip(dims, layout.dims, strict=True):
+        roles += [(axis, Shard(factors[0], cut.unit)) for axis in cut.axes]
+    roles += [(axis, Own(dims[dim][0], key)) for axis, dim, key in layout.owned]
+    return realize(rule, layout.mesh, roles, [spec_of(n) for n in tensor_inputs(node)], result_specs(node))
