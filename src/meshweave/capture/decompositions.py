@@ -246,6 +246,8 @@ _FROM_TORCH = [
     aten.binary_cross_entropy,
     aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
     aten.native_dropout,
     aten.native_dropout_backward,
     aten.rrelu_with_noise_backward,

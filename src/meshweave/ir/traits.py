@@ -47,7 +47,7 @@ _WORK = {
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
         "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
         "own_rows all_rows round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin "
-        "pin clone add mul sub div enter_rows leave_rows"
+        "pin clone add mul sub div enter_rows leave_rows _dirichlet_grad _standard_gamma_grad"
     ),
     "reduction": (
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
