@@ -37,8 +37,6 @@ REFUSED = {
     "linalg.lstsq": DATA,
     "linalg.lstsq.grad_oriented": DATA,
     "masked_select": DATA,
-    "nn.functional.ctc_loss": DATA,  # lengths of sequences as tensors: as lists of numbers it runs
-    "nn.functional.gaussian_nll_loss": CONTROL,  # it looks whether a variance is negative
     "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
     "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
     "nonzero": DATA,

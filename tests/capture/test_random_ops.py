@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "normal of deviations": (lambda x: torch.normal(2.0, 3 * x), 2.0, 3.0),
     "normal of both": (lambda x: torch.normal(2 * x, 3 * x[0]), 2.0, 3.0),
     "rrelu": (lambda x: F.rrelu(-x, 0.1, 0.5, training=True), -0.3, 0.4 / 12**0.5),
+    "rrelu in place": (lambda x: F.rrelu(-x, 0.1, 0.5, training=True, inplace=True), -0.3, 0.4 / 12**0.5),
     "dropout": (lambda x: F.dropout(x, 0.2), 1.0, 0.5),
 }
 

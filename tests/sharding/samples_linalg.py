@@ -87,6 +87,7 @@ _TENSORS = [torch.tensor([6, 6, 6]), torch.tensor([2, 2, 2])]
 WHOLE = [
     made(aten._ctc_loss.default, lambda g: [*_ctc(g), [6, 6, 6], [2, 2, 2]]),
     made(aten._ctc_loss.Tensor, lambda g: [*_ctc(g), *_TENSORS]),
+    made(torch.ops.meshweave.ctc_loss.default, lambda g: [*_ctc(g), *_TENSORS, 0, False]),
     made(aten._ctc_loss_backward.default, lambda g: _ctc_backward(g, [[6, 6, 6], [2, 2, 2]])),
     made(aten._ctc_loss_backward.Tensor, lambda g: _ctc_backward(g, _TENSORS)),
     made(aten._embedding_bag.default, lambda g: [*_bags(g), False, 2]),

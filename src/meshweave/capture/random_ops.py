@@ -177,6 +177,7 @@ RANDOM: dict[Any, Callable[..., Any]] = {
         m.normal(torch.broadcast_shapes(mean.shape, std.shape)) * std + mean
     ).to(mean.dtype),
     aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_.default: lambda m, x, *rest: x.copy_(_rrelu(m, x, *rest)),
     aten.random_.default: _random_,
     aten.random_.to: lambda m, x, high, **_: _random_(m, x, 0, high),
     getattr(aten.random_, "from"): _random_,

@@ -60,7 +60,7 @@ _WORK = {
     "scan": (
         "cummax cummin cumprod cumsum logcumsumexp sort topk kthvalue median nanmedian mode _fft_c2c _fft_c2r _fft_r2c "
         "merge_attention finish_attention add_gradient "
-        "_cdist_forward _cdist_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss_backward"
+        "_cdist_forward _cdist_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss_backward ctc_loss"
     ),
     "strided": (
         "as_strided cat col2im constant_pad_nd contiguous diagonal diagonal_copy diagonal_scatter expand flip "
