@@ -84,7 +84,7 @@ class Batch:
 
 
 def _is_record(part: Any) -> bool:
-    return is_dataclass(part) and not isinstance(part, type | Mapping)
+    return is_dataclass(type(part)) and not issubclass(type(part), Mapping)
 
 
 def _record(part: Any) -> dict[str, Any]:
@@ -103,11 +103,16 @@ def _opened(part: Any) -> Any:
 
 
 def _closed(like: Any, part: Any) -> Any:
-    """`part`, with dataclasses where `like` has them: copies of those of `like` with other values in their fields."""
-    leaves, tree = pytree.tree_flatten(like)
+    """`part`, with dataclasses where `like` has them: copies of those of `like` with other values in their fields. What
+    holds no tensor is taken as it is."""
+
+    def is_plain(p: Any) -> bool:
+        return not _holds_tensor(_opened(p))
+
+    leaves, tree = pytree.tree_flatten(like, is_leaf=is_plain)
     parts = zip(leaves, tree.flatten_up_to(part), strict=True)
-    is_opened = lambda leaf, new: _is_record(leaf) and isinstance(new, dict)  # noqa: E731
-    return pytree.tree_unflatten([_filled(leaf, new) if is_opened(leaf, new) else new for leaf, new in parts], tree)
+    closed = [_filled(leaf, new) if _is_record(leaf) and not is_plain(leaf) else new for leaf, new in parts]
+    return pytree.tree_unflatten(closed, tree)
 
 
 def _filled(record: Any, values: Any) -> Any:
