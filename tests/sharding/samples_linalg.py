@@ -1,4 +1,4 @@
-"""Samples of the rows for functions of matrices, and of ops that are never cut."""
+"""Samples of the rows for functions of matrices, for CTC, and of ops that are never cut."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ _TENSORS = [torch.tensor([6, 6, 6]), torch.tensor([2, 2, 2])]
 WHOLE = [
     made(aten._ctc_loss.default, lambda g: [*_ctc(g), [6, 6, 6], [2, 2, 2]]),
     made(aten._ctc_loss.Tensor, lambda g: [*_ctc(g), *_TENSORS]),
-    made(torch.ops.meshweave.ctc_loss.default, lambda g: [*_ctc(g), *_TENSORS, 0, False]),
     made(aten._ctc_loss_backward.default, lambda g: _ctc_backward(g, [[6, 6, 6], [2, 2, 2]])),
     made(aten._ctc_loss_backward.Tensor, lambda g: _ctc_backward(g, _TENSORS)),
     made(aten._embedding_bag.default, lambda g: [*_bags(g), False, 2]),
@@ -104,6 +103,7 @@ WHOLE = [
 
 
 LINALG = [
+    made(torch.ops.meshweave.ctc_loss.default, lambda g: [*_ctc(g), *_TENSORS, 0, False]),
     made(aten.cholesky.default, _with(_itself)),
     made(aten.cholesky_inverse.default, _with(torch.linalg.cholesky)),
     made(aten.cholesky_solve.default, _with(_columns, torch.linalg.cholesky)),
