@@ -37,9 +37,6 @@ REFUSED = {
     "linalg.lstsq": DATA,
     "linalg.lstsq.grad_oriented": DATA,
     "masked_select": DATA,
-    "multinomial": "aten.multinomial.default has no mesh-independent form",
-    "nn.functional.ctc_loss": DATA,  # lengths of sequences as tensors: as lists of numbers it runs
-    "nn.functional.gaussian_nll_loss": CONTROL,  # it looks whether a variance is negative
     "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
     "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
     "nonzero": DATA,
@@ -49,7 +46,7 @@ REFUSED = {
 }
 RANDOM = {
     "bernoulli", "nn.functional.dropout", "nn.functional.rrelu", "uniform", "exponential", "geometric", "cauchy",
-    "log_normal", "normal", "normal.number_mean", "randint_like",
+    "log_normal", "multinomial", "normal", "normal.number_mean", "randint_like",
 }  # fmt: skip
 SKIPPED = {"sparse.sampled_addmm", "sparse.mm.reduce"}  # layouts of memory, which are not what a mesh divides
 

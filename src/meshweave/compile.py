@@ -261,9 +261,9 @@ def compile(
 
     model: any nn.Module, also on the meta device (its parameters are then made piece by piece from `seed`).
     loss: (outputs, batch) -> scalar. With accumulation it should be a mean: microbatches are averaged.
-    example: dict or tuple of tensors with the global shapes (see `batch`) and dtypes of every batch. The model is
-        called with the keys that its forward names, or with the leading items of a tuple; `forward(model, batch)` says
-        otherwise.
+    example: dict, tuple, list or dataclass of tensors, or a nest of them, with the global shapes (see `batch`) and
+        dtypes of every batch. The model is called with the keys (fields) that its forward names, or with the leading
+        items of a tuple; `forward(model, batch)` says otherwise.
     optimizer: any optimizer whose step() updates each parameter by its gradient and state: those of torch.optim but for
         LBFGS and SparseAdam, subclasses, your own; or a list of several over disjoint parameters. Its param_groups are
         read at every step, so schedulers work. Without one, the step computes loss and gradients.

@@ -1,4 +1,4 @@
-"""Samples of the rows for functions of matrices, and of ops that are never cut."""
+"""Samples of the rows for functions of matrices, for CTC, and of ops that are never cut."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ WHOLE = [
 
 
 LINALG = [
+    made(torch.ops.meshweave.ctc_loss.default, lambda g: [*_ctc(g), *_TENSORS, 0, False]),
     made(aten.cholesky.default, _with(_itself)),
     made(aten.cholesky_inverse.default, _with(torch.linalg.cholesky)),
     made(aten.cholesky_solve.default, _with(_columns, torch.linalg.cholesky)),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -27,18 +28,21 @@ class Batch:
 
     @staticmethod
     def of(batch: Any) -> Batch:
-        """Flatten a dict, tuple or nest of them."""
-        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        """Flatten a dict, tuple, list or dataclass, or a nest of them."""
+        whole = dict(batch) if isinstance(batch, Mapping) else batch
+        plain = _opened(whole)
         leaves, tree = pytree.tree_flatten_with_path(plain, is_leaf=lambda part: not _holds_tensor(part))
         values = {_path_name(path): leaf for path, leaf in leaves}
         tensors = {name: leaf for name, leaf in values.items() if isinstance(leaf, Tensor)}
         if not tensors:
             raise CaptureError(
-                "the batch holds no tensor", got=type(batch).__name__, expected="a dict or tuple of tensors"
+                "the batch holds no tensor",
+                got=type(batch).__name__,
+                expected="tensors in a dict, tuple, list or dataclass, or in a nest of them",
             )
         rest = {name: leaf for name, leaf in values.items() if name not in tensors}
         order = tuple(values)
-        join = lambda new: pytree.tree_unflatten([new[name] for name in order], tree)  # noqa: E731
+        join = lambda new: _closed(whole, pytree.tree_unflatten([new[name] for name in order], tree))  # noqa: E731
         return Batch(tuple(tensors), tuple(tensors.values()), rest, join)
 
     @property
@@ -79,6 +83,45 @@ class Batch:
         return [self.rebuild(tensors) for tensors in self.split(parts)]
 
 
+def _is_record(part: Any) -> bool:
+    return is_dataclass(type(part)) and not issubclass(type(part), Mapping)
+
+
+def _record(part: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have a value."""
+    return {f.name: getattr(part, f.name) for f in fields(part) if hasattr(part, f.name)}
+
+
+def _opened(part: Any) -> Any:
+    """Dicts in the place of dataclasses that hold tensors, at any depth."""
+
+    def opened(leaf: Any) -> Any:
+        values = _opened(_record(leaf)) if _is_record(leaf) else None
+        return values if _holds_tensor(values) else leaf
+
+    return pytree.tree_map(opened, part)
+
+
+def _closed(like: Any, part: Any) -> Any:
+    """`part`, with dataclasses where `like` has them: copies of those of `like` with other values in their fields. What
+    holds no tensor is taken as it is."""
+
+    def is_plain(p: Any) -> bool:
+        return not _holds_tensor(_opened(p))
+
+    leaves, tree = pytree.tree_flatten(like, is_leaf=is_plain)
+    parts = zip(leaves, tree.flatten_up_to(part), strict=True)
+    closed = [_filled(leaf, new) if _is_record(leaf) and not is_plain(leaf) else new for leaf, new in parts]
+    return pytree.tree_unflatten(closed, tree)
+
+
+def _filled(record: Any, values: Any) -> Any:
+    filled = copy(record)
+    for name, value in _closed(_record(record), values).items():
+        object.__setattr__(filled, name, value)  # of a frozen one, too
+    return filled
+
+
 def _holds_tensor(part: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(part))
 
@@ -102,10 +145,16 @@ def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model with what its forward takes of a batch: keys of a dict by name, a tuple by position."""
+    """Call the model with what its forward takes of a batch: keys of a dict by name, a tuple by position, fields of a
+    dataclass by name or, where forward knows none of them, the dataclass."""
     if isinstance(batch, Tensor):
         return model(batch)
     parameters = inspect.signature(model.forward).parameters.values()
+    if _is_record(batch):
+        record = _record(batch)
+        if record.keys().isdisjoint(p.name for p in parameters):
+            return model(batch)
+        batch = record
     if isinstance(batch, Mapping):
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters}

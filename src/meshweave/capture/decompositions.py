@@ -222,6 +222,21 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
     return flat.reshape(x.shape)
 
 
+def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Loss, and which classes are targets. A line of `target` ends before its first -1, which torch's decomposition
+    (2.13) disregards."""
+    lines, classes = x.reshape(-1, x.shape[-1]), torch.arange(x.shape[-1], device=x.device)
+    named = target.reshape(lines.shape)
+    end = torch.amin(torch.where(named == -1, classes, len(classes)), -1, keepdim=True)
+    is_named = classes < end
+    is_target = (classes == torch.where(is_named, named, -1).unsqueeze(-1)).any(1)
+    margins = (1 - lines.gather(1, torch.where(is_named, named, 0)).unsqueeze(-1) + lines.unsqueeze(1)).clamp_min(0)
+    counted = torch.where(is_named.unsqueeze(-1) & ~is_target.unsqueeze(1), margins, 0)
+    each = (counted.sum([1, 2]) / len(classes)).reshape(x.shape[:-1])
+    loss = each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
+    return loss, is_target.to(x.dtype).reshape(target.shape)
+
+
 def _max_unpool(x: Tensor, indices: Tensor, size: Sequence[int], spatial: int) -> Tensor:
     """Each plane's values, written where `indices` say, on zeros."""
     planes = x.shape[: x.dim() - spatial]
@@ -246,6 +261,8 @@ _FROM_TORCH = [
     aten.binary_cross_entropy,
     aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
     aten.native_dropout,
     aten.native_dropout_backward,
     aten.rrelu_with_noise_backward,
@@ -289,7 +306,6 @@ _FROM_TORCH = [
     aten.index_fill,
     aten.index_reduce,
     aten.linalg_cross,
-    aten.multilabel_margin_loss_forward,
     aten.nansum,
     aten.renorm,
     aten.rot90,
@@ -346,6 +362,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten._trilinear.default: _trilinear,
     aten.as_strided.default: as_strided,
     aten.put.default: _put,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten.max_unpool2d.default: lambda x, indices, size: _max_unpool(x, indices, size, 2),
     aten.max_unpool3d.default: lambda x, indices, size, *_: _max_unpool(x, indices, size, 3),
     aten.unfold_copy.default: lambda x, *args: aten.unfold.default(x, *args),

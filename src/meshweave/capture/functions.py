@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshweave.capture.losses import LOSSES
 from meshweave.capture.record import OF_AN_ARRAY, storage_of
 from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
@@ -200,6 +201,7 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
+    **LOSSES,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,7 +24,8 @@ class Draws(Protocol):
     def normal(self, shape: Any) -> Tensor: ...
 
 
-_MOST_INTEGERS = 1 << 24  # a number in [0, 1) has 24 bits
+_BITS = 24  # of a number in [0, 1)
+_MOST_INTEGERS = 1 << 63  # as many as PyTorch's generator takes the remainder of
 
 
 def _like(options: dict[str, Any], x: Tensor | None = None) -> torch.dtype:
@@ -37,7 +39,20 @@ def _dropout(mode: Draws, x: Tensor, p: float, train: bool | None = True) -> tup
     return x * keep * (0.0 if p == 1 else 1.0 / (1.0 - p)), keep
 
 
+def _fine(mode: Draws, shape: Any) -> Tensor:
+    """float64 in (0, 1), of two draws: the middles of 2**48 cells."""
+    return mode.uniform(shape).double() + (mode.uniform(shape).double() + 2.0 ** -(_BITS + 1)) * 2.0**-_BITS
+
+
+def _exponential(mode: Draws, shape: Any, dtype: torch.dtype) -> Tensor:
+    """Of rate 1, never 0: a Gumbel variable is -log of it. float64 for a float64 `dtype`, otherwise float32."""
+    if dtype == torch.float64:
+        return -torch.log1p(-_fine(mode, shape))
+    return -torch.log1p(-torch.clamp_min(mode.uniform(shape), 2.0 ** -(_BITS + 1)))
+
+
 def _integers(mode: Draws, shape: Any, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """Of [low, high). A range of more than 24 bits takes three draws, and the remainder of their 63 highest bits."""
     if high - low > _MOST_INTEGERS:
         raise CaptureError(
             "random integers of so wide a range have no mesh-independent form",
@@ -45,7 +60,88 @@ def _integers(mode: Draws, shape: Any, low: int, high: int, dtype: torch.dtype) 
             expected=f"at most {_MOST_INTEGERS} of them",
             hint="draw them outside the model and pass them in the batch",
         )
-    return (torch.floor(mode.uniform(shape).double() * (high - low)) + low).to(dtype)
+    if high - low <= 1 << _BITS:
+        return (torch.floor(mode.uniform(shape).double() * (high - low)) + low).to(dtype)
+    first, second, third = ((mode.uniform(shape) * 2.0**_BITS).to(torch.int64) for _ in range(3))
+    bits = (first << 39) | (second << 15) | (third >> 9)
+    within = bits if high - low == _MOST_INTEGERS else bits % (high - low)
+    return (within + low).to(dtype)
+
+
+def _most(dtype: torch.dtype) -> int:
+    """The largest integer that `random_` draws: of a float dtype the first that the next one is not told from."""
+    if dtype.is_floating_point:
+        return 1 << (1 - round(math.log2(torch.finfo(dtype).eps)))
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _random_(mode: Draws, x: Tensor, low: int = 0, high: int | None = None, **_: Any) -> Tensor:
+    return x.copy_(_integers(mode, x.shape, low, _most(x.dtype) + 1 if high is None else high, torch.int64))
+
+
+def _geometric(mode: Draws, shape: Any, p: float) -> Tensor:
+    """The number of tries, each with probability `p`, until one succeeds: float64, 1 or more."""
+    return torch.clamp_min(torch.ceil(torch.log(_fine(mode, shape)) / math.log1p(-p)), 1)
+
+
+def _multinomial(mode: Draws, weights: Tensor, num: int, replacement: bool = False, **_: Any) -> Tensor:
+    """`num` indices of the last dim, by `weights` that need not add up to 1; of weight 0 none, as long as others are
+    left. Without replacement those whose weight over an exponential variable is largest, which are those that drawing
+    one after the other gives, in that order (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
+    wide = weights.double()
+    if not replacement:
+        return torch.topk(wide / _exponential(mode, weights.shape, torch.float64), num, -1).indices
+    upto = torch.cumsum(wide, -1)
+    drawn = _fine(mode, (*weights.shape[:-1], num)) * upto[..., -1:]
+    return torch.searchsorted(upto, drawn, right=True)
+
+
+_MOST_HALVINGS = 24  # of a range of 16 deviations and 24: enough for rates below 10**12
+
+
+def _poisson(mode: Draws, rate: Tensor, **_: Any) -> Tensor:
+    """The least k of which P(X <= k) is above a number in (0, 1), found by halving a range that has it.
+
+    The range is 8 deviations and some to either side of the rate: beyond it is less than 2**-48, a cell of the number.
+    """
+    wide, drawn = rate.double(), _fine(mode, rate.shape)
+    reach = 8 * torch.sqrt(wide)
+    below = torch.clamp_min(torch.floor(wide - reach) - 8, 0) - 1
+    above = torch.ceil(wide + reach) + 16
+    for _step in range(_MOST_HALVINGS):
+        middle = torch.floor((below + above) / 2)
+        # P(X <= middle); where the range has one number left, the middle is `below`, which may be -1.
+        reached = (torch.special.gammaincc(torch.clamp_min(middle, 0) + 1, wide) > drawn) & (middle > below)
+        below, above = torch.where(reached, below, middle), torch.where(reached, middle, above)
+    return above.to(rate.dtype)
+
+
+_TRIES = 12  # 0.05 of them fail at most: that all do is less likely than 2**-48, a cell of `_fine`
+
+
+def _log_gamma(mode: Draws, alpha: Tensor) -> Tensor:
+    """The logarithm of a gamma variable of shape `alpha` and scale 1, float64: the first of some tries that is accepted
+    (Marsaglia and Tsang, ACM Transactions on Mathematical Software 26, 2000). One of a shape below 1 is one of a shape
+    larger by 1, times a power of a uniform number. Takes the memory of some 80 values for each that it draws."""
+    alpha, shape = alpha.double(), alpha.shape
+    d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
+    x, u = mode.normal((_TRIES, *shape)).double(), mode.uniform((_TRIES, *shape)).double()
+    root = 1 + x / (3 * torch.sqrt(d))
+    log_v = 3 * torch.log(torch.clamp_min(root, 1e-30))
+    accepted = (root > 0) & (torch.log(u) < 0.5 * x * x + d * (1 - torch.exp(log_v) + log_v))
+    first = torch.argmax(accepted.to(torch.int64), 0, keepdim=True)
+    result = torch.log(d) + log_v.gather(0, first).squeeze(0)
+    return result + torch.where(alpha < 1, torch.log(_fine(mode, shape)) / alpha, 0.0)
+
+
+def _gamma(mode: Draws, alpha: Tensor, **_: Any) -> Tensor:
+    return torch.clamp_min(torch.exp(_log_gamma(mode, alpha)), torch.finfo(alpha.dtype).tiny).to(alpha.dtype)
+
+
+def _dirichlet(mode: Draws, alpha: Tensor, **_: Any) -> Tensor:
+    """Gamma variables divided by their sum over the last dim; none is 0 or 1."""
+    limits = torch.finfo(alpha.dtype)
+    return torch.clamp(torch.softmax(_log_gamma(mode, alpha), -1), limits.tiny, 1 - limits.eps).to(alpha.dtype)
 
 
 def _rrelu(
@@ -60,6 +156,7 @@ def _rrelu(
 
 RANDOM: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: lambda m, x, p=0.5, **_: x.copy_(m.chance(x.shape, p)),
+    aten.bernoulli_.Tensor: lambda m, x, p, **_: x.copy_(m.uniform(x.shape) < p),
     aten.bernoulli.default: lambda m, x, **_: (m.uniform(x.shape) < x).to(x.dtype),
     aten.bernoulli.p: lambda m, x, p=0.5, **_: m.chance(x.shape, p).to(x.dtype),
     aten.native_dropout.default: _dropout,
@@ -80,4 +177,19 @@ RANDOM: dict[Any, Callable[..., Any]] = {
         m.normal(torch.broadcast_shapes(mean.shape, std.shape)) * std + mean
     ).to(mean.dtype),
     aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_.default: lambda m, x, *rest: x.copy_(_rrelu(m, x, *rest)),
+    aten.random_.default: _random_,
+    aten.random_.to: lambda m, x, high, **_: _random_(m, x, 0, high),
+    getattr(aten.random_, "from"): _random_,
+    aten.randperm.default: lambda m, n, **o: torch.sort(_fine(m, [n])).indices.to(o.get("dtype") or torch.int64),
+    aten.exponential_.default: lambda m, x, rate=1.0, **_: x.copy_(_exponential(m, x.shape, x.dtype) / rate),
+    aten.geometric_.default: lambda m, x, p, **_: x.copy_(_geometric(m, x.shape, p)),
+    aten.log_normal_.default: lambda m, x, mean=1.0, std=2.0, **_: x.copy_(torch.exp(m.normal(x.shape) * std + mean)),
+    aten.cauchy_.default: lambda m, x, median=0.0, sigma=1.0, **_: x.copy_(
+        torch.tan(torch.pi * (_fine(m, x.shape) - 0.5)) * sigma + median
+    ),
+    aten.multinomial.default: _multinomial,
+    aten.poisson.default: _poisson,
+    aten._standard_gamma.default: _gamma,
+    aten._sample_dirichlet.default: _dirichlet,
 }

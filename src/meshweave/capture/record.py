@@ -20,6 +20,7 @@ from meshweave.errors import CaptureError
 from meshweave.interop.fake import FakeTensor, without_modes
 from meshweave.interop.storages import storage_key, version_of
 from meshweave.ir.aliases import written_of
+from meshweave.ir.traits import is_random
 
 aten = torch.ops.aten
 
@@ -155,7 +156,7 @@ class Record:
         operands = list(tensors_in((args, kwargs)))
         if func.namespace in SILENT:
             return
-        if not any(self._is_computed(t) for t in (*operands, *results)):
+        if not is_random(func) and not any(self._is_computed(t) for t in (*operands, *results)):
             self._note_constants(func, operands, results)
             return
         self._note_constants(func, operands, [t for t in results if not isinstance(t, FakeTensor)])  # of new_zeros

@@ -20,6 +20,7 @@ from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.functional import functional
 from meshweave.capture.random_ops import RANDOM
 from meshweave.capture.record import Call, Difference, Overwritten, Record, tensors_in
+from meshweave.capture.refusals import branch_hint, failure
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
@@ -253,8 +254,7 @@ class Provenance(GlobalRandom):
                 where=user_line() or module,
                 got="a tensor turned into a Python number (if, .item(), int(), .tolist()) while the step was captured",
                 expected="the same ops for every batch",
-                hint="use torch.where or a mask instead of a branch, or move the decision into the data loader; "
-                "BatchNorm takes a momentum that is a number" + (constants if self.overwritten else ""),
+                hint=branch_hint() + (constants if self.overwritten else ""),
             )
         return aten._local_scalar_dense.default(x)
 
@@ -322,39 +322,6 @@ def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
-_DYNAMIC = (
-    "the shape of a result depends on data",
-    "use fixed shapes and masks (no nonzero, unique or boolean indexing). Experts that loop over the tokens they get: "
-    'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in a model of your own, '
-    "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
-)
-# Part of an error's name and message -> what is wrong, and what to do; the last row fits every error.
-_FAILURES = (
-    ("DynamicOutputShapeException", *_DYNAMIC),
-    (
-        "DataDependentOutputException",
-        "the model's control flow depends on data",
-        "use torch.where or a mask instead of torch.equal, torch.allclose and the like",
-    ),
-    (
-        "use_reentrant=True",
-        "a checkpoint of the reentrant kind cannot be captured",
-        "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Hugging Face model: "
-        'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
-    ),
-    (
-        "not supported on ScriptModules",
-        "a part of the model has been through torch.jit.script",
-        "leave torch.jit.script(module) out: compile the module as it is written",
-    ),
-    (
-        "",
-        "the training step cannot be captured",
-        "run the model once in eager mode on this batch to see whether it works there",
-    ),
-)
-
-
 def trace(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traced:
     """`function(tracer, *inputs)` over fake tensors as a functional ATen graph with Origins.
 
@@ -388,8 +355,6 @@ def capture_errors() -> Iterator[None]:
     except (MeshweaveError, Difference, Overwritten):
         raise
     except Exception as error:
-        what, hint = next(
-            ((what, hint) for sign, what, hint in _FAILURES if sign in f"{type(error).__name__}: {error}")
-        )
         got = f"{type(error).__name__}: {error}"
+        what, hint = failure(got)
         raise CaptureError(what, where=_line_of(error), got=got, hint=hint) from error

@@ -4,8 +4,8 @@
 scaled-dot-product attention as one device-neutral op; `meshweave::matmul` a batched matmul that keeps its batch dims
 apart; `meshweave::contract` a product of two tensors over any dims; `meshweave::uniform` and `meshweave::chance` random
 numbers and bools that are functions of (seed, step, call, global index) and therefore the same on every mesh;
-`meshweave::round_parts` a cast that
-may come before a sum over devices; `meshweave::square_sum` the square of a norm.
+`meshweave::round_parts` a cast that may come before a sum over devices; `meshweave::square_sum` the square of a norm;
+`meshweave::ctc_loss` connectionist temporal classification of sequences whose lengths are tensors.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
     "attention_backward",
     "chance",
     "contract",
+    "ctc_loss",
     "define_op",
     "matmul",
     "move",
@@ -279,3 +280,48 @@ def contract(a: Tensor, b: Tensor, dims_a: list[int], dims_b: list[int]) -> Tens
 def _(a: Tensor, b: Tensor, dims_a: list[int], dims_b: list[int]) -> Tensor:
     left = [size for d, size in enumerate(a.shape) if d not in dims_a]
     return a.new_empty(left + [size for d, size in enumerate(b.shape) if d not in dims_b])
+
+
+@define_op("ctc_loss")
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[Tensor, Tensor]:
+    """Connectionist temporal classification of log_probs [t, n, c] and targets [n, s], each of the first
+    `input_lengths` [n] frames and `target_lengths` [n] targets. Returns the losses [n] and, [t, n, c], the gradient of
+    each by its log_probs: both passes, so that no value has a shape that depends on lengths. With `zero_infinity` the
+    gradient is 0 where the loss is infinite."""
+    if not log_probs.shape[1]:
+        return log_probs.new_empty(0), torch.empty_like(log_probs)
+    lengths = input_lengths.tolist(), target_lengths.tolist()
+    loss, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
+    rest = torch.ones_like(loss), log_probs, targets, *lengths, loss, alpha, blank, zero_infinity
+    return loss, aten._ctc_loss_backward.default(*rest)
+
+
+@ctc_loss.register_fake
+def _(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[Tensor, Tensor]:
+    return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
+
+
+def _ctc_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1])
+
+
+def _ctc_backward(ctx, grad: Tensor | None, _: Tensor | None):  # type: ignore[no-untyped-def]
+    return (None if grad is None else grad.unsqueeze(-1) * ctx.saved_tensors[0],) + (None,) * 5
+
+
+ctc_loss.register_autograd(_ctc_backward, setup_context=_ctc_context)

@@ -47,7 +47,7 @@ _WORK = {
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
         "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
         "own_rows all_rows round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin "
-        "pin clone add mul sub div enter_rows leave_rows row_owners row_readers"
+        "pin clone add mul sub div enter_rows leave_rows row_owners row_readers _dirichlet_grad _standard_gamma_grad"
     ),
     "reduction": (
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
@@ -60,7 +60,7 @@ _WORK = {
     "scan": (
         "cummax cummin cumprod cumsum logcumsumexp sort topk kthvalue median nanmedian mode _fft_c2c _fft_c2r _fft_r2c "
         "merge_attention finish_attention add_gradient "
-        "_cdist_forward _cdist_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss_backward"
+        "_cdist_forward _cdist_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss_backward ctc_loss"
     ),
     "strided": (
         "as_strided cat col2im constant_pad_nd contiguous diagonal diagonal_copy diagonal_scatter expand flip "

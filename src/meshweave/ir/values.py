@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.interop.fake import FakeTensorMode
 from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT, transfer
 from meshweave.ir.graph import Input, map_nodes, op_name, origin_of
@@ -179,11 +180,26 @@ class _Run(Inference):
 
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
     """What an op makes of operands without data, per result."""
+    try:
+        try:
+            return _run_without_data(node, args, kwargs, "meta")
+        except NotImplementedError:  # no form for meta tensors: what is fake runs the op on zeros
+            with FakeTensorMode():
+                return _run_without_data(node, args, kwargs, "cpu")
+    except Exception as error:
+        raise VerifyError(
+            f"{op_name(node.target)} cannot be followed without data",
+            where=str(origin_of(node)),
+            got=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _run_without_data(node: fx.Node, args: Any, kwargs: Any, device: str) -> tuple[_Result, ...]:
     tensors: list[torch.Tensor] = []
 
     def make(value: Any) -> Any:
         if isinstance(value, _Operand):
-            tensors.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta"))
+            tensors.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device))
             return tensors[-1]
         if isinstance(value, (list, tuple)):
             return [make(item) for item in value]
@@ -192,15 +208,8 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
     plain = [make(value) for value in args]
     named = {name: make(value) for name, value in kwargs.items()}
     if node.target in FACTORIES:
-        named["device"] = "meta"
-    try:
-        results = node.target(*plain, **named)  # type: ignore[operator]
-    except Exception as error:
-        raise VerifyError(
-            f"{op_name(node.target)} cannot be followed without data",
-            where=str(origin_of(node)),
-            got=f"{type(error).__name__}: {error}",
-        ) from error
+        named["device"] = device
+    results = node.target(*plain, **named)  # type: ignore[operator]
     bases = {storage_key(x): i for i, x in enumerate(tensors)}
     return tuple(_result(x, bases) for x in (results if isinstance(results, (list, tuple)) else (results,)))
 

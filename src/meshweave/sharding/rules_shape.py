@@ -229,6 +229,7 @@ add(
     ],
     _whole,
 )
+add(ours.ctc_loss.default, "t! n c!, n s!, n, n -> n, t! n c!")
 add(aten.slice.Tensor, _slice)
 add(aten.slice_scatter.default, _slice_scatter)
 add(aten.cat.default, _cat)

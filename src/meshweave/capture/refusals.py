@@ -1,0 +1,70 @@
+"""What is said of a model that cannot be captured: what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch.distributions.distribution
+import torch.nn.modules.batchnorm
+
+_DYNAMIC = (
+    "the shape of a result depends on data",
+    "use fixed shapes and masks (no nonzero, unique or boolean indexing). Experts that loop over the tokens they get: "
+    'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in a model of your own, '
+    "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
+)
+# Part of an error's name and message -> what is wrong, and what to do; the first row that fits, the last fits all.
+_FAILURES = (
+    (
+        "aten.bincount",
+        "the length of what torch.bincount returns depends on data, with minlength, too",
+        "for integers x below n: torch.zeros(n, device=x.device).index_add(0, x, w), where w is what each weighs: "
+        "torch.ones(x.shape, device=x.device) for a count",
+    ),
+    ("DynamicOutputShapeException", *_DYNAMIC),
+    (
+        "DataDependentOutputException",
+        "the model's control flow depends on data",
+        "use torch.where or a mask instead of torch.equal, torch.allclose and the like",
+    ),
+    (
+        "use_reentrant=True",
+        "a checkpoint of the reentrant kind cannot be captured",
+        "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Hugging Face model: "
+        'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
+    ),
+    (
+        "not supported on ScriptModules",
+        "a part of the model has been through torch.jit.script",
+        "leave torch.jit.script(module) out: compile the module as it is written",
+    ),
+    (
+        "",
+        "the training step cannot be captured",
+        "run the model once in eager mode on this batch to see whether it works there",
+    ),
+)
+# A file of torch that looks at numbers -> how to leave that out.
+_LOOKS = {
+    torch.distributions.distribution.__file__: "leave out the check of a distribution's arguments and samples: "
+    "validate_args=False where it is made, or torch.distributions.Distribution.set_default_validate_args(False) before "
+    "compile",
+    torch.nn.modules.batchnorm.__file__: "give BatchNorm a momentum that is a number: with None, a cumulative average, "
+    "it asks for the number of batches so far",
+}
+
+
+def failure(error: str) -> tuple[str, str]:
+    """What is wrong and what to do, of an error that capture met, by its name and message."""
+    return next((what, hint) for sign, what, hint in _FAILURES if sign in error)
+
+
+def branch_hint() -> str:
+    """What to do about the code that asks for a number right now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (hint := _LOOKS.get(frame.f_code.co_filename)) is not None:
+            return hint
+        frame = frame.f_back
+    return "use torch.where or a mask instead of a branch, or move the decision into the data loader"

@@ -1,0 +1,108 @@
+"""What a batch may be: dicts, tuples, lists and dataclasses, and nests of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave.capture.batch import Batch
+from meshweave.errors import CaptureError
+
+
+@dataclass
+class Rows:
+    x: Tensor
+    y: Tensor
+    scale: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    rows: Rows
+    more: dict[str, Any]
+    derived: int = field(init=False, default=3)
+
+
+def rows(at: float = 0.0, num: int = 4) -> Rows:
+    return Rows(torch.arange(float(3 * num)).view(num, 3) / 12 + at, torch.ones(num, 2))
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Whole(ByName):
+    def forward(self, batch: Rows) -> Tensor:
+        return self.net(batch.x)
+
+
+def loss(out: Tensor, batch: Rows) -> Tensor:
+    assert type(batch) is Rows
+    return batch.scale * (out - batch.y).square().mean()
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [(ByName, ""), (Whole, "dp=2")])
+def test_a_dataclass_is_a_batch(kind: type[ByName], mesh: str) -> None:
+    batches = [rows(), rows(0.5), rows(num=2)]  # the last one of an epoch
+    eager, expected = kind(), []
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(eager.net(batch.x), batch)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mw.compile(model, loss=loss, example=batches[0], optimizer=optimizer, mesh=mesh, backend="eager")
+    assert [float(step(batch)) for batch in batches] == pytest.approx(expected, rel=1e-5)
+    assert float(step.evaluate(batches[0])) == pytest.approx(loss(eager.net(batches[0].x), batches[0]).item(), rel=1e-5)
+
+
+def test_a_dataclass_with_another_number_is_tried() -> None:
+    model = ByName()
+    step = mw.compile(model, loss=loss, example=rows(), mesh="", backend="eager")
+    other = rows()
+    other.scale = 3.0
+    with pytest.raises(mw.MeshweaveError, match="scale"):
+        step(other)
+
+
+def test_dataclasses_are_taken_apart_and_put_together() -> None:
+    plain = Rows("a", "b")  # type: ignore[arg-type]
+    pair = Pair(rows(), {"list": [rows(1.0), plain], "ids": torch.tensor([1, 2])})
+    batch = Batch.of([pair])
+    assert batch.names == ("0.rows.x", "0.rows.y", "0.more.list.0.x", "0.more.list.0.y", "0.more.ids")
+    (again,) = batch.rebuild([t + 1 for t in batch.tensors])
+    assert type(again) is Pair
+    assert again.derived == 3
+    assert torch.equal(again.rows.x, pair.rows.x + 1)
+    assert again.rows.scale == 2.0
+    assert torch.equal(again.more["list"][0].y, torch.full((4, 2), 2.0))
+    assert again.more["list"][1] is plain
+    texts = object()  # whatever is in the place of a list of texts
+    batch = Batch.of({"texts": ["a"], "rows": rows()})
+    assert batch.replace({"texts": texts}).rebuild(batch.tensors)["texts"] is texts
+    assert torch.equal(pair.rows.x, rows().x)  # the caller's is as it was
+
+
+def test_what_holds_no_tensor_says_what_may() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.x = torch.ones(2)
+
+    for batch in (Own(), Rows(1, 2), Rows):  # type: ignore[arg-type]
+        with pytest.raises(CaptureError, match="the batch holds no tensor") as error:
+            Batch.of(batch)
+        assert "dict, tuple, list or dataclass" in error.value.expected
