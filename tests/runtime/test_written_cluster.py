@@ -34,6 +34,10 @@ def write(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if what == "alike":
         params[0].clamp_(-0.2, 0.2)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif what == "stages":  # each rank has one of them: a write to the other leaves no trace here
+        for p in params[-2:]:
+            p.mul_(0.5)
+            optimizer.state[p]["exp_avg"].mul_(0.5)
     elif what == "weights":
         params[0].add_(rank)
     elif what == "weights, one rank" and rank == 1:
@@ -46,11 +50,21 @@ def write(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         optimizer.state[params[0]]["step"].add_(rank)
 
 
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x).tanh())
+
+
 def job_written(pipe: Connection, what: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    model, data = Layer(4, 4), batches(4, (4, 4), (4, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh="dp=2", profile="alpha-beta")
+    is_pipeline = what == "stages"
+    model, data = Stages() if is_pipeline else Layer(4, 4), batches(4, (4, 4), (4, 4))
+    optimizer, mesh = torch.optim.AdamW(model.parameters(), lr=0.1), "pp=2" if is_pipeline else "dp=2"
+    step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, profile="alpha-beta")
     for batch in data[:2]:
         step(batch)
     write(what, model, optimizer)
@@ -78,6 +92,7 @@ def test_what_ranks_write_differently_is_an_error_on_all(start: Callable[..., Jo
             assert outcome["what"].startswith("ranks make one call of different things")
 
 
-def test_what_ranks_write_alike_counts(start: Callable[..., Job]) -> None:
-    first, second = start("tests.runtime.test_written_cluster:job_written", 2, "alike").finish(240)
-    assert first["loss"] == second["loss"]
+@pytest.mark.parametrize("what", ["alike", "stages"])
+def test_what_ranks_write_alike_counts(start: Callable[..., Job], what: str) -> None:
+    first, second = start("tests.runtime.test_written_cluster:job_written", 2, what).finish(240)
+    assert first["loss"] == second["loss"], (first, second)

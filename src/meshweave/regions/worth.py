@@ -23,12 +23,13 @@ from meshweave.regions.trace import RegionFunction, samples
 Compiled = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is called with
 
 # When `auto` compiles a region: it may save more in so many steps than compiling takes. Figures of 2 cores, torch 2.13,
-# 2026-11: a region of a 24.6M Llama compiles in 0.6 to 4 s; an op by itself costs 5 us of Python, and reads
-# and writes memory at 10 GB/s in one thread.
+# 2026-11: a kernel of a 24.6M Llama compiles in about 1 s; an op by itself costs 5 us of Python, and reads and writes
+# memory at 10 GB/s in one thread; into memory that the allocator has from the system anew, 2.5 GB/s.
 STEPS = 1000
-COMPILE_S = 2.0
+COMPILE_S = 1.0
 OP_S = 5e-6
 BYTES_PER_S = 10e9
+NEW_BYTES_PER_S = 2.5e9
 FORMAT = 1  # of what is remembered
 _ROUNDS = 3  # of a measurement, of which the fastest counts
 _COMPILED, _EAGER = "compiled", "eager"
@@ -36,7 +37,8 @@ _COMPILED, _EAGER = "compiled", "eager"
 
 def saved_seconds(region: Region, values: Mapping[fx.Node, Values]) -> float:
     """What a compiler may save of a region in a step: the bytes that generated ops read and write one by one, but for
-    what they read from outside or from library calls, and what these read of them; and the call of each op."""
+    what they read from outside or from library calls, and what these read of them; the call of each op; and new memory
+    for parameters and optimizer state that it writes into the old."""
     generated = [node for node in region.nodes if is_generated(node)]
     views = {node for node in generated if is_view(node, values)}
     loops = {node: None for node in generated if node not in views}
@@ -52,7 +54,8 @@ def saved_seconds(region: Region, values: Mapping[fx.Node, Values]) -> float:
     passed = {source(n) for node in others for n in node.all_input_nodes}.union(region.outputs)
     entering = {n for n in read if source(n) not in loops}
     saved = num_bytes(read) + num_bytes(loops) - num_bytes(entering) - num_bytes(passed.intersection(loops))
-    return max(0, saved) / BYTES_PER_S + len(generated) * OP_S
+    renewed = num_bytes(region.written) / NEW_BYTES_PER_S
+    return max(0, saved) / BYTES_PER_S + len(generated) * OP_S + renewed
 
 
 def gained_seconds(regions: Iterable[tuple[RegionFunction, Compiled | None, int]]) -> tuple[float, list[str]]:

@@ -178,11 +178,21 @@ class Bindings:
                 continue
             _check_spec(bound.item, bound.tensor)
             self._take(state, bound)
-            self.written[bound.key] = None
+            self.note_written(bound)
         if is_compared:
             written = [self._written(self.bound[key]) for key in self.written if key in self.bound]
             self.written.clear()
             check_written(self.world, written)
+
+    def note_written(self, bound: Bound) -> None:
+        """Compare a tensor over ranks next time."""
+        if self.is_everywhere(bound):
+            self.written[bound.key] = None
+
+    def is_everywhere(self, bound: Bound) -> bool:
+        """Whether what writes a tensor is seen on every rank: not on those that hold nothing of a DTensor, as in
+        another stage of a pipeline."""
+        return bound.form != "dtensor" or bound.layout.mesh.covers(self.world.mesh.devices)
 
     def _written(self, bound: Bound) -> Written:
         ranks, layout, shape = self.world.mesh.devices, bound.layout, bound.item.spec.shape

@@ -40,7 +40,8 @@ _HINTS = {
     "parameters, model(x) communicate: call them on every rank, in the same order, not under `if rank == 0`; print and "
     "write files there",
     "choices": "train(), eval(), requires_grad_(), options of the optimizer and shapes of batches change on every rank "
-    "alike: not under `if rank == 0`, and by what all ranks know (broadcast it)",
+    "alike, and parameters, buffers and optimizer state are written there (swapped for their average, too): not under "
+    "`if rank == 0`, and by what all ranks know (broadcast it)",
 }
 
 

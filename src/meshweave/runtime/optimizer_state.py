@@ -81,7 +81,9 @@ class OptimizerState:
         changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
         now = {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
         numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
-        names = [item.name for item, _ in changed] + [f"{slot}/{name}" for name, slot in numbers]
+        names = [item.name for item, _ in changed if self._is_everywhere(item)] + [
+            f"{slot}/{name}" for name, slot in numbers
+        ]
         values = [None if now[key] is None else float(now[key]) for key in numbers]
         read = f", {text_number(repr(values)):x}" if values else ""
         self.bindings.world.choose(f"takes over of the optimizer's state {shown_names(names)}{read}")
@@ -89,11 +91,15 @@ class OptimizerState:
             self._take(state, item, layout)
         for key in numbers:
             del self.marks[key]
-        return bool(names)
+        return bool(changed or numbers)
 
     def _entries(self, item: Input) -> tuple[str, dict[str, Any]]:
         slot, _, name = item.name.partition("/")
         return slot, self.optimizer.state[self.params[name]]
+
+    def _is_everywhere(self, item: Input) -> bool:
+        bound = self.bindings.bound.get(("state", item.name))
+        return bound is None or self.bindings.is_everywhere(bound)
 
     def _is_changed(self, item: Input) -> bool:
         slot, _, name = item.name.partition("/")
@@ -113,7 +119,7 @@ class OptimizerState:
             return
         state.put(item, layout, full_values(now).to(item.spec.dtype).expand(item.spec.shape))
         self.optimizer.state[self.params[name]][slot] = self._bind(state, item, layout)
-        self.bindings.written[key] = None
+        self.bindings.note_written(self.bindings.bound[key])
 
     def _bind(self, state: State, item: Input, layout: Layout) -> Tensor:
         """A new tensor that is bound to a slot."""
