@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+import torch
 
 _LOCK_S = 60.0  # longer than a calibration takes: a job that waited so long measures for itself
 _POLL_S = 0.1
@@ -22,6 +26,17 @@ def cache_directory() -> Path:
     if own := os.environ.get("MESHWEAVE_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshweave"
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """What figures that are measured on a device hang on: the host, its machine, the device, threads of a CPU."""
+    cuda = device.type == "cuda"
+    return {
+        "host": platform.node(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "threads": 0 if cuda else torch.get_num_threads(),
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from meshweave.calibrate.links import Links, Place, local_bytes_of
 from meshweave.calibrate.measure import BRIEF, calibrate, peers_of
 from meshweave.calibrate.ops import Effort, typical
-from meshweave.disk_cache import Entry, cache_directory
+from meshweave.disk_cache import Entry, cache_directory, machine_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
 from meshweave.hardware.load import parse_profile
@@ -57,15 +56,8 @@ class Seat:
 
     @staticmethod
     def here(device: torch.device) -> Seat:
-        cuda = device.type == "cuda"
-        return Seat(
-            platform.node(),
-            f"{platform.machine()}, {os.cpu_count()} cores",
-            torch.cuda.get_device_name(device) if cuda else "cpu",
-            0 if cuda else torch.get_num_threads(),
-            _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")),
-            os.environ.get("LOCAL_WORLD_SIZE", ""),
-        )
+        address = _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        return Seat(**machine_of(device), address=address, per_node=os.environ.get("LOCAL_WORLD_SIZE", ""))
 
 
 def costs_for(

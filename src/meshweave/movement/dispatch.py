@@ -25,6 +25,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, nested_chunk
 from meshweave.ir.rank import in_mesh_order
 from meshweave.movement.arrange import PlanMove
+from meshweave.movement.own_sums import is_zeros
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Kind
 from meshweave.sharding.assign import BYTES_PER_SECOND
@@ -277,10 +278,7 @@ def _made(node: fx.Node) -> Path | None:
 
 def _adds_on_zeros(node: fx.Node) -> bool:
     args: Any = node.args
-    if node.target is not aten.index_put.default or len(args) < 4 or not args[3]:
-        return False
-    *_, first = _origins(args[0])
-    return first.target is aten.full.default and bool(first.args[1] == 0)
+    return node.target is aten.index_put.default and len(args) == 4 and args[3] and is_zeros(args[0])
 
 
 def _fits(path: Path, shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:

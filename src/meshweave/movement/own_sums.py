@@ -77,7 +77,7 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     zeros, (index,), view, is_added = _args(put)
     order = _inverted(index)
     expand = _args(view)[0] if view.target is aten.view.default else view
-    if order is None or not is_added or not _is_zeros(zeros) or expand.target is not aten.expand.default:
+    if order is None or not is_added or not is_zeros(zeros) or expand.target is not aten.expand.default:
         return
     wide, (few, one, width) = _args(expand)[0], _three(spec_of(_args(expand)[0]).shape)
     shape, layout = spec_of(expand).shape, enter.meta["layout"]
@@ -115,7 +115,8 @@ def _root(value: fx.Node) -> fx.Node:
     return value
 
 
-def _is_zeros(value: fx.Node) -> bool:
+def is_zeros(value: fx.Node) -> bool:
+    """Whether a value is made of zeros, wherever it has been moved since."""
     root = _root(value)
     return root.target is aten.full.default and bool(_args(root)[1] == 0)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.disk_cache import Entry, cache_directory
+from meshweave.disk_cache import Entry, cache_directory, machine_of
 from meshweave.ir.values import Values
 from meshweave.regions.cut import Region, is_generated, is_view
 from meshweave.regions.trace import RegionFunction, samples
@@ -108,15 +106,11 @@ def remember(functions: Sequence[Mapping[int, RegionFunction]], pays: bool) -> N
 
 def _entry(functions: Sequence[Mapping[int, RegionFunction]]) -> Entry:
     device = next(iter(functions[0].values())).device
-    is_cuda = device.type == "cuda"
     counts = Counter(sha256(f.key.encode()).hexdigest() for its in functions for f in its.values())
     key = {
         "format": FORMAT,
         "torch": torch.__version__,
-        "host": platform.node(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
-        "threads": 0 if is_cuda else torch.get_num_threads(),
+        **machine_of(device),
         "regions": sorted(counts.items()),
     }
     return Entry(cache_directory() / "regions", json.dumps(key), ".txt")

@@ -86,7 +86,7 @@ class OptimizerState:
         ]
         values = [None if now[key] is None else float(now[key]) for key in numbers]
         read = f", {text_number(repr(values)):x}" if values else ""
-        self.bindings.world.choose(f"takes over of the optimizer's state {shown_names(names)}{read}")
+        self.bindings.world.choose(f"takes over {shown_names(names)}{read} of the optimizer's state")
         for item, layout in changed:
             self._take(state, item, layout)
         for key in numbers:
