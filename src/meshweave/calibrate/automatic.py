@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshweave.calibrate.links import Links, Place, local_bytes_of
+from meshweave.calibrate.links import Links, Place, lead_of, local_bytes_of
 from meshweave.calibrate.measure import BRIEF, calibrate, peers_of
 from meshweave.calibrate.ops import Effort, typical
 from meshweave.disk_cache import Entry, cache_directory, machine_of
@@ -26,7 +26,7 @@ from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 2  # of what is kept; another number is another key, as where collectives run otherwise than they did
+FORMAT = 3  # of what is kept; another number is another key, as where collectives run otherwise than they did
 # What is kept is used where a gather takes between 1/4 and 4 times as long as it says: 1 and 10 Gbit/s are further
 # apart (8 to 10 times), a machine that others use too is mostly nearer.
 _MOST_DRIFT = 4.0
@@ -149,7 +149,7 @@ def _drift(profile: MachineProfile, world: ClusterWorld) -> float:
         start = links.start(place, "all_gather", size)
         links.sample(start, 1)
         turns = _PROBE.turns(_PROBE.rounds, time.perf_counter(), links.peers)
-        (taken,) = links.peers.most([typical([links.sample(start, 1) for _ in turns])])
+        (taken,) = links.peers.most([typical([links.sample(start, 1, lead_of(_PROBE_BYTES)) for _ in turns])])
     return taken / profile.seconds("all_gather", world.mesh, place.axes, size)
 
 

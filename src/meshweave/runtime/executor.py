@@ -39,6 +39,8 @@ class Recorder(Protocol):
 
     def copied(self, index: int, start: fx.Node, began: Any) -> None: ...
 
+    def part_begins(self) -> None: ...
+
     def begun(self, works: Sequence[Any]) -> None: ...
 
 
@@ -302,6 +304,8 @@ class SerialExecutor:
 
     def run(self, part: int, after: After | None = None) -> None:
         env, recorder = self._env, self._recorder
+        if recorder is not None:
+            recorder.part_begins()
         with torch.no_grad():
             for task in self.compiled.tasks[part]:
                 began = None if recorder is None else recorder.mark()

@@ -198,6 +198,11 @@ class Recorder:
         """The communication that `start` began on held device `index` ran from `began` until now."""
         self._copies[index].append(_Communication(start, began, [[self.clock.mark()]]))
 
+    def part_begins(self) -> None:
+        """Tasks run from now on. What was posted before (numbers that ranks compare, parameters gathered ahead of the
+        step) is of none of them."""
+        self.posted = []
+
     def begun(self, works: Iterable[Any]) -> None:
         """Communications of torch.distributed have begun, as a part of the task that runs."""
         done: list[Mark] = []
