@@ -129,6 +129,13 @@ class TrainStep:
             self._stepped(variant)
         return found
 
+    def wait_for_compiler(self) -> None:
+        """Wait until the compute that `backend="auto"` compiles beside the first steps is there, and measured: the next
+        step uses it where it is faster. Without this call steps begin to use it when it is there. All ranks call it."""
+        with self.session.world.call("wait_for_compiler"):
+            for variant in self.variants.all:
+                variant.session.compile_regions(is_awaited=True)
+
     def evaluate(self, batch: Any, *, training: bool = False) -> Tensor:
         """The loss of a batch, with `model.eval()` (or, for `training`, in the modes that the modules are in). Nothing
         is updated, neither parameters nor buffers. On a cluster all ranks call it."""

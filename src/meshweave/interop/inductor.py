@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
 import torch._functorch.config
+from torch._dynamo.utils import counters as counters
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as config
 from torch._inductor import custom_graph_pass
@@ -30,6 +33,8 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_INSTRUCTIONS = Lock()
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
 GraphPass: Any = custom_graph_pass.CustomGraphPass
@@ -55,9 +60,43 @@ def backward_compiled_with_forward() -> AbstractContextManager[Any]:
 
 def find_instructions() -> None:
     """Let Inductor find out which vector instructions the processor and the C++ compiler have, which it does before its
-    first kernel: 1 s, and 8 s where its cache on disk is empty. What goes wrong shows when a kernel is compiled."""
-    with suppress(Exception):
+    first kernel: 1 s, and 8 s where its cache on disk is empty. What goes wrong shows when a kernel is compiled.
+
+    A thread that asks while another still tries waits: Inductor itself would go on with flags that are half found, and
+    compile for them what the next start does not find in its cache."""
+    with _INSTRUCTIONS, suppress(Exception):
         pick_vec_isa()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the code that Inductor writes depends on beside its input: its options, and torch's."""
+
+    options: bytes
+    num_threads: int
+    is_deterministic: bool
+    matmul_precision: str
+
+
+def settings() -> Settings:
+    """Those of this process. PickleError for options that are functions."""
+    precise = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Settings(config.save_config(), torch.get_num_threads(), deterministic, precise)  # type: ignore[attr-defined]
+
+
+def apply_settings(own: Settings) -> None:
+    """Make this process compile as the process of the settings does."""
+    config.load_config(own.options)  # type: ignore[attr-defined]
+    torch.set_num_threads(own.num_threads)
+    torch.use_deterministic_algorithms(own.is_deterministic)
+    if torch.get_float32_matmul_precision() != own.matmul_precision:  # the default, set, is another key of the cache
+        torch.set_float32_matmul_precision(own.matmul_precision)
+
+
+def has_cache() -> bool:
+    """Whether Inductor keeps on disk what it compiles."""
+    return bool(config.fx_graph_cache)
 
 
 def compile_graph(
@@ -69,6 +108,7 @@ def compile_graph(
 
     Raises whatever Inductor raises, InvalidCxxCompiler where there is no compiler.
     """
+    find_instructions()
     # Without an environment of shapes, even for shapes that are all numbers, Inductor keeps nothing on disk.
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
         inputs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]

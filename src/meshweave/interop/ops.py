@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
+import torch
 from torch._ops import OpOverload as OpOverload
 
 
@@ -35,3 +36,10 @@ def returns_of(target: OpOverload) -> list[Any]:
 def is_mutable(target: OpOverload) -> bool:
     """Whether the operator writes into any of its operands."""
     return target._schema.is_mutable
+
+
+def find_operator(name: str) -> OpOverload:
+    """The operator whose text is `name` (`aten.add.Tensor`). AttributeError where none of that name is registered."""
+    namespace, operator, overload = name.split(".")
+    target: OpOverload = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    return target

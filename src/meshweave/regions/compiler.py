@@ -18,6 +18,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
+from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
 from meshweave.regions.worth import COMPILE_S, STEPS, Compiled, gained_seconds, remember, remembered, saved_seconds
 
@@ -75,7 +76,11 @@ class RegionCompiler:
     """Compiles for one step and its variants. `compiled` are the functions by the region's key, None where the
     compiler failed; `notes` say what failed. `any_rank(flag)` is whether a rank of the job says so: what they decide,
     all decide alike, or replicas of a value would part. Processes of a host share Inductor's cache on disk: each begins
-    at another region, `begin` (0 <= begin < 1) of the list, and finds there what the others compiled meanwhile."""
+    at another region, `begin` (0 <= begin < 1) of the list, and finds there what the others compiled meanwhile.
+
+    What `auto` has not measured yet is compiled by a process beside the steps. While one of any rank is at it, `fuse`
+    leaves everything as it is, and `is_waiting` says so.
+    """
 
     backend: BackendName = "eager"
     any_rank: Callable[[bool], bool] = lambda flag: flag
@@ -83,12 +88,14 @@ class RegionCompiler:
     compiled: dict[str, Compiled | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     has_compiler: bool = True
+    is_waiting: bool = False
+    _processes: dict[frozenset[str], CompilerProcess] = field(default_factory=dict)
 
     def fuse(
         self, role: RankGraph, devices: Sequence[int], device: torch.device, parts: Parts, kept: Collection[fx.Node]
     ) -> list[list[Planned]]:
         """The parts of a role with its regions compiled, for those of its devices that the process holds. A region that
-        cannot be compiled runs op by op, and so does everything where compiling does not pay."""
+        cannot be compiled runs op by op, and so does everything where compiling does not pay or is still under way."""
         plain: list[list[Planned]] = [list(part) for part in parts]
         if self.backend == "eager":
             return plain
@@ -112,6 +119,8 @@ class RegionCompiler:
             verdict = self._known_verdict(functions)
             if verdict is False:
                 return plain
+            if self.backend == "auto" and verdict is None and self._compiles_beside(functions, device):
+                return plain
             pairs = list(zip(regions, functions, strict=True))
             first = int(self.begin * len(pairs))
             failed = [r for r, its in (*pairs[first:], *pairs[:first]) if not self._compiles(r, its)]
@@ -125,6 +134,46 @@ class RegionCompiler:
         known = {n for r in regions for n in r.outputs}
         runners = {r: self._runner(r, its, known) for r, its in zip(regions, functions, strict=True)}
         return [[(s, runners[s]) if isinstance(s, Region) else s for s in part] for part in steps]
+
+    def _compiles_beside(self, functions: Sequence[Functions], device: torch.device) -> bool:
+        """Whether a process of some rank is still at regions that nobody has compiled yet; it is started where none is.
+        Only for processors: on a GPU it would take memory of the device."""
+        inductor = load_inductor()
+        if self.any_rank(device.type != "cpu" or not self.has_compiler or not inductor.has_cache()):
+            return False
+        distinct = {f.key: f for its in functions for f in its.values() if f.key not in self.compiled}
+        keys = frozenset(distinct)
+        if keys and keys not in self._processes:
+            ordered, first = list(distinct.values()), int(self.begin * len(distinct))
+            self._processes[keys] = process = CompilerProcess((*ordered[first:], *ordered[:first]))
+            try:
+                process.start()
+            except Exception as error:  # no process to be had, options that cannot be handed over: compiled here
+                _NOTES.info("regions are compiled in this process (%s: %s)", type(error).__name__, error)
+        self.is_waiting = self.any_rank(self.is_busy)
+        if not self.is_waiting and keys:
+            self._note_crash(self._processes[keys])
+        return self.is_waiting
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a process of this rank compiles."""
+        return any(not process.is_done for process in self._processes.values())
+
+    def wait(self) -> None:
+        """Until no process of this rank compiles."""
+        for process in self._processes.values():
+            process.wait()
+
+    def _note_crash(self, process: CompilerProcess) -> None:
+        """The region at which a process crashed is not tried again: this process would crash, too."""
+        left = [f for f in process.functions if f.key not in process.finished]
+        if process.failure and left:
+            self.compiled[left[0].key] = None
+            self._note(
+                f"a region of {len(left[0].calls)} ops runs one by one: the process that compiled it ended with "
+                f"{process.failure}"
+            )
 
     def _compiles(self, region: Region, functions: Functions) -> bool:
         """Whether a region is compiled for all devices, now or before."""

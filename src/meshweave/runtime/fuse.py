@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 
@@ -16,9 +19,32 @@ from meshweave.runtime.cluster import on_any
 from meshweave.runtime.executor import Fuse, Fused, Step
 from meshweave.runtime.world import World
 
+_NICE = 10
+_LOOK_AGAIN = 1.2
 _LEAST_ELEMENTS = (
     1_000_000  # an update of fewer moves no bytes to speak of, and such models seldom have regions that pay
 )
+
+
+@dataclass(slots=True)
+class Look:
+    """When steps look for what a process compiles beside them: at each of the first, then ever more seldom, so that
+    hours of training are not held up by it. Ranks look at the same steps."""
+
+    num_calls: int = 0
+    next_call: int = 1
+
+    def is_due(self) -> bool:
+        """Whether this call looks. Each call asks once."""
+        self.num_calls += 1
+        if self.num_calls < self.next_call:
+            return False
+        self.next_call = max(self.num_calls + 1, int(self.num_calls * _LOOK_AGAIN))
+        return True
+
+    @property
+    def is_again(self) -> bool:
+        return self.num_calls > 1
 
 
 def compiler_for(backend: BackendName, world: World) -> RegionCompiler:
@@ -35,7 +61,14 @@ def prepare_compiler(backend: BackendName, world: World, num_elements: int) -> N
     if compiler_for(backend, world).backend == "eager" or world.device.type != "cpu" or num_elements < _LEAST_ELEMENTS:
         return
     find = load_inductor().find_instructions
-    Thread(target=find, name="meshweave: C++ compiler", daemon=True).start()
+
+    def beside() -> None:
+        with suppress(OSError):
+            os.nice(_NICE)  # of this thread and what it starts, on Linux
+        find()
+
+    if sys.platform == "linux":
+        Thread(target=beside, name="meshweave: C++ compiler", daemon=True).start()
 
 
 def fuse_for(compiler: RegionCompiler, rank: RankGraph, world: World) -> Fuse:

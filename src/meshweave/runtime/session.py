@@ -22,7 +22,7 @@ from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
 from meshweave.runtime.fetched import Fetched, check_finite, mean_of
-from meshweave.runtime.fuse import compiler_for, fuse_for
+from meshweave.runtime.fuse import Look, compiler_for, fuse_for
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
@@ -69,7 +69,7 @@ class Session:
         """`share`: another session of the same model, whose state this one trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
         self.compiler: RegionCompiler = compiler_for(settings.backend, world) if share is None else share.compiler
-        self._has_regions = False
+        self._has_regions, self._look = False, Look()
         self._build(meter)
         self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
         self.bindings: Bindings = Bindings(world) if share is None else share.bindings
@@ -85,31 +85,39 @@ class Session:
         self._between: list[dict[Key, Tensor]] = []  # what a microbatch leaves to the next one
         self._losses: list[Fetched] = []
 
-    def _build(self, meter: Meter | None) -> None:
+    def _build(self, meter: Meter | None, has_regions: bool = False) -> None:
         """What each held device runs, and what runs it."""
         kept = {"loss", "output", "norm", "buffer", "param", "state", "carry"}
         kept |= {"grad"} if self.settings.keep_gradients else set()
-        self.ranks = self._compiled(kept, is_last=True)
+        self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
         if self.settings.accumulate > 1:  # what is not the last microbatch has its own tasks, and leaves other values
-            early = self._compiled({"loss", "buffer", "acc"}, is_last=False)
+            early = self._compiled({"loss", "buffer", "acc"}, False, has_regions)
             self._early: Executor = self.world.executor(self.roles, early, meter)
 
-    def _compile_regions(self) -> None:
+    def compile_regions(self, is_awaited: bool = False) -> None:
         """Let compute run as compiled regions, from the first step on: until then a program may be there to be
-        simulated, on a machine that could not run it. All processes call it."""
-        if not self._has_regions and self.compiler.backend != "eager":
-            self._has_regions = True
-            self._build(self.executor.meter)
+        simulated, on a machine that could not run it. Where a process compiles them, steps run without until it has
+        ended (`is_awaited`: this call waits for that). All processes call it."""
+        while not self._has_regions and self.compiler.backend != "eager" and not self.progress.num_done:
+            if is_awaited:
+                self.compiler.wait()
+            elif not self._look.is_due() or (self._look.is_again and self.compiler.any_rank(self.compiler.is_busy)):
+                return
+            self.compiler.is_waiting = False
+            self._build(self.executor.meter, True)
+            self._has_regions = not self.compiler.is_waiting
+            if not is_awaited:
+                return
 
-    def _compiled(self, kept: set[str], is_last: bool) -> tuple[Compiled, ...]:
+    def _compiled(self, kept: set[str], is_last: bool, has_regions: bool) -> tuple[Compiled, ...]:
         """What each held device runs, with outputs of the kinds `kept`."""
 
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
-                fuse = fuse_for(self.compiler, rank, self.world) if self._has_regions else None
+                fuse = fuse_for(self.compiler, rank, self.world) if has_regions else None
                 compiled[id(rank)] = compile_tasks(rank, self.world.device, lambda kind, _: kind in kept, is_last, fuse)
         return tuple(compiled[id(by_device[d])] for d in self.world.devices)
 
@@ -150,7 +158,7 @@ class Session:
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the whole picture."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
-        self._compile_regions()
+        self.compile_regions()
         recorder = Recorder(clock, len(self.ranks))
         held_meter = self.executor.meter
         with self.world.guard():
@@ -176,7 +184,7 @@ class Session:
         self.progress.check("forward")
         self.state.check_usable()
         with self._attempt("forward"):
-            self._compile_regions()
+            self.compile_regions()
             if not self.progress.num_done:
                 self.bindings.take_over(self.state, is_compared=True)
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
@@ -224,7 +232,7 @@ class Session:
         self.state.check_usable()
         with self.world.guard():
             try:
-                self._compile_regions()
+                self.compile_regions()
                 self.bindings.take_over(self.state)
                 self._between = [{} for _ in self.ranks]
                 self._envs = self._inputs(batch, self.state.num_steps, self.carries.ready(self.state))

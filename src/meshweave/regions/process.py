@@ -1,0 +1,144 @@
+"""A process that compiles regions into Inductor's cache on disk, while steps run without them.
+
+    python -m meshweave.regions.process  < regions, pickled  > a line per region
+
+What compiles them then, in the process that trains, finds them in the cache. A compiler that crashes ends this process
+alone. It ends with the process that has started it, whose end of the pipe closes then.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BytesIO
+from threading import Thread
+from typing import Any
+
+from meshweave.interop.lazy import load_inductor
+from meshweave.interop.ops import find_operator, is_operator
+from meshweave.ir.ops import KERNELS
+from meshweave.regions.trace import RegionFunction
+
+_NICE = 10  # training goes first
+_HEADER_BYTES = 8
+_OPS_OF_KERNELS = {id(kernel): op for op, kernel in KERNELS.items()}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles operators, and our kernels of them, by name."""
+
+    def persistent_id(self, value: Any) -> tuple[bool, str] | None:
+        if is_operator(value):
+            return False, str(value)
+        op = _OPS_OF_KERNELS.get(id(value))
+        return None if op is None else (True, str(op))
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, name: tuple[bool, str]) -> Any:
+        is_kernel, op_name = name
+        op = find_operator(op_name)
+        return KERNELS[op] if is_kernel else op
+
+
+def dump(value: Any) -> bytes:
+    """A value with operators in it as bytes, for a process that has registered the same operators."""
+    file = BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def load(data: bytes) -> Any:
+    """The value of `dump`. AttributeError for an operator that is not registered here."""
+    return _Unpickler(BytesIO(data)).load()
+
+
+@dataclass(slots=True)
+class CompilerProcess:
+    """A process that compiles regions one after the other, beginning with the first of `functions`.
+
+    `finished` are the keys of those that it is through with, be it that it failed in Python; complete when it has
+    ended. What it was at when it crashed, and what came after, is not among them.
+    """
+
+    functions: Sequence[RegionFunction]
+    finished: set[str] = field(default_factory=set)
+    _process: subprocess.Popen[bytes] | None = None
+    _reader: Thread | None = None
+
+    def start(self) -> None:
+        """Raises OSError where no process can be started, PickleError for functions that cannot be handed over."""
+        payload = dump((load_inductor().settings(), [dump(function) for function in self.functions]))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-m", "meshweave.regions.process"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the process that trains
+        )
+        self._process = process
+        self._reader = Thread(target=self._talk, args=(payload,), name="meshweave: compiler", daemon=True)
+        self._reader.start()
+
+    def _talk(self, payload: bytes) -> None:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(OSError):  # a process that has crashed reads no more
+            process.stdin.write(len(payload).to_bytes(_HEADER_BYTES, "big") + payload)
+            process.stdin.flush()
+        with process.stdout as lines:
+            for line in lines:
+                self.finished.add(self.functions[int(line)].key)
+        process.wait()
+        with suppress(OSError):
+            process.stdin.close()
+
+    @property
+    def is_done(self) -> bool:
+        return self._reader is None or not self._reader.is_alive()
+
+    @property
+    def failure(self) -> str:
+        """How it crashed; empty where it did not."""
+        code = self._process.returncode if self._process is not None else 0
+        return "" if not code else f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def wait(self) -> None:
+        if self._reader is not None:
+            self._reader.join()
+
+
+def main() -> None:
+    """Compile what stands on stdin; print the number of each region when it is through."""
+    out, sys.stdout = sys.stdout, sys.stderr  # what a compiler prints is no number
+    with suppress(OSError):
+        os.nice(_NICE)
+    size = int.from_bytes(sys.stdin.buffer.read(_HEADER_BYTES), "big")
+    inductor = load_inductor()
+    settings, functions = load(sys.stdin.buffer.read(size))
+    Thread(target=_end_with_the_parent, daemon=True).start()
+    inductor.apply_settings(settings)
+    for i, data in enumerate(functions):
+        with suppress(Exception):  # the process that trains tries again, and says what is wrong
+            function = load(data)
+            inductor.compile_graph(function, function.forms, function.device)
+        print(i, file=out, flush=True)
+
+
+def _end_with_the_parent() -> None:
+    sys.stdin.buffer.read(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
