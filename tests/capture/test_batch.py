@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from tests.training import assert_equals_eager, train
 from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.capture.batch import Batch
-from meshweave.errors import CaptureError
+from meshweave.errors import CaptureError, StepError
 
 
 @dataclass
@@ -106,3 +108,61 @@ def test_what_holds_no_tensor_says_what_may() -> None:
         with pytest.raises(CaptureError, match="the batch holds no tensor") as error:
             Batch.of(batch)
         assert "dict, tuple, list or dataclass" in error.value.expected
+
+
+# what of a tensor counts beside its elements
+
+
+class Asks(nn.Module):
+    """A layer that does with x what `asked` says, too."""
+
+    def __init__(self, asked: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.asked = nn.Linear(4, 4), asked
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer = self.asked(x)
+        return self.linear(x) * (2.0 if answer is True else 1.0)
+
+
+def own() -> dict[str, Tensor]:
+    return {"x": torch.ones(4, 4), "y": torch.zeros(4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "change", "message"),
+    [
+        (
+            lambda x: x.requires_grad,
+            {"x": torch.ones(4, 4, requires_grad=True)},
+            "requires_grad of the batch entry 'x'",
+        ),
+        (Tensor.is_contiguous, {"x": torch.ones(4, 8)[:, ::2]}, "asks how an entry of the batch lies in memory"),
+        (lambda x: x.mul_(2), dict.fromkeys(("x", "y"), torch.ones(4, 4)), "lies in one memory with another"),
+    ],
+)
+def test_what_a_model_asks_of_a_tensor_is_as_in_the_example(asked: Any, change: Any, message: str) -> None:
+    step, _ = train(Asks(asked), [own()])
+    step(own())
+    with pytest.raises(StepError, match=message):
+        step(own() | change)
+
+
+def test_what_a_model_does_not_ask_may_be_otherwise() -> None:
+    shared = torch.ones(4, 8, requires_grad=True)[:, ::2]
+    assert_equals_eager(
+        Asks(lambda x: x + 1), [own(), dict.fromkeys(("x", "y"), shared.detach()), own() | {"x": shared}]
+    )
+
+
+def test_a_batch_asks_for_gradients_of_itself() -> None:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    data = [{"x": torch.randn(4, 4, requires_grad=True), "y": torch.randn(4, 4)} for _ in range(2)]
+    assert_equals_eager(Forces(), data, "dp=2")

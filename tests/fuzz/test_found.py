@@ -10,6 +10,7 @@ import torch
 from tests.fuzz.blocks import Attention, Spatial, UpDown
 from tests.training import assert_equals_eager, assert_tensors, batches, train
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import meshweave as mw
 from meshweave.rings import DecomposeOptions
@@ -66,6 +67,18 @@ def _depthwise() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 6, 1), grouped, nn.GELU(), nn.Conv2d(6, 3, 1))
 
 
+class Transformed(nn.Module):
+    """An image turned and shifted as it says itself (a spatial transformer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = nn.Linear(48, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = F.affine_grid(self.where(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False)
+        return F.grid_sample(x, grid, align_corners=False)
+
+
 def _residual() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6), nn.LayerNorm(6))
 
@@ -96,6 +109,7 @@ FOUND: dict[str, Program] = {
     "a recurrent layer, which oneDNN has as one op": (Recurrent, _SEQUENCE, "fsdp=2,tp=2", {}),
     "a weight by its length and direction": (lambda: _normed(0), _SEQUENCE, "fsdp=2,tp=2", {}),
     "a weight by one length for all of it": (lambda: _normed(None), _SEQUENCE, "dp=2,tp=2", {}),
+    "an affine grid": (Transformed, _IMAGE, "dp=2", {}),
     "attention in groups on uneven heads": (
         lambda: Attention(6, 4, 2, 3, "sdpa", "causal"),
         _SEQUENCE,

@@ -52,10 +52,12 @@ class Model(nn.Module):
         favoured: tuple[int, ...] = (),
         is_added: bool = False,
         is_sorted_twice: bool = False,
+        is_backwards: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.count, self.top, self.is_added, self.is_sorted_twice = count, top, is_added, is_sorted_twice
+        self.is_backwards = is_backwards
         self.first, self.router, self.experts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, count), Experts(count)
         bias = torch.zeros(count)
         bias[list(favoured)] = 99.0
@@ -71,7 +73,7 @@ class Model(nn.Module):
         rows = rows * scores.gather(1, chosen).reshape(-1)[order].unsqueeze(1)
         if self.is_added:
             return x + torch.zeros_like(x).index_add(0, order // self.top, rows)
-        places = order.argsort() if self.is_sorted_twice else torch.empty_like(order)
+        places = order.argsort(descending=self.is_backwards) if self.is_sorted_twice else torch.empty_like(order)
         if not self.is_sorted_twice:
             places[order] = torch.arange(len(order))
         return x + rows[places].view(-1, self.top, WIDTH).sum(1)
@@ -141,6 +143,13 @@ def test_devices_equal_one_device_and_the_dense_form_to_the_bit(
     assert losses == dense_losses
     for name, value in dense.parameters().items():
         assert torch.equal(step.parameters()[name], value), name
+
+
+def test_what_is_sorted_backwards_is_no_inverse() -> None:
+    settings = {"is_sorted_twice": True, "is_backwards": True}
+    _, expected = train(Model(**settings).double(), batches(2))
+    _, losses = train(Model(**settings).double(), batches(2), "ep=2", plan="ep:ep", profile=SLOW_LINKS)
+    assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def test_a_scheduled_step_gives_the_same_bits() -> None:

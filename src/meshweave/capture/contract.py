@@ -38,7 +38,8 @@ class Contract:
     """The record of a captured step, and how to run it again, up to its gradients, on fake tensors.
 
     `again(record, batch)` runs them; `roots` are the objects whose state they can reach, the model by that name.
-    `batch` is the example, its tensors fake.
+    `batch` is the example, its tensors fake. Of its entries some are `written` in place, and some `strided`: what was
+    asked for may depend on how they lie in memory.
     """
 
     roots: Mapping[str, Any]
@@ -46,6 +47,8 @@ class Contract:
     inputs: Sequence[Tensor]
     again: Callable[[Record, Batch], None]
     outputs: ModelOutputs | None = None  # what the model returns, where that is asked for
+    written: frozenset[str] = frozenset()
+    strided: frozenset[str] = frozenset()
     record: Record = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +74,7 @@ class Contract:
 
         What it does to the Python state is undone.
         """
-        record = Record(self.inputs, expected=self.record)
+        record = Record(self._inputs(batch), expected=self.record)
         try:
             with self._restoring() as (before, generators):
                 self.again(record, batch)
@@ -84,6 +87,11 @@ class Contract:
         except WasRead as error:  # outside of the run, where the state is compared
             return Difference("", str(error), "what was captured")
         return None
+
+    def _inputs(self, batch: Batch) -> list[Tensor]:
+        """The inputs, with the tensors of a batch in the place of the example's."""
+        own = {id(old): new for old, new in zip(self.batch.tensors, batch.tensors, strict=True)}
+        return [own.get(id(tensor), tensor) for tensor in self.inputs]
 
     @contextmanager
     def _restoring(self) -> Iterator[tuple[Snapshot, dict[Any, Any]]]:
@@ -105,7 +113,7 @@ class Contract:
         """
         changes = [] if before.is_current() else before.changes()
         between = _canonical(Snapshot.of(self.roots), first) if changes else None
-        second = Record(self.inputs, expected=first)
+        second = Record(self._inputs(batch), expected=first)
         try:
             self.again(second, batch)
         except Difference as difference:

@@ -292,6 +292,7 @@ _FROM_TORCH = [
     aten.logsumexp,
     aten.frobenius_norm,
     aten.index_add,
+    aten.affine_grid_generator,
     aten.grid_sampler_2d,
     aten.select_scatter,
     aten.eye,

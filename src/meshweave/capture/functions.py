@@ -233,6 +233,12 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
 }
 
 
+# What depends on how a tensor lies in memory.
+_OF_STRIDES = frozenset(
+    {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset, Tensor.as_strided, torch.as_strided}
+)
+
+
 def _check_seen(func: Any, x: Any) -> None:
     """CaptureError for what the trace would not see. A constant may be asked for its address and elements."""
     if func in (Tensor.data_ptr, *_ARRAYS) and not isinstance(x, FakeTensor):
@@ -248,13 +254,18 @@ class CapturedFunctions(TorchFunctionMode):
     it in the trace. A function that gets the first, because a closure or a list holds it, runs on the second.
 
     What would read or change a tensor past the trace is a CaptureError; `protected` are the storages into which no op
-    may write from then on, since an array shows what is in them.
+    may write from then on, since an array shows what is in them. `batch` are the names of entries of the batch by the
+    ids of their tensors; `strided` are those that were asked how they lie in memory.
     """
 
     def __init__(
-        self, substituted: Iterable[tuple[Tensor, Tensor]] = (), protected: dict[int, str] | None = None
+        self,
+        substituted: Iterable[tuple[Tensor, Tensor]] = (),
+        protected: dict[int, str] | None = None,
+        batch: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__()
+        self._batch, self.strided = batch or {}, set[str]()
         self._protected = protected
         substituted = list(substituted)
         self._stand_ins = {id(tensor) for pair in substituted for tensor in pair}
@@ -264,6 +275,8 @@ class CapturedFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return f"<{args[0].dtype} of shape {tuple(args[0].shape)}>"  # a log is written while the step is captured
+        if func in _OF_STRIDES and id(args[0]) in self._batch:
+            self.strided.add(self._batch[id(args[0])])
         # What becomes of parameters and buffers is looked at when the step has run.
         if func in _PAST_THE_TRACE and not (func == _SET_DATA and id(args[0]) in self._stand_ins):
             _check_seen(func, args[0])

@@ -91,6 +91,7 @@ class Guards:
     def __init__(self, contract: Contract, autocast: torch.dtype | None, rebind: Rebind) -> None:
         self.contract, self.autocast, self.rebind = contract, autocast, rebind
         self.batch = contract.batch
+        self.asking = tuple(tensor.requires_grad for tensor in self.batch.tensors)
         self._unread: set[str] = set()  # places that the step is known not to read
         self._refresh()
 
@@ -113,6 +114,7 @@ class Guards:
         check_autocast(self.autocast)
         if batch.names != self.batch.names or not _same_rest(batch.rest, self.batch.rest):
             self._check_batch(batch)
+        self._check_tensors(dict(zip(batch.names, batch.tensors, strict=True)))
         self._check_classes()
         if not (self.snapshot.is_current() and self.marks.is_current()):
             self._check_model()
@@ -144,6 +146,40 @@ class Guards:
 
         self._try(changes, put)
         self.batch = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join)
+
+    def _check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Whether gradients are asked of tensors; how they lie in memory, where that counts."""
+        asking = tuple(tensors[name].requires_grad for name in self.batch.names)
+        if asking != self.asking:
+            flags = zip(self.batch.names, self.asking, asking, strict=True)
+            places = {n: f"requires_grad of the batch entry '{n}'" for n in self.batch.names}
+            changes = [Change(places[n], old, new, -1, n) for n, old, new in flags if old != new]
+            fakes = [t.detach().requires_grad_(new) for t, new in zip(self.batch.tensors, asking, strict=True)]
+            changed = Batch(self.batch.names, tuple(fakes), self.batch.rest, self.batch.join)
+            self._try(changes, lambda _: changed)
+            self.batch, self.asking = changed, asking
+        if self.contract.written or self.contract.strided:
+            self._check_memory(tensors)
+
+    def _check_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        shared = Batch(tuple(tensors), tuple(tensors.values()), {}, dict).shared()
+        if written := self.contract.written.intersection(shared):
+            raise StepError(
+                "the step writes into an entry of the batch that lies in one memory with another",
+                where=f"entry '{min(written)}'",
+                got=" and ".join(f"'{name}'" for name in shared) + " in one memory",
+                expected="an entry of its own memory, as in the example",
+                hint="clone() what is written into",
+            )
+        for name, fake in zip(self.batch.names, self.batch.tensors, strict=True):
+            if name in self.contract.strided and not _lies_alike(tensors[name], fake):
+                raise StepError(
+                    "the step asks how an entry of the batch lies in memory",
+                    where=f"entry '{name}'",
+                    got=f"strides {tensors[name].stride()} of shape {tuple(tensors[name].shape)}",
+                    expected=f"strides as in the example, {fake.stride()} of shape {tuple(fake.shape)}",
+                    hint="pass x.contiguous()" if fake.is_contiguous() else "pass all batches as the example lies",
+                )
 
     # the model
 
@@ -230,6 +266,14 @@ class Guards:
 
 
 _TENSORS = ("_parameters", "_buffers")
+
+
+def _lies_alike(x: Tensor, fake: Tensor) -> bool:
+    """Whether two tensors, of which one may have but some rows of the other, have their dims in the same order, with
+    gaps in the same places."""
+    if x.is_contiguous() or fake.is_contiguous():
+        return x.is_contiguous() and fake.is_contiguous()
+    return x.stride() == fake.stride()
 
 
 def _same_rest(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -105,6 +105,7 @@ class Record:
         self._alive: list[Tensor] = []  # so that no id comes twice
         # Storages whose values no op may change, for they would have no new value; and what to do instead.
         self.protected: dict[int, str] = {}
+        self.written: set[int] = set()  # storages that ops wrote into
         self.call: Call = ("", None, 0)  # the one that runs
         self.overwritten: set[Call] = set()  # which calls made constants into which computed values were written
         self._num_calls: Counter[tuple[str, Any]] = Counter()
@@ -140,6 +141,7 @@ class Record:
         self.call = where, func, self._num_calls[where, func]
         self._num_calls[where, func] += 1
         for tensor in _targets(func, args, kwargs):
+            self.written.add(storage_of(tensor))
             is_constant = not isinstance(tensor, FakeTensor) and storage_of(tensor) not in self._storages
             if is_constant or storage_of(tensor) in self.protected:
                 raise CaptureError(

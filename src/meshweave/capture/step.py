@@ -165,6 +165,7 @@ def _captured(
 
     def again(record: Record, batch: Batch) -> None:
         values = by_kind(inputs, fakes)
+        values.batch = dict(zip(batch.names, batch.tensors, strict=True))
         tracker = Provenance(values.scalars["draw"], options.seed, record, None, overwritten)
         with capture_errors(), tracker:
             _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared, is_second=True).run()
@@ -181,6 +182,8 @@ def _captured(
             run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared)
             results, grads = run.run()
             contract.outputs = run.returned
+            contract.written = frozenset(n for n, t in values.batch.items() if storage_of(t) in contract.record.written)
+            contract.strided = contract.written | frozenset(run.strided)
         outputs[:] = list(results)
         updated[:] = list(grads)
         # Parameters too, as forward leaves them: it may have changed them in place.
@@ -214,6 +217,7 @@ class _StepRun:
     shared: Sequence[str] = ()
     is_second: bool = False
     returned: ModelOutputs | None = None  # how those of the model are put together
+    strided: set[str] = field(default_factory=set)  # batch entries that were asked how they lie in memory
     leaves: dict[str, Tensor] = field(init=False)
     buffers: dict[str, Tensor] = field(init=False)
     tensors: dict[str, Tensor] = field(init=False)
@@ -258,7 +262,10 @@ class _StepRun:
         tracker.substituted = {id(t): n for n, t in known}
         for name in self.leaves:
             pass_for_parameter(self.tensors[name])
-        with CapturedFunctions(own, tracker.record.protected), tracker.inside(source.model), source.hooks(source.model):
+        names_of = {id(tensor): name for name, tensor in self.values.batch.items()}
+        functions = CapturedFunctions(own, tracker.record.protected, names_of)
+        self.strided = functions.strided
+        with functions, tracker.inside(source.model), source.hooks(source.model):
             body = self.forward_and_backward if options.part == "train" else self.forward_alone
             return Substituted.run(source.model, self.tensors, body)  # type: ignore[no-any-return]
 

@@ -84,11 +84,9 @@ def fake_inputs(inputs: Sequence[Input], model: nn.Module, example: Any, mode: F
     fakes = []
     for item in inputs:
         like = real.get((item.kind, item.name))
-        fakes.append(
-            fake_like(
-                mode, like if like is not None else torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")
-            )
-        )
+        if like is None:
+            like = torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")
+        fakes.append(fake_like(mode, like).requires_grad_(item.kind == "batch" and like.requires_grad))
     return fakes
 
 

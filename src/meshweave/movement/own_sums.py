@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.interop.ops import arguments_of
 from meshweave.ir import ops
-from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.sharding.assign import Assignment, Own, Role, Shard, realize
 from meshweave.sharding.owned import by_rows
@@ -126,6 +127,8 @@ def _inverted(index: fx.Node) -> fx.Node | None:
     (`inverse[order] = arange`), or sorted once more."""
     root = _root(index)
     if _is_order(root):
+        if _is_descending(_args(root)[0]):
+            return None
         order = _root(_args(_args(root)[0])[0])
         return order if _is_order(order) else None
     if root.target is not aten.index_put.default or any(_args(root)[3:]) or len(_args(root)[1]) != 1:
@@ -141,6 +144,11 @@ def _is_order(value: fx.Node) -> bool:
     is_item = value.target is operator.getitem and _args(value)[1] == 1
     sorts = (aten.sort.default, aten.sort.stable)
     return is_item and _args(value)[0].target in sorts and len(spec_of(value).shape) == 1
+
+
+def _is_descending(sort: fx.Node) -> bool:
+    names = [entry.name for entry in arguments_of(sort.target)]  # type: ignore[arg-type]
+    return bool(argument(sort, names.index("descending")))
 
 
 def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx.Node:
