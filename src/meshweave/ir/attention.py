@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshweave.ir.causal import Block, Causal, Runs
+from meshweave.ir.causal import Causal, CausalBlock, Runs
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def backward(
         return gq, _padded(gk, k), _padded(gv, v)
     wide_k, wide_v = _repeat_groups(q, k), _repeat_groups(q, v)
 
-    def of_part(part: Block) -> tuple[Tensor, Tensor, Tensor]:
+    def of_part(part: CausalBlock) -> tuple[Tensor, Tensor, Tensor]:
         g, a, o, sums = (x[:, :, part.rows] for x in (grad, q, out, lse))
         keys, values = wide_k[:, :, part.keys], wide_v[:, :, part.keys]
         return _block_backward(g, a, keys, values, _part(bias, part), o, sums, part.is_causal, scale)
@@ -146,17 +146,17 @@ def _without_blind(lse: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
     return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
-def _parts(q: Tensor, k: Tensor, causal: Causal | None) -> tuple[Block, ...]:
+def _parts(q: Tensor, k: Tensor, causal: Causal | None) -> tuple[CausalBlock, ...]:
     if causal is not None and q.numel():
         return causal.blocks
-    return (Block(slice(0, q.shape[2]), slice(0, k.shape[2]), False),)
+    return (CausalBlock(slice(0, q.shape[2]), slice(0, k.shape[2]), False),)
 
 
-def _is_one(parts: tuple[Block, ...], q: Tensor) -> bool:
+def _is_one(parts: tuple[CausalBlock, ...], q: Tensor) -> bool:
     return len(parts) == 1 and parts[0].rows == slice(0, q.shape[2])
 
 
-def _part(bias: Tensor | None, block: Block) -> Tensor | None:
+def _part(bias: Tensor | None, block: CausalBlock) -> Tensor | None:
     """The part of a bias, which broadcasts to [b, h, s, t], that belongs to a block."""
     for dim, cut in ((-1, block.keys), (-2, block.rows)):
         if bias is not None and bias.dim() >= -dim and bias.shape[dim] > 1:
