@@ -76,7 +76,7 @@ def test_a_rank_with_another_graph_is_named_on_every_rank() -> None:
 
 
 def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
-    found = together(lambda a: a.figures(CostNumbers("f", ()), told=f"factor={2 if a.rank == 1 else 1}"))
+    found = together(lambda a: a.figures(CostNumbers("f", ()), settings=f"factor={2 if a.rank == 1 else 1}"))
     assert errors(found) == {
         "ranks were given different options\n"
         "  where: rank 1\n"
