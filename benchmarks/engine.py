@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 import meshweave as mw
-from meshweave.engine.machine import Done, Event, Machine, Release, Run
+from meshweave.engine.machine import Done, Event, EventMachine, Release, Run
 from meshweave.ir.collectives import WAIT, functional
 from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
@@ -64,7 +64,7 @@ def median_us(run: Callable[[], Any], num_tasks: int, repeats: int = 15) -> floa
 
 
 def run_machine(made: LocalExecutor) -> None:
-    machine = Machine(made.lowered.schedule)
+    machine = EventMachine(made.lowered.schedule)
     events: list[Event] = [Release(0)]
     while events:
         events += [Done(a.stream, a.stop) for a in machine.handle(events.pop()) if isinstance(a, Run)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshweave.engine.machine import Action, Done, Machine, Release, Run, Schedule
+from meshweave.engine.machine import Action, Done, EventMachine, Release, Run, Schedule
 from meshweave.simulate.clock import Slowdown, Times, Work
 
 
@@ -15,7 +15,7 @@ class _EventClock:
         self.work, self.num_roles, self.slowdown, self.now = work, num_roles, slowdown, 0.0
         num = len(work.seconds)
         schedule = Schedule(tuple(map(tuple, streams)), tuple(map(tuple, work.needs)), (0,) * num)
-        self.streams, self.machine = schedule.streams, Machine(schedule)
+        self.streams, self.machine = schedule.streams, EventMachine(schedule)
         self.starts, self.ends = [0.0] * num, [0.0] * num
         self.runs: dict[int, list[int]] = {}  # by stream: index of the task that runs, and where the run stops
         self.left: dict[int, float] = {}  # by stream: seconds of that task

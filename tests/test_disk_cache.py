@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.disk_cache import Entry, cache_directory
+from meshweave.disk_cache import CacheEntry, cache_directory
 
 TEXT = "[link]\nlaunch_s = 1\nname = 'ümlaut'\n"
 
 
 def test_what_was_kept_is_read_back_to_the_letter(tmp_path: Path) -> None:
-    entry = Entry(tmp_path / "a" / "b", "here\nand now")
+    entry = CacheEntry(tmp_path / "a" / "b", "here\nand now")
     assert entry.read() == ("", "")
     assert entry.write(TEXT) == ""
     assert entry.read() == (TEXT, "")
     assert [path.name for path in entry.directory.iterdir()] == [entry.path.name]
-    other = Entry(entry.directory, "elsewhere")
+    other = CacheEntry(entry.directory, "elsewhere")
     assert other.read() == ("", "")
     other.path.write_bytes(entry.path.read_bytes())
     assert "damaged" in other.read()[1]  # the file of another key
@@ -39,7 +39,7 @@ def test_what_was_kept_is_read_back_to_the_letter(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_entry_is_not_used(tmp_path: Path, damage: Callable[[str], str | bytes], expected: str) -> None:
-    entry = Entry(tmp_path, "key")
+    entry = CacheEntry(tmp_path, "key")
     assert entry.write(TEXT) == ""
     left = damage(entry.path.read_text())
     entry.path.write_bytes(left if isinstance(left, bytes) else left.encode())
@@ -53,7 +53,7 @@ def test_a_damaged_entry_is_not_used(tmp_path: Path, damage: Callable[[str], str
 
 def test_a_directory_that_takes_nothing_costs_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    entry = Entry(tmp_path / "file", "key")
+    entry = CacheEntry(tmp_path / "file", "key")
     with entry.lock():
         assert entry.read()[0] == ""
         assert "it could not be kept" in entry.write(TEXT)
@@ -62,21 +62,21 @@ def test_a_directory_that_takes_nothing_costs_a_note(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    entry = Entry(tmp_path / "full", "key")
+    entry = CacheEntry(tmp_path / "full", "key")
     assert "No space left on device" in entry.write(TEXT)
     assert list(entry.directory.iterdir()) == []
 
 
 def hold(directory: Path, pipe: Connection) -> None:
     """Say what is kept once the lock is there."""
-    entry = Entry(directory, "key")
+    entry = CacheEntry(directory, "key")
     pipe.send("waiting")
     with entry.lock():
         pipe.send(entry.read()[0])
 
 
 def test_a_second_job_waits_for_what_the_first_measures(tmp_path: Path) -> None:
-    entry, context = Entry(tmp_path, "key"), multiprocessing.get_context("fork")
+    entry, context = CacheEntry(tmp_path, "key"), multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     with entry.lock():
         other = context.Process(target=hold, args=(tmp_path, theirs))

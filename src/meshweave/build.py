@@ -114,7 +114,7 @@ def build_program(
 
     placed, roles, accumulation = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(costs))
     optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
-    policies = ["none", *(one.policy for one in pipeline.passes if isinstance(one, Recompute))]
+    policies = ["none", *(each_pass.policy for each_pass in pipeline.passes if isinstance(each_pass, Recompute))]
     return Program(
         step,
         placed,
@@ -150,8 +150,8 @@ def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:
     if resolved.attention == "ring":
         return pipeline.having(RingAttention("always"))
     is_open = resolved.context_axes and resolved.attention == "auto"
-    names = [one.name for one in pipeline.passes]
-    is_compared = any(one.is_compared for one in pipeline.of("written"))
+    names = [each_pass.name for each_pass in pipeline.passes]
+    is_compared = any(each_pass.is_compared for each_pass in pipeline.of("written"))
     return pipeline.having(RingAttention()) if is_open and is_compared and "ring" not in names else pipeline
 
 

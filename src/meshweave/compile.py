@@ -20,7 +20,7 @@ from meshweave.errors import PlanError
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Budget, Pipeline, pass_list, pipeline_of
-from meshweave.passes.options import Asked
+from meshweave.passes.options import PassesArgument
 from meshweave.program import Program
 from meshweave.regions.compiler import checked_backend
 from meshweave.rings import DecomposeOptions
@@ -63,7 +63,7 @@ class CompileOptions:
     recompute: str
     param_dtype: torch.dtype | None
     backend: str
-    passes: Asked
+    passes: PassesArgument
     passes_seconds: float
     prefetch: int
     overlap: bool | OverlapOptions | None
@@ -199,8 +199,8 @@ class CompileOptions:
 
 
 # Messages between chunks suffer more from a machine that others use than is simulated (docs/overlap.md), and costs that
-# are measured once are off by some percent on another day. On a quiet machine a step simulated 9% faster (rows in chunks)
-# or 7% (rings) was measured 4% and 6% faster: tensor parallelism, batch 4, 2 processes, Gloo at 1 Gbit/s.
+# are measured once are off by some percent on another day. On a quiet machine a step simulated 9% faster (rows in
+# chunks) or 7% (rings) was measured 4% and 6% faster: tensor parallelism, batch 4, 2 processes, Gloo at 1 Gbit/s.
 _LEAST_GAIN = 0.08
 
 
@@ -210,8 +210,8 @@ def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -
     otherwise: it has to gain `_LEAST_GAIN`."""
     if not world.is_distributed or world.mesh.num_devices == 1 or not isinstance(costs, MachineProfile):
         return pipeline
-    own = {one.name for one in pipeline.passes}
-    usual = tuple(one for one in pass_list("default") if one.name not in own)
+    own = {each_pass.name for each_pass in pipeline.passes}
+    usual = tuple(each_pass for each_pass in pass_list("default") if each_pass.name not in own)
     return replace(
         pipeline,
         passes=(*pipeline.passes, *usual),
@@ -239,7 +239,7 @@ def compile(
     recompute: str = "none",
     param_dtype: torch.dtype | None = None,
     backend: str = "auto",
-    passes: Asked = None,
+    passes: PassesArgument = None,
     passes_seconds: float = 60.0,
     prefetch: int = 0,
     overlap: bool | OverlapOptions | None = None,

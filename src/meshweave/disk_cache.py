@@ -40,7 +40,7 @@ def machine_of(device: torch.device) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """The text that is kept for `key` (what it depends on, as text), in a file of its own.
 
     The file holds a digest of the rest, the key, and the text: data alone, nothing in it is executed.

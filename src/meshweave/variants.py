@@ -278,11 +278,11 @@ class Variants:
 
     def _is_like_the_example(self, batch: Batch) -> bool:
         """Whether the batch has the example's entries, dtypes and numbers of dims."""
-        given = dict(zip(batch.names, batch.tensors, strict=True))
+        tensors = dict(zip(batch.names, batch.tensors, strict=True))
         return all(
-            item.name in given
-            and given[item.name].dtype == item.spec.dtype
-            and given[item.name].dim() == len(item.spec.shape)
+            item.name in tensors
+            and tensors[item.name].dtype == item.spec.dtype
+            and tensors[item.name].dim() == len(item.spec.shape)
             for item in self.first.batch
         )
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import meshweave as mw
 from meshweave.calibrate import automatic, costs_for
-from meshweave.disk_cache import Entry
+from meshweave.disk_cache import CacheEntry
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import AlphaBeta, load_profile, profile_of_device
 from meshweave.hardware.load import _DATA
@@ -82,7 +82,7 @@ def test_devices_are_known_by_name(device: str, expected: str | None) -> None:
 
 
 def test_an_entry_of_another_format_is_not_used(tmp_path: Path) -> None:
-    entry = Entry(tmp_path, "key")
+    entry = CacheEntry(tmp_path, "key")
     entry.write(TEXT.replace("launch_s", "launching_s"))
     assert "no profile of this version ('launching_s' is unknown)" in automatic._kept(entry)[1]
 
@@ -119,7 +119,7 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
         (path,) = Path(directory, "profiles").glob("*.toml")
         _, key, text = path.read_text().split("\n", 2)
         slow = re.sub(r"\[(\d+), ([0-9.e-]+)\]", lambda m: f"[{m[1]}, {float(m[2]) + 1e6}]", text)
-        entry = Entry(path.parent, json.loads(key[2:]))
+        entry = CacheEntry(path.parent, json.loads(key[2:]))
         assert entry.path == path
         assert entry.write(slow) == ""
     dist.barrier()

@@ -26,16 +26,16 @@ from meshweave.calibrate.cases import (
     memory_cases,
     tiny_cases,
 )
-from meshweave.calibrate.figures import Figures, Machine, profile_text
+from meshweave.calibrate.figures import MachineFacts, Measurements, profile_text
 from meshweave.calibrate.links import OPS, MeasuredLink, local_bytes_of, places
-from meshweave.calibrate.ops import ALONE, Block, Effort, Measured, OpCase, time_ops, typical
+from meshweave.calibrate.ops import ALONE, Effort, Measured, OpCase, RepeatedOp, time_ops, typical
 from meshweave.cli.command import add_command
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
 from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.load import parse_profile
 from meshweave.hardware.schema import KINDS
-from meshweave.hardware.work import Attention, Matmul, Memory
+from meshweave.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.ir.mesh import Mesh
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
@@ -55,7 +55,7 @@ TINY = MeasurementPlan(
     (1 << 14,),
     True,
 )
-MACHINE = Machine("toy", "1", "a toy", "meshweave calibrate", 2, 1e9, 1e8)
+MACHINE = MachineFacts("toy", "1", "a toy", "meshweave calibrate", 2, 1e9, 1e8)
 
 
 # Single ops
@@ -70,7 +70,7 @@ def test_a_case_is_the_work_that_the_simulator_takes_it_for() -> None:
     ]
     works = {case.label: [] for case in cases}
     for case in cases:
-        works[case.label].append((Block(case, 1, CPU).work, case.is_held_out))
+        works[case.label].append((RepeatedOp(case, 1, CPU).work, case.is_held_out))
     products = [(w.m, w.n, w.k, w.batch) for w, is_held_out in works["matmul float32"] if not is_held_out]
     assert products[:8] == [(m, n, k, 1) for m in (16, 32) for n in (16, 32) for k in (16, 32)]
     assert (8, 256, 256, 64) not in products  # batch comes last: 8 of [256, 64] x [64, 256]
@@ -89,8 +89,8 @@ def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
     pool, size = Pool(CPU, 8 * MIB), MIB
     found: dict[str, list[int]] = {}
     for case in memory_cases(pool, [size], []):
-        work = Block(case, 1, CPU).work
-        assert isinstance(work, Memory)
+        work = RepeatedOp(case, 1, CPU).work
+        assert isinstance(work, MemoryWork)
         found.setdefault(work.kind, []).append(work.bytes)
     assert set(found) == set(KINDS)
     for kind, sizes in found.items():
@@ -155,7 +155,7 @@ def test_what_is_far_out_is_cut_down_and_what_is_usual_is_not() -> None:
 
 
 def memory(kind: str, size: int, seconds: float, is_held_out: bool = False, weight: float = 1.0) -> Measured:
-    return Measured(kind, Memory(kind, size, size // 4, torch.float32), seconds, is_held_out, weight)
+    return Measured(kind, MemoryWork(kind, size, size // 4, torch.float32), seconds, is_held_out, weight)
 
 
 def product(n: int, seconds: float, is_held_out: bool = False) -> Measured:
@@ -164,7 +164,7 @@ def product(n: int, seconds: float, is_held_out: bool = False) -> Measured:
 
 
 OPS_MEASURED = (
-    Measured("launch", Memory("pointwise", 48, 4, torch.float32), 5e-6, False),
+    Measured("launch", MemoryWork("pointwise", 48, 4, torch.float32), 5e-6, False),
     memory("pointwise", 1000, 1e-5, weight=3.0),
     memory("pointwise", 1050, 3e-5),
     memory("pointwise", 100_000, 1e-4),
@@ -174,7 +174,7 @@ OPS_MEASURED = (
 
 
 def test_figures_become_a_profile_that_answers_with_them() -> None:
-    text, errors = profile_text(MACHINE, Figures(OPS_MEASURED), [])
+    text, errors = profile_text(MACHINE, Measurements(OPS_MEASURED), [])
     assert errors == ()
     profile = parse_profile(text, "toy.toml")
     assert (profile.name, profile.version, profile.source, profile.fusion) == ("toy", "1", "measured", "none")
@@ -185,19 +185,19 @@ def test_figures_become_a_profile_that_answers_with_them() -> None:
     (curve,) = (c for c in profile.memory.measured if c.kind == "pointwise")
     assert curve.points == ((1012.0, 1.5e-5), (100_000.0, 1e-4))  # the first two are one size: 3 to 1
     assert profile.compute_seconds(product(64, 0.0).work) == pytest.approx(1e-4, rel=1e-3)
-    assert profile_text(MACHINE, Figures(OPS_MEASURED), [])[0] == text
+    assert profile_text(MACHINE, Measurements(OPS_MEASURED), [])[0] == text
 
 
 def test_a_curve_never_falls() -> None:
     ops = (*OPS_MEASURED, memory("fill", 1000, 5e-5), memory("fill", 2000, 4e-5), memory("fill", 4000, 6e-5))
-    profile = parse_profile(profile_text(MACHINE, Figures(ops), [])[0], "toy.toml")
+    profile = parse_profile(profile_text(MACHINE, Measurements(ops), [])[0], "toy.toml")
     (curve,) = (c for c in profile.memory.measured if c.kind == "fill")
     assert [seconds for _, seconds in curve.points] == [5e-5, 5e-5, 6e-5]
 
 
 def test_errors_are_those_of_points_that_were_held_out() -> None:
     held = (memory("copy", 200_000, 8e-5, True), memory("copy", 100_000, 1e-4, True), product(64, 2e-4, True))
-    text, errors = profile_text(MACHINE, Figures((*OPS_MEASURED, *held)), [])
+    text, errors = profile_text(MACHINE, Measurements((*OPS_MEASURED, *held)), [])
     by_label = {row.label: row for row in errors}
     # A curve of one point goes on in proportion: 1e-4 where 8e-5 was measured, and 5e-5 where 1e-4 was.
     assert (by_label["copy"].num_points, by_label["copy"].median) == (2, pytest.approx(0.375))
@@ -205,7 +205,7 @@ def test_errors_are_those_of_points_that_were_held_out() -> None:
     assert by_label["matmul float32"].worst == pytest.approx(0.5, rel=1e-3)
     said = parse_profile(text, "toy.toml").errors
     assert [(e.kind, e.num_points) for e in said] == [(row.label, row.num_points) for row in errors]
-    without, _ = profile_text(MACHINE, Figures(OPS_MEASURED), [])
+    without, _ = profile_text(MACHINE, Measurements(OPS_MEASURED), [])
     assert text.startswith(without)  # no figure is made of them
 
 
@@ -215,7 +215,7 @@ def test_measured_links_are_priced_and_their_errors_stated() -> None:
         for size, seconds, is_held_out in ((1000, 1e-4, False), (10_000, 2e-4, True), (100_000, 1e-3, False))
     ]
     found = places(2, 2)
-    text, errors = profile_text(MACHINE, Figures(OPS_MEASURED, tuple(links), (("node", 1.5),)), found)
+    text, errors = profile_text(MACHINE, Measurements(OPS_MEASURED, tuple(links), (("node", 1.5),)), found)
     profile = parse_profile(text, "toy.toml")
     mesh = Mesh("dp=2")
     assert profile.seconds("all_gather", mesh, ("dp",), 100_000) == pytest.approx(1e-3)

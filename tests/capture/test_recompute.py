@@ -469,7 +469,8 @@ def peak(policy: str, mesh: str = "") -> int:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(16) for _ in range(8)))
     data = [{"input": b["x"], "y": b["y"]} for b in batches(2, (512, 16), (512, 16))]
-    step = mw.compile(model, loss=mse, example=data[0], optimizer=sgd(model.parameters()), mesh=mesh, recompute=policy)
+    options: dict[str, Any] = {"mesh": mesh, "recompute": policy, "backend": "eager"}  # the meter counts op by op
+    step = mw.compile(model, loss=mse, example=data[0], optimizer=sgd(model.parameters()), **options)
     step(data[0])
     ranks = [step.program.rank] * step.program.mesh.num_devices
     meter = step.session.executor.meter = StateMeter(ranks)

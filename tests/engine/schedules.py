@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from meshweave.engine.machine import Action, Cancel, Done, Event, Failed, Machine, Release, Run, Schedule
+from meshweave.engine.machine import Action, Cancel, Done, Event, EventMachine, Failed, Release, Run, Schedule
 
 
 @st.composite
@@ -71,7 +71,7 @@ class Driver:
     actions: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.machine = Machine(self.schedule)
+        self.machine = EventMachine(self.schedule)
         self.open: list[Run] = []
 
     def tell(self, event: Event) -> list[Action]:

@@ -13,7 +13,7 @@ from tests.engine.schedules import Driver
 from torch import fx
 
 from meshweave.engine.lower import Lowered, lower, lower_roles
-from meshweave.engine.machine import ANY_PART, Done, Machine, Release, Run
+from meshweave.engine.machine import ANY_PART, Done, EventMachine, Release, Run
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Origin, Spec, op_name
@@ -401,7 +401,7 @@ def test_roles_of_1024_devices_take_less_than_a_second() -> None:
     assert [len(r.graph.nodes) for r in roles] == [2802, 3202, 3202, 2802]
     begin = time.process_time()
     lowered = lower_roles(roles)
-    machine, events = Machine(lowered.schedule), [Release(0)]
+    machine, events = EventMachine(lowered.schedule), [Release(0)]
     while events:
         events += [Done(a.stream, a.stop) for a in machine.handle(events.pop()) if isinstance(a, Run)]  # type: ignore[misc]
     assert time.process_time() - begin < 1

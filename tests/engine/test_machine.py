@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.schedules import Driver, predecessors, schedules
 
-from meshweave.engine.machine import Cancel, Done, Failed, Finished, Idle, Machine, Release, Run, Schedule
+from meshweave.engine.machine import Cancel, Done, EventMachine, Failed, Finished, Idle, Release, Run, Schedule
 from meshweave.errors import VerifyError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -26,7 +26,7 @@ COLLECTIVE = Schedule(
 
 
 def test_a_collective_step_by_step() -> None:
-    machine = Machine(COLLECTIVE)
+    machine = EventMachine(COLLECTIVE)
     assert machine.handle(Release(0)) == [Run(0, 0, 2), Run(1, 0, 1)]  # each ends with its start, which 6 needs
     assert machine.num_running == 2
     assert machine.handle(Done(1, 1)) == []  # 5 needs the copy
@@ -42,27 +42,27 @@ def test_a_collective_step_by_step() -> None:
 
 def test_a_run_goes_on_in_its_own_stream_last() -> None:
     schedule = Schedule(((0, 1), (2,), (3,)), ((), (), (0,), (0,)), (0,) * 4)
-    machine = Machine(schedule)
+    machine = EventMachine(schedule)
     assert machine.handle(Release(0)) == [Run(0, 0, 1)]
     assert machine.handle(Done(0, 1)) == [Run(1, 0, 1), Run(2, 0, 1), Run(0, 1, 2)]
 
 
 def test_a_run_does_not_end_before_a_need_that_is_done() -> None:
     schedule = Schedule(((0,), (1, 2, 3)), ((), (), (0,), ()), (0,) * 4)
-    machine = Machine(schedule)
+    machine = EventMachine(schedule)
     machine.handle(Release(0))
-    early = Machine(schedule)
+    early = EventMachine(schedule)
     assert early.handle(Release(0)) == [Run(0, 0, 1), Run(1, 0, 1)]
     assert early.handle(Done(0, 1)) == []  # stream 1 is at work
     assert early.handle(Done(1, 1)) == [Run(1, 1, 3)]
-    later = Machine(Schedule(((0,), (1, 2, 3)), ((), (0,), (0,), ()), (0,) * 4))
+    later = EventMachine(Schedule(((0,), (1, 2, 3)), ((), (0,), (0,), ()), (0,) * 4))
     assert later.handle(Release(0)) == [Run(0, 0, 1)]
     assert later.handle(Done(0, 1)) == [Run(1, 0, 3)]
 
 
 def test_parts_are_released_one_by_one() -> None:
     schedule = Schedule(((0, 1, 2), (3,)), ((), (), (3,), (0,)), (0, 1, 2, -1))
-    machine = Machine(schedule)
+    machine = EventMachine(schedule)
     assert machine.handle(Release(0)) == [Run(0, 0, 1)]
     assert machine.handle(Done(0, 1)) == [Run(1, 0, 1), Idle(0)]  # the copy is of no part
     assert machine.handle(Release(1)) == [Run(0, 1, 2)]
@@ -73,16 +73,16 @@ def test_parts_are_released_one_by_one() -> None:
 
 
 def test_a_part_without_tasks_is_idle_at_once() -> None:
-    machine = Machine(Schedule(((0,), ()), ((),), (1,)))
+    machine = EventMachine(Schedule(((0,), ()), ((),), (1,)))
     assert machine.handle(Release(0)) == [Idle(0)]
     assert machine.handle(Release(1)) == [Run(0, 0, 1)]
     assert machine.handle(Done(0, 1)) == [Idle(1), Finished()]
-    assert Machine(Schedule((), (), ())).handle(Release(0)) == [Idle(0), Finished()]
+    assert EventMachine(Schedule((), (), ())).handle(Release(0)) == [Idle(0), Finished()]
 
 
 def test_a_failure_cancels_what_comes_after_it_and_nothing_else() -> None:
     """1 fails: with it go 2 and 3 behind it, the copy 6 that needs it, and 5 that needs the copy."""
-    machine = Machine(COLLECTIVE)
+    machine = EventMachine(COLLECTIVE)
     machine.handle(Release(0))
     assert machine.handle(Failed(0, 1, "broken")) == [Cancel((2, 3, 5, 6))]
     assert machine.cause == (1, "broken")
@@ -91,7 +91,7 @@ def test_a_failure_cancels_what_comes_after_it_and_nothing_else() -> None:
 
 
 def test_the_first_cause_is_kept() -> None:
-    machine = Machine(Schedule(((0,), (1,)), ((), ()), (0, 0)))
+    machine = EventMachine(Schedule(((0,), (1,)), ((), ()), (0, 0)))
     machine.handle(Release(0))
     assert machine.handle(Failed(1, 0, "first")) == []
     assert machine.handle(Failed(0, 0, "second")) == [Idle(0), Finished()]
@@ -99,7 +99,7 @@ def test_the_first_cause_is_kept() -> None:
 
 
 def test_what_was_cancelled_is_not_waited_for_in_a_later_part() -> None:
-    machine = Machine(Schedule(((0, 1), (2,)), ((), (), (0,)), (0, 1, 1)))
+    machine = EventMachine(Schedule(((0, 1), (2,)), ((), (), (0,)), (0, 1, 1)))
     machine.handle(Release(0))
     assert machine.handle(Failed(0, 0, "x")) == [Cancel((1, 2)), Idle(0), Finished()]
     assert machine.handle(Release(1)) == [Idle(1)]
@@ -121,7 +121,7 @@ def test_after_a_reset_a_pass_is_the_same_again() -> None:
 
 def test_two_devices_that_wait_for_each_other() -> None:
     """Each waits, first of all, for what the other starts afterwards."""
-    machine = Machine(Schedule(((0, 1), (2, 3)), ((3,), (), (1,), ()), (0,) * 4))
+    machine = EventMachine(Schedule(((0, 1), (2, 3)), ((3,), (), (1,), ()), (0,) * 4))
     assert machine.handle(Release(0)) == []
     assert machine.unfinished() == [0, 1, 2, 3]
     assert machine.cycle() == [0, 3, 2, 1]
@@ -129,20 +129,20 @@ def test_two_devices_that_wait_for_each_other() -> None:
 
 
 def test_a_circle_of_heads_names_each_once() -> None:
-    machine = Machine(Schedule(((0,), (1,), (2,)), ((1,), (2,), (0,)), (0,) * 3))
+    machine = EventMachine(Schedule(((0,), (1,), (2,)), ((1,), (2,), (0,)), (0,) * 3))
     machine.handle(Release(0))
     assert machine.cycle() == [0, 1, 2]
 
 
 def test_the_circle_and_not_the_way_to_it() -> None:
     """0 waits for 1, which waits for the circle of 2 and 3."""
-    machine = Machine(Schedule(((0,), (1,), (2,), (3,)), ((1,), (2,), (3,), (2,)), (0,) * 4))
+    machine = EventMachine(Schedule(((0,), (1,), (2,), (3,)), ((1,), (2,), (3,), (2,)), (0,) * 4))
     machine.handle(Release(0))
     assert machine.cycle() == [2, 3]
 
 
 def test_a_need_of_a_part_that_was_not_released_is_no_circle() -> None:
-    machine = Machine(Schedule(((0,), (1,)), ((1,), ()), (0, 1)))
+    machine = EventMachine(Schedule(((0,), (1,)), ((1,), ()), (0, 1)))
     assert machine.handle(Release(0)) == []
     assert machine.cycle() == []
     assert machine.unfinished() == [0, 1]
@@ -211,7 +211,7 @@ def test_what_is_no_schedule_is_refused(
 
 @pytest.mark.parametrize("event", [Done(0, 1), Done(0, 3), Failed(0, 2, "x")], ids=str)
 def test_only_what_was_told_to_run_can_be_reported(event: Done | Failed) -> None:
-    machine = Machine(COLLECTIVE)
+    machine = EventMachine(COLLECTIVE)
     machine.handle(Release(0))
     with pytest.raises(AssertionError):
         machine.handle(event)

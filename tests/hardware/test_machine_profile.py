@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshweave.errors import MeshError, MeshweaveError
-from meshweave.hardware import AlphaBeta, Attention, Costs, MachineProfile, Matmul, Memory, load_profile, profile_names
+from meshweave.hardware import (
+    AlphaBeta,
+    Attention,
+    Costs,
+    MachineProfile,
+    Matmul,
+    MemoryWork,
+    load_profile,
+    profile_names,
+)
 from meshweave.hardware.schema import Fit, Links
 from meshweave.hardware.topology import Shape, shapes
 from meshweave.ir.mesh import Mesh
@@ -167,7 +176,7 @@ def test_what_it_does_not_know_is_never_free() -> None:
     for work in (
         Matmul(8, 8, 8, 1, torch.complex64, 1),
         Attention(1, 8, 8, 8, False, False, torch.complex64, 1),
-        Memory("sort", 8, 8, BF16),
+        MemoryWork("sort", 8, 8, BF16),
     ):
         with pytest.raises(MeshweaveError, match="the profile has no figure for"):
             H100.compute_seconds(work)
@@ -241,7 +250,7 @@ def test_small_matmuls_pay_for_tiles_waves_and_launches() -> None:
 def test_empty_work_is_a_launch() -> None:
     assert H100.compute_seconds(Matmul(0, 8, 8, 1, BF16, 0)) == H100.launch_s
     assert H100.compute_seconds(Attention(0, 8, 8, 64, False, False, BF16, 0)) == H100.launch_s
-    assert H100.compute_seconds(Memory("copy", 0, 0, BF16, num_kernels=3)) == 3 * H100.launch_s
+    assert H100.compute_seconds(MemoryWork("copy", 0, 0, BF16, num_kernels=3)) == 3 * H100.launch_s
 
 
 def test_attention_depends_on_direction_mask_dtype_and_filling() -> None:
@@ -256,7 +265,7 @@ def test_attention_depends_on_direction_mask_dtype_and_filling() -> None:
 
 def test_memory_work_has_launches_and_a_bandwidth_by_kind() -> None:
     def seconds(kind: str, size: int, kernels: int = 1) -> float:
-        return H100.compute_seconds(Memory(kind, size, size // 2, BF16, num_kernels=kernels))
+        return H100.compute_seconds(MemoryWork(kind, size, size // 2, BF16, num_kernels=kernels))
 
     assert seconds("copy", 2**30) == pytest.approx(3e-6 + 2**30 / (3.35e12 * 0.89))
     assert seconds("copy", 2**30, 4) == pytest.approx(4 * 3e-6 + 2**30 / (3.35e12 * 0.89))
@@ -289,10 +298,10 @@ def test_measured_points_are_kept_and_followed() -> None:
     for heads, queries, keys, head_dim, causal, seconds in rows:
         work = Attention(heads, queries, keys, head_dim, bool(causal), False, torch.float32, 1)
         assert profile.compute_seconds(work) == pytest.approx(seconds, rel=1e-4)
-    copies = [profile.compute_seconds(Memory("copy", b, b, BF16)) for b in (10, 1000, 500_500, 10**6, 2 * 10**6)]
+    copies = [profile.compute_seconds(MemoryWork("copy", b, b, BF16)) for b in (10, 1000, 500_500, 10**6, 2 * 10**6)]
     assert copies == pytest.approx([1e-5, 1e-5, 5.5e-5, 1e-4, 1e-4 + 1e6 * 9e-5 / 999e3])
-    assert profile.compute_seconds(Memory("fill", 10**6, 1, BF16)) == gloo.compute_seconds(
-        Memory("fill", 10**6, 1, BF16)
+    assert profile.compute_seconds(MemoryWork("fill", 10**6, 1, BF16)) == gloo.compute_seconds(
+        MemoryWork("fill", 10**6, 1, BF16)
     )
 
 
@@ -321,4 +330,4 @@ def test_both_kinds_of_costs_answer_the_same_questions() -> None:
     assert alpha == pytest.approx(7.2e-6)
     assert start >= alpha
     with pytest.raises(MeshweaveError, match=r'use a machine profile such as load_profile\("h100"\)'):
-        AlphaBeta().compute_seconds(Memory("copy", 8, 8, BF16))
+        AlphaBeta().compute_seconds(MemoryWork("copy", 8, 8, BF16))

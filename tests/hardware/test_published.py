@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import Attention, Matmul, Memory, load_profile
+from meshweave.hardware import Attention, Matmul, MemoryWork, load_profile
 from meshweave.ir.mesh import Mesh
 
 MIB, GIB = 2**20, 2**30
@@ -200,5 +200,5 @@ def test_an_attention_kernel_that_the_profile_lacks_is_named() -> None:
 
 @pytest.mark.parametrize(("profile", "published"), [("h100", 2.97e12), ("h200", 4.15e12)])
 def test_triad_reaches_what_was_measured(profile: str, published: float) -> None:
-    work = Memory("pointwise", 3 * GIB, GIB // 4, torch.float32)
+    work = MemoryWork("pointwise", 3 * GIB, GIB // 4, torch.float32)
     assert work.bytes / load_profile(profile).compute_seconds(work) == pytest.approx(published, rel=0.02)

@@ -10,7 +10,7 @@ import torch
 from tests.models import mlp
 
 import meshweave as mw
-from meshweave.cli.simulate import SimulateOptions
+from meshweave.cli.simulate import SimulateCommandOptions
 from meshweave.errors import MeshweaveError, PlanError, VerifyError
 from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.rank import copied
@@ -99,7 +99,7 @@ def test_a_negative_number_of_blocks_is_refused() -> None:
 
 
 def test_the_command_line_takes_the_same_text() -> None:
-    asked = SimulateOptions(model="x", mesh=["dp=2"], passes="default,split=4", recompute="full", prefetch=1)
+    asked = SimulateCommandOptions(model="x", mesh=["dp=2"], passes="default,split=4", recompute="full", prefetch=1)
     expected = pipeline_of("default,split=4", recompute="full", prefetch=1)
     assert asked.job("dp=2", "").pass_pipeline == expected
 

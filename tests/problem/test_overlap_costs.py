@@ -15,7 +15,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.from_graph import graph_program
-from meshweave.problem.prices import CallablePrices, asked
+from meshweave.problem.prices import CallablePrices, checked_cost
 from meshweave.problem.read import read
 from meshweave.schedule import overlap
 
@@ -90,7 +90,7 @@ def test_the_rate_of_copies_is_one_that_memory_has(is_fused: bool) -> None:
         return sum(n.meta["val"].nbytes for n in nodes) / RATE + 1e-12
 
     reading = read(graph_program(gm.graph))
-    prices = CallablePrices(reading, asked(seconds))
+    prices = CallablePrices(reading, checked_cost(seconds))
     reading.problem.seconds = [0.0 if i in reading.rows else seconds(node) for i, node in enumerate(reading.nodes)]
     assert prices.copy_rate() == pytest.approx(RATE, rel=1e-3)
 

@@ -17,7 +17,7 @@ from meshweave.ir.collectives import WAIT, functional, permute
 from meshweave.ir.rank import RankGraph
 from meshweave.rings import decompose, prove_rings
 from meshweave.rings.algorithms import algorithm
-from meshweave.rings.play import Message, play_exchange
+from meshweave.rings.play import MessageCost, play_exchange
 
 aten = torch.ops.aten
 EXCHANGE = functional.all_to_all_single.default
@@ -227,10 +227,10 @@ def test_steps_of_an_exchange_played() -> None:
     """Of n chunks of 2 s whose messages take 1 s only the last one's way back is not hidden; where messages take 3 s,
     2 (n - 1) of them follow each other after the first chunk, which is computed beside the first message."""
     steps = algorithm("all_to_all", "peer").steps(4)
-    fast, slow = Message(1.0), Message(3.0)
+    fast, slow = MessageCost(1.0), MessageCost(3.0)
     assert play_exchange(steps, 2.0, fast, fast, 0.0, 0.0) == 4 * 2.0 + 1.0
     assert play_exchange(steps, 2.0, fast, fast, 5.0, 5.0) == 4 * 2.0
     assert play_exchange(steps, 0.0, slow, slow, 0.0, 0.0) == 6 * 3.0
-    assert play_exchange(steps, 2.0, Message(1.0, host=0.5), Message(1.0), 0.0, 0.0) == 4 * 2.0 + 1.0 + 3 * 0.5
-    beside = Message(1.0, slowdown=2.0)
+    assert play_exchange(steps, 2.0, MessageCost(1.0, host=0.5), MessageCost(1.0), 0.0, 0.0) == 4 * 2.0 + 1.0 + 3 * 0.5
+    beside = MessageCost(1.0, slowdown=2.0)
     assert play_exchange(steps, 2.0, beside, beside, 0.0, 0.0) > 4 * 2.0 + 1.0

@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import collective_of
-from meshweave.problem.figures import Figures
+from meshweave.problem.figures import CostNumbers
 from meshweave.rings import DecomposeOptions, DecomposeReport, decompose_graph
 from meshweave.rows import split_batch
 
@@ -425,9 +425,9 @@ def test_a_permute_is_priced_as_one_message() -> None:
 
 def test_ranks_do_what_was_agreed_on() -> None:
     """Rank 1 finds no gain; it is told what rank 0 has decided, and does it."""
-    said: list[Figures] = []
+    said: list[CostNumbers] = []
 
-    def keep(figures: Figures) -> Figures:
+    def keep(figures: CostNumbers) -> CostNumbers:
         said.append(figures)
         return figures
 

@@ -20,7 +20,7 @@ from meshweave.ir.collectives import WAIT, functional, permute
 from meshweave.ir.rank import RankGraph, ring_index
 from meshweave.ir.values import local_values
 from meshweave.rings import DecomposeOptions, DecomposeReport, algorithm, decompose, prove_rings
-from meshweave.rings.play import Message, play_gather, play_reduce
+from meshweave.rings.play import MessageCost, play_gather, play_reduce
 from meshweave.runtime.world import LocalWorld
 from meshweave.simulate.step import simulate_roles
 
@@ -776,17 +776,17 @@ def test_steps_played() -> None:
     what counts; what the processor does for a message is added, and compute beside messages is slower."""
     gather, scatter = (algorithm(kind, "direct").steps(4) for kind in ("all_gather", "reduce_scatter"))
     broadcast = algorithm("all_gather", "broadcast").steps(4)
-    assert play_gather(gather, 1, 2.0, Message(1.0), 0.0) == 8.0
-    assert play_gather(broadcast, 1, 2.0, Message(1.0), 0.0) == 9.0
-    assert play_gather(broadcast, 1, 2.0, Message(1.0), 1.0) == 8.0  # it begins 1 s before
-    assert play_gather(gather, 1, 2.0, Message(3.0), 0.0) == 3 * 3.0 + 2.0
-    assert play_gather(gather, 1, 2.0, Message(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
-    assert play_gather(gather, 1, 2.0, Message(1.0, slowdown=2.0), 0.0) == 8.0 + 3 * 0.5
-    assert play_reduce(scatter, 2.0, Message(1.0), 0.0) == 8.0
-    assert play_reduce(scatter, 2.0, Message(3.0), 0.0) == 2.0 + 3 * 3.0
-    assert play_reduce(scatter, 2.0, Message(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
-    assert play_reduce(broadcast, 2.0, Message(1.0), 0.0) == 9.0  # the last part's message follows it
-    assert play_reduce(broadcast, 2.0, Message(1.0), 5.0) == 8.0  # unless other work hides it
+    assert play_gather(gather, 1, 2.0, MessageCost(1.0), 0.0) == 8.0
+    assert play_gather(broadcast, 1, 2.0, MessageCost(1.0), 0.0) == 9.0
+    assert play_gather(broadcast, 1, 2.0, MessageCost(1.0), 1.0) == 8.0  # it begins 1 s before
+    assert play_gather(gather, 1, 2.0, MessageCost(3.0), 0.0) == 3 * 3.0 + 2.0
+    assert play_gather(gather, 1, 2.0, MessageCost(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
+    assert play_gather(gather, 1, 2.0, MessageCost(1.0, slowdown=2.0), 0.0) == 8.0 + 3 * 0.5
+    assert play_reduce(scatter, 2.0, MessageCost(1.0), 0.0) == 8.0
+    assert play_reduce(scatter, 2.0, MessageCost(3.0), 0.0) == 2.0 + 3 * 3.0
+    assert play_reduce(scatter, 2.0, MessageCost(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
+    assert play_reduce(broadcast, 2.0, MessageCost(1.0), 0.0) == 9.0  # the last part's message follows it
+    assert play_reduce(broadcast, 2.0, MessageCost(1.0), 5.0) == 8.0  # unless other work hides it
 
 
 def simulated(role: RankGraph) -> float:

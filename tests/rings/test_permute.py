@@ -174,7 +174,7 @@ def test_a_permute_is_priced_as_one_message_and_a_broadcast_as_a_ring() -> None:
         x = torch.empty(8, num_bytes // 4, device="meta")
         inputs = {"x": (x, "[{b}, {}]")}
         made = program(mesh, inputs, lambda call, x: [call(WAIT, call(target, x, to, "b"))])
-        assert local_values(made).one(next(n for n in made.graph.nodes if n.target is WAIT)).shape == (
+        assert local_values(made).single(next(n for n in made.graph.nodes if n.target is WAIT)).shape == (
             1,
             num_bytes // 4,
         )  # type: ignore[union-attr]

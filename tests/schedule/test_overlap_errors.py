@@ -13,7 +13,7 @@ from torch import fx
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
-from meshweave.problem.figures import Figures
+from meshweave.problem.figures import CostNumbers
 from meshweave.schedule import OverlapOptions, overlap
 
 ONE = by_name({}, 1.0)
@@ -256,9 +256,9 @@ def test_an_order_handed_in_that_is_none(kind: str) -> None:
 
 def test_figures_of_another_graph() -> None:
     with pytest.raises(MeshweaveError, match="different"):
-        overlap(gathered(), cost=ONE, groups=groups_of(0), agree=lambda f: Figures("another", f.numbers))
+        overlap(gathered(), cost=ONE, groups=groups_of(0), agree=lambda f: CostNumbers("another", f.numbers))
     with pytest.raises(MeshweaveError, match="different"):
-        overlap(gathered(), cost=ONE, groups=groups_of(0), agree=lambda f: Figures(f.fingerprint, f.numbers[1:]))
+        overlap(gathered(), cost=ONE, groups=groups_of(0), agree=lambda f: CostNumbers(f.fingerprint, f.numbers[1:]))
 
 
 def test_a_node_that_nobody_described() -> None:

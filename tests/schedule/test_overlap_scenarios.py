@@ -35,7 +35,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshweave as mw
-from meshweave.problem.figures import Figures
+from meshweave.problem.figures import CostNumbers
 from meshweave.schedule import OverlapOptions, OverlapReport, overlap, overlap_graph
 
 PLAIN = OverlapOptions(bucket=False)
@@ -717,9 +717,9 @@ def test_a_profile_prices_a_graph() -> None:
 def test_the_figures_to_agree_on_know_no_group_by_name_and_those_agreed_on_are_used() -> None:
     gm = prefetchable()
     other = renamed(gm, {"a": "row 7"})
-    told: list[Figures] = []
+    told: list[CostNumbers] = []
 
-    def listen(figures: Figures) -> Figures:
+    def listen(figures: CostNumbers) -> CostNumbers:
         told.append(figures)
         return told[0]
 
@@ -737,7 +737,7 @@ def test_the_figures_to_agree_on_know_no_group_by_name_and_those_agreed_on_are_u
 def test_another_graph_has_another_fingerprint() -> None:
     told: list[str] = []
 
-    def listen(figures: Figures) -> Figures:
+    def listen(figures: CostNumbers) -> CostNumbers:
         told.append(figures.fingerprint)
         return figures
 

@@ -180,11 +180,11 @@ def test_what_a_mask_hides_is_not_computed(way: str, monkeypatch: pytest.MonkeyP
     pairs: list[float] = []
     kernel = kernels._block
 
-    def counted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Any:
+    def counted(q: Tensor, k: Tensor, v: Tensor, scoring: kernels.Scoring) -> Any:
         rows, columns = q.shape[2], k.shape[2]
-        assert not is_causal or rows == columns
-        pairs.append(rows * (rows + 1) / 2 if is_causal else rows * columns)
-        return kernel(q, k, v, bias, is_causal, scale)
+        assert not scoring.is_causal or rows == columns
+        pairs.append(rows * (rows + 1) / 2 if scoring.is_causal else rows * columns)
+        return kernel(q, k, v, scoring)
 
     monkeypatch.setattr(kernels, "_block", counted)
     difference(plain(Shape(tokens=32)), "cp=4", torch.float64, plan=f"cp:cp:{way}:head_tail")

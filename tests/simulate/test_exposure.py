@@ -15,7 +15,7 @@ from meshweave.ir.values import Local, Value
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Kernel
 from meshweave.simulate.step import times_of
-from meshweave.simulate.tasks import RoleTasks, Task, Tasks
+from meshweave.simulate.tasks import RoleTasks, SimulatedTask, Tasks
 
 ALL_REDUCE = functional.all_reduce.default
 
@@ -25,7 +25,7 @@ class Step:
 
     def __init__(self) -> None:
         self.graph, self.values = fx.Graph(), dict[fx.Node, tuple[Value, ...]]()
-        self.tasks: list[Task] = []
+        self.tasks: list[SimulatedTask] = []
         self.needs: list[list[int]] = []
         self.stream: list[int] = []
         self.pending: list[tuple[str, int, float, str, int | None]] = []
@@ -36,7 +36,7 @@ class Step:
         node.meta.update(spec=Spec((4,), torch.float32), origin=Origin("forward", "m", f"model.py:{storage}"))
         return node
 
-    def _add(self, task: Task) -> int:
+    def _add(self, task: SimulatedTask) -> int:
         self.tasks.append(task)
         self.needs.append([])
         return len(self.tasks) - 1
@@ -44,12 +44,12 @@ class Step:
     def kernel(self, seconds: float, *reads: fx.Node) -> fx.Node:
         node = self._made(self.graph.call_function(torch.relu, (*reads,) or (self.x,)), len(self.values))
         made = Kernel((node,), float(len(self.stream)), (), reads or (self.x,), (node,))
-        self.stream.append(self._add(Task("kernel", node, (0,), seconds, 0, made)))
+        self.stream.append(self._add(SimulatedTask("kernel", node, (0,), seconds, 0, made)))
         return node
 
     def start(self, x: fx.Node, seconds: float, channel: str = "a", level: str = "net") -> fx.Node:
         node = self._made(self.graph.call_function(ALL_REDUCE, (x, "sum", channel)), len(self.values))
-        self.stream.append(self._add(Task("start", node, (0,), 0.0, 0)))
+        self.stream.append(self._add(SimulatedTask("start", node, (0,), 0.0, 0)))
         self.pending.append((channel, self.stream[-1], seconds, level, None))
         return node
 
@@ -57,7 +57,7 @@ class Step:
         node = self.graph.call_function(WAIT, (start,))
         self.values[node] = self.values[start]
         node.meta.update(origin=Origin("forward"))
-        self.stream.append(self._add(Task("wait", node, (0,), 0.0, 0)))
+        self.stream.append(self._add(SimulatedTask("wait", node, (0,), 0.0, 0)))
         at = next(i for i, p in enumerate(self.pending) if self.tasks[p[1]].node is start)
         self.pending[at] = (*self.pending[at][:4], self.stream[-1])
         return node
@@ -66,7 +66,7 @@ class Step:
         channels: dict[str, list[int]] = {}
         for channel, start, seconds, level, wait in self.pending:
             usage, node = ((level, 1.0),), self.tasks[start].node
-            task = self._add(Task("copy", node, (0,), seconds, 0, None, usage, "all_reduce"))
+            task = self._add(SimulatedTask("copy", node, (0,), seconds, 0, None, usage, "all_reduce"))
             self.needs[task].append(start)
             channels.setdefault(channel, []).append(task)
             if wait is not None:

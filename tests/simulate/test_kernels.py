@@ -13,7 +13,7 @@ from torch import nn
 import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
-from meshweave.hardware.work import Attention, Matmul, Memory
+from meshweave.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
@@ -84,7 +84,7 @@ def test_what_a_fused_kernel_reads_and_writes() -> None:
     kernels, _ = kernels_of(rank, local_values(rank), "compiled")
     first, chain, _ = [k.works[0] for k in kernels if k.node.meta["origin"].phase == "forward"]
     assert first == Matmul(8, 64, 16, 1, torch.float32, 4 * (8 * 16 + 16 * 64 + 8 * 64))
-    assert chain == Memory("pointwise", 4 * 3 * 8 * 64, 8 * 64, torch.float32, 3, 1)
+    assert chain == MemoryWork("pointwise", 4 * 3 * 8 * 64, 8 * 64, torch.float32, 3, 1)
 
 
 @pytest.mark.parametrize("fusion", ["eager", "blocks", "compiled"])
@@ -97,7 +97,7 @@ def test_an_update_by_foreach_kernels_goes_over_memory_op_by_op(fusion: Fusion) 
     for update in ("fused", "foreach"):
         kernels, _ = kernels_of(rank, local_values(rank), fusion, update=update)
         its = [w for k in kernels if k.node.meta["origin"].phase == "update" for w in k.works]
-        moved.append(sum(w.bytes for w in its if isinstance(w, Memory)) // (4 * 256 * 256))
+        moved.append(sum(w.bytes for w in its if isinstance(w, MemoryWork)) // (4 * 256 * 256))
     assert moved == [7, 22]
 
 
@@ -136,7 +136,7 @@ def test_less_is_moved_the_more_is_fused(llama: RankGraph) -> None:
         kernels, _ = kernels_of(llama, local_values(llama), fusion)
         works = [w for k in kernels for w in k.works]
         sizes[fusion] = sum(w.bytes for w in works)
-        flops[fusion] = sum(w.flops for w in works if not isinstance(w, Memory))
+        flops[fusion] = sum(w.flops for w in works if not isinstance(w, MemoryWork))
     assert sizes["compiled"] < 0.9 * sizes["eager"] < 0.8 * sizes["ops"]
     assert flops["compiled"] == flops["ops"] == flops["eager"] > 0
 

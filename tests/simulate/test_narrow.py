@@ -10,7 +10,7 @@ from tests.models import hugging_face
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.work import Matmul, Memory
+from meshweave.hardware.work import Matmul, MemoryWork
 from meshweave.ir.values import local_values
 from meshweave.program import Program
 from meshweave.simulate.kernels import is_in_block, kernels_of
@@ -38,7 +38,7 @@ def test_matmuls_of_blocks_are_narrow_and_every_operand_is_cast_once_a_phase(pro
         matmul = [w for w in works if isinstance(w, Matmul)]
         if matmul and inside:
             assert [w.dtype for w in matmul] == [FLOAT8]
-            cast += sum(isinstance(w, Memory) for w in works)
+            cast += sum(isinstance(w, MemoryWork) for w in works)
             plain += 1
         elif matmul:
             assert [w.dtype for w in matmul] == [torch.bfloat16]

@@ -14,7 +14,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import WAIT, functional
-from meshweave.problem.figures import Figures
+from meshweave.problem.figures import CostNumbers
 from meshweave.torch_compile.agreement import Agreement, communications, world_agreement
 
 SECONDS = 20.0
@@ -48,15 +48,15 @@ def errors(found: Mapping[int, Any]) -> set[str]:
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (3, 7)])
 def test_all_take_the_figures_of_the_lowest_rank_to_the_bit(ranks: tuple[int, ...]) -> None:
-    found = together(lambda a: a.figures(Figures("f", (a.rank / 3, 1e-300, float("inf")))), ranks)
-    assert found == {rank: Figures("f", (ranks[0] / 3, 1e-300, float("inf"))) for rank in ranks}
+    found = together(lambda a: a.figures(CostNumbers("f", (a.rank / 3, 1e-300, float("inf")))), ranks)
+    assert found == {rank: CostNumbers("f", (ranks[0] / 3, 1e-300, float("inf"))) for rank in ranks}
 
 
 def test_exchanges_follow_each_other_and_those_of_other_ranks() -> None:
     store = dist.HashStore()
 
     def some(agreement: Agreement) -> list[float]:
-        return [agreement.figures(Figures(f"graph {i}", (agreement.rank + i / 8,))).numbers[0] for i in range(3)]
+        return [agreement.figures(CostNumbers(f"graph {i}", (agreement.rank + i / 8,))).numbers[0] for i in range(3)]
 
     assert together(some, (0, 1), store=store) == {0: [0.0, 0.125, 0.25], 1: [0.0, 0.125, 0.25]}
     assert together(some, (1, 2), store=store) == {1: [1.0, 1.125, 1.25], 2: [1.0, 1.125, 1.25]}
@@ -65,7 +65,7 @@ def test_exchanges_follow_each_other_and_those_of_other_ranks() -> None:
 
 
 def test_a_rank_with_another_graph_is_named_on_every_rank() -> None:
-    found = together(lambda a: a.figures(Figures("other" if a.rank == 2 else "one", (1.0,))))
+    found = together(lambda a: a.figures(CostNumbers("other" if a.rank == 2 else "one", (1.0,))))
     assert errors(found) == {
         "ranks compile different graphs: their communications would not meet\n"
         "  where: rank 2\n"
@@ -76,7 +76,7 @@ def test_a_rank_with_another_graph_is_named_on_every_rank() -> None:
 
 
 def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
-    found = together(lambda a: a.figures(Figures("f", ()), told=f"factor={2 if a.rank == 1 else 1}"))
+    found = together(lambda a: a.figures(CostNumbers("f", ()), settings=f"factor={2 if a.rank == 1 else 1}"))
     assert errors(found) == {
         "ranks were given different options\n"
         "  where: rank 1\n"
@@ -89,7 +89,7 @@ def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
 @pytest.mark.parametrize(("absent", "seconds"), [((1,), "0.4"), ((1, 2), "0.4"), ((0,), "0.8")])
 def test_ranks_that_do_not_come_are_named_in_time(absent: tuple[int, ...], seconds: str) -> None:
     began = time.monotonic()
-    found = together(lambda a: a.figures(Figures("f", ())), absent=absent, seconds=0.4)
+    found = together(lambda a: a.figures(CostNumbers("f", ())), absent=absent, seconds=0.4)
     assert time.monotonic() - began < 5
     (text,) = errors(found)
     named = f"rank {absent[0]}" if len(absent) == 1 else "ranks 1, 2"
@@ -98,11 +98,11 @@ def test_ranks_that_do_not_come_are_named_in_time(absent: tuple[int, ...], secon
 
 def test_after_a_rank_was_late_the_ranks_still_meet() -> None:
     store = dist.HashStore()
-    first = together(lambda a: a.figures(Figures("f", ())), (0, 1), absent=(1,), seconds=0.2, store=store)
-    late = together(lambda a: a.figures(Figures("f", ())), (0, 1), absent=(0,), seconds=0.2, store=store)
+    first = together(lambda a: a.figures(CostNumbers("f", ())), (0, 1), absent=(1,), seconds=0.2, store=store)
+    late = together(lambda a: a.figures(CostNumbers("f", ())), (0, 1), absent=(0,), seconds=0.2, store=store)
     assert errors(first) == errors(late)
-    assert set(together(lambda a: a.figures(Figures("f", (float(a.rank),))), (0, 1), store=store).values()) == {
-        Figures("f", (0.0,))
+    assert set(together(lambda a: a.figures(CostNumbers("f", (float(a.rank),))), (0, 1), store=store).values()) == {
+        CostNumbers("f", (0.0,))
     }
 
 
@@ -114,7 +114,7 @@ def test_a_store_that_is_gone_is_said() -> None:
     with pytest.raises(
         MeshweaveError, match=r"store of torch.distributed cannot be reached\n.*rank 1\n.*Broken pipe\n"
     ):
-        Agreement(Gone(), 1, (0, 1), 1.0).figures(Figures("f", ()))
+        Agreement(Gone(), 1, (0, 1), 1.0).figures(CostNumbers("f", ()))
 
 
 @pytest.mark.parametrize(("rank", "ranks", "seconds"), [(2, (0, 1), 1.0), (0, (1, 0), 1.0), (0, (0, 1), 0.0)])

@@ -25,7 +25,7 @@ from meshweave.passes import Overlap
 from meshweave.schedule import OverlapOptions, OverlapReport
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.torch_compile.inductor import GraphPasses, HoldOrder, patches
-from meshweave.torch_compile.scheduling import Settings
+from meshweave.torch_compile.scheduling import BackendSettings
 
 GATHER = functional.all_gather_into_tensor.default
 SUM = functional.all_reduce.default
@@ -107,7 +107,7 @@ def compiled_by(make: Callable[..., Any], group: str, **kwargs: Any) -> tuple[Te
             super().__call__(graph, is_inference)
             seen.append(graph_events(graph))
 
-    settings = Settings(cost=seconds, **kwargs)
+    settings = BackendSettings(cost=seconds, **kwargs)
     changed = patches(settings, {})
     changed["post_grad_custom_post_pass"] = Watch(settings)
     with config.patch(changed):
@@ -328,7 +328,7 @@ def test_modes_of_inductor_are_refused_for_others() -> None:
 
 def test_the_key_of_the_cache_covers_what_an_order_depends_on(group: str) -> None:
     def key(**kwargs: Any) -> Any:
-        return GraphPasses(Settings(**kwargs)).uuid()
+        return GraphPasses(BackendSettings(**kwargs)).uuid()
 
     h100 = mw.load_profile("h100")
     keys = [
@@ -346,8 +346,8 @@ def test_the_key_of_the_cache_covers_what_an_order_depends_on(group: str) -> Non
     # What may change unseen, and what must be called, is never taken from a cache.
     assert key(cost=seconds) is None
     assert key(cost=h100, report=print) is None
-    assert GraphPasses(Settings(), (Earlier(),)).uuid() == ((*keys[0], "earlier"))
-    assert GraphPasses(Settings(), (lambda graph: None,)).uuid() is None
+    assert GraphPasses(BackendSettings(), (Earlier(),)).uuid() == ((*keys[0], "earlier"))
+    assert GraphPasses(BackendSettings(), (lambda graph: None,)).uuid() is None
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch has no hash for the pass before fusion")

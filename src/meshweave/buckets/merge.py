@@ -87,17 +87,19 @@ class Merger:
 
     def alone(self, start: int, users: Sequence[Sequence[int]]) -> set[int]:
         """Kernels that only this start needs, and that need nothing else."""
-        problem, found = self.reading.problem, set[int]()
+        problem, exclusive = self.reading.problem, set[int]()
         waiting = list(problem.deps[start])
         while waiting:
             i = waiting.pop()
-            only = set(users[i]) <= found | {start}
-            if problem.channel[i] < 0 and only and not problem.waits[i] and i not in found:
-                found.add(i)
+            only = set(users[i]) <= exclusive | {start}
+            if problem.channel[i] < 0 and only and not problem.waits[i] and i not in exclusive:
+                exclusive.add(i)
                 waiting += problem.deps[i]
-        while lost := {i for i in found if not set(problem.deps[i]) <= found or not set(users[i]) <= found | {start}}:
-            found -= lost
-        return found
+        while lost := {
+            i for i in exclusive if not set(problem.deps[i]) <= exclusive or not set(users[i]) <= exclusive | {start}
+        }:
+            exclusive -= lost
+        return exclusive
 
     def operand(self, start: int) -> Value:
         node = self.reading.nodes[start].args[0]
@@ -125,7 +127,7 @@ class Merger:
         nothing hides yet, are smaller: from a 2^ramp-th of the size each run may have twice that of the one before. So
         are the last ones, if no reductions follow in their group: what needs them has only itself to hide behind.
         """
-        found: list[Bucket] = []
+        result: list[Bucket] = []
         channel = self.reading.problem.channel
         reducing = {channel[c] for c, row in self.reading.rows.items() if row.bucket in ("scatter", "reduce")}
         for starts in self.kinds.values():
@@ -138,12 +140,12 @@ class Merger:
             for c in starts:
                 limit = min(most / 2**halvings, max(most / 2**ramp, left / 2))
                 if run and self.why_apart(run, c, limit, span):
-                    found += [tuple(run)] if len(run) > 1 else []
+                    result += [tuple(run)] if len(run) > 1 else []
                     left -= sum(map(self.size, run))
                     run, halvings = [], max(halvings - 1, 0)
                 run.append(c)
-            found += [tuple(run)] if len(run) > 1 else []
-        return tuple(found)
+            result += [tuple(run)] if len(run) > 1 else []
+        return tuple(result)
 
     def why_apart(self, run: Sequence[int], start: int, most: float, span: float) -> str:
         """Why a start does not join a run of buckets of `most` bytes, whose parts are ready within `span` seconds."""
@@ -167,34 +169,34 @@ class Merger:
     def size(self, start: int) -> float:
         """Bytes of the larger end of a collective."""
         if start not in self.sizes:
-            made = self.reading.values[self.reading.nodes[start]]
-            self.sizes[start] = max(self.costs.moved[start], float(sum(x.bytes for x in made)))
+            results = self.reading.values[self.reading.nodes[start]]
+            self.sizes[start] = max(self.costs.moved[start], float(sum(x.bytes for x in results)))
         return self.sizes[start]
 
     def merged(self, buckets: Sequence[Bucket]) -> Merged:
         """The problem in which each bucket is one communication. Buckets that cannot stand beside the others, because
         their parts need each other by way of them, are left out."""
-        held = list(buckets)
+        candidates = list(buckets)
         while True:
-            writer = MergedWriter(self, tuple(held))
-            made = writer.run()
-            if made is not None:
-                return made
-            held.remove(writer.buckets[writer.stuck()])
+            writer = MergedWriter(self, tuple(candidates))
+            problem = writer.run()
+            if problem is not None:
+                return problem
+            candidates.remove(writer.buckets[writer.stuck()])
 
 
 def is_symbolic(*nodes: fx.Node) -> bool:
     """Whether a size of what nodes make is a symbol: what is written into a graph would hold for one size only."""
-    made = [node.meta.get("val") for node in nodes]
-    return any(isinstance(x, torch.Tensor) and any(type(size) is not int for size in x.shape) for x in made)
+    values = [node.meta.get("val") for node in nodes]
+    return any(isinstance(x, torch.Tensor) and any(type(size) is not int for size in x.shape) for x in values)
 
 
 def _ancestors(problem: Problem) -> list[int]:
     """By item the items that it needs, directly or not, as bits of a number."""
-    found = [0] * problem.num_items
+    ancestors = [0] * problem.num_items
     for i, deps in enumerate(problem.deps):
         bits = 0
         for d in deps:
-            bits |= found[d] | 1 << d
-        found[i] = bits
-    return found
+            bits |= ancestors[d] | 1 << d
+        ancestors[i] = bits
+    return ancestors

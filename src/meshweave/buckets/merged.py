@@ -41,7 +41,7 @@ class MergedWriter:
 
     merger: Merger
     buckets: tuple[Bucket, ...]
-    made: Problem = field(default_factory=Problem)
+    problem: Problem = field(default_factory=Problem)
     items: list[Item] = field(default_factory=list)
     of: dict[int, int] = field(default_factory=dict)  # start -> its bucket
     number: list[int] = field(default_factory=list)  # by item of the graph: what stands for its result, -1
@@ -52,19 +52,19 @@ class MergedWriter:
 
     def run(self) -> Merged | None:
         """The merged problem; None where buckets wait for each other (then `stuck` names one)."""
-        problem, merger = self.merger.reading.problem, self.merger
-        self.made.sizes, self.made.kept = list(problem.sizes), list(problem.kept)
-        self.made.before, self.made.channels = list(problem.before), problem.channels
+        source, merger = self.merger.reading.problem, self.merger
+        self.problem.sizes, self.problem.kept = list(source.sizes), list(source.kept)
+        self.problem.before, self.problem.channels = list(source.before), source.channels
         self.of = {c: b for b, bucket in enumerate(self.buckets) for c in bucket}
         self.packed = {c: b for c, b in self.of.items() if merger.is_copied(c)}
-        self.number = [-1] * problem.num_items
+        self.number = [-1] * source.num_items
         skipped = {m for c in self.of for m in merger.preludes[c]}
         places: dict[int, list[int]] = {}
         for b, bucket in enumerate(self.buckets):
             places.setdefault(max(max(merger.after[c] for c in bucket), min(bucket) - 1), []).append(b)
         for b in places.get(-1, ()):
             self.enter(~b)
-        for i in range(problem.num_items):
+        for i in range(source.num_items):
             if i not in self.of and i not in skipped:
                 self.enter(i)
             for b in places.get(i, ()):
@@ -73,8 +73,8 @@ class MergedWriter:
             return None
         for c in sorted(self.packed):
             self.unpack(c)
-        self.made.order = self.order()
-        return Merged(self.made, tuple(self.items), self.buckets)
+        self.problem.order = self.order()
+        return Merged(self.problem, tuple(self.items), self.buckets)
 
     def stuck(self) -> int:
         """The last bucket that waits."""
@@ -84,16 +84,16 @@ class MergedWriter:
         """Write item `unit`, or bucket ~unit, once all is there that it needs, and then what has waited for it."""
         stack = [unit]
         while stack:
-            one = stack.pop()
-            missing = self.missing(one)
+            entry = stack.pop()
+            missing = self.missing(entry)
             if missing is not None:
-                self.waiting.setdefault(missing, []).append(one)
+                self.waiting.setdefault(missing, []).append(entry)
                 continue
-            if one < 0:
-                self.bucket(~one)
+            if entry < 0:
+                self.bucket(~entry)
             else:
-                self.node(one)
-            stack += reversed(self.waiting.pop(one, ()))
+                self.node(entry)
+            stack += reversed(self.waiting.pop(entry, ()))
 
     def missing(self, unit: int) -> int | None:
         """A unit that this one needs and that is not there."""
@@ -112,7 +112,7 @@ class MergedWriter:
         return None
 
     def node(self, i: int) -> None:
-        p, made, number = self.merger.reading.problem, self.made, self.number
+        p, problem, number = self.merger.reading.problem, self.problem, self.number
         if self.packed:
             for d in p.deps[i]:
                 if d in self.packed:
@@ -126,32 +126,32 @@ class MergedWriter:
         if p.channel[i] >= 0:
             self.begun[i] = number[i]
         self.items.append(Item("node", i))
-        made.names.append(p.names[i])
-        made.seconds.append(p.seconds[i])
-        made.deps.append(tuple(sorted({*deps, *waits})))
-        made.waits.append(waits)
-        made.channel.append(p.channel[i])
-        made.copy.append(p.copy[i])
-        made.startup.append(p.startup[i])
-        made.usage.append(p.usage[i])
-        made.allocs.append(p.allocs[i])
-        made.uses.append(uses)
-        made.is_waited.append(p.is_waited[i])
+        problem.names.append(p.names[i])
+        problem.seconds.append(p.seconds[i])
+        problem.deps.append(tuple(sorted({*deps, *waits})))
+        problem.waits.append(waits)
+        problem.channel.append(p.channel[i])
+        problem.copy.append(p.copy[i])
+        problem.startup.append(p.startup[i])
+        problem.usage.append(p.usage[i])
+        problem.allocs.append(p.allocs[i])
+        problem.uses.append(uses)
+        problem.is_waited.append(p.is_waited[i])
 
     def add(self, item: Item, name: str, seconds: float, deps: Sequence[int], waits: Sequence[int], ends: Ends) -> int:
         """Enter a kernel that merging adds; its storages are `ends`."""
-        made = self.made
-        made.names.append(name)
-        made.seconds.append(seconds)
-        made.deps.append(tuple(sorted({*deps, *waits})))
-        made.waits.append(tuple(sorted(set(waits))))
-        made.channel.append(-1)
-        made.copy.append(0.0)
-        made.startup.append(0.0)
-        made.usage.append(())
-        made.allocs.append(ends[0])
-        made.uses.append(tuple(dict.fromkeys([self.storage.get(s, s) for s in ends[1]])))
-        made.is_waited.append(False)
+        problem = self.problem
+        problem.names.append(name)
+        problem.seconds.append(seconds)
+        problem.deps.append(tuple(sorted({*deps, *waits})))
+        problem.waits.append(tuple(sorted(set(waits))))
+        problem.channel.append(-1)
+        problem.copy.append(0.0)
+        problem.startup.append(0.0)
+        problem.usage.append(())
+        problem.allocs.append(ends[0])
+        problem.uses.append(tuple(dict.fromkeys([self.storage.get(s, s) for s in ends[1]])))
+        problem.is_waited.append(False)
         self.items.append(item)
         return len(self.items) - 1
 
@@ -176,10 +176,10 @@ class MergedWriter:
         whole = self.store(size, any(p.kept[s] for s in views))
         self.storage |= dict.fromkeys(views, whole)
         start = self.add(Item("start", b, b), name, 0.0, (pack,), (), ((whole,), (handed,)))
-        self.made.channel[start], self.made.usage[start] = p.channel[first], p.usage[first]
-        self.made.copy[start] = max(merger.curve(first)(moved), max(p.copy[c] for c in bucket))
-        self.made.startup[start] = max(p.startup[c] for c in bucket)
-        self.made.is_waited[start] = True
+        self.problem.channel[start], self.problem.usage[start] = p.channel[first], p.usage[first]
+        self.problem.copy[start] = max(merger.curve(first)(moved), max(p.copy[c] for c in bucket))
+        self.problem.startup[start] = max(p.startup[c] for c in bucket)
+        self.problem.is_waited[start] = True
         for c in bucket:
             self.begun[c] = self.number[c] = start
 
@@ -188,18 +188,18 @@ class MergedWriter:
         b = self.packed.pop(c)
         p, start = self.merger.reading.problem, self.begun[c]
         seconds = 2 * sum(p.sizes[s] for s in p.allocs[c]) / self.merger.costs.copy_rate
-        ends = (p.allocs[c], self.made.allocs[start])
+        ends = (p.allocs[c], self.problem.allocs[start])
         self.number[c] = self.add(Item("unpack", c, b), f"unpack {p.names[c]}", seconds, (start,), (start,), ends)
 
     def store(self, size: int, kept: bool) -> int:
-        self.made.sizes.append(size)
-        self.made.kept.append(kept)
-        self.made.before.append(False)
-        return len(self.made.sizes) - 1
+        self.problem.sizes.append(size)
+        self.problem.kept.append(kept)
+        self.problem.before.append(False)
+        return len(self.problem.sizes) - 1
 
     def order(self) -> list[int]:
         """The order in which the items were written, each wait where it was, those of buckets at their first use."""
-        problem, waited, found = self.merger.reading.problem, set[int](), list[int]()
+        problem, waited, entries = self.merger.reading.problem, set[int](), list[int]()
         after: dict[int, list[int]] = {}
         last = -1
         for x in problem.order:
@@ -207,12 +207,12 @@ class MergedWriter:
                 last = self.number[x] if x not in self.of else last
             elif ~x not in self.of:
                 after.setdefault(max(last, self.begun[~x]), []).append(self.begun[~x])
-        for i in range(self.made.num_items):
-            for c in (*self.made.waits[i], ~i, *after.get(i, ())):
+        for i in range(self.problem.num_items):
+            for c in (*self.problem.waits[i], ~i, *after.get(i, ())):
                 if c < 0:
-                    found.append(i)
+                    entries.append(i)
                 elif c not in waited:
                     waited.add(c)
-                    found.append(~c)
-        rest = [c for c in self.made.starts if self.made.is_waited[c] and c not in waited]
-        return [*found, *(~c for c in rest)]
+                    entries.append(~c)
+        rest = [c for c in self.problem.starts if self.problem.is_waited[c] and c not in waited]
+        return [*entries, *(~c for c in rest)]

@@ -30,12 +30,12 @@ def observed_storages(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> froz
     """The storages that must stay as they are: those of outputs, those that an op writes, and those of an operand of
     an op that sees more than elements, or of which nothing is known. A tensor in any other may as well be a view into
     a larger storage."""
-    found = set[int]()
+    storages = set[int]()
     for node in graph.nodes:
         is_plain = node.op in ("placeholder", "get_attr") or (node.op == "call_function" and _sees_elements(node))
         if not is_plain:
-            found.update(x.storage for n in node.all_input_nodes for x in values[n])
-    return frozenset(found)
+            storages.update(x.storage for n in node.all_input_nodes for x in values[n])
+    return frozenset(storages)
 
 
 def _sees_elements(node: fx.Node) -> bool:

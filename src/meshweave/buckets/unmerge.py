@@ -46,22 +46,22 @@ class _Unmerger:
         if parts is None or len(start.users) != 1:
             return [], []
         (wait,) = start.users
-        found = self.taken(wait, parts, size if start.target is _GATHER else 1)
-        return (parts, found) if wait.target is WAIT and found is not None else ([], [])
+        results = self.part_results(wait, parts, size if start.target is _GATHER else 1)
+        return (parts, results) if wait.target is WAIT and results is not None else ([], [])
 
     def take_apart(self, start: fx.Node) -> None:
         """Put single collectives in the place of a merged one."""
-        graph, (parts, found) = self.role.graph, self.results(start)
+        graph, (parts, results) = self.role.graph, self.results(start)
         (wait,) = start.users
-        for part, end in zip(parts, found, strict=True):
+        for part, end in zip(parts, results, strict=True):
             with graph.inserting_before(start):
                 single = graph.create_node("call_function", start.target, (part.node, *start.args[1:]))
                 single.meta = {k: v for k, v in end.meta.items() if k != "global"}
             with graph.inserting_before(wait):
-                made = graph.call_function(WAIT, (single,))
-                made.meta = dict(end.meta)
-            end.replace_all_uses_with(made)
-        self.erase(found)
+                new_wait = graph.call_function(WAIT, (single,))
+                new_wait.meta = dict(end.meta)
+            end.replace_all_uses_with(new_wait)
+        self.erase(results)
 
     def erase(self, ends: Collection[fx.Node]) -> None:
         """Erase these nodes and what only led to them."""
@@ -88,8 +88,8 @@ class _Unmerger:
         if dim != (1 if rows > 1 else 0):
             return None
         operands: Any = whole.args[0]
-        found = [self.part(flat, rows) for flat in operands]
-        return [p for p in found if p is not None] if all(found) and len(found) > 1 else None
+        parts = [self.part(flat, rows) for flat in operands]
+        return [p for p in parts if p is not None] if all(parts) and len(parts) > 1 else None
 
     def part(self, flat: fx.Node, rows: int) -> _Part | None:
         """What was laid flat into a row, or into `rows` of them."""
@@ -107,7 +107,7 @@ class _Unmerger:
             return None
         return _Part(node, x, units // rows)
 
-    def taken(self, wait: fx.Node, parts: list[_Part], size: int) -> list[fx.Node] | None:
+    def part_results(self, wait: fx.Node, parts: list[_Part], size: int) -> list[fx.Node] | None:
         """Per part the node that is its result, where the whole is cut exactly at the ends of the parts; `size`: how
         many devices' rows of parts it has."""
         total = sum(p.units for p in parts)
@@ -119,15 +119,15 @@ class _Unmerger:
         cuts = {(n.args[2], n.args[3]): n for n in shown.users if _is_cut(n, 1 if size > 1 else 0)}
         if len(cuts) != len(shown.users):
             return None
-        found, offset = [], 0
+        results, offset = [], 0
         for part in parts:
             cut = cuts.pop((offset, offset + part.units), None)
             end = None if cut is None else self.end(cut, part, size)
             if end is None:
                 return None
-            found.append(end)
+            results.append(end)
             offset += part.units
-        return found if not cuts else None
+        return results if not cuts else None
 
     def end(self, cut: fx.Node, part: _Part, size: int) -> fx.Node | None:
         """What is made of the columns of one part: the shape and dtype that its own collective would give."""
@@ -140,12 +140,12 @@ class _Unmerger:
         node = _onward(node, aten.view.default)
         if node is None:
             return None
-        made, x = self.values[node][0], part.value
+        result, x = self.values[node][0], part.value
         rows = x.shape[0] * size if size > 1 else None
         shape = x.shape if rows is None else (rows, *x.shape[1:])
         if self.is_scatter(cut):
             shape = (x.shape[0] // self.size(self.start_of(cut)), *x.shape[1:])
-        return node if (made.shape, made.dtype) == (shape, x.dtype) else None
+        return node if (result.shape, result.dtype) == (shape, x.dtype) else None
 
     def start_of(self, node: fx.Node) -> fx.Node:
         while node.target not in _MERGED:
@@ -185,11 +185,11 @@ def unmerged(role: RankGraph) -> RankGraph:
     itself where it has none."""
     if not _packed(role):
         return role
-    made = copied(role)
-    unmerger = _Unmerger(made, local_values(made).values, varying(made))
-    for start in _packed(made):
+    copy = copied(role)
+    unmerger = _Unmerger(copy, local_values(copy).values, varying(copy))
+    for start in _packed(copy):
         unmerger.take_apart(start)
-    return made
+    return copy
 
 
 def merged_results(role: RankGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -197,15 +197,15 @@ def merged_results(role: RankGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     if not _packed(role):
         return {}
     unmerger = _Unmerger(role, local_values(role).values, varying(role))
-    found = {start: tuple(unmerger.results(start)[1]) for start in _packed(role)}
-    return {start: results for start, results in found.items() if results}
+    results_of = {start: tuple(unmerger.results(start)[1]) for start in _packed(role)}
+    return {start: results for start, results in results_of.items() if results}
 
 
 def _packed(role: RankGraph) -> list[fx.Node]:
     """The collectives that several things may be laid together for."""
-    found = []
+    packed = []
     for node in (n for n in role.graph.nodes if n.target in _MERGED):
         inner = _through(node.args[0], aten.view.default, [-1])
         if any(isinstance(n, fx.Node) and n.target is aten.cat.default for n in (node.args[0], inner)):
-            found.append(node)
-    return found
+            packed.append(node)
+    return packed

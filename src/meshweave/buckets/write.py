@@ -33,10 +33,10 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _BucketWriter:
     reading: Reading
     merged: Merged
-    made: list[_Bucket] = field(default_factory=list)
+    buckets: list[_Bucket] = field(default_factory=list)
     operands: dict[int, Value] = field(default_factory=dict)  # of starts that are merged
     copied: frozenset[int] = field(default=frozenset())  # starts whose results are copied out of their bucket
     bare: dict[fx.Node, Any] = field(default_factory=dict)  # what operands are, on the meta device
@@ -49,7 +49,7 @@ class _Writer:
             operand: Any = self.reading.nodes[c].args[0]
             self.operands[c] = self.reading.values[operand][0]
         with graph.inserting_before(output), without_data():
-            self.made = [self.bucket(bucket) for bucket in self.merged.buckets]
+            self.buckets = [self.bucket(bucket) for bucket in self.merged.buckets]
         placed: set[fx.Node] = set()
         cursor = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), next(iter(graph.nodes)).prev)
         idle = _idle(graph, {n for x in order for n in self.nodes(x)})
@@ -59,26 +59,26 @@ class _Writer:
             *(n for x in order for n in self.nodes(x)),
             *rest,
         ):
-            for one in _unplaced(node, placed):
-                for made in (one, *_followers(one, idle, placed)) if idle else (one,):
-                    if made.op == "placeholder":
+            for next_node in _unplaced(node, placed):
+                for buckets in (next_node, *_followers(next_node, idle, placed)) if idle else (next_node,):
+                    if buckets.op == "placeholder":
                         continue
-                    if cursor.next is not made:
-                        cursor.append(made)
-                    cursor = made
+                    if cursor.next is not buckets:
+                        cursor.append(buckets)
+                    cursor = buckets
 
     def nodes(self, x: int) -> Sequence[fx.Node]:
         """The nodes of one entry of an order."""
         item = self.merged.items[x if x >= 0 else ~x]
         if item.kind == "node":
             return (self.reading.nodes[item.of],) if x >= 0 else self.reading.waits[item.of]
-        held = self.made[item.bucket]
+        bucket = self.buckets[item.bucket]
         if x < 0:
-            return held.wait
-        return held.pack if item.kind == "pack" else held.start if item.kind == "start" else held.parts[item.of]
+            return bucket.wait
+        return bucket.pack if item.kind == "pack" else bucket.start if item.kind == "start" else bucket.parts[item.of]
 
     def bucket(self, bucket: Sequence[int]) -> _Bucket:
-        reading, made = self.reading, _Bucket()
+        reading, buckets = self.reading, _Bucket()
         first = reading.nodes[bucket[0]]
         row = reading.rows[bucket[0]]
         kind, size = row.bucket, int(first.args[row.size]) if row.size >= 0 else 1  # type: ignore[arg-type]
@@ -90,28 +90,30 @@ class _Writer:
         flat = []
         for operand, x in zip(operands, values, strict=True):
             if not x.is_contiguous:
-                operand = self.call(made.pack, first, aten.clone.default, (operand,), _CONTIGUOUS)
+                operand = self.call(buckets.pack, first, aten.clone.default, (operand,), _CONTIGUOUS)
             shape = [rows, x.num_elements // rows] if rows > 1 else [x.num_elements]
-            shown = self.call(made.pack, first, aten.view.default, (operand, shape))
+            shown = self.call(buckets.pack, first, aten.view.default, (operand, shape))
             if as_bytes:
-                shown = self.call(made.pack, first, aten.view.dtype, (shown, torch.uint8))
+                shown = self.call(buckets.pack, first, aten.view.dtype, (shown, torch.uint8))
             flat.append(shown)
         sizes = [x.num_elements * (x.dtype.itemsize if as_bytes else 1) for x in values]
         total = sum(sizes)
-        whole = self.call(made.pack, first, aten.cat.default, (flat, 1 if rows > 1 else 0))
+        whole = self.call(buckets.pack, first, aten.cat.default, (flat, 1 if rows > 1 else 0))
         if rows > 1:
-            whole = self.call(made.pack, first, aten.view.default, (whole, [-1]))
-        start = self.call(made.start, first, first.target, (whole, *first.args[1:]))
-        wait = self.call(made.wait, first, WAIT, (start,))
+            whole = self.call(buckets.pack, first, aten.view.default, (whole, [-1]))
+        start = self.call(buckets.start, first, first.target, (whole, *first.args[1:]))
+        wait = self.call(buckets.wait, first, WAIT, (start,))
         shown = wait
         if kind == "gather":
-            shown = self.call(made.wait, first, aten.view.default, (wait, [size, total]))
+            shown = self.call(buckets.wait, first, aten.view.default, (wait, [size, total]))
         offset = 0
         for c, x, length in zip(bucket, values, [s // rows for s in sizes], strict=True):
             result = torch.uint8 if as_bytes else x.dtype
-            self.part(made.parts.setdefault(c, []), c, shown, result, offset, length, size if kind == "gather" else 1)
+            self.part(
+                buckets.parts.setdefault(c, []), c, shown, result, offset, length, size if kind == "gather" else 1
+            )
             offset += length
-        return made
+        return buckets
 
     def part(
         self, into: list[fx.Node], c: int, whole: fx.Node, dtype: torch.dtype, offset: int, length: int, size: int
@@ -120,15 +122,15 @@ class _Writer:
         are."""
         reading = self.reading
         old = reading.nodes[c]
-        made = reading.values[old][0]
+        buckets = reading.values[old][0]
         dim = 1 if size > 1 or len(whole.args) > 1 else 0  # columns of a gather, in a group of one too
         part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length))
         if c in self.copied:
             part = self.call(into, old, aten.clone.default, (part,), _CONTIGUOUS)
-        if dtype != made.dtype:
+        if dtype != buckets.dtype:
             part = self.call(into, old, aten.view.default, (part, [size * length]))
-            part = self.call(into, old, aten.view.dtype, (part, made.dtype))
-        part = self.call(into, old, aten.view.default, (part, list(made.shape)))
+            part = self.call(into, old, aten.view.dtype, (part, buckets.dtype))
+        part = self.call(into, old, aten.view.default, (part, list(buckets.shape)))
         for wait in reading.waits[c]:
             for key, value in wait.meta.items():
                 if key not in ("val", "tensor_meta"):
@@ -162,13 +164,13 @@ class _Writer:
 def _idle(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
     """Free nodes that stand right behind what they need, so that they hold no memory: those that nothing needs which
     has a place, and parts of tuples, of which some may be used and others not."""
-    held: set[fx.Node] = set()
+    idle: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node in needed:
             continue
-        if node.target is operator.getitem or all(u in held or u.op == "output" for u in node.users):
-            held.add(node)
-    return held
+        if node.target is operator.getitem or all(u in idle or u.op == "output" for u in node.users):
+            idle.add(node)
+    return idle
 
 
 def _followers(node: fx.Node, idle: set[fx.Node], placed: set[fx.Node]) -> Iterator[fx.Node]:
@@ -192,18 +194,18 @@ def _unplaced(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
         return
     stack = [(node, iter(node.all_input_nodes))]
     while stack:
-        held, inputs = stack[-1]
+        waiting, inputs = stack[-1]
         following = next((n for n in inputs if n not in placed), None)
         if following is not None:
             stack.append((following, iter(following.all_input_nodes)))
             continue
         stack.pop()
-        if held not in placed:
-            placed.add(held)
-            yield held
+        if waiting not in placed:
+            placed.add(waiting)
+            yield waiting
 
 
 def rewrite(reading: Reading, merged: Merged, order: Order) -> None:
     """Put the nodes of a reading's graph in `order`, an order of the merged problem, with its buckets in place of
     what they merge. Free nodes stand before what first needs them."""
-    _Writer(reading, merged).run(order)
+    _BucketWriter(reading, merged).run(order)

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshweave.calibrate.links import Links, Place, lead_of, local_bytes_of
+from meshweave.calibrate.links import LinkTimer, Place, lead_of, local_bytes_of
 from meshweave.calibrate.measure import BRIEF, calibrate, peers_of
 from meshweave.calibrate.ops import Effort, typical
-from meshweave.disk_cache import Entry, cache_directory, machine_of
+from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
 from meshweave.hardware.load import parse_profile
@@ -90,7 +90,7 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts
     known = profile_of_device(next(iter(names))) if len(names) == 1 else None
     if known is not None:
         return ChosenCosts(load_profile(known), f"profile {known}, of devices named {seats[0].device}")
-    entry = Entry(cache_directory() / "profiles", _key(seats))
+    entry = CacheEntry(cache_directory() / "profiles", _key(seats))
     is_first = dist.get_rank() == 0
     with entry.lock() if is_first else nullcontext():
         with world.guard():
@@ -104,7 +104,7 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts
         return _measured(world, entry, trouble, progress)
 
 
-def _kept(entry: Entry) -> tuple[str, str]:
+def _kept(entry: CacheEntry) -> tuple[str, str]:
     """The TOML of the profile that an entry holds, and what is wrong with it; both empty where there is none."""
     text, trouble = entry.read()
     try:
@@ -119,7 +119,7 @@ def _parsed(text: str) -> MachineProfile:
     return parse_profile(text, "the profile of this machine")
 
 
-def _measured(world: ClusterWorld, entry: Entry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
+def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
     """Costs measured now and kept; an AlphaBeta where that is not possible. `trouble` is why nothing kept was used."""
     began = time.perf_counter()
     why = f" ({trouble})" if trouble else ""
@@ -145,12 +145,12 @@ def _drift(profile: MachineProfile, world: ClusterWorld) -> float:
     place = Place("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
     size = local_bytes_of("all_gather", place.size, _PROBE_BYTES)
     with world.guard():
-        links = Links(world.mesh, world.rank, world.device, peers_of(world))
+        links = LinkTimer(world.mesh, world.rank, world.device, peers_of(world))
         start = links.start(place, "all_gather", size)
         links.sample(start, 1)
         turns = _PROBE.turns(_PROBE.rounds, time.perf_counter(), links.peers)
-        (taken,) = links.peers.most([typical([links.sample(start, 1, lead_of(_PROBE_BYTES)) for _ in turns])])
-    return taken / profile.seconds("all_gather", world.mesh, place.axes, size)
+        (median,) = links.peers.most([typical([links.sample(start, 1, lead_of(_PROBE_BYTES)) for _ in turns])])
+    return median / profile.seconds("all_gather", world.mesh, place.axes, size)
 
 
 def _key(seats: Sequence[Seat]) -> str:

@@ -14,7 +14,7 @@ from meshweave.calibrate.ops import Measured
 from meshweave.hardware.load import parse_profile
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.schema import DTYPES, KINDS
-from meshweave.hardware.work import Attention, Matmul, Memory
+from meshweave.hardware.work import Attention, Matmul, MemoryWork
 
 Row = tuple[float, ...]
 _SAME_SIZE = 1.1  # ops of a kind are given so many bytes that they differ by less than sizes do
@@ -22,7 +22,7 @@ W = TypeVar("W", Matmul, Attention)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """What is known of the machine without measuring: bytes of memory of one process, and how much of it is taken
     before any tensor is."""
 
@@ -36,7 +36,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Measurements:
     """All that was measured. `slowdowns` are by level of links."""
 
     ops: tuple[Measured, ...]
@@ -54,7 +54,9 @@ class ErrorRow:
     worst: float
 
 
-def profile_text(machine: Machine, figures: Figures, places: Sequence[Place]) -> tuple[str, tuple[ErrorRow, ...]]:
+def profile_text(
+    machine: MachineFacts, figures: Measurements, places: Sequence[Place]
+) -> tuple[str, tuple[ErrorRow, ...]]:
     """The profile's TOML file, and its errors, which stand in it too."""
     text = _body(machine, figures)
     rows = error_rows(parse_profile(text, machine.name), figures, places)
@@ -67,7 +69,7 @@ def profile_text(machine: Machine, figures: Figures, places: Sequence[Place]) ->
     return text + ("\n" + head + "\n".join(tables) if tables else ""), rows
 
 
-def error_rows(profile: MachineProfile, figures: Figures, places: Sequence[Place]) -> tuple[ErrorRow, ...]:
+def error_rows(profile: MachineProfile, figures: Measurements, places: Sequence[Place]) -> tuple[ErrorRow, ...]:
     """Errors of the profile on what was held out, class by class."""
     errors: dict[str, list[float]] = {}
     for op in figures.ops:
@@ -84,11 +86,11 @@ def error_rows(profile: MachineProfile, figures: Figures, places: Sequence[Place
     return tuple(ErrorRow(label, len(relative), median(relative), max(relative)) for label, relative in errors.items())
 
 
-def _body(machine: Machine, figures: Figures) -> str:
+def _body(machine: MachineFacts, figures: Measurements) -> str:
     fitted = [sample for sample in figures.ops if not sample.is_held_out]
     matmuls = [(sample.work, sample.seconds) for sample in fitted if isinstance(sample.work, Matmul)]
     memory = [
-        (sample.work, sample) for sample in fitted if isinstance(sample.work, Memory) and sample.label != "launch"
+        (sample.work, sample) for sample in fitted if isinstance(sample.work, MemoryWork) and sample.label != "launch"
     ]
     launch = next(sample.seconds for sample in fitted if sample.label == "launch")
     copies = [work.bytes / sample.seconds for work, sample in memory if work.kind == "copy"]
@@ -113,7 +115,7 @@ def _body(machine: Machine, figures: Figures) -> str:
     return "\n".join(parts)
 
 
-def _memory_tables(samples: Sequence[tuple[Memory, Measured]]) -> Iterable[str]:
+def _memory_tables(samples: Sequence[tuple[MemoryWork, Measured]]) -> Iterable[str]:
     for kind in KINDS:
         rows = [(float(work.bytes), sample.seconds, sample.weight) for work, sample in samples if work.kind == kind]
         if rows:
@@ -146,7 +148,7 @@ def _by_dtype(samples: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tu
             yield name, own
 
 
-def _link_tables(figures: Figures, memory_bandwidth: float) -> Iterable[str]:
+def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str]:
     slow = dict(figures.slowdowns)
     for level in ("node", "net"):
         samples = [sample for sample in figures.links if sample.level == level]

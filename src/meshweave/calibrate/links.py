@@ -83,7 +83,7 @@ def places(num_ranks: int, per_node: int) -> list[Place]:
     return candidates
 
 
-class Links:
+class LinkTimer:
     """The communications of this rank. All ranks of the job make one, and time the same things in the same order."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, peers: Peers) -> None:
@@ -165,7 +165,7 @@ def local_bytes_of(op: str, size: int, received: int) -> int:
 
 
 def time_links(
-    links: Links, link_places: Sequence[Place], sizes: Sequence[int], held_out: Sequence[int], effort: Effort
+    links: LinkTimer, link_places: Sequence[Place], sizes: Sequence[int], held_out: Sequence[int], effort: Effort
 ) -> list[MeasuredLink]:
     """Typical seconds of every op in every place where a device receives about so many bytes; sizes that would take too
     long are left out. The slowest rank counts."""
@@ -205,7 +205,7 @@ def time_links(
     ]
 
 
-def slowdown(links: Links, place: Place, compute: Callable[[], Any], effort: Effort, received: int) -> float:
+def slowdown(links: LinkTimer, place: Place, compute: Callable[[], Any], effort: Effort, received: int) -> float:
     """By how much compute is slower while a communication runs beside it, such that a model in which communication
     takes as long as alone is right in total: compute that takes C alone and T beside a communication that takes D
     alone has lost T - C in D seconds, so that it ran at 1 - (T - C) / D of its rate. `compute` is a small part of it.
@@ -233,7 +233,7 @@ def slowdown(links: Links, place: Place, compute: Callable[[], Any], effort: Eff
     return 1.0 / (1.0 - lost)
 
 
-def _timed(links: Links, compute: Callable[[], Any], starts: Sequence[Callable[[], Any]]) -> float:
+def _timed(links: LinkTimer, compute: Callable[[], Any], starts: Sequence[Callable[[], Any]]) -> float:
     """Wall time of compute with communications begun before it and waited for after it."""
     links.peers.meet()
     began = time.perf_counter()

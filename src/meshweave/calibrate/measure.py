@@ -24,9 +24,9 @@ from meshweave.calibrate.cases import (
     memory_cases,
     tiny_cases,
 )
-from meshweave.calibrate.figures import ErrorRow, Figures, Machine, profile_text
-from meshweave.calibrate.links import Links, Place, places, slowdown, time_links
-from meshweave.calibrate.ops import ALONE, Block, Effort, OpCase, Peers, time_ops
+from meshweave.calibrate.figures import ErrorRow, MachineFacts, Measurements, profile_text
+from meshweave.calibrate.links import LinkTimer, Place, places, slowdown, time_links
+from meshweave.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.cluster import ClusterWorld
@@ -151,18 +151,18 @@ def _measured(
     pool = Pool(device, max(*plan.memory, _LEAST_POOL))
     say("ops")
     ops = time_ops(list(_cases(plan, pool)), device, plan.ops, peers)
-    figures = Figures(tuple(ops))
+    figures = Measurements(tuple(ops))
     link_places: list[Place] = []
     if world is not None and num_ranks > 1:
         link_places = places(num_ranks, per_node)
-        links = Links(world.mesh, world.rank, device, peers)
+        links = LinkTimer(world.mesh, world.rank, device, peers)
         say("links")
         timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
         say("compute beside communication")
         beside = _beside(pool, device)
         levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
         slow = tuple((level, slowdown(links, at, beside, plan.links, _SLOWDOWN_BYTES)) for level, at in levels.items())
-        figures = Figures(tuple(ops), tuple(timed), slow)
+        figures = Measurements(tuple(ops), tuple(timed), slow)
     text, errors = profile_text(_machine(name, command, device, num_ranks, per_node, reserved), figures, link_places)
     return Calibration(text, errors)
 
@@ -184,7 +184,7 @@ def _beside(pool: Pool, device: torch.device) -> Callable[[], Any]:
     aten = torch.ops.aten
     product = OpCase("", aten.mm.default, ((pool.take((256, 256)), pool.take((256, 512))),))
     sums = OpCase("", aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
-    blocks = (Block(product, 4, device), Block(sums, 8, device))
+    blocks = (RepeatedOp(product, 4, device), RepeatedOp(sums, 8, device))
 
     def run() -> None:
         for block in blocks:
@@ -230,7 +230,9 @@ def _devices_here(device: torch.device) -> int:
     return max(1, (os.cpu_count() or 1) // torch.get_num_threads())
 
 
-def _machine(name: str, command: str, device: torch.device, num_ranks: int, per_node: int, reserved: float) -> Machine:
+def _machine(
+    name: str, command: str, device: torch.device, num_ranks: int, per_node: int, reserved: float
+) -> MachineFacts:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -243,4 +245,4 @@ def _machine(name: str, command: str, device: torch.device, num_ranks: int, per_
     backend = f" over {dist.get_backend()}" if dist.is_initialized() else ""
     count = f"{num_ranks} processes{backend}, {per_node} a node" if num_ranks > 1 else "1 process, no links"
     summary = f"{count}; {kind}; torch {torch.__version__}; {now} UTC"
-    return Machine(name, now, summary.replace('"', "'"), command, per_node, memory, min(reserved, memory / 2))
+    return MachineFacts(name, now, summary.replace('"', "'"), command, per_node, memory, min(reserved, memory / 2))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from meshweave.hardware.work import Memory, Work
+from meshweave.hardware.work import MemoryWork, Work
 from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -85,7 +85,7 @@ class NoCommunicator:
         raise AssertionError("a single op waits for no communication")
 
 
-class Block:
+class RepeatedOp:
     """Repetitions of one op in the executor's own loop: every result is freed before the next op runs, as in a step
     whose values are used at once."""
 
@@ -108,8 +108,8 @@ class Block:
         operands = [_value(x, i) for i, x in enumerate(tensors_of(self.case.operands[0]))]
         (work,) = work_of(task.node, operands, results)
         if self.case.kind:
-            assert isinstance(work, Memory)
-            return Memory(self.case.kind, work.bytes, work.elements, work.dtype)
+            assert isinstance(work, MemoryWork)
+            return MemoryWork(self.case.kind, work.bytes, work.elements, work.dtype)
         return work
 
     def run(self) -> None:
@@ -196,13 +196,13 @@ def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peer
     there are peers, all of them run the same case at the same time, and the mean over them counts."""
     began, firsts = time.perf_counter(), []
     for case in cases:
-        block = Block(case, 1, device)
+        block = RepeatedOp(case, 1, device)
         block.run()
         firsts.append(min(block.sample() for _ in range(2)))
     blocks, rounds = [], []
     for case, first in zip(cases, peers.mean(firsts), strict=True):
         repeats = max(len(case.operands), min(effort.max_repeats, round(effort.block_seconds / first)))
-        blocks.append(Block(case, repeats, device))
+        blocks.append(RepeatedOp(case, repeats, device))
         rounds.append(max(LEAST_ROUNDS, min(effort.rounds, round(effort.case_seconds / (first * repeats)))))
     samples: list[list[float]] = [[] for _ in cases]
     for turn in effort.turns(max(rounds, default=0), began, peers):

@@ -18,7 +18,7 @@ from meshweave.buckets.unmerge import unmerged
 from meshweave.check.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
 from meshweave.check.holdings import Holding, pending_of
 from meshweave.check.numbers import concatenated
-from meshweave.check.role_replay import Known, RoleReplay, Value, first_layout
+from meshweave.check.role_replay import Known, ReplayedValue, RoleReplay, first_layout
 from meshweave.errors import VerifyError
 from meshweave.gathers.carry import uncarried
 from meshweave.ir import ops
@@ -166,12 +166,12 @@ def _meet(known: Known, roles: list[RoleReplay], uses: _Uses) -> bool:
     return communicates
 
 
-def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
+def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
     """What each role hands in: forms of one value, or None."""
     values = []
     for role, node in zip(roles, nodes, strict=True):
         state = role.states[node.args[0]] if isinstance(node.args[0], fx.Node) else None
-        if not isinstance(state, Value | None):
+        if not isinstance(state, ReplayedValue | None):
             raise VerifyError("hands in several values at once", where=str(role))
         values.append(state)
     if lacking := next((v for v in values if v is not None and (v.readers or v.root in roles[0].known.partial)), None):
@@ -182,12 +182,12 @@ def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value 
     return values
 
 
-def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
+def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
     """A collective, or what devices do in step, in every group of the devices of these roles."""
     values = [v for v in _given(roles, nodes) if v is not None]
     if len(values) < len(roles):
         raise VerifyError("a role hands in nothing")
-    first, holdings = nodes[0], [v.held for v in values]
+    first, holdings = nodes[0], [v.holding for v in values]
     mesh, axes = roles[0].rank.group_axes(str(first.args[-1]))
     is_sparse = first.target in SPARSE
     positions = (2,) if is_sparse else range(1, len(first.args) - 1)
@@ -201,19 +201,19 @@ def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Nod
 
     keys = [r.numbers.key(n.args[i]) for r, n in zip(roles, nodes, strict=True) for i in (*positions, -1)]
     results = known.once((first.target, mesh, axes, *keys, *holdings), exchange)
-    return [Value(v.root, holding, readers=readers) for v, holding in zip(values, results, strict=True)]
+    return [ReplayedValue(v.root, holding, readers=readers) for v, holding in zip(values, results, strict=True)]
 
 
-def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, moved: Value) -> fx.Node:
+def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, moved: ReplayedValue) -> fx.Node:
     """What says who reads, or has, which rows: one value, which every device has all of."""
     values = [role.states.get(node.args[1]) for role, node in zip(roles, nodes, strict=True)]  # type: ignore[arg-type]
-    roots = {v.root for v in values if isinstance(v, Value)}
-    if len(roots) != 1 or not all(isinstance(v, Value) and v.layout is not None for v in values):
+    roots = {v.root for v in values if isinstance(v, ReplayedValue)}
+    if len(roots) != 1 or not all(isinstance(v, ReplayedValue) and v.layout is not None for v in values):
         raise VerifyError("roles are told different readers", got=", ".join(r.name for r in roots) or "none")
     (root,) = roots
     shape, rows = spec_of(root).shape, spec_of(moved.root).shape
     wholes = [v.layout == Layout.replicated(v.layout.mesh, 2).normalized(shape) for v in values]  # type: ignore[union-attr]
-    extents = moved.held.rows.extent
+    extents = moved.holding.rows.extent
     factor = 1 if nodes[0].target is sparse_scatter else count
     fits = any(
         prod(rows[:d]) == shape[-1] and (extents[:, :d].prod(1) * factor == shape[-1]).all()
@@ -224,7 +224,7 @@ def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, 
     return root
 
 
-def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Value | None]:
+def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
     """A transfer between or within the meshes of these roles."""
     entries = {_transfer_of(r, n) for r, n in zip(roles, nodes, strict=True)}
     if len(entries) > 1:
@@ -236,7 +236,7 @@ def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.N
             raise VerifyError(f"{role} hand in {'a piece' if value is not None else 'nothing'}", expected=str(plan))
         if value is not None:
             role.held_as(_owing(value, pending_of(plan.source)[1]), plan.source)
-    owed = {v.held.owed for v in values if v is not None}
+    owed = {v.holding.owed for v in values if v is not None}
     if len(owed) > 1:
         raise VerifyError("roles hand in averages that are scaled in different ways", got=str(sorted(owed)))
     root = next(v.root for v in values if v is not None)
@@ -247,9 +247,9 @@ def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.N
     return [None if v is None else _owing(v, min(owed)) for v in made_of]
 
 
-def _owing(value: Value, owed: float) -> Value:
+def _owing(value: ReplayedValue, owed: float) -> ReplayedValue:
     """The value with another factor that it owes: a message goes before an average is scaled as well as after."""
-    return value if value.held.owed == owed else Value(value.root, replace(value.held, owed=owed))
+    return value if value.holding.owed == owed else ReplayedValue(value.root, replace(value.holding, owed=owed))
 
 
 def _text(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from meshweave.engine.lower import Lowered, lower_roles
-from meshweave.engine.machine import Done, Event, Machine, Release, Run
+from meshweave.engine.machine import Done, Event, EventMachine, Release, Run
 from meshweave.engine.match import devices_text
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import origin_of
@@ -39,7 +39,7 @@ def check_deadlock(roles: Sequence[RankGraph]) -> DeadlockFreedom:
     Starts that do not belong together, or to which a role never comes, are an error too.
     """
     lowered = lower_roles(roles)
-    machine = Machine(lowered.schedule)
+    machine = EventMachine(lowered.schedule)
     events: list[Event] = [Release(0)]
     while events:
         events += [Done(a.stream, a.stop) for a in machine.handle(events.pop()) if isinstance(a, Run)]
@@ -67,9 +67,9 @@ def _hops(lowered: Lowered, circle: Sequence[int]) -> Iterator[str]:
         elif following < first_copy:
             stream = schedule.stream_of[waiting]
             own = next(t for t in schedule.needs[task] if schedule.stream_of[t] == stream)
-            node, others = lowered.node(own), lowered.owners[schedule.stream_of[following]]
+            node, owners = lowered.node(own), lowered.owners[schedule.stream_of[following]]
             copy = lowered.copies[task - first_copy]
             yield (
                 f"{devices_text(lowered.owners[stream])} in {copy} ({node.name}), {origin_of(node)}, "
-                f"waits for {devices_text(others)}"
+                f"waits for {devices_text(owners)}"
             )

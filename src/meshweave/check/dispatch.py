@@ -67,13 +67,13 @@ def _spans(layout: Layout, size: int, devices: tuple[int, ...]) -> tuple[list[in
 def _place(stops: Sequence[int], begins: Sequence[int], ends: Sequence[int]) -> list[int]:
     """Of spans the number of the piece between two stops that holds each; -1 of what is empty."""
     starts = [0, *stops]
-    found = []
+    devices = []
     for begin, end in zip(begins, ends, strict=True):
         within = [i for i, stop in enumerate(stops) if starts[i] <= begin and end <= stop]
         if begin < end and not within:
             raise VerifyError("cuts rows or experts in other pieces", got=str(list(stops)), expected=f"{begin}:{end}")
-        found.append(within[0] if begin < end else -1)
-    return found
+        devices.append(within[0] if begin < end else -1)
+    return devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def check_dispatch(placed: StepGraph, root: Root) -> frozenset[fx.Node]:
         if not is_sparse(node):
             continue
         try:
-            _Proof(node, root, partial).check()
+            _DispatchProof(node, root, partial).check()
         except VerifyError as error:
             where = f"{node.name}, {origin_of(node)}"
             raise VerifyError(
@@ -123,7 +123,7 @@ def sparse_source(node: fx.Node) -> fx.Node | None:
     return None
 
 
-class _Proof:
+class _DispatchProof:
     """That of one sparse move. `partial` takes the values that are computed of rows of which some are missing."""
 
     def __init__(self, node: fx.Node, root: Root, partial: set[fx.Node]) -> None:
@@ -138,10 +138,10 @@ class _Proof:
         if not source.meta["layout"].partial:
             self.follow(self.node, readers)
             return
-        made, layout = self.made(source)
-        self.covers(readers.owners, made.owners.ends, layout, made.owners.num_rows)
-        if replace(made, owners=readers.owners) != readers:
-            raise VerifyError("the sum is made in other steps", got=str(made.steps), expected=str(readers.steps))
+        summed, layout = self.nonzero_rows(source)
+        self.covers(readers.owners, summed.owners.ends, layout, summed.owners.num_rows)
+        if replace(summed, owners=readers.owners) != readers:
+            raise VerifyError("the sum is made in other steps", got=str(summed.steps), expected=str(readers.steps))
 
     def covers(self, owners: Owners, ends: fx.Node, layout: Layout, num_rows: int) -> None:
         owners.check(ends, layout, num_rows, self.axes)
@@ -215,37 +215,37 @@ class _Proof:
             return replace(readers, places=None)
         raise VerifyError(f"{user.name} ({op_name(user.target)}) reads all rows", got=f"the rows of {readers.steps}")
 
-    def made(self, node: fx.Node) -> tuple[Readers, Layout]:
+    def nonzero_rows(self, node: fx.Node) -> tuple[Readers, Layout]:
         """Whose rows of a part of a sum are not zeros, and the layout in which their sorted rows are owned."""
         operand, *rest = _args(node)
         if node.target is ours.leave_rows.default and rest[1] == 0:
             return self.sorted_rows(rest[0], operand.meta["layout"], spec_of(node).shape)
         if node.target in (aten.view.default, aten._to_copy.default):
-            return self.made(operand)
+            return self.nonzero_rows(operand)
         if node.target is aten.sum.dim_IntList:
-            (made, layout), many = self.made(operand), spec_of(operand).shape
+            (readers, layout), many = self.nonzero_rows(operand), spec_of(operand).shape
             summed = {d % len(many) for d in rest[0]}
-            count = _repeats(many, tuple(1 if d in summed else size for d, size in enumerate(many)), made.width)
-            return (made if count == 1 else self.after(made, ("group", count))), layout
+            count = _repeats(many, tuple(1 if d in summed else size for d, size in enumerate(many)), readers.width)
+            return (readers if count == 1 else self.after(readers, ("group", count))), layout
         if _looks_up(node):
-            made, layout = self.made(operand)
-            if prod(spec_of(operand).shape[1:]) != made.width or _index(node).meta["layout"].owned:
+            readers, layout = self.nonzero_rows(operand)
+            if prod(spec_of(operand).shape[1:]) != readers.width or _index(node).meta["layout"].owned:
                 raise VerifyError("looks up rows of another kind", got=node.name)
-            return self.after(made, ("lookup", self.root(_index(node)))), layout
+            return self.after(readers, ("lookup", self.root(_index(node)))), layout
         if node.target is not aten.index_put.default or not _is_sum(node, self.root):
             raise VerifyError(f"{node.name} ({op_name(node.target)}) may have rows of others", got=node.name)
-        made, layout = self.added(node)
-        return replace(made, width=prod(spec_of(node).shape[1:]), places=self.at(node)), layout
+        readers, layout = self.added(node)
+        return replace(readers, width=prod(spec_of(node).shape[1:]), places=self.at(node)), layout
 
     def added(self, node: fx.Node) -> tuple[Readers, Layout]:
         """Whose rows, of those that are added at an index, are not zeros."""
         at = _index(node)
         if at.target is ours.enter_rows.default:
             return self.sorted_rows(at.args[1], at.meta["layout"], spec_of(at).shape)
-        made, layout = self.made(_args(node)[2])
-        if made.places is not None or made.width != prod(spec_of(node).shape[1:]) or at.meta["layout"].owned:
+        readers, layout = self.nonzero_rows(_args(node)[2])
+        if readers.places is not None or readers.width != prod(spec_of(node).shape[1:]) or at.meta["layout"].owned:
             raise VerifyError("adds up rows of another kind", got=node.name)
-        return made, layout
+        return readers, layout
 
     def at(self, node: fx.Node) -> fx.Node:
         """The places of all rows, of which an op may be given those that a device owns."""
@@ -255,10 +255,10 @@ class _Proof:
     def sorted_rows(self, ends: Any, layout: Layout, shape: tuple[int, ...]) -> tuple[Readers, Layout]:
         return Readers(Owners(self.root(ends), shape[0], (), (), ()), prod(shape[1:])), layout
 
-    def after(self, made: Readers, step: tuple[str, Any]) -> Readers:
-        if made.places is not None:
+    def after(self, readers: Readers, step: tuple[str, Any]) -> Readers:
+        if readers.places is not None:
             raise VerifyError("rows that were added up at places are taken further", got=str(step))
-        return replace(made, steps=(*made.steps, step))
+        return replace(readers, steps=(*readers.steps, step))
 
 
 def _cuts(source: Layout, target: Layout) -> bool:
@@ -275,8 +275,8 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
 def _index(node: fx.Node) -> fx.Node:
     """The index along dim 0 of a lookup, or of a sum."""
     args = _args(node)
-    found: fx.Node = args[2] if node.target is aten.index_select.default else args[1][0]
-    return found
+    index: fx.Node = args[2] if node.target is aten.index_select.default else args[1][0]
+    return index
 
 
 def _looks_up(node: fx.Node) -> bool:

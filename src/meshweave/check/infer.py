@@ -31,9 +31,9 @@ def infer(
     `made` says how results are cut along factors that no operand has, for ops that make any piece on demand; whether
     the op is told to make these pieces is for the caller to check.
     """
-    if others := [layout for _, layout in operands if layout.mesh != mesh]:
+    if elsewhere := [layout for _, layout in operands if layout.mesh != mesh]:
         raise VerifyError(
-            "operands are on different meshes", got=f"{others[0]} on {others[0].mesh}", expected=str(mesh)
+            "operands are on different meshes", got=f"{elsewhere[0]} on {elsewhere[0].mesh}", expected=str(mesh)
         )
     cuts, passed = _cuts(rule, operands), _passed(rule, operands)
     known = {f for dims in rule.operands for dim in dims for f in dim}
@@ -56,9 +56,9 @@ def _result(
     inside = {f for dim in rule.results[i] for f in dim}
     owned = rule.owned(len(rule.operands) + i, owners)
     kept = {axis for axis, _, _ in owned}
-    gone = [(axis, rule.reduce_op(f)) for f, cut in cuts.items() if f not in inside for axis in cut.axes]
-    gone += [(axis, "sum") for axis, f, key in owners if key and f not in inside]
-    partial = (*((axis, op) for axis, op in gone if axis not in kept), *passed.items())
+    partial_axes = [(axis, rule.reduce_op(f)) for f, cut in cuts.items() if f not in inside for axis in cut.axes]
+    partial_axes += [(axis, "sum") for axis, f, key in owners if key and f not in inside]
+    partial = (*((axis, op) for axis, op in partial_axes if axis not in kept), *passed.items())
     layout = _layout(rule, rule.results[i], cuts, *described)
     return Layout(described[0], layout.dims, partial, owned)
 

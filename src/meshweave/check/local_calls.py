@@ -28,16 +28,16 @@ ours = torch.ops.meshweave
 Number = Any  # an int, or one per device
 
 
-class _Operand:
+class _OperandMark:
     def __repr__(self) -> str:
         return "operand"
 
 
-OPERAND = _Operand()  # stands for a tensor in the arguments of a call
+OPERAND = _OperandMark()  # stands for a tensor in the arguments of a call
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LocalCall:
     """A function and its arguments, with OPERAND for tensors and arrays for numbers that differ between devices."""
 
     target: Any
@@ -54,10 +54,10 @@ class Context:
     results: tuple[Placed, ...]
     devices: tuple[int, ...]
 
-    def plain(self) -> Call:
+    def plain(self) -> LocalCall:
         """The op as it stands in the placed graph."""
         args, kwargs = map_nodes(self.node, lambda n: OPERAND)
-        return Call(self.node.target, args, kwargs)
+        return LocalCall(self.node.target, args, kwargs)
 
     def offsets(self, placed: Placed) -> list[Number]:
         return _numbers(boxes(placed[1], placed[0].shape, self.devices)[0])
@@ -70,54 +70,54 @@ def _numbers(table: Ints) -> list[Number]:
     return [table[:, d] for d in range(table.shape[1])]
 
 
-def _view(c: Context) -> Call:
+def _view(c: Context) -> LocalCall:
     """How many rows a device owns is not known here: as many as the operand has."""
     layout, sizes = c.results[0][1], c.sizes(c.results[0])
     if c.node.target is aten.expand.default:
         sizes = [-1 if dim in layout.owned_dims else size for dim, size in enumerate(sizes)]
-        return Call(c.node.target, (OPERAND, sizes), c.plain().kwargs)
+        return LocalCall(c.node.target, (OPERAND, sizes), c.plain().kwargs)
     if layout.owned:
-        return Call(local_ops.view_rows, (OPERAND, sizes, *layout.owned_dims, *c.operands[0][1].owned_dims), {})
-    return Call(aten.reshape.default, (OPERAND, sizes), c.plain().kwargs)
+        return LocalCall(local_ops.view_rows, (OPERAND, sizes, *layout.owned_dims, *c.operands[0][1].owned_dims), {})
+    return LocalCall(aten.reshape.default, (OPERAND, sizes), c.plain().kwargs)
 
 
-def _full(c: Context) -> Call:
+def _full(c: Context) -> LocalCall:
     plain = c.plain()
-    return Call(plain.target, (c.sizes(c.results[0]), *plain.args[1:]), plain.kwargs)
+    return LocalCall(plain.target, (c.sizes(c.results[0]), *plain.args[1:]), plain.kwargs)
 
 
-def _arange(c: Context) -> Call:
+def _arange(c: Context) -> LocalCall:
     plain = c.plain()
     start, _, step = plain.args
     if not c.results[0][1].dims[0].axes:
         return plain
     (offset,), (size,) = c.offsets(c.results[0]), c.sizes(c.results[0])
     first = start + offset * step
-    return Call(plain.target, (first, first + size * step, step), plain.kwargs)
+    return LocalCall(plain.target, (first, first + size * step, step), plain.kwargs)
 
 
-def _random(c: Context) -> Call:
+def _random(c: Context) -> LocalCall:
     plain, (spec, _) = c.plain(), c.results[0]
-    return Call(
+    return LocalCall(
         plain.target,
         (*plain.args[:3], list(spec.shape), c.offsets(c.results[0]), c.sizes(c.results[0]), *plain.args[6:]),
         plain.kwargs,
     )
 
 
-def _embedding(c: Context) -> Call:
+def _embedding(c: Context) -> LocalCall:
     if not c.operands[0][1].dims[0].axes:
         return c.plain()
-    return Call(local_ops.embedding, (OPERAND, OPERAND, c.offsets(c.operands[0])[0]), {})
+    return LocalCall(local_ops.embedding, (OPERAND, OPERAND, c.offsets(c.operands[0])[0]), {})
 
 
-def _embedding_backward(c: Context) -> Call:
+def _embedding_backward(c: Context) -> LocalCall:
     plain, result = c.plain(), c.results[0]
     if not result[1].dims[0].axes:
         return plain
     padding = plain.args[3] if len(plain.args) > 3 else -1
     numbers = (c.sizes(result)[0], padding, c.offsets(result)[0])
-    return Call(local_ops.embedding_backward, (OPERAND, OPERAND, *numbers), {})
+    return LocalCall(local_ops.embedding_backward, (OPERAND, OPERAND, *numbers), {})
 
 
 def _cut_along(c: Context, dim: int) -> Number | None:
@@ -128,17 +128,17 @@ def _cut_along(c: Context, dim: int) -> Number | None:
     return c.offsets(c.operands[0])[dim % len(spec.shape)]
 
 
-def _gather(c: Context) -> Call:
+def _gather(c: Context) -> LocalCall:
     plain = c.plain()
     dim: Any = plain.args[1]
     offset = _cut_along(c, dim)
     if offset is None:
         return plain
     local = local_ops.gather if plain.target is aten.gather.default else local_ops.index_select
-    return Call(local, (OPERAND, dim % len(c.operands[0][0].shape), OPERAND, offset), {})
+    return LocalCall(local, (OPERAND, dim % len(c.operands[0][0].shape), OPERAND, offset), {})
 
 
-def _scatter(c: Context) -> Call:
+def _scatter(c: Context) -> LocalCall:
     plain = c.plain()
     dim: Any = plain.args[1]
     offset = _cut_along(c, dim)
@@ -146,7 +146,7 @@ def _scatter(c: Context) -> Call:
         return plain
     added = plain.target is aten.scatter_add.default
     rest = (dim % len(c.operands[0][0].shape), OPERAND, plain.args[3], added, offset)
-    return Call(local_ops.scatter, (OPERAND, *rest), {})
+    return LocalCall(local_ops.scatter, (OPERAND, *rest), {})
 
 
 def _indexed(c: Context) -> tuple[int, Number | None]:
@@ -155,36 +155,36 @@ def _indexed(c: Context) -> tuple[int, Number | None]:
     return dim, _cut_along(c, dim)
 
 
-def _index(c: Context) -> Call:
+def _index(c: Context) -> LocalCall:
     dim, offset = _indexed(c)
     if offset is None:
         return c.plain()
-    return Call(local_ops.index_rows, (OPERAND, dim, OPERAND, c.operands[0][0].shape[dim], offset), {})
+    return LocalCall(local_ops.index_rows, (OPERAND, dim, OPERAND, c.operands[0][0].shape[dim], offset), {})
 
 
-def _index_put(c: Context) -> Call:
+def _index_put(c: Context) -> LocalCall:
     dim, offset = _indexed(c)
     if offset is None:
         return c.plain()
-    return Call(local_ops.add_rows, (OPERAND, dim, OPERAND, OPERAND, c.operands[0][0].shape[dim], offset), {})
+    return LocalCall(local_ops.add_rows, (OPERAND, dim, OPERAND, OPERAND, c.operands[0][0].shape[dim], offset), {})
 
 
-def _grouped_mm(c: Context) -> Call:
+def _grouped_mm(c: Context) -> LocalCall:
     rows, experts = (placed[1].dims[0].axes for placed in c.operands[:2])
     if not rows and not experts:
         return c.plain()
     first = [c.offsets(placed)[0] for placed in c.operands[:2]]
     numbers = (first[0] if rows else 0, first[1] if experts else 0)
-    return Call(grouped.mm_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
+    return LocalCall(grouped.mm_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
 
 
-def _grouped_outer(c: Context) -> Call:
+def _grouped_outer(c: Context) -> LocalCall:
     rows, experts = c.operands[0][1].dims[0].axes, c.results[0][1].dims[0].axes
     if not rows and not experts:
         return c.plain()
     row = c.offsets(c.operands[0])[0] if rows else 0
     numbers = (c.sizes(c.results[0])[0], row, c.offsets(c.results[0])[0])
-    return Call(grouped.outer_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
+    return LocalCall(grouped.outer_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
 
 
 def _own_experts(c: Context, layout: Layout) -> tuple[Number, Number]:
@@ -193,57 +193,57 @@ def _own_experts(c: Context, layout: Layout) -> tuple[Number, Number]:
     return c.offsets(placed)[0], c.sizes(placed)[0]
 
 
-def _leave_rows(c: Context) -> Call:
+def _leave_rows(c: Context) -> LocalCall:
     (spec, layout), dim = c.operands[0], int(c.plain().args[2])  # type: ignore[call-overload]
     pieces = (spec, layout.without_owned())
     numbers = (c.offsets(pieces)[dim], *_own_experts(c, layout), c.sizes(pieces)[dim])
-    return Call(grouped.all_rows, (OPERAND, OPERAND, dim, *numbers), {})
+    return LocalCall(grouped.all_rows, (OPERAND, OPERAND, dim, *numbers), {})
 
 
-def _enter_rows(c: Context) -> Call:
+def _enter_rows(c: Context) -> LocalCall:
     layout, dim = c.results[0][1], int(c.plain().args[2])  # type: ignore[call-overload]
     parts = prod(layout.mesh.size(axis) for axis in layout.owned_axes)
     numbers = (c.offsets(c.operands[0])[dim], *_own_experts(c, layout), parts)
-    return Call(grouped.own_rows, (OPERAND, OPERAND, dim, *numbers), {})
+    return LocalCall(grouped.own_rows, (OPERAND, OPERAND, dim, *numbers), {})
 
 
-def _extreme(c: Context) -> Call:
+def _extreme(c: Context) -> LocalCall:
     plain, (spec, layout) = c.plain(), c.operands[0]
     dims: Any = plain.args[1] if len(plain.args) > 1 and plain.args[1] else range(len(spec.shape))
     if not any(layout.dims[d].axes for d in dims):
         return plain
     keepdim = bool(plain.args[2]) if len(plain.args) > 2 else False
     op = "max" if plain.target is aten.amax.default else "min"
-    return Call(local_ops.extreme, (OPERAND, list(dims), keepdim, op), {})
+    return LocalCall(local_ops.extreme, (OPERAND, list(dims), keepdim, op), {})
 
 
-def _resized_backward(c: Context) -> Call:
+def _resized_backward(c: Context) -> LocalCall:
     plain = c.plain()
-    return Call(plain.target, (*plain.args[:2], c.sizes(c.results[0]), *plain.args[3:]), plain.kwargs)
+    return LocalCall(plain.target, (*plain.args[:2], c.sizes(c.results[0]), *plain.args[3:]), plain.kwargs)
 
 
-def _grouped(operand: int, position: int) -> Callable[[Context], Call]:
+def _grouped(operand: int, position: int) -> Callable[[Context], LocalCall]:
     """Convolutions: a device runs as many groups as it has input channels of."""
 
-    def call(c: Context) -> Call:
+    def call(c: Context) -> LocalCall:
         plain, (spec, layout) = c.plain(), c.operands[operand]
         groups: Any = plain.args[position]
         if groups > 1 and layout.dims[1].axes:
             groups = c.sizes((spec, layout))[1] // (spec.shape[1] // groups)
-        return Call(plain.target, (*plain.args[:position], groups, *plain.args[position + 1 :]), plain.kwargs)
+        return LocalCall(plain.target, (*plain.args[:position], groups, *plain.args[position + 1 :]), plain.kwargs)
 
     return call
 
 
-def _attention(operand: int, causal_at: int) -> Callable[[Context], Call]:
+def _attention(operand: int, causal_at: int) -> Callable[[Context], LocalCall]:
     """Attention whose queries, those of `operand`, are cut: a causal mask is given the place of the first."""
 
-    def call(c: Context) -> Call:
+    def call(c: Context) -> LocalCall:
         plain, query = c.plain(), c.operands[operand]
         if not plain.args[causal_at] or not query[1].dims[2].axes:
             return plain
         at = causal_at + 2
-        return Call(plain.target, (*plain.args[:at], c.offsets(query)[2], *plain.args[at + 1 :]), plain.kwargs)
+        return LocalCall(plain.target, (*plain.args[:at], c.offsets(query)[2], *plain.args[at + 1 :]), plain.kwargs)
 
     return call
 
@@ -266,7 +266,7 @@ _RESIZED = [
     )
 ]
 
-CALLS: dict[Any, Callable[[Context], Call]] = {
+CALLS: dict[Any, Callable[[Context], LocalCall]] = {
     aten.view.default: _view,
     aten.expand.default: _view,
     aten.full.default: _full,
@@ -311,7 +311,7 @@ MAKERS = frozenset(
 )
 
 
-def check_call(context: Context, actual: Call) -> None:
+def check_call(context: Context, actual: LocalCall) -> None:
     """Raise VerifyError unless `actual` is what every device has to call."""
     expected = CALLS.get(context.node.target, Context.plain)(context)
     actual = _unguarded(context, actual)
@@ -323,7 +323,7 @@ def check_call(context: Context, actual: Call) -> None:
         raise VerifyError("the op is run with other arguments", got=_text(actual), expected=_text(expected))
 
 
-def _unguarded(c: Context, call: Call) -> Call:
+def _unguarded(c: Context, call: LocalCall) -> LocalCall:
     """The call that runs where no operand is empty; the zeros made elsewhere must have the result's shape."""
     guards = {local_ops.or_zeros: False, local_ops.or_zeros_each: True}
     if call.target not in guards:
@@ -337,7 +337,7 @@ def _unguarded(c: Context, call: Call) -> Call:
         placed = next(layouts) if isinstance(spec, Spec) else None
         if not (shape is None and dtype is None if placed is None else _is_like(c, shape, dtype, placed)):
             raise VerifyError("an empty piece is made in another shape", got=f"{shape} {dtype}", expected=str(placed))
-    return Call(target, tuple(args), call.kwargs)
+    return LocalCall(target, tuple(args), call.kwargs)
 
 
 def _is_like(c: Context, shape: Any, dtype: Any, placed: Placed) -> bool:
@@ -354,7 +354,7 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and (a == b or (a != a and b != b)))
 
 
-def _text(call: Call) -> str:
+def _text(call: LocalCall) -> str:
     def shown(value: Any) -> str:
         if isinstance(value, np.ndarray):
             return str(value[0]) if (value == value[0]).all() else f"{value[0]}..."

@@ -18,7 +18,7 @@ from meshweave.check.runs import (
     Exact,
     MakeModel,
     Recipe,
-    Record,
+    RunRecord,
     Updates,
     record,
     shaken,
@@ -194,7 +194,7 @@ def check_numerics(
     _same_start(single, eager)
 
     @cache
-    def truth() -> Record:
+    def truth() -> RunRecord:
         progress("rounding")
         return exact.record or shaken(make_model, batches, recipe, steps)
 
@@ -220,7 +220,7 @@ class _Checked:
     compiler: Compiler
     steps: int
 
-    def trained(self) -> tuple[Record, tuple[Record, Record]]:
+    def trained(self) -> tuple[RunRecord, tuple[RunRecord, RunRecord]]:
         """A run on the mesh, and what it and torch's optimizer have after one more step that shows every term."""
         (model, optimizer), beside = self.make_model(), self.make_model()
         updates = Updates(
@@ -262,7 +262,7 @@ def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | No
     ], "compared in float64, too"
 
 
-def _update_errors(run: str, updates: tuple[Record, Record], bound: float) -> Iterator[TensorError]:
+def _update_errors(run: str, updates: tuple[RunRecord, RunRecord], bound: float) -> Iterator[TensorError]:
     """Against torch's optimizer, to the rounding of float32 or of the tensor's own dtype where that is coarser."""
     for e in _compare(run, "torch's optimizer", *updates, Bounds(tensor=bound)):
         dtype = updates[1].tensors[e.kind, e.name].dtype if (e.kind, e.name) in updates[1].tensors else torch.float32
@@ -270,7 +270,7 @@ def _update_errors(run: str, updates: tuple[Record, Record], bound: float) -> It
         yield replace(e, bound=bound * max(1.0, eps / torch.finfo(torch.float32).eps))
 
 
-def _same_start(first: Record, other: Record) -> None:
+def _same_start(first: RunRecord, other: RunRecord) -> None:
     names = first.start.keys() | other.start.keys()
     same = {n for n in first.start.keys() & other.start.keys() if torch.equal(first.start[n], other.start[n])}
     if names != same:
@@ -285,7 +285,7 @@ def _same_start(first: Record, other: Record) -> None:
 
 
 def _compare(
-    run: str, reference: str, record: Record, expected: Record, bounds: Bounds, rounding: _Rounding | None = None
+    run: str, reference: str, record: RunRecord, expected: RunRecord, bounds: Bounds, rounding: _Rounding | None = None
 ) -> Iterator[TensorError]:
     """Errors of a run. Without a `_Rounding` a tensor far smaller than others of its kind is on the scale of these."""
     for i, (a, b) in enumerate(zip(record.losses, expected.losses, strict=True)):
@@ -314,7 +314,7 @@ _FLOORS = {"parameter": 1e-3, "updated parameter": 1e-3}
 _FLOOR, _SQUARE_FLOOR = 1e-4, 1e-8
 
 
-def _floors(expected: Record) -> dict[tuple[str, str], float]:
+def _floors(expected: RunRecord) -> dict[tuple[str, str], float]:
     largest: dict[tuple[str, str], float] = {}
     for (kind, name), tensor in expected.tensors.items():
         family = _family(kind, name)
@@ -349,8 +349,8 @@ def _magnitude(reference: Tensor) -> float:
 class _Rounding:
     """How far runs on one device are from the truth, which is asked for when it is first needed."""
 
-    truth: Callable[[], Record]
-    runs: tuple[Record, ...]
+    truth: Callable[[], RunRecord]
+    runs: tuple[RunRecord, ...]
 
     def of(self, key: tuple[str, str], value: Tensor) -> float | None:
         """Largest absolute error of a tensor, or None for one that the truth lacks."""

@@ -23,7 +23,7 @@ from meshweave.check.holdings import (
     scaled,
 )
 from meshweave.check.infer import Placed, infer
-from meshweave.check.local_calls import MAKERS, OPERAND, Call, Context, check_call
+from meshweave.check.local_calls import MAKERS, OPERAND, Context, LocalCall, check_call
 from meshweave.check.numbers import Numbers
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops
@@ -37,12 +37,12 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ReplayedValue:
     """A form of the value that placed node `root` makes: in a layout, or in the middle of a move (layout None). Of
     rows that `readers`, a value, says that a device does not read it has none."""
 
     root: fx.Node
-    held: Holding
+    holding: Holding
     layout: Layout | None = None
     readers: fx.Node | None = None
 
@@ -159,33 +159,33 @@ class RoleReplay:
         called = op_name(node.target) if node.op == "call_function" else node.op
         return VerifyError(f"{node.name} ({called}): {error.what}", where=place, got=error.got, expected=error.expected)
 
-    def in_layout(self, root: fx.Node, layout: Layout) -> Value:
-        return Value(root, self.known.holding(layout, spec_of(root).shape, self.devices), layout)
+    def in_layout(self, root: fx.Node, layout: Layout) -> ReplayedValue:
+        return ReplayedValue(root, self.known.holding(layout, spec_of(root).shape, self.devices), layout)
 
-    def at_hand(self, value: Value, wanted: fx.Node) -> None:
+    def at_hand(self, value: ReplayedValue, wanted: fx.Node) -> None:
         """Raise VerifyError where rows are missing of a value that is taken for the placed node `wanted`."""
-        given = sparse_source(wanted)
-        if value.readers is not None and (given is None or self.known.roots[given] is not value.readers):
+        rows_given = sparse_source(wanted)
+        if value.readers is not None and (rows_given is None or self.known.roots[rows_given] is not value.readers):
             raise VerifyError(
                 "rows are missing that others read",
                 got=f"the rows that {value.readers.name} says are read",
-                expected="all rows" if given is None else f"those of {self.known.roots[given].name}",
+                expected="all rows" if rows_given is None else f"those of {self.known.roots[rows_given].name}",
             )
 
-    def held_as(self, value: Value, layout: Layout) -> Value:
+    def held_as(self, value: ReplayedValue, layout: Layout) -> ReplayedValue:
         """The value, proven to be held in `layout`."""
         if value.layout == layout:
             return value
         shape = spec_of(value.root).shape
         if not layout.mesh.covers(self.devices):
             raise VerifyError("is due on other devices", got=str(self), expected=f"{layout} on {layout.mesh}")
-        self.known.once(("is", value.held, layout, shape), lambda: check_is(value.held, layout, shape))
+        self.known.once(("is", value.holding, layout, shape), lambda: check_is(value.holding, layout, shape))
         return replace(self.in_layout(value.root, layout), readers=value.readers)
 
-    def operand(self, node: fx.Node, wanted: fx.Node) -> Value:
+    def operand(self, node: fx.Node, wanted: fx.Node) -> ReplayedValue:
         """What a consumer finds where it needs the placed node `wanted`: a form of that value, in some layout."""
         value = self.states[node]
-        if not isinstance(value, Value) or value.root is not self.known.roots[wanted]:
+        if not isinstance(value, ReplayedValue) or value.root is not self.known.roots[wanted]:
             raise VerifyError(
                 f"takes {node.name}, another value", got=_name(value), expected=self.known.roots[wanted].name
             )
@@ -227,14 +227,14 @@ class RoleReplay:
             raise VerifyError("is a form of another value", got=state.root.name, expected=self.known.roots[mark].name)
         self.known.num_values += 1
         self.ran.add(self.known.roots[mark])
-        if not isinstance(state, Value):
+        if not isinstance(state, ReplayedValue):
             return state
         if is_sparse(mark) and sparse_source(mark) is None:
             state = self.summed(state, mark)
         self.at_hand(state, mark)
         return self.held_as(state, mark.meta["layout"])
 
-    def summed(self, value: Value, mark: fx.Node) -> Value:
+    def summed(self, value: ReplayedValue, mark: fx.Node) -> ReplayedValue:
         """The value of a sparse sum, which has all rows if those of others were zeros."""
         if value.readers is not None and value.readers is not self.known.roots[mark.args[2]]:  # type: ignore[index]
             raise VerifyError("a sum is taken of other rows", got=value.readers.name, expected=str(mark.args[2]))
@@ -243,14 +243,14 @@ class RoleReplay:
     def _moved(self, node: fx.Node, operands: list[Any]) -> Any:
         """What a step of a move makes of the one value that it is given."""
         step = STEPS.get(node.target)
-        if step is None or len(operands) != 1 or not isinstance(operands[0], Value):
+        if step is None or len(operands) != 1 or not isinstance(operands[0], ReplayedValue):
             raise VerifyError("is neither an op of the placed graph nor a known step of a move")
-        value: Value = operands[0]
+        value: ReplayedValue = operands[0]
         if node.target in UNCHANGED:
             return value
-        key = (node.target, value.held, *(self.numbers.key(a) for a in node.args[1:]))
-        held = self.known.once(key, lambda: step(self.numbers, value.held, node))
-        return replace(value, held=held, layout=None)
+        key = (node.target, value.holding, *(self.numbers.key(a) for a in node.args[1:]))
+        holding = self.known.once(key, lambda: step(self.numbers, value.holding, node))
+        return replace(value, holding=holding, layout=None)
 
     def _computed(self, node: fx.Node, op: fx.Node) -> Any:
         """What the placed op makes of the operands as they really are."""
@@ -268,13 +268,13 @@ class RoleReplay:
         layouts = self.known.inferred(op, [layout for _, layout in operands])
         results = tuple(zip(result_specs(op), layouts, strict=True))
         args, kwargs = map_nodes(node, lambda n: self.numbers.values[n] if n.target in SYMBOLS else OPERAND)
-        check_call(Context(op, tuple(operands), results, self.devices), Call(node.target, args, kwargs))
+        check_call(Context(op, tuple(operands), results, self.devices), LocalCall(node.target, args, kwargs))
         if not isinstance(op.meta["spec"], tuple):
             return self.in_layout(op, layouts[0])
         rest = iter(layouts)
         return Several(op, tuple(next(rest) if s is not None else None for s in op.meta["spec"]))
 
-    def _item(self, node: fx.Node, op: fx.Node) -> Value:
+    def _item(self, node: fx.Node, op: fx.Node) -> ReplayedValue:
         local, index = node.args
         source = self.states[local] if isinstance(local, fx.Node) else None
         if not isinstance(source, Several) or (source.root, index) != (op.args[0], op.args[1]):
@@ -357,4 +357,4 @@ def first_layout(layout: Any) -> Layout:
 
 
 def _name(state: Any) -> str:
-    return state.root.name if isinstance(state, (Value, Several)) else "nothing"
+    return state.root.name if isinstance(state, (ReplayedValue, Several)) else "nothing"

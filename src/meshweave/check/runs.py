@@ -54,7 +54,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """What a run left: its losses, and tensors by (kind, name), those of before it began among them."""
 
     losses: tuple[float, ...]
@@ -76,7 +76,7 @@ def widened(batch: Any) -> Any:
     return pytree.tree_map(wide, batch)
 
 
-def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> Record:
+def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> RunRecord:
     """Train for some steps, and copy what they leave."""
     losses: list[float] = []
     tensors = {("initial", n): t for n, t in copied(trainee.parameters()).items()}
@@ -86,7 +86,7 @@ def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> Recor
             tensors |= {(f"gradient {i + 1}", n): t for n, t in copied(trainee.gradients()).items()}
     ends = {"parameter": trainee.parameters, "buffer": trainee.buffers, "state": trainee.optimizer_state}
     tensors |= {(kind, n): t for kind, read in ends.items() for n, t in copied(read()).items()}
-    return Record(tuple(losses), tensors)
+    return RunRecord(tuple(losses), tensors)
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Updates:
     def optimizer_state(self) -> dict[str, Tensor]:
         return self.trainee.optimizer_state()
 
-    def visible_step(self, batch: Any) -> tuple[Record, Record]:
+    def visible_step(self, batch: Any) -> tuple[RunRecord, RunRecord]:
         """One more step, at a rate at which every term of the update shows: what the trainee and torch's optimizer
         have after it."""
         for group in (*self.optimizer.param_groups, *self.own.param_groups):
@@ -137,9 +137,9 @@ class Updates:
         return _updated(*updated), _updated(params, _state_of(self.model, self.own))
 
 
-def _updated(params: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Record:
+def _updated(params: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> RunRecord:
     kinds = {"updated parameter": params, "updated state": state}
-    return Record((), {(kind, n): t for kind, tensors in kinds.items() for n, t in copied(tensors).items()})
+    return RunRecord((), {(kind, n): t for kind, tensors in kinds.items() for n, t in copied(tensors).items()})
 
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -223,7 +223,7 @@ class Narrowest(TorchDispatchMode):
 class Exact:
     """The eager run in float64: its record, or why there is none, and an op that is narrower inside, or ""."""
 
-    record: Record | None
+    record: RunRecord | None
     problem: str = ""
     narrow: str = ""
 
@@ -238,7 +238,7 @@ class Exact:
             return Exact(None, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def shaken(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> Record:
+def shaken(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> RunRecord:
     """The eager run from parameters that are one unit in the last place up or down: what it changes, rounding does."""
     model, optimizer = make_model()
     chance = torch.Generator().manual_seed(0)

@@ -43,10 +43,10 @@ class Shapes:
     uneven: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Shape:
-        made = self.values.get(node, NOTHING)  # what rings have written is not there
-        if len(made) != 1:
+        results = self.values.get(node, NOTHING)  # what rings have written is not there
+        if len(results) != 1:
             raise NoCut("it is several tensors, or none that is known")
-        return made[0].shape
+        return results[0].shape
 
     def fits(self, node: fx.Node, cut: Cut) -> bool:
         """Whether a value comes apart into equal chunks, on every device the same."""
@@ -54,11 +54,11 @@ class Shapes:
         is_written = bool(uneven) and node.target in RANK_CHANGES | SHAPED  # a chunk's shape is, in numbers
         return cut.fits(self.of(node)) and cut.dim not in uneven and not is_written
 
-    def take_over(self, made: fx.Node, values: Values, old: fx.Node) -> None:
+    def take_over(self, new: fx.Node, values: Values, old: fx.Node) -> None:
         """Note what a new node makes, out of what `old` does: the dims that are uneven are its own."""
-        self.values[made] = values
+        self.values[new] = values
         if old in self.uneven:
-            self.uneven[made] = self.uneven[old]
+            self.uneven[new] = self.uneven[old]
 
     def op(self, node: fx.Node) -> Op:
         return Op(node, tuple(map(self.of, operands_of(node))), self.of(node))
@@ -101,41 +101,43 @@ class Downstream:
 
 def downstream(source: fx.Node, cut: Cut, shapes: Shapes) -> Downstream:
     """Follow the chunks of `source`, within its phase."""
-    found = Downstream({source: cut})
+    chain = Downstream({source: cut})
     waiting = [source]
     while waiting:
         node = waiting.pop(0)
         for user in node.users:
-            if user in found.cuts or user in found.consumers:
+            if user in chain.cuts or user in chain.consumers:
                 continue
-            made = _followed(user, node, found, shapes)
-            if made is None:
+            cut_or_sum = _followed(user, node, chain, shapes)
+            if cut_or_sum is None:
                 continue
-            if made == "sum" or kind_of(user).is_matmul:  # type: ignore[union-attr]
-                found.consumers[user] = made
+            if cut_or_sum == "sum" or kind_of(user).is_matmul:  # type: ignore[union-attr]
+                chain.consumers[user] = cut_or_sum
             else:
-                found.cuts[user] = made
+                chain.cuts[user] = cut_or_sum
                 waiting.append(user)
-    _drop_idle(found, source, shapes)
-    return found
+    _drop_idle(chain, source, shapes)
+    return chain
 
 
-def _followed(user: fx.Node, node: fx.Node, found: Downstream, shapes: Shapes) -> Cut | Sum | None:
+def _followed(user: fx.Node, node: fx.Node, chain: Downstream, shapes: Shapes) -> Cut | Sum | None:
     if origin_of(user).phase != origin_of(node).phase:
         return None
-    kind = cuttable(user, found.why)
+    kind = cuttable(user, chain.why)
     if kind is None:
         return None
     try:
         op = shapes.op(user)
-        made = kind.forward(op, operands_of(user).index(node), found.cuts[node])
+        result = kind.forward(op, operands_of(user).index(node), chain.cuts[node])
     except NoCut as error:
-        found.why.append(f"{user.name}: {error}")
+        chain.why.append(f"{user.name}: {error}")
         return None
-    return made if made == "sum" or shapes.fits(user, made) else None
+    return result if result == "sum" or shapes.fits(user, result) else None
 
 
-def taken(node: fx.Node, result: Cut | Sum, cuts: Mapping[fx.Node, Cut], shapes: Shapes) -> tuple[Cut | None, ...]:
+def operand_cuts(
+    node: fx.Node, result: Cut | Sum, cuts: Mapping[fx.Node, Cut], shapes: Shapes
+) -> tuple[Cut | None, ...]:
     """The cuts of the operands that a chunk of a node takes, one of which is in `cuts`. Raises NoCut."""
     op, kind = shapes.op(node), kind_of(node)
     assert kind is not None
@@ -144,30 +146,30 @@ def taken(node: fx.Node, result: Cut | Sum, cuts: Mapping[fx.Node, Cut], shapes:
     return kind.backward(op, result)
 
 
-def _drop_idle(found: Downstream, source: fx.Node, shapes: Shapes) -> None:
+def _drop_idle(chain: Downstream, source: fx.Node, shapes: Shapes) -> None:
     """Leave to those that read whole values what leads to no consumer, and what takes chunks that do not fit."""
 
     def stays(node: fx.Node) -> bool:
-        if node not in found.consumers and not any(u in found.cuts or u in found.consumers for u in node.users):
+        if node not in chain.consumers and not any(u in chain.cuts or u in chain.consumers for u in node.users):
             return False
         operands = operands_of(node)
-        if not any(n in found.cuts for n in operands):
+        if not any(n in chain.cuts for n in operands):
             return False
-        wanted = taken(node, found.consumers.get(node) or found.cuts[node], found.cuts, shapes)
-        return all(found.cuts.get(n, cut) == cut for n, cut in zip(operands, wanted, strict=True))
+        wanted = operand_cuts(node, chain.consumers.get(node) or chain.cuts[node], chain.cuts, shapes)
+        return all(chain.cuts.get(n, cut) == cut for n, cut in zip(operands, wanted, strict=True))
 
     idle: list[fx.Node] | None = None
     while idle is None or idle:
-        idle = [n for n in (*found.cuts, *found.consumers) if n is not source and not stays(n)]
+        idle = [n for n in (*chain.cuts, *chain.consumers) if n is not source and not stays(n)]
         for node in idle:
-            found.cuts.pop(node, None)
-            found.consumers.pop(node, None)
+            chain.cuts.pop(node, None)
+            chain.consumers.pop(node, None)
 
 
-def kept(found: Downstream) -> list[fx.Node]:
+def read_outside(chain: Downstream) -> list[fx.Node]:
     """The values on the way that others read, too. What is no more than a view of one is made of it again."""
-    inside, nodes = {*found.cuts, *found.consumers}, dict[fx.Node, None]()
-    for node in found.cuts:
+    inside, nodes = {*chain.cuts, *chain.consumers}, dict[fx.Node, None]()
+    for node in chain.cuts:
         if any(user not in inside for user in node.users):
             while (kind := kind_of(node)) is not None and kind.is_free:
                 node = operands_of(node)[0]
@@ -184,55 +186,55 @@ class Upstream:
     """
 
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
-    kept: list[fx.Node] = field(default_factory=list)
+    read_outside: list[fx.Node] = field(default_factory=list)
     matmuls: list[fx.Node] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
 
 
 def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
     """Follow the chunks of what `start` hands in backwards, within its phase."""
-    found, wanted = Upstream(), {operand: cut}
+    chain, wanted = Upstream(), {operand: cut}
     while wanted:
         node = max(wanted, key=order.__getitem__)
         its = wanted.pop(node)
-        others = [user for user in node.users if user is not start and user not in found.cuts]
-        if any(order[user] < order[start] for user in others):
-            found.why.append(f"{node.name} is used by others before")
+        other_users = [user for user in node.users if user is not start and user not in chain.cuts]
+        if any(order[user] < order[start] for user in other_users):
+            chain.why.append(f"{node.name} is used by others before")
             continue
-        kind = cuttable(node, found.why) if origin_of(node).phase == origin_of(start).phase else None
+        kind = cuttable(node, chain.why) if origin_of(node).phase == origin_of(start).phase else None
         if kind is None:
             continue
         try:
             cuts = kind.backward(shapes.op(node), its)
         except NoCut as error:
-            found.why.append(f"{node.name}: {error}")
+            chain.why.append(f"{node.name}: {error}")
             continue
         pairs = [(n, c) for n, c in zip(operands_of(node), cuts, strict=True) if c is not None]
         if not shapes.fits(node, its) or not all(shapes.fits(n, c) for n, c in pairs):
-            found.why.append(f"{its.count} chunks do not divide {node.name} {list(shapes.of(node))}")
+            chain.why.append(f"{its.count} chunks do not divide {node.name} {list(shapes.of(node))}")
             continue
-        found.cuts[node] = its
-        found.kept += [node] if others else []
+        chain.cuts[node] = its
+        chain.read_outside += [node] if other_users else []
         if kind.is_matmul:
-            found.matmuls.append(node)
+            chain.matmuls.append(node)
             continue
         for n, c in pairs:
             if n.op == "call_function" and wanted.setdefault(n, c) != c:
-                found.why.append(f"{n.name} is taken in two ways")
+                chain.why.append(f"{n.name} is taken in two ways")
                 del wanted[n]
-    _drop_bare(found, order)
-    return found
+    _drop_bare(chain, order)
+    return chain
 
 
-def _drop_bare(found: Upstream, order: Mapping[fx.Node, int]) -> None:
+def _drop_bare(chain: Upstream, order: Mapping[fx.Node, int]) -> None:
     """What has no matmul in it is made whole, and cut."""
-    has: set[fx.Node] = set(found.matmuls)
-    for node in sorted(found.cuts, key=order.__getitem__):
+    has: set[fx.Node] = set(chain.matmuls)
+    for node in sorted(chain.cuts, key=order.__getitem__):
         if any(n in has for n in operands_of(node)):
             has.add(node)
-    for node in [n for n in found.cuts if n not in has]:
-        del found.cuts[node]
-    found.kept = [node for node in found.kept if node in found.cuts]
+    for node in [n for n in chain.cuts if n not in has]:
+        del chain.cuts[node]
+    chain.read_outside = [node for node in chain.read_outside if node in chain.cuts]
 
 
 # one chunk
@@ -245,40 +247,40 @@ class Chunker:
     write: ChunkWriter
     shapes: Shapes
     number: Number
-    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    taken: dict[tuple[fx.Node, Cut], fx.Node] = field(default_factory=dict)
+    chunk_of: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    whole_chunks: dict[tuple[fx.Node, Cut], fx.Node] = field(default_factory=dict)
 
     def take(self, node: fx.Node, cut: Cut | None) -> fx.Node:
         """A chunk of a value that is there whole; the value where it is not cut."""
         if cut is None:
             return node
-        if (node, cut) not in self.taken:
+        if (node, cut) not in self.whole_chunks:
             args = (node, cut.dim, cut.outer, cut.count, self.number)
-            self.taken[node, cut] = self.write.call(local_ops.take_chunk, *args)
-        return self.taken[node, cut]
+            self.whole_chunks[node, cut] = self.write.call(local_ops.take_chunk, *args)
+        return self.whole_chunks[node, cut]
 
     def down(self, node: fx.Node, cuts: Mapping[fx.Node, Cut], result: Cut | Sum) -> fx.Node:
         """The chunk of `node` whose operands are on the way of the chunk that has come (see Downstream)."""
-        pairs = zip(operands_of(node), taken(node, result, cuts, self.shapes), strict=True)
+        pairs = zip(operands_of(node), operand_cuts(node, result, cuts, self.shapes), strict=True)
         operands = [self.through(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
         return self.emit(node, operands, None if result == "sum" else result)
 
     def through(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
         """The chunk of a node on the way, with what is on the way to it."""
-        if node not in self.made:
-            self.made[node] = self.down(node, cuts, cuts[node])
-        return self.made[node]
+        if node not in self.chunk_of:
+            self.chunk_of[node] = self.down(node, cuts, cuts[node])
+        return self.chunk_of[node]
 
     def up(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
         """The chunk of `node` (see Upstream), with what it takes."""
-        if node not in self.made:
+        if node not in self.chunk_of:
             kind = kind_of(node)
             assert kind is not None
             wanted = kind.backward(self.shapes.op(node), cuts[node])
             pairs = zip(operands_of(node), wanted, strict=True)
             operands = [self.up(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
-            self.made[node] = self.emit(node, operands, cuts[node])
-        return self.made[node]
+            self.chunk_of[node] = self.emit(node, operands, cuts[node])
+        return self.chunk_of[node]
 
     def emit(self, node: fx.Node, operands: Iterable[fx.Node], cut: Cut | None) -> fx.Node:
         """The op on chunks of its operands."""

@@ -53,9 +53,9 @@ class Op:
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensors among the arguments, in their order, one that stands twice listed twice."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if n.target not in SYMBOLS else None)
-    return found
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
+    return operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +170,11 @@ def _pointwise_forward(op: Op, i: int, cut: Cut) -> Cut:
 
 
 def _pointwise_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
-    found: list[Cut | None] = []
+    cuts: list[Cut | None] = []
     for shape in op.operands:
         dim = cut.dim - (len(op.result) - len(shape))
-        found.append(None if dim < 0 or shape[dim] != op.result[cut.dim] else Cut(dim, cut.outer, cut.count))
-    return tuple(found)
+        cuts.append(None if dim < 0 or shape[dim] != op.result[cut.dim] else Cut(dim, cut.outer, cut.count))
+    return tuple(cuts)
 
 
 # sums, means and the like over some dims
@@ -263,9 +263,9 @@ def is_same(node: fx.Node, cut: Cut) -> bool:
 
 def has_symbols(values: Sequence[Any]) -> bool:
     """Whether a size among the arguments depends on the device."""
-    found: list[fx.Node] = []
-    fx.map_arg(tuple(values), lambda n: found.append(n) if n.target in SYMBOLS else None)
-    return bool(found)
+    symbols: list[fx.Node] = []
+    fx.map_arg(tuple(values), lambda n: symbols.append(n) if n.target in SYMBOLS else None)
+    return bool(symbols)
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

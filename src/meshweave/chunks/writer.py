@@ -72,7 +72,7 @@ class ChunkWriter:
 
     graph: fx.Graph
     place: fx.Node
-    told: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
     move: str = ""
     mark: Mark | None = None
     symbols: dict[Any, fx.Node] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class ChunkWriter:
 
     def follow(self, node: fx.Node, place: fx.Node) -> None:
         """From now on write before `place` what stands for `node`."""
-        self.place, self.told, self.move = place, kept_meta(node), node.meta.get("move", "")
+        self.place, self.meta, self.move = place, kept_meta(node), node.meta.get("move", "")
 
     def call(
         self, target: Any, *args: Any, like: fx.Node | None = None, kwargs: Mapping[str, Any] | None = None
@@ -101,7 +101,7 @@ class ChunkWriter:
         """A node before the place; it comes from where `like` does, if given."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta |= self.told if like is None else kept_meta(like)
+        node.meta |= self.meta if like is None else kept_meta(like)
         if target in STARTS and self.move:
             node.meta["move"] = self.move
         if self.mark is not None:

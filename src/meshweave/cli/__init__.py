@@ -24,7 +24,7 @@ add_command(app, "run", train.RunOptions, train.run)
 add_command(app, "check", prove.CheckOptions, prove.check)
 add_command(app, "plan", prove.PlanOptions, prove.plan)
 add_command(app, "explain", simulate.ExplainOptions, simulate.explain)
-add_command(app, "simulate", simulate.SimulateOptions, simulate.simulate)
+add_command(app, "simulate", simulate.SimulateCommandOptions, simulate.simulate)
 add_command(app, "move", MoveOptions, move)
 add_command(app, "calibrate", CalibrateOptions, calibrate)
 

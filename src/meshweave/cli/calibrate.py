@@ -28,10 +28,10 @@ class CalibrateOptions(Options):
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; without it CUDA where there is any")] = ""
 
 
-def calibrate(screen: Screen, asked: CalibrateOptions) -> int:
+def calibrate(screen: Screen, options: CalibrateOptions) -> int:
     """Measure this machine into a profile. Under torchrun its links are measured too, and compute with all processes
     computing at once."""
-    output, quick = asked.output, asked.quick
+    output, quick = options.output, options.quick
     if output.suffix != ".toml":
         raise MeshweaveError(
             "a profile is a TOML file", where="--output", got=str(output), expected=f"{output.name or 'machine'}.toml"
@@ -39,7 +39,7 @@ def calibrate(screen: Screen, asked: CalibrateOptions) -> int:
     if not output.parent.is_dir():
         raise MeshweaveError("there is no such directory", where="--output", got=str(output.parent))
     began = time.perf_counter()
-    on = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     calibration = measure(
         QUICK if quick else FULL, output.stem, _command(output, quick), on, lambda s: screen.say(f"{s} ...")
     )

@@ -30,8 +30,8 @@ def add_command(app: typer.Typer, name: str, options: type[OptionsT], body: Body
     Help lists the command's own options first, then those of the classes that it derives from.
     """
 
-    def command(**given: Any) -> None:
-        chosen = options(**given)
+    def command(**values: Any) -> None:
+        chosen = options(**values)
         guarded(Screen(name, chosen.json), chosen.debug, lambda screen: body(screen, chosen))
 
     command.__doc__ = body.__doc__

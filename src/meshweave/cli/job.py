@@ -142,7 +142,7 @@ class StepOptions(Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(StepOptions):
+class MeshStepOptions(StepOptions):
     """A step on one mesh: what run, check and plan share, and what every program is compiled from."""
 
     mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as dp=2,tp=2; empty for one device")] = ""
@@ -155,7 +155,9 @@ class Job(StepOptions):
     ] = ""
 
 
-def compiled(job: Job, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage) -> Program:
+def compiled(
+    job: MeshStepOptions, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage
+) -> Program:
     """The program that a job asks for, its moves chosen by the job's costs."""
     spec = read_optimizer(optimizer, source.model)
     costs = parse_costs(job.profile, mesh.axis_names)

@@ -54,18 +54,20 @@ class MoveOptions(Options):
     alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="plans not taken to show")] = 0
 
 
-def move(screen: Screen, asked: MoveOptions) -> int:
+def move(screen: Screen, options: MoveOptions) -> int:
     """Show the cheapest plan from layout SRC to layout DST with its certificate, and the plans of torch's DTensor."""
 
     from meshweave.movement.peer_plans import peer_plans  # dear: only when asked for
 
-    start = Mesh.parse(asked.mesh)
-    goal = start if asked.to_mesh is None else Mesh.parse(asked.to_mesh)
-    source, target = Layout.parse(asked.source, start), Layout.parse(asked.target, goal)
-    shape, dtype = _shape(asked.shape), _dtype(asked.dtype)
-    costs = parse_costs(asked.profile, (*start.axis_names, *goal.axis_names))
-    plan = plan_move(source, target, shape, dtype, costs, memory_cap_bytes=asked.memory_cap, order=asked.order)
-    return _show(screen, plan, peer_plans(source, target, shape, dtype, costs), asked.alternatives, shape, asked.dtype)
+    start = Mesh.parse(options.mesh)
+    goal = start if options.to_mesh is None else Mesh.parse(options.to_mesh)
+    source, target = Layout.parse(options.source, start), Layout.parse(options.target, goal)
+    shape, dtype = _shape(options.shape), _dtype(options.dtype)
+    costs = parse_costs(options.profile, (*start.axis_names, *goal.axis_names))
+    plan = plan_move(source, target, shape, dtype, costs, memory_cap_bytes=options.memory_cap, order=options.order)
+    return _show(
+        screen, plan, peer_plans(source, target, shape, dtype, costs), options.alternatives, shape, options.dtype
+    )
 
 
 def _show(
@@ -78,11 +80,11 @@ def _show(
     summary = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
     screen.say(f"{at_best}; {summary}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}\n")
     screen.out.print(_peers_table(plan, peers))
-    others = plan.alternatives(alternatives) if alternatives else ()
-    if others:
+    alternative_plans = plan.alternatives(alternatives) if alternatives else ()
+    if alternative_plans:
         table = _table("plan not taken", ">us", ">peak", "why")
-        for other in others:
-            table.add_row(_joined(other.steps), _us(other.seconds), bytes_text(other.peak_bytes), escape(other.why))
+        for peer in alternative_plans:
+            table.add_row(_joined(peer.steps), _us(peer.seconds), bytes_text(peer.peak_bytes), escape(peer.why))
         screen.say("")
         screen.out.print(table)
     screen.result(
@@ -100,9 +102,9 @@ def _show(
             for p in peers
         ],
         alternatives=[
-            {"steps": [str(s) for s in other.steps], "seconds": other.seconds, "peak_bytes": other.peak_bytes}
-            | {"why": other.why}
-            for other in others
+            {"steps": [str(s) for s in peer.steps], "seconds": peer.seconds, "peak_bytes": peer.peak_bytes}
+            | {"why": peer.why}
+            for peer in alternative_plans
         ],
     )
     return 0

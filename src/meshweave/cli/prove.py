@@ -14,7 +14,7 @@ from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.sources import Source
 from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, check_numerics
 from meshweave.check.runs import Recipe, widened
-from meshweave.cli.job import Job, compiled
+from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
@@ -29,12 +29,12 @@ from meshweave.train_step import TrainStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckOptions(Job):
+class CheckOptions(MeshStepOptions):
     steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(Job):
+class PlanOptions(MeshStepOptions):
     show_all: Annotated[bool, typer.Option("--all", help="show each twin of repeated layers")] = False
 
 
@@ -69,11 +69,11 @@ def check(screen: Screen, job: CheckOptions) -> int:
 
     def compiler(model: nn.Module, optimizer: torch.optim.Optimizer, on: Mesh, planned: Plan | None) -> TrainStep:
         is_wide = any(p.dtype == torch.float64 for p in model.parameters())
-        asked, batch = (
+        job_options, batch = (
             (replace(job, dtype="float64", param_dtype=None), widened(source.batch)) if is_wide else (job, source.batch)
         )
         fresh = Source(source.name, model, source.loss, batch, source.make_batch, 0, "")
-        program = compiled(asked, fresh, on, planned, optimizer, lambda stage: None)
+        program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on many
         settings = Settings(job.accumulate, job.seed, keep_gradients=True, backend=backend)

@@ -62,12 +62,12 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
         if name not in PASSES:
             yield from (f"  role {i}, {name}: {str(report).splitlines()[0]}" for i, report in enumerate(reports))
     for i, report in enumerate(program.overlap):
-        taken = [m for m in report.merges if m.is_taken]
-        num_merged = sum(len(m.names) for m in taken)
+        merges_taken = [m for m in report.merges if m.is_taken]
+        num_merged = sum(len(m.names) for m in merges_taken)
         yield (
             f"  role {i}: no order is below {report.bound_seconds * 1e3:,.3f} ms; holds "
             f"{bytes_text(report.peak_before)} -> {bytes_text(report.peak_bytes)} at most, cap "
-            f"{bytes_text(report.cap_bytes)}; {num_merged} communications merged into {len(taken)}"
+            f"{bytes_text(report.cap_bytes)}; {num_merged} communications merged into {len(merges_taken)}"
         )
         yield from (f"    {note}" for note in report.notes)
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from meshweave import whatif
 from meshweave.cli.costs import parse_machine
-from meshweave.cli.job import Job, StepOptions, compiled, parse_bytes
+from meshweave.cli.job import MeshStepOptions, StepOptions, compiled, parse_bytes
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
 from meshweave.cli.screen import Screen, write_text
 from meshweave.errors import MeshweaveError
@@ -53,14 +53,14 @@ class MachineOptions(StepOptions):
         None
     )
 
-    def job(self, mesh: str, plan: str) -> Job:
+    def job(self, mesh: str, plan: str) -> MeshStepOptions:
         """The step on one mesh, its moves chosen by the profile as its file says, whatever --scale makes of it."""
         shared = {f.name: getattr(self, f.name) for f in fields(StepOptions)}
-        return Job(mesh=mesh, plan=plan, profile=self.profile, **shared)
+        return MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions(MachineOptions):
+class SimulateCommandOptions(MachineOptions):
     mesh: Annotated[list[str], typer.Option("--mesh", help="named axes, such as fsdp=8,tp=8; several are compared")]
     plan: Annotated[list[str], typer.Option("--plan", help="as for plan; one for all meshes, or one for each")] = field(
         default_factory=list
@@ -89,44 +89,44 @@ class ExplainOptions(MachineOptions):
     why: Annotated[str, typer.Option("--why", help="a node, module or source line, or part of one")] = ""
 
 
-def simulate(screen: Screen, asked: SimulateOptions) -> int:
+def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
     and the best is marked. Nothing of the machine is needed."""
-    machine = parse_machine(asked.profile, asked.scale)
-    if asked.diff and len(asked.mesh) != 2:
+    machine = parse_machine(options.profile, options.scale)
+    if options.diff and len(options.mesh) != 2:
         raise MeshweaveError(
-            "--diff compares two", got=f"{len(asked.mesh)} meshes", expected="--mesh A --mesh B --diff"
+            "--diff compares two", got=f"{len(options.mesh)} meshes", expected="--mesh A --mesh B --diff"
         )
-    is_stated = asked.buckets in ("none", *OF_BLOCKS)
-    buckets: Any = asked.buckets if is_stated else parse_bytes(asked.buckets, "--buckets")
+    is_stated = options.buckets in ("none", *OF_BLOCKS)
+    buckets: Any = options.buckets if is_stated else parse_bytes(options.buckets, "--buckets")
     played = partial(
         whatif.simulate,
         profile=machine,
-        fusion=asked.fusion,
-        pipeline=asked.pipeline,
-        matmul_dtype=getattr(torch, asked.matmul_dtype) if asked.matmul_dtype else None,
+        fusion=options.fusion,
+        pipeline=options.pipeline,
+        matmul_dtype=getattr(torch, options.matmul_dtype) if options.matmul_dtype else None,
         buckets=buckets,
     )
     simulations, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
-    for mesh, plan in zip(asked.mesh, _plans(asked.plan, len(asked.mesh)), strict=True):
-        program = _compiled(screen, asked.job(mesh, plan), machine)
-        title = " ".join(filter(None, (asked.model, f"on {mesh or 'one device'}", plan)))
+    for mesh, plan in zip(options.mesh, _plans(options.plan, len(options.mesh)), strict=True):
+        program = _compiled(screen, options.job(mesh, plan), machine)
+        title = " ".join(filter(None, (options.model, f"on {mesh or 'one device'}", plan)))
         simulations.append((program, played(program, title=title)))
         if program.roles is not program.expanded or program.optimized.variants:
             before = played(program.as_expanded, title=title)
             gains.append(gain_row(program, before, simulations[-1][1]))
             for line in gain_lines(program, before, simulations[-1][1]):
                 screen.say(line)
-    _show(screen, [simulation for _, simulation in simulations], asked.diff, gains)
-    _write(screen, simulations, asked.report, asked.trace)
+    _show(screen, [simulation for _, simulation in simulations], options.diff, gains)
+    _write(screen, simulations, options.report, options.trace)
     return 0
 
 
-def explain(screen: Screen, asked: ExplainOptions) -> int:
+def explain(screen: Screen, options: ExplainOptions) -> int:
     """Say of every communication why it moves and why it is exposed; with --why of those that a text names."""
-    machine = parse_machine(asked.profile, asked.scale)
-    program = _compiled(screen, asked.job(asked.mesh, asked.plan), machine)
-    return _explain(screen, program, whatif.simulate(program, machine, fusion=asked.fusion), asked.why)
+    machine = parse_machine(options.profile, options.scale)
+    program = _compiled(screen, options.job(options.mesh, options.plan), machine)
+    return _explain(screen, program, whatif.simulate(program, machine, fusion=options.fusion), options.why)
 
 
 def _plans(plans: Sequence[str], count: int) -> list[str]:
@@ -139,7 +139,7 @@ def _plans(plans: Sequence[str], count: int) -> list[str]:
     return list(plans) if len(plans) == count else [*(plans or [""])] * count
 
 
-def _compiled(screen: Screen, job: Job, machine: MachineProfile) -> Program:
+def _compiled(screen: Screen, job: MeshStepOptions, machine: MachineProfile) -> Program:
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     machine.check_mesh(mesh)
     source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
@@ -194,9 +194,9 @@ def _write(
     screen: Screen, pairs: Sequence[tuple[Program, Simulation]], report: Path | None, trace: Path | None
 ) -> None:
     program, first = pairs[best_of([simulation for _, simulation in pairs])]
-    others = [simulation for _, simulation in pairs if simulation is not first]
+    compared = [simulation for _, simulation in pairs if simulation is not first]
     if report is not None:
-        page = html_page(first, move_rows(program.placed, program.mesh), other=others[0] if others else None)
+        page = html_page(first, move_rows(program.placed, program.mesh), other=compared[0] if compared else None)
         write_text(report, page)
         screen.say(f"page: {report}")
     if trace is not None:

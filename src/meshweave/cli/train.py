@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typer
 
 from meshweave.capture.sources import Source
-from meshweave.cli.job import Job, compiled
+from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen, rank, write_text
 from meshweave.ir.mesh import Mesh
 from meshweave.report.html import html_page
@@ -30,7 +30,7 @@ from meshweave.whatif import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(Job):
+class RunOptions(MeshStepOptions):
     steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20
     checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = ""
     save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: at the end")] = 0
@@ -107,7 +107,7 @@ def _traced(step: TrainStep, measured: list[Simulation], batch: Any) -> float:
     return step.metrics["loss"]
 
 
-def _compare(screen: Screen, step: TrainStep, job: Job, measured: Simulation, report: Path) -> None:
+def _compare(screen: Screen, step: TrainStep, job: MeshStepOptions, measured: Simulation, report: Path) -> None:
     """The page of a measured step beside what the machine profile predicts of it."""
     profile = job.profile if job.profile and "=" not in job.profile else "cpu-gloo"
     modelled = simulate(step.program, profile, title=f"{job.model} on {job.mesh or 'one device'}")

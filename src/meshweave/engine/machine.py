@@ -160,7 +160,7 @@ def _check_need(task: int, need: int, stream_of: Sequence[int]) -> None:
         )
 
 
-class Machine:
+class EventMachine:
     """A pass over a schedule. Equal events give equal actions; the order of events never changes what is run.
 
     A run is as long as can be, but ends after a task that another stream needs, so that it is told at once. After

@@ -39,14 +39,14 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class GatheredBlock:
     """What a block of the model (see `gathers.prefetch`) gathers of its parameters in forward."""
 
     name: str
     gathered: tuple[Gathered, ...]
 
 
-def carriable(role: RankGraph, placed: StepGraph) -> tuple[Block, ...]:
+def carriable(role: RankGraph, placed: StepGraph) -> tuple[GatheredBlock, ...]:
     """What a role could take over from the step before, by block, in the order in which forward needs them.
 
     Of a parameter that the update replaces: the first value in forward that nothing but it goes into, gathered by
@@ -55,7 +55,7 @@ def carriable(role: RankGraph, placed: StepGraph) -> tuple[Block, ...]:
     meant = {n.name: n for n in placed.graph.nodes}
     returned = _returned(role)
     order = {node: i for i, node in enumerate(role.graph.nodes)}
-    found: list[tuple[int, Gathered]] = []
+    positioned: list[tuple[int, Gathered]] = []
     for source, item in zip(_placeholders(role), role.inputs, strict=True):
         new = returned.get((_PARAM, item.name))
         if item.kind != _PARAM or new is None or new.op != "call_function":
@@ -65,12 +65,12 @@ def carriable(role: RankGraph, placed: StepGraph) -> tuple[Block, ...]:
             continue
         at, chain = min(ends, key=lambda end: end[0])
         mark = meant[chain[-1].meta["global"]]
-        found.append((at, Gathered(Input(CARRY, item.name, spec_of(mark)), mark.meta["layout"], chain)))
-    found.sort(key=lambda one: one[0])
+        positioned.append((at, Gathered(Input(CARRY, item.name, spec_of(mark)), mark.meta["layout"], chain)))
+    positioned.sort(key=lambda gathered: gathered[0])
     blocks: dict[str, list[Gathered]] = {}
-    for _, one in found:
-        blocks.setdefault(block_of(one.value), []).append(one)
-    return tuple(Block(name, tuple(held)) for name, held in blocks.items())
+    for _, gathered in positioned:
+        blocks.setdefault(block_of(gathered.value), []).append(gathered)
+    return tuple(GatheredBlock(name, tuple(values)) for name, values in blocks.items())
 
 
 def _chains(role: RankGraph, source: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
@@ -112,50 +112,50 @@ def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
     copies: dict[fx.Node, fx.Node] = {}
     graph = copied_graph(role.graph, copies)
     end = copies[_end(role.graph)]
-    made = replace(role, graph=graph, prologue=_prologue(role, gathered))
-    new = _returned(made)
-    last = _placeholders(made)[-1]
+    carrying = replace(role, graph=graph, prologue=_prologue(role, gathered))
+    new = _returned(carrying)
+    last = _placeholders(carrying)[-1]
     values = []
-    for one in gathered:
-        chain = tuple(copies[n] for n in one.chain)
+    for value in gathered:
+        chain = tuple(copies[n] for n in value.chain)
         with graph.inserting_after(last):
             last = graph.placeholder(f"carry_{_operands(chain[0])[0].name}")
         last.meta.update({key: x for key, x in chain[-1].meta.items() if key in ("spec", "origin")})
-        values.append(_behind(graph, chain, new[_PARAM, one.item.name], end))
+        values.append(_behind(graph, chain, new[_PARAM, value.item.name], end))
         chain[-1].replace_all_uses_with(last)
         _erase(graph, chain)
     end.args = ([*end.args[0], *values],)  # type: ignore[misc]
-    keys = tuple((CARRY, one.item.name) for one in gathered)
-    made.inputs += tuple(one.item for one in gathered)
-    made.layouts += tuple(one.layout for one in gathered)
-    made.outputs += keys
-    made.output_layouts += tuple(one.layout for one in gathered)
-    return made
+    keys = tuple((CARRY, value.item.name) for value in gathered)
+    carrying.inputs += tuple(value.item for value in gathered)
+    carrying.layouts += tuple(value.layout for value in gathered)
+    carrying.outputs += keys
+    carrying.output_layouts += tuple(value.layout for value in gathered)
+    return carrying
 
 
 def _prologue(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
     """What makes the carried values from the parameters."""
-    names = {one.item.name for one in gathered}
+    names = {value.item.name for value in gathered}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    held = []
+    parameters = []
     for source, item, layout in zip(_placeholders(role), role.inputs, role.layouts, strict=True):
         if item.kind == _PARAM and item.name in names:
             copies[source] = graph.node_copy(source)
-            held.append((item, layout))
-    needed = {n for one in gathered for node in one.chain for n in _symbols(node)}
+            parameters.append((item, layout))
+    needed = {n for value in gathered for node in value.chain for n in _symbols(node)}
     for node in (n for n in role.graph.nodes if n in needed):
         copies[node] = graph.node_copy(node, lambda n: copies[n])
-    for one in gathered:
-        for node in one.chain:
+    for value in gathered:
+        for node in value.chain:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output([copies[one.value] for one in gathered])
+    graph.output([copies[value.value] for value in gathered])
     return replace(
         role,
         graph=graph,
-        inputs=tuple(item for item, _ in held),
-        layouts=tuple(layout for _, layout in held),
-        outputs=tuple((CARRY, one.item.name) for one in gathered),
-        output_layouts=tuple(one.layout for one in gathered),
+        inputs=tuple(item for item, _ in parameters),
+        layouts=tuple(layout for _, layout in parameters),
+        outputs=tuple((CARRY, value.item.name) for value in gathered),
+        output_layouts=tuple(value.layout for value in gathered),
         prologue=None,
     )
 
@@ -166,10 +166,10 @@ def _behind(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Nod
     cursor, is_begun = new, False
     for node in chain:
         with graph.inserting_before(end) if is_begun else graph.inserting_after(cursor):
-            made = graph.node_copy(node, lambda n: copies.get(n, n))
-        made.meta = {key: value for key, value in node.meta.items() if key != "global"}
-        made.meta["origin"] = replace(origin_of(node), phase="update")
-        copies[node] = cursor = made
+            copy = graph.node_copy(node, lambda n: copies.get(n, n))
+        copy.meta = {key: value for key, value in node.meta.items() if key != "global"}
+        copy.meta["origin"] = replace(origin_of(node), phase="update")
+        copies[node] = cursor = copy
         is_begun = is_begun or node.target in STARTS
     return cursor
 
@@ -183,42 +183,42 @@ def uncarried(role: RankGraph) -> RankGraph:
     is not so. Merged collectives are taken apart before (`buckets.unmerge`).
     """
     keys = [(item.kind, item.name) for item in role.inputs if item.kind == CARRY]
-    given = [key for key in role.outputs if key[0] == CARRY]
-    if role.prologue is None and not keys and not given:
+    returned_keys = [key for key in role.outputs if key[0] == CARRY]
+    if role.prologue is None and not keys and not returned_keys:
         return role
     made_before = list(role.prologue.outputs) if role.prologue is not None else []
-    if not sorted(keys) == sorted(given) == sorted(made_before):
+    if not sorted(keys) == sorted(returned_keys) == sorted(made_before):
         raise VerifyError(
             "what a step takes from the one before is not what is made for it",
-            got=f"takes {_names(keys)}; makes {_names(given)}; the prologue makes {_names(made_before)}",
+            got=f"takes {_names(keys)}; makes {_names(returned_keys)}; the prologue makes {_names(made_before)}",
             expected="the same values",
         )
     assert role.prologue is not None, "equal to keys, which are some"
-    made = copied(role)
-    returned, before = _returned(made), _returned(role.prologue)
+    uncarrying = copied(role)
+    returned, before = _returned(uncarrying), _returned(role.prologue)
     for key in keys:
         _check_same(returned[key], returned.get((_PARAM, key[1])), before[key], key[1], role.prologue)
-    _put_back(made, role.prologue)
-    return made
+    _put_back(uncarrying, role.prologue)
+    return uncarrying
 
 
-def _put_back(made: RankGraph, prologue: RankGraph) -> None:
+def _put_back(role: RankGraph, prologue: RankGraph) -> None:
     """Let the prologue stand before what first uses its values; take out what is made for the next step."""
-    graph = made.graph
-    sources = dict(zip(((i.kind, i.name) for i in made.inputs), _placeholders(made), strict=True))
-    returned = _returned(made)
-    held = [i for i, (kind, _) in enumerate(made.outputs) if kind != CARRY]
+    graph = role.graph
+    sources = dict(zip(((i.kind, i.name) for i in role.inputs), _placeholders(role), strict=True))
+    returned = _returned(role)
+    kept_outputs = [i for i, (kind, _) in enumerate(role.outputs) if kind != CARRY]
     values = list(returned.values())
-    _end(graph).args = ([values[i] for i in held],)
-    for key in (key for key in made.outputs if key[0] == CARRY):
+    _end(graph).args = ([values[i] for i in kept_outputs],)
+    for key in (key for key in role.outputs if key[0] == CARRY):
         _erase(graph, _chain_of(returned[key], returned[_PARAM, key[1]]))
     for key, value in _returned(prologue).items():
         _write_chain(graph, _chain_of(value, None), sources[_PARAM, key[1]], sources[key])
-    kept = [i for i, item in enumerate(made.inputs) if item.kind != CARRY]
-    made.inputs, made.layouts = tuple(made.inputs[i] for i in kept), tuple(made.layouts[i] for i in kept)
-    made.outputs = tuple(made.outputs[i] for i in held)
-    made.output_layouts = tuple(made.output_layouts[i] for i in held)
-    made.prologue = None
+    kept = [i for i, item in enumerate(role.inputs) if item.kind != CARRY]
+    role.inputs, role.layouts = tuple(role.inputs[i] for i in kept), tuple(role.layouts[i] for i in kept)
+    role.outputs = tuple(role.outputs[i] for i in kept_outputs)
+    role.output_layouts = tuple(role.output_layouts[i] for i in kept_outputs)
+    role.prologue = None
 
 
 def _write_chain(graph: fx.Graph, chain: Sequence[fx.Node], source: fx.Node, old: fx.Node) -> None:
@@ -241,25 +241,25 @@ def _copy_into(graph: fx.Graph, node: fx.Node, before: fx.Node, copies: dict[fx.
         copies[node] = graph.node_copy(node, lambda n: copies[n])
 
 
-def _check_same(made: fx.Node, new: fx.Node | None, before: fx.Node, name: str, prologue: RankGraph) -> None:
+def _check_same(carried_node: fx.Node, new: fx.Node | None, before: fx.Node, name: str, prologue: RankGraph) -> None:
     """Raise VerifyError unless `made` comes of the new parameter as `before` does of the parameter."""
-    where = f"carry {name}, {made.name}, {origin_of(made)}"
+    where = f"carry {name}, {carried_node.name}, {origin_of(carried_node)}"
     sources = dict(zip(_placeholders(prologue), prologue.inputs, strict=True))
     while before not in sources:
-        got, expected = (_call(node) for node in (made, before))
-        if got != expected or len(_operands(made)) != 1:
+        got, expected = (_call(node) for node in (carried_node, before))
+        if got != expected or len(_operands(carried_node)) != 1:
             raise VerifyError(
                 "what is carried to the next step is not what the prologue makes",
                 where=where,
-                got=f"{made.name} = {_shown(got)}",
+                got=f"{carried_node.name} = {_shown(got)}",
                 expected=f"{_shown(expected)}, as {before.name} does",
             )
-        (made,), (before,) = _operands(made), _operands(before)
-    if sources[before].name != name or made is not new:
+        (carried_node,), (before,) = _operands(carried_node), _operands(before)
+    if sources[before].name != name or carried_node is not new:
         raise VerifyError(
             "what is carried to the next step is of another value than its parameter",
             where=where,
-            got=made.name,
+            got=carried_node.name,
             expected=new.name if new is not None else f"a new value of {name}",
         )
 
@@ -284,11 +284,11 @@ def _shown(call: tuple[Any, Any, Any]) -> str:
 
 def _chain_of(value: fx.Node, source: fx.Node | None) -> list[fx.Node]:
     """The nodes from behind `source` (without one, from behind a placeholder) to a value, in order."""
-    found: list[fx.Node] = []
+    chain: list[fx.Node] = []
     while value is not source and value.op == "call_function":
-        found.append(value)
+        chain.append(value)
         (value,) = _operands(value)
-    return found[::-1]
+    return chain[::-1]
 
 
 def _erase(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
@@ -301,9 +301,9 @@ def _erase(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node takes, one that stands twice listed twice."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if n.target not in SYMBOLS else None)
-    return found
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
+    return operands
 
 
 def _symbols(node: fx.Node) -> list[fx.Node]:

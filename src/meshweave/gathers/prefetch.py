@@ -48,12 +48,12 @@ def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
         is_ours = node.target in COLLECTIVES and role.has_all_of(str(node.args[-1]))
         if is_ours and node in free and origin_of(node).phase == phase:
             groups.setdefault(block_of(node), []).append(node)
-    made = []
+    units = []
     for starts in groups.values():
         waits = [user for start in starts for user in start.users if user.target is WAIT]
         first = min(waits, key=order.__getitem__)
-        made.append(_Unit(tuple((*_chain(s, order), s) for s in starts), first))
-    yield from sorted(made, key=lambda unit: order[unit.first_wait])
+        units.append(_Unit(tuple((*_chain(s, order), s) for s in starts), first))
+    yield from sorted(units, key=lambda unit: order[unit.first_wait])
 
 
 def _free(role: RankGraph) -> set[fx.Node]:
@@ -62,11 +62,11 @@ def _free(role: RankGraph) -> set[fx.Node]:
     A batch is there from the beginning too, but is gathered where it is used.
     """
     sources = (n for n in role.graph.nodes if n.op == "placeholder")
-    found = {n for n, item in zip(sources, role.inputs, strict=True) if item.kind != "batch"}
+    free = {n for n, item in zip(sources, role.inputs, strict=True) if item.kind != "batch"}
     for node in role.graph.nodes:
-        if node.op == "call_function" and node.target is not WAIT and all(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and node.target is not WAIT and all(n in free for n in node.all_input_nodes):
+            free.add(node)
+    return free
 
 
 def block_of(node: fx.Node) -> str:
@@ -77,14 +77,14 @@ def block_of(node: fx.Node) -> str:
 
 def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
     """What makes the operand of a start, in order."""
-    found: dict[fx.Node, None] = {}
+    chain: dict[fx.Node, None] = {}
     waiting = list(start.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if node.op == "call_function" and node not in found:
-            found[node] = None
+        if node.op == "call_function" and node not in chain:
+            chain[node] = None
             waiting += node.all_input_nodes
-    return sorted(found, key=order.__getitem__)
+    return sorted(chain, key=order.__getitem__)
 
 
 def _move(unit: _Unit, anchor: fx.Node) -> None:

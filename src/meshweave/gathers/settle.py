@@ -97,15 +97,15 @@ def _ways(role: RankGraph) -> Iterator[_Way]:
     """The moves of gradients that begin in backward, in the order of their first starts."""
     position = {node: i for i, node in enumerate(role.graph.nodes)}
     results = next(iter(reversed(role.graph.nodes))).args[0]
-    found: dict[fx.Node, _Way] = {}
+    ways: dict[fx.Node, _Way] = {}
     for (kind, _), value in zip(role.outputs, results, strict=True):  # type: ignore[arg-type]
         if kind not in ("grad", "acc"):
             continue
         for node in _moved(value, kind):  # type: ignore[arg-type]
             way = _way(node)
             if way is not None and PARTS[origin_of(way.first).phase] == _BACKWARD:
-                found[way.first] = way
-    yield from sorted(found.values(), key=lambda way: position[way.first])
+                ways[way.first] = way
+    yield from sorted(ways.values(), key=lambda way: position[way.first])
 
 
 def _moved(value: fx.Node, kind: str) -> Sequence[fx.Node]:

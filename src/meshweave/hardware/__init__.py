@@ -4,7 +4,7 @@ from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.hardware.costs import Costs
 from meshweave.hardware.load import load_profile, profile_names, profile_of_device
 from meshweave.hardware.profile import MachineProfile
-from meshweave.hardware.work import Attention, Matmul, Memory, Work
+from meshweave.hardware.work import Attention, Matmul, MemoryWork, Work
 
 __all__ = [
     "AlphaBeta",
@@ -12,7 +12,7 @@ __all__ = [
     "Costs",
     "MachineProfile",
     "Matmul",
-    "Memory",
+    "MemoryWork",
     "Work",
     "load_profile",
     "profile_names",

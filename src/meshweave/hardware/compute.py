@@ -11,7 +11,7 @@ import torch
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.fitted import along, between
 from meshweave.hardware.schema import Power
-from meshweave.hardware.work import Attention, Matmul, Memory, Work
+from meshweave.hardware.work import Attention, Matmul, MemoryWork, Work
 
 if TYPE_CHECKING:
     from meshweave.hardware.profile import MachineProfile
@@ -136,7 +136,7 @@ def _counted(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
     return heads, queries, keys, head_dim, flops, seconds
 
 
-def memory_seconds(profile: MachineProfile, work: Memory) -> float:
+def memory_seconds(profile: MachineProfile, work: MemoryWork) -> float:
     """Launches, and bytes at the bandwidth that this kind of work reaches; a measured curve holds for one kernel."""
     share = work.bytes / work.num_kernels
     for curve in profile.memory.measured:

@@ -76,11 +76,11 @@ def parse_profile(text: str, file: str) -> MachineProfile:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise MeshweaveError("the machine profile is not TOML", where=file, got=str(error), expected="TOML") from error
-    reader = _Reader(file, _lines(text))
+    reader = _ProfileReader(file, _lines(text))
     return reader.check(reader.table(MachineProfile, table, ()))
 
 
-class _Reader:
+class _ProfileReader:
     """Reads the tables of one file into the dataclasses of `schema`."""
 
     def __init__(self, file: str, lines: dict[Path_, int]) -> None:

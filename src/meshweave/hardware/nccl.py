@@ -43,7 +43,7 @@ def lines(op: str, shape: Shape, nccl: Nccl, links: Links) -> tuple[Line, ...]:
 
     A group on several nodes needs `links.net`.
     """
-    group = _Group(op, shape, nccl, links)
+    group = _NcclGroup(op, shape, nccl, links)
     if op not in _RINGS:
         return envelope([*group.pairs()])
     return envelope([*group.ring(), *group.pat(), *group.tree(), *group.nvls()])
@@ -66,7 +66,7 @@ def _meet(line: Line, other: Line) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _NcclGroup:
     """A group under one op. Rates are bytes per second that large messages reach."""
 
     op: str

@@ -46,7 +46,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryWork:
     """A kernel bound by memory: `bytes` read and written in `num_kernels` launches (1 for a fused chain).
 
     `kind` is `pointwise`, `reduction`, `copy` (contiguous), `strided` (a transpose or other strided copy), `gather`
@@ -62,4 +62,4 @@ class Memory:
     num_kernels: int = 1
 
 
-Work = Matmul | Attention | Memory
+Work = Matmul | Attention | MemoryWork

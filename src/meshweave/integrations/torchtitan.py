@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from meshweave.torch_compile.backend import backend
-from meshweave.torch_compile.scheduling import Settings
+from meshweave.torch_compile.scheduling import BackendSettings
 
 GraphPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 # Torchtitan's pass that merges and orders the collectives of FSDP: in its place comes ours.
@@ -23,7 +23,7 @@ def overlap_pass(**options: Any) -> GraphPass:
     return partial(meshweave_pass, backend(**options).settings)
 
 
-def meshweave_pass(settings: Settings, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+def meshweave_pass(settings: BackendSettings, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """Do with `gm`, in place, what the settings say. Torchtitan logs a pass, and disables it, by this name."""
     settings.run(gm.graph, "joint graph")
     settings.run(gm.graph, "graph")
@@ -41,7 +41,7 @@ def register(name: str = "meshweave", **options: Any) -> None:
 
     def pipeline(traced: Any, config: Any, *, parallel_dims: Any = None) -> list[GraphPass]:
         usual = construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
-        return [ours if _name(one) == _BUCKETING else one for one in usual]
+        return [ours if _name(graph_pass) == _BUCKETING else graph_pass for graph_pass in usual]
 
     register_pass_pipeline(name)(pipeline)
 

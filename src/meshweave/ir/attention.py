@@ -7,12 +7,23 @@ sets of keys, (out, lse), are merged by `merged`: out = sum out_i exp(lse_i - ls
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from meshweave.ir.causal import Block, Causal, Runs
+from meshweave.ir.causal import Causal, CausalBlock, Runs
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How one block scores: q k^T scale + bias, where a causal mask lets a query see its key."""
+
+    bias: Tensor | None  # float, or bool: True where a query may look
+    is_causal: bool
+    scale: float
 
 
 def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,24 +60,25 @@ def forward(
     that returns it and one block is all, lse is zeros, which `backward` does not read.
     """
     if causal is not None and not causal.is_ascending:
-        queries, keys = causal.queries, causal.keys
-        own = (_ascending(q, queries), _ascending(k, keys), _ascending(v, keys), _ascending_bias(bias, causal))
+        of_queries, of_keys = causal.queries, causal.keys
+        own = (_ascending(q, of_queries), _ascending(k, of_keys), _ascending(v, of_keys), _ascending_bias(bias, causal))
         results = forward(*own, causal.ascending, scale, is_part)
-        return _as_held(results[0], queries), _as_held(results[1], queries)
+        return _as_held(results[0], of_queries), _as_held(results[1], of_queries)
     k, v = _repeat_groups(q, k), _repeat_groups(q, v)
     parts = _parts(q, k, causal)
     wide = torch.promote_types(q.dtype, torch.float32)
     if _is_one(parts, q) and not is_part:
-        whole = (q, k[:, :, parts[0].keys], v[:, :, parts[0].keys], _part(bias, parts[0]), parts[0].is_causal, scale)
+        keys, values = k[:, :, parts[0].keys], v[:, :, parts[0].keys]
+        scoring = _scoring(bias, parts[0], scale)
         if _has_cpu_flash(q, v):
-            return _block(*whole)
-        return _plain(*whole), q.new_zeros(q.shape[:-1], dtype=wide)
+            return _block(q, keys, values, scoring)
+        return _plain(q, keys, values, scoring), q.new_zeros(q.shape[:-1], dtype=wide)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for part in parts:
-        piece = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
-        more, more_lse = _block(*piece)
-        more_lse = _without_blind(more_lse.to(wide), piece[3], part.is_causal)
+        scoring = _scoring(bias, part, scale)
+        more, more_lse = _block(q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], scoring)
+        more_lse = _without_blind(more_lse.to(wide), scoring)
         rows = merged(out[:, :, part.rows], lse[:, :, part.rows], more.to(wide), more_lse)
         out[:, :, part.rows], lse[:, :, part.rows] = rows
     return (out.to(q.dtype), lse) if is_part else finish(out, lse, q.dtype)
@@ -94,15 +106,15 @@ def backward(
     parts = _parts(q, k, causal)
     if _is_one(parts, q) and not is_part and not _has_cpu_flash(q, v):
         (part,) = parts
-        piece = (k[:, :, part.keys], v[:, :, part.keys], _part(bias, part), part.is_causal, scale)
-        gq, gk, gv = _recomputed_backward(grad, q, *piece)
+        keys, values = k[:, :, part.keys], v[:, :, part.keys]
+        gq, gk, gv = _recomputed_backward(grad, q, keys, values, _scoring(bias, part, scale))
         return gq, _padded(gk, k), _padded(gv, v)
     wide_k, wide_v = _repeat_groups(q, k), _repeat_groups(q, v)
 
-    def of_part(part: Block) -> tuple[Tensor, Tensor, Tensor]:
+    def of_part(part: CausalBlock) -> tuple[Tensor, Tensor, Tensor]:
         g, a, o, sums = (x[:, :, part.rows] for x in (grad, q, out, lse))
         keys, values = wide_k[:, :, part.keys], wide_v[:, :, part.keys]
-        return _block_backward(g, a, keys, values, _part(bias, part), o, sums, part.is_causal, scale)
+        return _block_backward(g, a, keys, values, o, sums, _scoring(bias, part, scale))
 
     if _is_one(parts, q):
         gq, gk, gv = of_part(parts[0])
@@ -136,32 +148,33 @@ def _ascending_bias(bias: Tensor | None, causal: Causal) -> Tensor | None:
     return bias
 
 
-def _without_blind(lse: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
+def _without_blind(lse: Tensor, scoring: Scoring) -> Tensor:
     """lse with -inf for queries to whom a bias leaves no key: kernels say 0 for them (torch 2.13)."""
+    bias = scoring.bias
     if bias is None:
         return lse
     seen = bias if bias.dtype == torch.bool else bias != float("-inf")
-    if is_causal:
+    if scoring.is_causal:
         seen = seen & torch.ones(lse.shape[-1], lse.shape[-1], dtype=torch.bool, device=lse.device).tril()
     return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
-def _parts(q: Tensor, k: Tensor, causal: Causal | None) -> tuple[Block, ...]:
+def _parts(q: Tensor, k: Tensor, causal: Causal | None) -> tuple[CausalBlock, ...]:
     if causal is not None and q.numel():
         return causal.blocks
-    return (Block(slice(0, q.shape[2]), slice(0, k.shape[2]), False),)
+    return (CausalBlock(slice(0, q.shape[2]), slice(0, k.shape[2]), False),)
 
 
-def _is_one(parts: tuple[Block, ...], q: Tensor) -> bool:
+def _is_one(parts: tuple[CausalBlock, ...], q: Tensor) -> bool:
     return len(parts) == 1 and parts[0].rows == slice(0, q.shape[2])
 
 
-def _part(bias: Tensor | None, block: Block) -> Tensor | None:
-    """The part of a bias, which broadcasts to [b, h, s, t], that belongs to a block."""
+def _scoring(bias: Tensor | None, block: CausalBlock, scale: float) -> Scoring:
+    """That of a block, whose part of the bias, which broadcasts to [b, h, s, t], it has."""
     for dim, cut in ((-1, block.keys), (-2, block.rows)):
         if bias is not None and bias.dim() >= -dim and bias.shape[dim] > 1:
             bias = bias.narrow(dim, cut.start, cut.stop - cut.start)
-    return bias
+    return Scoring(bias, block.is_causal, scale)
 
 
 def _padded(grad: Tensor, like: Tensor) -> Tensor:
@@ -173,40 +186,31 @@ def _padded(grad: Tensor, like: Tensor) -> Tensor:
 # The kernels: queries and keys that begin at the same position, keys and values with as many heads as queries.
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _block(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
     if q.numel() == 0 or k.shape[2] == 0:
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         return out, q.new_full(q.shape[:-1], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
     if not _has_cpu_flash(q, v):
-        scores = _scores(q, k, bias, is_causal, scale)
+        scores = _scores(q, k, scoring)
         lse = torch.logsumexp(scores, -1)
         weights = _weights(scores, lse)
         return (weights @ v.to(weights.dtype)).to(q.dtype), lse
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=_float_bias(bias, q), scale=scale
+        q, k, v, 0.0, scoring.is_causal, attn_mask=_float_bias(scoring.bias, q), scale=scoring.scale
     )
     return out.contiguous(), lse.contiguous()
 
 
 def _block_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.numel() == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if not _has_cpu_flash(q, v):
-        return _spelled_backward(grad, q, k, v, bias, out, lse, is_causal, scale)
+        return _spelled_backward(grad, q, k, v, out, lse, scoring)
+    mask = _float_bias(scoring.bias, q)
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=_float_bias(bias, q), scale=scale
+        grad, q, k, v, out, lse, 0.0, scoring.is_causal, attn_mask=mask, scale=scoring.scale
     )
     return grads[0], grads[1], grads[2]
 
@@ -231,7 +235,8 @@ def _float_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    bias, is_causal, scale = scoring.bias, scoring.is_causal, scoring.scale
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     if bias is not None and is_causal:  # torch takes one of them
@@ -242,7 +247,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool
 
 
 def _recomputed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward by running the device's forward kernel again; by formula inside a dispatched op (no autograd there)."""
     if q.numel() == 0:
@@ -250,23 +255,23 @@ def _recomputed_backward(
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         wide = [leaves[0], _repeat_groups(q, leaves[1]), _repeat_groups(q, leaves[2])]
-        out = _plain(wide[0], wide[1], wide[2], bias, is_causal, scale)
+        out = _plain(wide[0], wide[1], wide[2], scoring)
     if out.requires_grad:
         gq, gk, gv = torch.autograd.grad(out, leaves, grad)
         return gq, gk, gv
     wide_k, wide_v = _repeat_groups(q, k), _repeat_groups(q, v)
-    lse = torch.logsumexp(_scores(q, wide_k, bias, is_causal, scale), -1)
-    gq, gk, gv = _spelled_backward(grad, q, wide_k, wide_v, bias, out, lse, is_causal, scale)
+    lse = torch.logsumexp(_scores(q, wide_k, scoring), -1)
+    gq, gk, gv = _spelled_backward(grad, q, wide_k, wide_v, out, lse, scoring)
     return gq, _sum_groups(gk, k), _sum_groups(gv, v)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     """q k^T scale + bias in float32 at least, -inf where nothing is seen: all of them at once."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * scale
-    mask = _float_bias(bias, scores)
+    scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * scoring.scale
+    mask = _float_bias(scoring.bias, scores)
     scores = scores if mask is None else scores + mask
-    if is_causal:
+    if scoring.is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores
@@ -278,20 +283,12 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _spelled_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of softmax(q k^T scale + bias) v, in float32 at least."""
-    scores = _scores(q, k, bias, is_causal, scale)
+    scores = _scores(q, k, scoring)
     weights = _weights(scores, lse)
     g, a, b, c, o = (x.to(scores.dtype) for x in (grad, q, k, v, out))
-    d_scores = weights * (g @ c.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * scale
+    d_scores = weights * (g @ c.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * scoring.scale
     d_k, d_v = d_scores.transpose(-2, -1) @ a, weights.transpose(-2, -1) @ g
     return (d_scores @ b).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)

@@ -14,7 +14,7 @@ Runs = tuple[Run, ...]  # in the order in which they are held
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CausalBlock:
     """Rows of queries and columns of keys that meet: all of them, or (causal) each row the columns up to its own."""
 
     rows: slice
@@ -54,9 +54,9 @@ class Causal:
         return Causal(_joined(sorted(self.queries)), _joined(sorted(self.keys)))
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[CausalBlock, ...]:
         """What is computed, by rows and columns as they are held: every pair that the mask leaves, in one block."""
-        blocks: list[Block] = []
+        blocks: list[CausalBlock] = []
         row = 0
         for start, rows in self.queries:
             column = 0
@@ -94,41 +94,41 @@ def _joined(table: Sequence[Run]) -> Runs:
     return tuple(joined)
 
 
-def _blocks(num_queries: int, num_keys: int, offset: int) -> list[Block]:
+def _blocks(num_queries: int, num_keys: int, offset: int) -> list[CausalBlock]:
     """What is left of queries at `offset` + 0, 1, ... over keys at 0, 1, ...: at most three blocks."""
     first = max(-offset, 0)  # earlier rows see nothing
     diagonal = max(offset, 0)  # all rows see the keys before
     side = min(num_queries - first, num_keys - diagonal)
     blocks = []
     if diagonal > 0 and num_queries:
-        blocks.append(Block(slice(0, num_queries), slice(0, min(diagonal, num_keys)), False))
+        blocks.append(CausalBlock(slice(0, num_queries), slice(0, min(diagonal, num_keys)), False))
     if side > 0:
-        blocks.append(Block(slice(first, first + side), slice(diagonal, diagonal + side), True))
+        blocks.append(CausalBlock(slice(first, first + side), slice(diagonal, diagonal + side), True))
         if first + side < num_queries:
-            blocks.append(Block(slice(first + side, num_queries), slice(diagonal, num_keys), False))
+            blocks.append(CausalBlock(slice(first + side, num_queries), slice(diagonal, num_keys), False))
     return blocks
 
 
-def _shifted(block: Block, row: int, column: int) -> Block:
+def _shifted(block: CausalBlock, row: int, column: int) -> CausalBlock:
     rows, keys = block.rows, block.keys
-    return Block(
+    return CausalBlock(
         slice(rows.start + row, rows.stop + row), slice(keys.start + column, keys.stop + column), block.is_causal
     )
 
 
-def _append(blocks: list[Block], block: Block) -> None:
+def _append(blocks: list[CausalBlock], block: CausalBlock) -> None:
     """Add a block, to the last one where both are of all pairs of the same rows and their keys follow each other."""
     last = blocks[-1] if blocks else block
     is_full = not (last.is_causal or block.is_causal)
     if is_full and last.rows == block.rows and last.keys.stop == block.keys.start:
-        blocks[-1] = Block(block.rows, slice(last.keys.start, block.keys.stop), False)
+        blocks[-1] = CausalBlock(block.rows, slice(last.keys.start, block.keys.stop), False)
     else:
         blocks.append(block)
 
 
-def _stacked(blocks: Sequence[Block]) -> list[Block]:
+def _stacked(blocks: Sequence[CausalBlock]) -> list[CausalBlock]:
     """Blocks of all pairs over the same keys, whose rows follow each other, as one."""
-    stacked: list[Block] = []
+    stacked: list[CausalBlock] = []
     for block in blocks:
         above = [
             i
@@ -136,7 +136,7 @@ def _stacked(blocks: Sequence[Block]) -> list[Block]:
             if not (b.is_causal or block.is_causal) and b.keys == block.keys and b.rows.stop == block.rows.start
         ]
         if above:
-            stacked[above[0]] = Block(slice(stacked[above[0]].rows.start, block.rows.stop), block.keys, False)
+            stacked[above[0]] = CausalBlock(slice(stacked[above[0]].rows.start, block.rows.stop), block.keys, False)
         else:
             stacked.append(block)
     return stacked

@@ -320,7 +320,7 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional
 def _table() -> Mapping[Any, Collective]:
     """The rows of `OURS`, and the ops of other graphs that move the same bytes; some are not in every torch."""
     message = replace(TRANSFER, group=3, curve="permute")
-    others = {
+    foreign_ops = {
         "all_gather_into_tensor_out": ALL_GATHER,
         "all_gather_into_tensor_coalesced": ALL_GATHER,
         "reduce_scatter_tensor_out": REDUCE_SCATTER,
@@ -334,7 +334,7 @@ def _table() -> Mapping[Any, Collective]:
         "batch_p2p_ops": replace(message, group=4, operands=(3,)),
     }
     rows = [*OURS]
-    for name, row in others.items():
+    for name, row in foreign_ops.items():
         if hasattr(functional, name):
             op = getattr(functional, name).default
             rows.append(replace(row, op=op, bucket="", may_cut=False, may_decompose=False))

@@ -53,11 +53,11 @@ class DeviceProgram:
 
     def lasting(self) -> set[fx.Node]:
         """What is made of nothing but inputs that outlive the graph."""
-        found = set(self.sources)
+        nodes = set(self.sources)
         for node in self.graph.nodes:
-            if node.op == "call_function" and all(n in found or n.target in SYMBOLS for n in node.all_input_nodes):
-                found.add(node)
-        return found
+            if node.op == "call_function" and all(n in nodes or n.target in SYMBOLS for n in node.all_input_nodes):
+                nodes.add(node)
+        return nodes
 
 
 R = TypeVar("R")

@@ -102,5 +102,5 @@ def graph_program(
 ) -> DeviceProgram:
     """A graph whose nodes say in meta["val"] what they make, or of which `values` does; `groups`: ranks by name.
     Raises VerifyError for a node that makes tensors nobody described."""
-    made = values_of(graph) if values is None else values
-    return DeviceProgram(graph, made, NamedGroups(groups or {}), releasable_of(graph), checks_groups=bool(groups))
+    inferred = values_of(graph) if values is None else values
+    return DeviceProgram(graph, inferred, NamedGroups(groups or {}), releasable_of(graph), checks_groups=bool(groups))

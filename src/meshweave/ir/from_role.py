@@ -100,9 +100,9 @@ class _Marks:
             read |= {n for n in waits if set(before).isdisjoint(n.users)}
         needed = [n for n in before if n.op == "call_function" and n in read]
         with self.role.graph.inserting_before(first):
-            made = self.role.graph.call_function(begin, (phase, *needed))
-        self.values[made] = NOTHING
-        self.fences[phase] = made
+            fence_node = self.role.graph.call_function(begin, (phase, *needed))
+        self.values[fence_node] = NOTHING
+        self.fences[phase] = fence_node
 
     def drop(self) -> None:
         """Let gradients that are not kept die with their last use."""

@@ -109,8 +109,8 @@ def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
     dims = list(dims) or list(range(x.dim()))
     if all(x.shape[d] for d in dims):
         return (torch.amax if op == "max" else torch.amin)(x, dims, keepdim)
-    gone = {d % x.dim() for d in dims}
-    shape = [1 if d in gone else s for d, s in enumerate(x.shape) if d not in gone or keepdim]
+    reduced = {d % x.dim() for d in dims}
+    shape = [1 if d in reduced else s for d, s in enumerate(x.shape) if d not in reduced or keepdim]
     return x.new_full(shape, identity_value(op, x.dtype))
 
 

@@ -175,18 +175,7 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    first_query: int = 0,
-    first_key: int = 0,
-    is_part: bool = False,
-    starts: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
@@ -214,21 +203,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    first_query: int = 0,
-    first_key: int = 0,
-    is_part: bool = False,
-    starts: list[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -304,14 +279,7 @@ def ctc_loss(
 
 
 @ctc_loss.register_fake
-def _(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> tuple[Tensor, Tensor]:
+def _(log_probs: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
 
 

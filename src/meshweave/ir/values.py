@@ -72,7 +72,7 @@ class Local:
     values: dict[fx.Node, Values]
     symbols: dict[fx.Node, Any]
 
-    def one(self, node: fx.Node) -> Value | None:
+    def single(self, node: fx.Node) -> Value | None:
         """The tensor that a node makes; None where the device gets none."""
         results = self.values[node]
         assert len(results) <= 1, f"{node.name} makes {len(results)} tensors"
@@ -253,8 +253,8 @@ def _ragged_dims(role: RankGraph, balanced: Mapping[fx.Node, Values]) -> dict[fx
     return {node: dims for node, results in balanced.items() if (dims := _differing(results, other[node]))}
 
 
-def _differing(results: Values, others: Values) -> frozenset[int]:
-    pairs = [(x.shape, y.shape) for x, y in zip_longest(results, others, fillvalue=_ABSENT)]
+def _differing(results: Values, previous: Values) -> frozenset[int]:
+    pairs = [(x.shape, y.shape) for x, y in zip_longest(results, previous, fillvalue=_ABSENT)]
     return frozenset(d for a, b in pairs for d, (m, n) in enumerate(zip_longest(a, b)) if m != n)
 
 

@@ -2,7 +2,7 @@
 and of the command line)."""
 
 from meshweave.passes.base import CapturedProgram, MeshProgram, Pass, Program
-from meshweave.passes.candidates import Budget, Variant
+from meshweave.passes.candidates import Budget, ProgramVariant
 from meshweave.passes.carry import Carry
 from meshweave.passes.decompose import Decompose
 from meshweave.passes.graph_program import GraphProgram
@@ -28,10 +28,10 @@ __all__ = [
     "Pipeline",
     "Prefetch",
     "Program",
+    "ProgramVariant",
     "Recompute",
     "RingAttention",
     "Split",
-    "Variant",
     "pass_list",
     "pipeline_of",
     "prove",

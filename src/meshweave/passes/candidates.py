@@ -31,7 +31,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ProgramVariant:
     """One way to write a program. `seconds` are those in simulation, behind all passes; `reason` says why it has
     none."""
 
@@ -44,7 +44,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(Generic[Q]):
+class ProgramCandidate(Generic[Q]):
     """A program on its way through the passes; `written`: as it was before the passes that only order it; `unfit`: why
     it got no further."""
 
@@ -54,31 +54,31 @@ class Candidate(Generic[Q]):
     reports: Mapping[str, tuple[Report, ...]] = field(default_factory=dict)
     unfit: NoOrderError | None = None
 
-    def behind(self, one: Pass[Q], costs: Any) -> Iterator[Candidate[Q]]:
+    def behind(self, new_pass: Pass[Q], costs: Any) -> Iterator[ProgramCandidate[Q]]:
         """What becomes of it in a pass: with what that does and, if it is to be compared or does nothing, without.
         Raises VerifyError for what the pass did wrong."""
         if self.unfit is not None:
             yield self
             return
         try:
-            tried = [self.after(other, *other.run(self.program, costs)) for other in one.alternatives]
+            tried = [self.after(other, *other.run(self.program, costs)) for other in new_pass.alternatives]
         except NoOrderError as error:
             yield replace(self, unfit=error)
             return
         changed = [candidate for candidate in tried if candidate.program is not self.program]
         if not changed:
             yield tried[-1]
-        elif one.is_compared:
+        elif new_pass.is_compared:
             yield self
         yield from changed
 
-    def after(self, one: Pass[Q], program: Q, reports: tuple[Report, ...]) -> Candidate[Q]:
+    def after(self, done_pass: Pass[Q], program: Q, reports: tuple[Report, ...]) -> ProgramCandidate[Q]:
         program.verify(self.program)
-        said = {**self.reports, one.name: reports}
-        if one.stage == "ordered":
-            return replace(self, program=program, reports=said)
-        name = self.name if _is_same(program.graphs, self.program.graphs) else _joined(self.name, one.label)
-        return Candidate(name, program, program, said)
+        reports_by_pass = {**self.reports, done_pass.name: reports}
+        if done_pass.stage == "ordered":
+            return replace(self, program=program, reports=reports_by_pass)
+        name = self.name if _is_same(program.graphs, self.program.graphs) else _joined(self.name, done_pass.label)
+        return ProgramCandidate(name, program, program, reports_by_pass)
 
 
 def _is_same(graphs: Sequence[fx.Graph], before: Sequence[fx.Graph]) -> bool:
@@ -96,27 +96,27 @@ def run_passes(
     least_gain: float = 0.0,
     budget: Budget = Budget(),
     progress: Progress = lambda stage: None,
-) -> tuple[Candidate[Q], tuple[Variant, ...]]:
+) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
     """The program behind the passes, verified after each, and which ways to write it were compared, where several were.
 
     What a pass does by gain is taken only if the program, behind all passes, is simulated faster and stays under the
     cap: of all variants the fastest is taken, the first of equals; what is written anew has to be faster by the share
     `least_gain`. Raises NoOrderError where no variant is under the cap.
     """
-    began, untried = time.monotonic(), dict[str, Variant]()
-    candidates = [Candidate(AS_IT_IS, program, program)]
-    for one in passes:
-        progress(one.name)
-        behind: list[Candidate[Q]] = []
+    began, untried = time.monotonic(), dict[str, ProgramVariant]()
+    candidates = [ProgramCandidate(AS_IT_IS, program, program)]
+    for next_pass in passes:
+        progress(next_pass.name)
+        behind: list[ProgramCandidate[Q]] = []
         for i, candidate in enumerate(candidates):
             if i and budget.is_over(began):
                 reason = f"not tried: {budget.seconds:g} s were over"
-                untried[candidate.name] = Variant(candidate.name, reason=reason)
+                untried[candidate.name] = ProgramVariant(candidate.name, reason=reason)
             else:
-                behind += candidate.behind(one, costs)
+                behind += candidate.behind(next_pass, costs)
         candidates = behind
     if len(candidates) == 1 and not untried:
-        chosen, variants = candidates[0], tuple[Variant, ...]()
+        chosen, variants = candidates[0], tuple[ProgramVariant, ...]()
     else:
         chosen, variants = _fastest(candidates, costs, least_gain)
     if chosen.unfit is not None:
@@ -125,21 +125,21 @@ def run_passes(
 
 
 def _fastest(
-    candidates: Sequence[Candidate[Q]], costs: Any, least_gain: float
-) -> tuple[Candidate[Q], tuple[Variant, ...]]:
+    candidates: Sequence[ProgramCandidate[Q]], costs: Any, least_gain: float
+) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
     """The fastest candidate and what each takes; its reports say of passes that others went through why it did not.
     Where none fits, the first."""
-    variants: list[Variant] = []
+    variants: list[ProgramVariant] = []
     for candidate in candidates:
         seconds = candidate.program.seconds(costs) if candidate.unfit is None else math.inf
         reason = "" if seconds < math.inf else "does not fit under the cap"
-        variants.append(Variant(candidate.name, 0.0 if reason else seconds, reason))
+        variants.append(ProgramVariant(candidate.name, 0.0 if reason else seconds, reason))
     handicap = [1.0 if variant.name == AS_IT_IS else 1.0 / (1.0 - least_gain) for variant in variants]
     at = min(range(len(variants)), key=lambda i: (variants[i].reason, variants[i].seconds * handicap[i]))
     chosen = candidates[candidates[0].program.agreed(at)]
     reason = "the program is not faster with it: " + "; ".join(map(str, variants))
-    others: dict[str, tuple[Report, ...]] = {}
+    rejected: dict[str, tuple[Report, ...]] = {}
     for candidate in candidates:
         for name, reports in candidate.reports.items():
-            others.setdefault(name, tuple(report.left(reason) for report in reports))
-    return replace(chosen, reports={**others, **chosen.reports}), tuple(variants)
+            rejected.setdefault(name, tuple(report.left(reason) for report in reports))
+    return replace(chosen, reports={**rejected, **chosen.reports}), tuple(variants)

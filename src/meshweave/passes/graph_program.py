@@ -13,7 +13,7 @@ from torch import fx
 from meshweave.errors import VerifyError
 from meshweave.ir.device_program import R, Rewrite
 from meshweave.ir.from_graph import graph_program
-from meshweave.problem.figures import Agree, Figures, fingerprint
+from meshweave.problem.figures import Agree, CostNumbers, fingerprint
 from meshweave.problem.read import read
 from meshweave.rings.lower import rewrite_graph
 from meshweave.schedule import overlap
@@ -75,7 +75,7 @@ class GraphProgram:
         if self.agree is None:
             return choice
         mark = fingerprint(read(graph_program(self.module.graph, self.groups)))
-        return int(self.agree(Figures(mark, (float(choice),))).numbers[0])
+        return int(self.agree(CostNumbers(mark, (float(choice),))).numbers[0])
 
 
 def _ends(graph: fx.Graph) -> list[str]:

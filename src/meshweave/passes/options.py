@@ -26,18 +26,18 @@ from meshweave.schedule.decide import OrderOptions
 
 # All passes that a text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {
-    one.name: one for one in (Recompute, Prefetch, RingAttention, Split, Decompose, Carry, Overlap)
+    each_pass.name: each_pass for each_pass in (Recompute, Prefetch, RingAttention, Split, Decompose, Carry, Overlap)
 }
 GROUPS = {
     "exact": ("carry", "overlap"),  # those that change no value
     # All that are taken by gain but carry: what a script writes to a parameter through `.data` is not seen by it.
     "default": ("split", "decompose", "overlap"),
 }
-Asked = str | Sequence[Pass[Any]] | None
+PassesArgument = str | Sequence[Pass[Any]] | None
 
 
 def pipeline_of(
-    passes: Asked = None,
+    passes: PassesArgument = None,
     *,
     recompute: str = "none",
     prefetch: int = 0,
@@ -54,7 +54,7 @@ def pipeline_of(
     """
     listed = pass_list(passes)
     _check_cap(memory_cap_bytes, overlap)
-    names = [one.name for one in listed]
+    names = [each_pass.name for each_pass in listed]
     if memory_cap_bytes is not None and not overlap and Overlap.name not in names:
         overlap = OverlapOptions()
     short: tuple[Pass[Any], ...] = (
@@ -67,7 +67,7 @@ def pipeline_of(
     return Pipeline((*listed, *short), memory_cap_bytes, keeps_gradients)
 
 
-def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
+def pass_list(requested: PassesArgument) -> tuple[Pass[Any], ...]:
     """The passes of a list, or of a text: names with commas between, in any order, each with a value for its first
     option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (split, decompose,
     overlap; where a plan cuts sequences also ring). What is named by itself replaces what a name for several brings.
@@ -77,24 +77,24 @@ def pass_list(asked: Asked) -> tuple[Pass[Any], ...]:
     A pass of one's own goes by the file or module that has it, and its name there: a class, or an instance.
     Raises MeshweaveError for what names no pass or no value of its option.
     """
-    if asked is None or isinstance(asked, str):
-        return tuple(_named(asked or "none"))
-    if not isinstance(asked, Sequence) or not all(_is_pass(one) for one in asked):
+    if requested is None or isinstance(requested, str):
+        return tuple(_named(requested or "none"))
+    if not isinstance(requested, Sequence) or not all(_is_pass(each_pass) for each_pass in requested):
         raise MeshweaveError(
             "passes is no list of passes",
             where="passes=",
-            got=repr(asked),
+            got=repr(requested),
             expected=f'[meshweave.passes.Overlap(), ...], or text such as "default,split=2" of {", ".join(PASSES)}',
         )
-    return tuple(asked)  # type: ignore[arg-type]
+    return tuple(requested)  # type: ignore[arg-type]
 
 
-def _is_pass(one: Any) -> TypeGuard[Pass[Any]]:
-    return not isinstance(one, type) and _has_parts(one)
+def _is_pass(value: Any) -> TypeGuard[Pass[Any]]:
+    return not isinstance(value, type) and _has_parts(value)
 
 
-def _has_parts(one: Any) -> bool:
-    return all(hasattr(one, part) for part in ("name", "numerics", "stage", "run"))
+def _has_parts(value: Any) -> bool:
+    return all(hasattr(value, part) for part in ("name", "numerics", "stage", "run"))
 
 
 def _named(text: str) -> list[Pass[Any]]:
@@ -102,10 +102,10 @@ def _named(text: str) -> list[Pass[Any]]:
     if parts == ["none"]:
         return []
     single = [_pass(part) for part in parts if part not in GROUPS]
-    by_name = {one.name: one for part in parts for one in map(_pass, GROUPS.get(part, ()))}
-    if len(set(parts)) < len(parts) or len({one.name for one in single}) < len(single):
+    by_name = {each_pass.name: each_pass for part in parts for each_pass in map(_pass, GROUPS.get(part, ()))}
+    if len(set(parts)) < len(parts) or len({each_pass.name for each_pass in single}) < len(single):
         raise MeshweaveError("a pass is asked for twice", where="passes=", got=text)
-    by_name |= {one.name: one for one in single}
+    by_name |= {each_pass.name: each_pass for each_pass in single}
     order = [*PASSES, *by_name]
     return sorted(by_name.values(), key=lambda chosen: order.index(chosen.name))
 
@@ -162,35 +162,37 @@ def _loaded(text: str) -> Pass[Any]:
     return loaded
 
 
-def _split(asked: Any) -> list[Split]:
-    if asked is None or asked is False:
+def _split(setting: Any) -> list[Split]:
+    if setting is None or setting is False:
         return []
-    if isinstance(asked, SplitOptions):
-        return [Split(*_options(asked, SplitOptions))]
-    if asked is True:
+    if isinstance(setting, SplitOptions):
+        return [Split(*_options(setting, SplitOptions))]
+    if setting is True:
         return [Split()]
-    if not isinstance(asked, int):
+    if not isinstance(setting, int):
         raise MeshweaveError(
-            "split says neither whether nor how", got=repr(asked), expected="True, False, a number or SplitOptions(...)"
+            "split says neither whether nor how",
+            got=repr(setting),
+            expected="True, False, a number or SplitOptions(...)",
         )
-    return [Split((asked,))]
+    return [Split((setting,))]
 
 
-def _decompose(asked: Any) -> list[Decompose]:
-    options = DecomposeOptions.of(asked)
+def _decompose(setting: Any) -> list[Decompose]:
+    options = DecomposeOptions.of(setting)
     return [] if options is None else [Decompose(*_options(options, DecomposeOptions))]
 
 
-def _overlap(asked: bool | OverlapOptions | None) -> list[Pass[Any]]:
-    if not asked:
+def _overlap(setting: bool | OverlapOptions | None) -> list[Pass[Any]]:
+    if not setting:
         return []
-    options = asked if isinstance(asked, OverlapOptions) else OverlapOptions()
+    options = setting if isinstance(setting, OverlapOptions) else OverlapOptions()
     options.check()
     return [Carry(options.carry), Overlap(*_options(options, OrderOptions))]
 
 
-def _options(given: Any, kind: type[Any]) -> list[Any]:
-    return [getattr(given, one.name) for one in fields(kind)]
+def _options(options: Any, kind: type[Any]) -> list[Any]:
+    return [getattr(options, each_pass.name) for each_pass in fields(kind)]
 
 
 def _check_cap(memory_cap_bytes: int | None, overlap: bool | OverlapOptions | None) -> None:

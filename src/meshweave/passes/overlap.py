@@ -27,7 +27,7 @@ class Overlap(OrderOptions, Pass[Any]):
         return True
 
     def options(self, program: MeshProgram) -> OverlapOptions:
-        own = {one.name: getattr(self, one.name) for one in fields(OrderOptions)}
+        own = {option.name: getattr(self, option.name) for option in fields(OrderOptions)}
         return OverlapOptions(**own, carry=program.carry)
 
     def run(

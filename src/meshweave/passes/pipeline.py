@@ -16,7 +16,7 @@ from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank, verify_step
 from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage
-from meshweave.passes.candidates import AS_IT_IS, Budget, Progress, Variant, run_passes
+from meshweave.passes.candidates import AS_IT_IS, Budget, ProgramVariant, Progress, run_passes
 from meshweave.rings import DecomposeReport, prove_rings
 from meshweave.rows import SplitReport
 from meshweave.schedule import OverlapReport
@@ -41,17 +41,19 @@ class Pipeline:
     budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
-        names = [one.name for one in self.passes]
+        names = [each_pass.name for each_pass in self.passes]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise MeshweaveError("a pass is asked for twice", got=", ".join(twice), expected="each at most once")
-        object.__setattr__(self, "passes", tuple(sorted(self.passes, key=lambda one: STAGES.index(one.stage))))
+        object.__setattr__(
+            self, "passes", tuple(sorted(self.passes, key=lambda each_pass: STAGES.index(each_pass.stage)))
+        )
 
     def of(self, *stages: Stage) -> tuple[Pass[Any], ...]:
-        return tuple(one for one in self.passes if one.stage in stages)
+        return tuple(each_pass for each_pass in self.passes if each_pass.stage in stages)
 
-    def having(self, one: Pass[Any]) -> Pipeline:
+    def having(self, each_pass: Pass[Any]) -> Pipeline:
         """The pipeline with a pass, in place of the one of its name."""
-        return replace(self, passes=(one, *(other for other in self.passes if other.name != one.name)))
+        return replace(self, passes=(each_pass, *(other for other in self.passes if other.name != each_pass.name)))
 
     def room(self, costs: Costs) -> int | None:
         """Bytes that a device may hold: the cap, else what the machine has; None where neither is known."""
@@ -61,18 +63,18 @@ class Pipeline:
 
     def captured(self, program: CapturedProgram, costs: Costs, progress: Progress) -> StepGraph:
         """The step behind the passes over what is captured, each proven by itself."""
-        for one in self.of("captured"):
-            progress(one.name)
-            program, _ = one.run(program, costs)
+        for each_pass in self.of("captured"):
+            progress(each_pass.name)
+            program, _ = each_pass.run(program, costs)
             verify_step(program.step)
         return program.step
 
     def expanded(self, roles: tuple[RankGraph, ...], costs: Costs) -> tuple[RankGraph, ...]:
         """Rank graphs behind the passes over what has just been expanded."""
         program = MeshProgram(roles)
-        for one in self.of("expanded"):
+        for each_pass in self.of("expanded"):
             before = program
-            program, _ = one.run(program, costs)
+            program, _ = each_pass.run(program, costs)
             program.verify(before)
         return program.roles
 
@@ -88,7 +90,7 @@ class Optimized:
     unscheduled: tuple[RankGraph, ...]
     reports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     name: str = AS_IT_IS
-    variants: tuple[Variant, ...] = ()
+    variants: tuple[ProgramVariant, ...] = ()
 
     @property
     def splits(self) -> tuple[SplitReport, ...]:
@@ -137,8 +139,8 @@ def _optimized(
     progress: Progress,
 ) -> Optimized:
     passes = pipeline.of("written", "ordered")
-    for one in passes:
-        _check_costs(one, roles, costs)
+    for each_pass in passes:
+        _check_costs(each_pass, roles, costs)
     program = MeshProgram(roles, placed, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
     chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
     written, done = chosen.written.roles, chosen.program.roles
@@ -148,13 +150,13 @@ def _optimized(
     return optimized
 
 
-def _check_costs(one: Pass[Any], roles: tuple[RankGraph, ...], costs: Costs) -> None:
-    if not one.needs_costs:
+def _check_costs(each_pass: Pass[Any], roles: tuple[RankGraph, ...], costs: Costs) -> None:
+    if not each_pass.needs_costs:
         return
     if not isinstance(costs, MachineProfile):
         raise MeshweaveError(
             "to overlap communication with compute needs the costs of both",
-            where=f"the pass '{one.name}'",
+            where=f"the pass '{each_pass.name}'",
             got=type(costs).__name__,
             expected='a machine profile: profile="h100", another name or a file',
         )

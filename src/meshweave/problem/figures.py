@@ -14,11 +14,11 @@ from meshweave.problem.prices import SIZES, Curve, Prices, handed_in
 from meshweave.problem.read import Reading
 
 LEVELS = ("node", "net")  # of links, as profiles name them
-Agree = Callable[["Figures"], "Figures"]
+Agree = Callable[["CostNumbers"], "CostNumbers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class CostNumbers:
     """`fingerprint` is the shape of the graph, the same on every rank that runs it: ops, dependencies, channels in
     order of appearance. `numbers` are seconds and bytes, which may differ where ranks were measured or hold uneven
     pieces."""
@@ -65,7 +65,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     moved = {i: next(numbers) for i in moved}
     problem.sizes = [int(next(numbers)) for _ in problem.sizes]
     copy_rate = next(numbers)
-    taken = {key: Curve(tuple(next(numbers) * factor for _ in SIZES)) for key in kinds}
+    measured = {key: Curve(tuple(next(numbers) * factor for _ in SIZES)) for key in kinds}
     problem.copy = [own.get(i, 0.0) for i in range(problem.num_items)]
     problem.startup = [0.0] * problem.num_items
     problem.usage = [()] * problem.num_items
@@ -74,25 +74,25 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
         problem.usage[i] = tuple((level, share) for level, share in shares if share)
     for i, row in reading.rows.items():
         if row.bucket:
-            curve = taken[str(reading.nodes[i].target), problem.channel[i]]
+            curve = measured[str(reading.nodes[i].target), problem.channel[i]]
             problem.startup[i] = max(problem.copy[i] - moved[i] * curve.least, 0.0)
-    return MergeCosts(moved, taken, copy_rate)
+    return MergeCosts(moved, measured, copy_rate)
 
 
 def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:
     """The numbers that all ranks take."""
     if agree is None:
         return numbers
-    mine = Figures(fingerprint(reading), tuple(numbers))
-    found = agree(mine)
-    if found.fingerprint != mine.fingerprint or len(found.numbers) != len(mine.numbers):
+    mine = CostNumbers(fingerprint(reading), tuple(numbers))
+    common = agree(mine)
+    if common.fingerprint != mine.fingerprint or len(common.numbers) != len(mine.numbers):
         raise MeshweaveError(
             "ranks compile different graphs: their communications would not meet",
-            got=f"figures of graph {found.fingerprint}, {len(found.numbers)} numbers",
+            got=f"figures of graph {common.fingerprint}, {len(common.numbers)} numbers",
             expected=f"graph {mine.fingerprint}, {len(mine.numbers)} numbers",
             hint="let only ranks that run the same graph agree",
         )
-    return found.numbers
+    return common.numbers
 
 
 def fingerprint(reading: Reading) -> str:

@@ -18,7 +18,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
-from meshweave.hardware.work import Memory, Work
+from meshweave.hardware.work import MemoryWork, Work
 from meshweave.ir.aliases import is_view_op
 from meshweave.ir.collectives import transfer
 from meshweave.ir.graph import argument, place_of
@@ -68,9 +68,9 @@ class Prices(Protocol):
 def handed_in(reading: Reading, item: int) -> float:
     """Bytes that one rank hands in to the communication that item starts."""
     node, row = reading.nodes[item], reading.rows[item]
-    found: list[fx.Node] = []
-    fx.map_arg([argument(node, p) for p in row.operands], found.append)
-    return float(sum(x.num_elements * x.dtype.itemsize for n in found for x in reading.values[n]))
+    operands: list[fx.Node] = []
+    fx.map_arg([argument(node, p) for p in row.operands], operands.append)
+    return float(sum(x.num_elements * x.dtype.itemsize for n in operands for x in reading.values[n]))
 
 
 def check_seconds(node: fx.Node, seconds: Any) -> float:
@@ -87,7 +87,7 @@ def check_seconds(node: fx.Node, seconds: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedCost:
     """A callable of the caller's, `cost(node)` or `cost(node, num_bytes)`, whose answers are durations."""
 
     cost: Cost
@@ -97,29 +97,29 @@ class Asked:
     def __call__(self, node: fx.Node, num_bytes: int | None = None) -> float:
         arguments = (node,) if num_bytes is None and not self.needs_bytes else (node, num_bytes)
         try:
-            found = self.cost(*arguments)
+            seconds = self.cost(*arguments)
         except MeshweaveError:
             raise
         except Exception as error:
             raise MeshweaveError(
                 "the cost callable failed", where=place_of(node), got=f"{type(error).__name__}: {error}"
             ) from error
-        return check_seconds(node, found)
+        return check_seconds(node, seconds)
 
 
-def asked(cost: Cost) -> Asked:
+def checked_cost(cost: Cost) -> CheckedCost:
     needed, accepted = _arguments(cost)
-    return Asked(cost, needed > 1, accepted > 1)
+    return CheckedCost(cost, needed > 1, accepted > 1)
 
 
-def priced_views(graph: fx.Graph, ask: Asked) -> frozenset[Any]:
+def priced_views(graph: fx.Graph, ask: CheckedCost) -> frozenset[Any]:
     """The view ops that cost something somewhere in a graph (launches, in eager mode): they are kernels then."""
-    found = set[Any]()
+    views = set[Any]()
     for node in graph.nodes:
-        is_view = node.op == "call_function" and node.target not in found and is_view_op(node.target)
+        is_view = node.op == "call_function" and node.target not in views and is_view_op(node.target)
         if is_view and ask(node) > 0:
-            found.add(node.target)
-    return frozenset(found)
+            views.add(node.target)
+    return frozenset(views)
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class CallablePrices:
     lies on the line through the smallest and the largest collective of the same op and group in the graph."""
 
     reading: Reading
-    ask: Asked
+    ask: CheckedCost
     known: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
 
     @property
@@ -198,10 +198,10 @@ def _readers(node: fx.Node, reading: Reading) -> Iterator[fx.Node]:
 def _arguments(cost: Cost) -> tuple[int, int]:
     """How many positional arguments a callable needs, and how many it takes."""
     try:
-        held = inspect.signature(cost).parameters.values()
+        parameters = inspect.signature(cost).parameters.values()
     except (TypeError, ValueError):
         return 1, 1
-    plain = [p for p in held if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return sum(p.default is p.empty for p in plain), len(plain)
 
 
@@ -253,10 +253,10 @@ class ProfilePrices:
 
     def is_inner(self, node: fx.Node) -> bool:
         """Whether only pointwise ops over as many elements read what a pointwise op makes: it stays in registers."""
-        made = self.reading.values[node]
-        if node.op != "call_function" or len(made) != 1 or known_kind(node) != "pointwise":
+        results = self.reading.values[node]
+        if node.op != "call_function" or len(results) != 1 or known_kind(node) != "pointwise":
             return False
-        size = made[0].num_elements
+        size = results[0].num_elements
         return all(
             known_kind(user) == "pointwise" and [x.num_elements for x in self.reading.values[user]] == [size]
             for user in node.users
@@ -287,7 +287,7 @@ class ProfilePrices:
 
 def copy_rate_of(profile: MachineProfile) -> float:
     """Bytes read and written per second of a copy so large that to launch it takes no part of the time."""
-    work = Memory("strided", _COPIED, _COPIED // 4, torch.bfloat16)
+    work = MemoryWork("strided", _COPIED, _COPIED // 4, torch.bfloat16)
     return _COPIED / profile.compute_seconds(work)
 
 
@@ -331,7 +331,7 @@ class ProfileCosts:
 class CallableCosts:
     """Costs that a callable of the caller's gives."""
 
-    ask: Asked
+    ask: CheckedCost
     slowdown: Slowdown | None = None
     capacity: int | None = None
 
@@ -343,4 +343,4 @@ class CallableCosts:
 
 
 def costs_of(cost: MachineProfile | Cost) -> CostModel:
-    return ProfileCosts(cost) if isinstance(cost, MachineProfile) else CallableCosts(asked(cost))
+    return ProfileCosts(cost) if isinstance(cost, MachineProfile) else CallableCosts(checked_cost(cost))

@@ -72,12 +72,12 @@ class Problem:
         """Per storage how many events use it: kernels, and waits of communications; one more where it is kept. A new
         list, for the caller to count down."""
         if not self._counts:
-            found = [int(kept) for kept in self.kept]
+            uses_of = [int(kept) for kept in self.kept]
             for i, uses in enumerate(self.uses):
-                held = {*uses, *self.allocs[i]} if self.channel[i] >= 0 else uses
-                for s in held:
-                    found[s] += 1
-            self._counts = found
+                storages = {*uses, *self.allocs[i]} if self.channel[i] >= 0 else uses
+                for s in storages:
+                    uses_of[s] += 1
+            self._counts = uses_of
         return self._counts.copy()
 
     def holds(self, start: int) -> tuple[int, ...]:
@@ -127,8 +127,8 @@ class Problem:
         waited = [False] * self.num_items
         for x in order:
             i = x if x >= 0 else ~x
-            held = done if x >= 0 else waited
-            if not 0 <= i < self.num_items or held[i]:
+            seen = done if x >= 0 else waited
+            if not 0 <= i < self.num_items or seen[i]:
                 return f"{self.names[i] if 0 <= i < self.num_items else i} stands twice, or is nothing"
             if x < 0:
                 if not done[i]:
@@ -137,7 +137,7 @@ class Problem:
                 return f"{self.names[i]} stands before {missing[0]}"
             elif missing := [self.names[c] for c in self.waits[i] if not waited[c]]:
                 return f"{self.names[i]} stands before the wait for {missing[0]}"
-            held[i] = True
+            seen[i] = True
         missing = [n for n, d in zip(self.names, done, strict=True) if not d]
         missing += [self.names[c] for c in self.starts if self.is_waited[c] and not waited[c]]
         return f"{missing[0]} does not stand in it" if missing else ""

@@ -62,8 +62,8 @@ class _Op:
 
 
 @dataclass(slots=True)
-class _Reader:
-    made: Reading
+class _GraphReader:
+    reading: Reading
     priced_views: Collection[Any] = ()
     sources: dict[fx.Node, Sources] = field(default_factory=dict)
     begun: dict[fx.Node, int] = field(
@@ -87,23 +87,23 @@ class _Reader:
     owners: Counter[int] = field(default_factory=Counter)  # storage -> inputs that live in it
 
     def run(self) -> Reading:
-        graph = self.made.graph
+        graph = self.reading.graph
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.owners.update(x.storage for x in self.made.values[node])
+                self.owners.update(x.storage for x in self.reading.values[node])
             elif node.target is WAIT:
                 self.mutated |= self.arrived(node)
                 base = _base(node.args[0])
                 self.coming.update([base] if base.op in ("placeholder", "get_attr") else [])
-            elif node.op == "call_function" and (found := self.written(node, self.op_of(node))):
-                self.mutated |= found
+            elif node.op == "call_function" and (written := self.written(node, self.op_of(node))):
+                self.mutated |= written
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.sources[node] = _NONE
-                self.place(node, before=True, kept=not self.made.program.is_releasable(node))
+                self.place(node, before=True, kept=not self.reading.program.is_releasable(node))
             elif node.op == "get_attr":
                 self.sources[node] = _NONE
-                self.made.free[node] = None
+                self.reading.free[node] = None
                 self.place(node, before=True, kept=True)
             elif node.op == "output":
                 self.finish(node)
@@ -115,13 +115,13 @@ class _Reader:
                     self.pass_through(node)
                 else:
                     self.item(node, row, op)
-        return self.made
+        return self.reading
 
     def place(self, node: fx.Node, before: bool, kept: bool) -> tuple[int, ...]:
         """Enter the storages that a node makes; returns their numbers."""
-        problem = self.made.problem
-        found = []
-        for x in self.made.values[node]:
+        problem = self.reading.problem
+        storages = []
+        for x in self.reading.values[node]:
             while len(problem.sizes) <= x.storage:
                 problem.sizes.append(0)
                 problem.kept.append(False)
@@ -129,34 +129,34 @@ class _Reader:
             if x.storage not in self.storages:
                 self.storages.add(x.storage)
                 problem.sizes[x.storage], problem.before[x.storage] = x.storage_bytes, before
-                found.append(x.storage)
+                storages.append(x.storage)
             problem.kept[x.storage] |= kept
-        return tuple(found)
+        return tuple(storages)
 
     def op_of(self, node: fx.Node) -> _Op:
         target = node.target
-        found = self.ops.get(target)
-        if found is None:
-            found = self.ops[target] = _Op(
+        op = self.ops.get(target)
+        if op is None:
+            op = self.ops[target] = _Op(
                 target is operator.getitem or target in SYMBOLS,
                 node.op == "call_function" and node.is_impure(impure_random=False),
                 _is_harmless(target),
                 is_random(target) or (not is_operator(target) and "rng" in str(target)),
                 written_of(target),
             )
-        return found
+        return op
 
     def written(self, node: fx.Node, op: _Op) -> set[int]:
         """The storages that a node writes into."""
         if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":  # which torch may not have loaded
-            return {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
-        found: set[int] = set()
+            return {x.storage for n in node.all_input_nodes for x in self.reading.values[n]}
+        storages: set[int] = set()
         for position, name in op.writes:
             operand = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
-            for one in operand if isinstance(operand, (list, tuple)) else (operand,):
-                if isinstance(one, fx.Node):
-                    found |= {x.storage for x in self.made.values[one]}
-        return found
+            for item in operand if isinstance(operand, (list, tuple)) else (operand,):
+                if isinstance(item, fx.Node):
+                    storages |= {x.storage for x in self.reading.values[item]}
+        return storages
 
     def is_free(self, node: fx.Node, op: _Op) -> bool:
         """Whether a node does no work: it makes no tensor, or one that lives where an operand does, and writes none."""
@@ -164,11 +164,11 @@ class _Reader:
             return False
         if op.is_symbolic:
             return True
-        made = self.made.values[node]
-        if not made:
+        results = self.reading.values[node]
+        if not results:
             return not op.is_impure and "val" in node.meta
-        held = {x.storage for n in node.all_input_nodes for x in self.made.values[n]}
-        return all([x.storage in held for x in made]) and not op.writes and not op.is_impure
+        operands = {x.storage for n in node.all_input_nodes for x in self.reading.values[n]}
+        return all([x.storage in operands for x in results]) and not op.writes and not op.is_impure
 
     def is_priced(self, node: fx.Node) -> bool:
         """Whether a view is a kernel that costs something; one of what is in flight stands where it is."""
@@ -176,7 +176,7 @@ class _Reader:
         return node.target in self.priced_views and not is_flying
 
     def pass_through(self, node: fx.Node) -> None:
-        self.made.free[node] = None
+        self.reading.free[node] = None
         if any(n in self.begun for n in node.all_input_nodes):  # a part of what a coalesced collective makes
             self.begun[node] = next(self.begun[n] for n in node.all_input_nodes if n in self.begun)
         self.sources[node] = _join([self.sources[n] for n in node.all_input_nodes])
@@ -194,20 +194,20 @@ class _Reader:
                 got=f"{operand}",
                 hint="a wait is for the result of a start, or for an input, whose communication an earlier graph began",
             )
-        problem = self.made.problem
+        problem = self.reading.problem
         if not problem.is_waited[start]:
             problem.is_waited[start] = True
             problem.order.append(~start)
             for s in problem.holds(start):
                 self.flying.get(s, set()).discard(start)
                 self.landing.get(s, set()).discard(start)
-        self.waited.update(x.storage for x in self.made.values[node])
-        self.made.waits[start].append(node)
+        self.waited.update(x.storage for x in self.reading.values[node])
+        self.reading.waits[start].append(node)
         self.sources[node] = (frozenset((start,)), frozenset((start,)))
 
     def is_landed(self, operand: fx.Node) -> bool:
         """Whether a wait is for what has been waited for, or for a communication that an earlier graph began."""
-        while operand in self.made.free and operand.target is not WAIT and operand.all_input_nodes:
+        while operand in self.reading.free and operand.target is not WAIT and operand.all_input_nodes:
             operand = operand.all_input_nodes[0]
         return operand.target is WAIT or operand.op in ("placeholder", "get_attr")
 
@@ -215,10 +215,10 @@ class _Reader:
         """The storages of inputs that a wait makes readable, but where nothing else reads them: then it stands where
         it is needed, as a view."""
         operand = node.args[0] if node.args else None
-        held = {x.storage for x in self.made.values[operand]} if isinstance(operand, fx.Node) else set[int]()
+        storages = {x.storage for x in self.reading.values[operand]} if isinstance(operand, fx.Node) else set[int]()
         is_alone = isinstance(operand, fx.Node) and operand.op == "placeholder" and len(operand.users) == 1
         is_read = any(user.target is not WAIT for user in node.users)
-        return {s for s in held if self.owners[s] > (is_alone and is_read)}
+        return {s for s in storages if self.owners[s] > (is_alone and is_read)}
 
     def landed(self, node: fx.Node) -> None:
         """A wait that costs nothing. Where other nodes read the input that it is for, they keep their side of it."""
@@ -226,20 +226,20 @@ class _Reader:
         if not storages:
             self.pass_through(node)
             return
-        number = self.made.problem.num_items
+        number = self.reading.problem.num_items
         deps, waits = map(set, _join([self.sources[n] for n in node.all_input_nodes]))
         self.mutation(number, storages, storages, deps, waits)
         self.enter(node, None, deps, waits, tuple(sorted(storages)), storages)
 
     def item(self, node: fx.Node, row: Collective | None, op: _Op) -> None:
-        number = self.made.problem.num_items
+        number = self.reading.problem.num_items
         inputs = node.all_input_nodes
         items, starts = _join([self.sources[n] for n in inputs])
         deps, waits = set(items), set(starts)
         for n in inputs:
             if n in self.begun:
                 waits.add(self.complete(n, node))
-        reads = tuple(sorted({x.storage for n in inputs for x in self.made.values[n]}))
+        reads = tuple(sorted({x.storage for n in inputs for x in self.reading.values[n]}))
         writes = self.written(node, op)
         self.check_flight(node, reads, writes)
         self.mutation(number, reads, writes, deps, waits)
@@ -248,7 +248,7 @@ class _Reader:
 
     def complete(self, result: fx.Node, user: fx.Node) -> int:
         """The start whose result is used by itself. Raises VerifyError where no wait for it stands before."""
-        if not self.waited.issuperset(x.storage for x in self.made.values[result]):
+        if not self.waited.issuperset(x.storage for x in self.reading.values[result]):
             raise VerifyError(
                 "the result of a collective is used before its wait",
                 where=place_of(user),
@@ -259,9 +259,9 @@ class _Reader:
 
     def check_flight(self, node: fx.Node, reads: Iterable[int], writes: set[int]) -> None:
         for s in reads:
-            held = self.landing.get(s) or (self.flying.get(s) if s in writes else None)
-            if held:
-                name = self.made.nodes[min(held)].name
+            writers = self.landing.get(s) or (self.flying.get(s) if s in writes else None)
+            if writers:
+                name = self.reading.nodes[min(writers)].name
                 raise VerifyError(
                     "a buffer is touched while a communication is in flight",
                     where=place_of(node),
@@ -272,7 +272,7 @@ class _Reader:
 
     def mutation(self, number: int, reads: Iterable[int], writes: set[int], deps: set[int], waits: set[int]) -> None:
         """Reads stay behind the last write of a storage, writes behind what read or wrote it."""
-        problem = self.made.problem
+        problem = self.reading.problem
         for s in self.mutated.intersection(reads):
             before = [self.writer[s]] if s in self.writer else []
             if s in writes:
@@ -307,7 +307,7 @@ class _Reader:
 
     def keeps_order(self, key: Any, row: Collective) -> bool:
         """Where a message meets its partner by its place, all communications of its group keep theirs."""
-        return row.is_ordered or self.made.rows[self.last[key]].is_ordered
+        return row.is_ordered or self.reading.rows[self.last[key]].is_ordered
 
     def channel(self, node: fx.Node, row: Collective) -> int:
         group = group_of(node, row)
@@ -316,8 +316,8 @@ class _Reader:
             raise MeshweaveError("a collective has no group", where=place_of(node), got=f"{group!r}", expected="a name")
         if key not in self.channels:
             self.channels[key] = len(self.channels)
-            self.made.problem.channels.append(key)
-            self.made.groups.append(group)
+            self.reading.problem.channels.append(key)
+            self.reading.groups.append(group)
         return self.channels[key]
 
     def enter(
@@ -329,7 +329,7 @@ class _Reader:
         reads: tuple[int, ...],
         writes: set[int],
     ) -> None:
-        problem, number = self.made.problem, self.made.problem.num_items
+        problem, number = self.reading.problem, self.reading.problem.num_items
         problem.names.append(node.name)
         problem.deps.append(tuple(sorted(deps)))
         problem.waits.append(tuple(sorted(waits)))
@@ -338,26 +338,26 @@ class _Reader:
         problem.uses.append(reads)
         problem.is_waited.append(False)
         problem.order.append(number)
-        self.made.nodes.append(node)
+        self.reading.nodes.append(node)
         self.sources[node] = (frozenset((number,)), frozenset())
         if row is None:
             return
-        self.made.rows[number] = row
-        self.made.waits[number] = []
+        self.reading.rows[number] = row
+        self.reading.waits[number] = []
         self.begun[node] = number
-        self.waited.difference_update(x.storage for x in self.made.values[node])
-        for held, storages in ((self.flying, reads), (self.landing, (*problem.allocs[number], *writes))):
+        self.waited.difference_update(x.storage for x in self.reading.values[node])
+        for users, storages in ((self.flying, reads), (self.landing, (*problem.allocs[number], *writes))):
             for s in storages:
-                held.setdefault(s, set()).add(number)
+                users.setdefault(s, set()).add(number)
 
     def finish(self, node: fx.Node) -> None:
         for n in node.all_input_nodes:
-            for x in self.made.values[n]:
-                self.made.problem.kept[x.storage] = True
-        for start in self.made.rows:
-            if not self.made.problem.is_waited[start]:  # held for ever
-                for s in self.made.problem.holds(start):
-                    self.made.problem.kept[s] = True
+            for x in self.reading.values[n]:
+                self.reading.problem.kept[x.storage] = True
+        for start in self.reading.rows:
+            if not self.reading.problem.is_waited[start]:  # held for ever
+                for s in self.reading.problem.holds(start):
+                    self.reading.problem.kept[s] = True
 
 
 def _base(node: Any) -> Any:
@@ -384,6 +384,6 @@ def read(program: DeviceProgram, priced_views: Collection[Any] = ()) -> Reading:
     """The problem of a program, without costs; ops among `priced_views` are kernels though they make views. Raises
     VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before its
     wait, and for a buffer that is touched while a communication is in flight."""
-    reading = _Reader(Reading(program), priced_views).run()
-    hold_fences(reading.problem, [(reading.nodes.index(one.node), one.gathers_pass) for one in program.fences])
+    reading = _GraphReader(Reading(program), priced_views).run()
+    hold_fences(reading.problem, [(reading.nodes.index(fence.node), fence.gathers_pass) for fence in program.fences])
     return reading

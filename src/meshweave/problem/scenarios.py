@@ -23,8 +23,8 @@ class Scenario:
     change: Callable[[Problem], Problem]
 
     def seconds(self, problem: Problem, order: Order, slowdown: Slowdown | None) -> float:
-        held = slowdown or _even
-        return seconds_of(self.change(problem), order, lambda levels: held(levels - {_SHARED}))
+        rates = slowdown or _even
+        return seconds_of(self.change(problem), order, lambda levels: rates(levels - {_SHARED}))
 
 
 def _even(levels: frozenset[str]) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.disk_cache import Entry, cache_directory, machine_of
+from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.ir.values import Values
 from meshweave.regions.cut import Region, is_generated, is_view
 from meshweave.regions.trace import RegionFunction, samples
@@ -104,7 +104,7 @@ def remember(functions: Sequence[Mapping[int, RegionFunction]], pays: bool) -> N
     _entry(functions).write(_COMPILED if pays else _EAGER)
 
 
-def _entry(functions: Sequence[Mapping[int, RegionFunction]]) -> Entry:
+def _entry(functions: Sequence[Mapping[int, RegionFunction]]) -> CacheEntry:
     device = next(iter(functions[0].values())).device
     counts = Counter(sha256(f.key.encode()).hexdigest() for its in functions for f in its.values())
     key = {
@@ -113,4 +113,4 @@ def _entry(functions: Sequence[Mapping[int, RegionFunction]]) -> Entry:
         **machine_of(device),
         "regions": sorted(counts.items()),
     }
-    return Entry(cache_directory() / "regions", json.dumps(key), ".txt")
+    return CacheEntry(cache_directory() / "regions", json.dumps(key), ".txt")

@@ -94,21 +94,21 @@ def diff_rows(a: Simulation, b: Simulation) -> tuple[DiffRow, ...]:
     same value: it moved.
     """
     sums_a, sums_b = _sums(a), _sums(b)
-    gone = {key: total for key, total in sums_a.items() if key not in sums_b}
+    only_in_a = {key: total for key, total in sums_a.items() if key not in sums_b}
     rows = []
     for key, total in sums_b.items():
         if key in sums_a:
             kind, change = _changed(sums_a[key], total)
             rows.append(DiffRow(*key, sums_a[key], total, kind, change))
             continue
-        before = _moved_from(key, total, gone)
+        before = _moved_from(key, total, only_in_a)
         if before is None:
             text = f"{_times(total.count)} appear: {bytes_text(total.bytes)}, {_shown(total)}"
             rows.append(DiffRow(*key, Sum(), total, "appears", text))
         else:
             rows.append(DiffRow(*key, sums_a[before], total, "moved", _moved(before, key, sums_a[before], total)))
-            del gone[before]
-    for key, total in gone.items():
+            del only_in_a[before]
+    for key, total in only_in_a.items():
         text = f"{_times(total.count)} vanish: {bytes_text(total.bytes)}, {_shown(total)}"
         rows.append(DiffRow(*key, total, Sum(), "vanishes", text))
     return tuple(sorted(rows, key=_weight))
@@ -129,12 +129,12 @@ def _sums(simulation: Simulation) -> dict[_Key, Sum]:
     return sums
 
 
-def _moved_from(key: _Key, total: Sum, gone: Mapping[_Key, Sum]) -> _Key | None:
-    """What of `gone` this was: same phase, module and value, best the same op and number."""
+def _moved_from(key: _Key, total: Sum, candidates: Mapping[_Key, Sum]) -> _Key | None:
+    """What of `candidates` this was: same phase, module and value, best the same op and number."""
     phase, op, _, layout, module = key
     value = layout.partition(": ")[0]
-    near = [k for k in gone if (k[0], k[4], k[3].partition(": ")[0]) == (phase, module, value)]
-    return min(near, key=lambda k: (k[1] != op, abs(gone[k].count - total.count), k), default=None)
+    near = [k for k in candidates if (k[0], k[4], k[3].partition(": ")[0]) == (phase, module, value)]
+    return min(near, key=lambda k: (k[1] != op, abs(candidates[k].count - total.count), k), default=None)
 
 
 def _times(count: int) -> str:

@@ -73,7 +73,7 @@ def _rows(spans: Sequence[Span]) -> list[list[int]]:
     ends: list[int] = []
     for span in sorted(spans, key=lambda s: (nanoseconds(s.start), nanoseconds(s.end), s.index)):
         begin, end = nanoseconds(span.start), nanoseconds(span.end)
-        at = next((i for i, taken in enumerate(ends) if taken <= begin), len(rows))
+        at = next((i for i, busy_until in enumerate(ends) if busy_until <= begin), len(rows))
         if at == len(rows):
             rows.append([])
             ends.append(0)

@@ -90,8 +90,8 @@ def totals(rows: Iterable[MoveRow]) -> list[Total]:
     """One total per phase and kind, in the order of their first appearance."""
     by_kind: dict[tuple[str, str], Total] = {}
     for row in rows:
-        held = by_kind.get((row.phase, row.kind), Total(row.phase, row.kind, 0, 0))
-        total = Total(held.phase, held.kind, held.count + 1, held.bytes_received + row.bytes_received)
+        previous = by_kind.get((row.phase, row.kind), Total(row.phase, row.kind, 0, 0))
+        total = Total(previous.phase, previous.kind, previous.count + 1, previous.bytes_received + row.bytes_received)
         by_kind[row.phase, row.kind] = total
     return list(by_kind.values())
 

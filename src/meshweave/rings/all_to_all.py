@@ -20,7 +20,7 @@ from meshweave.rings.rewrite import Products, RingScheme, erase_unused, finish, 
 
 
 @dataclass(slots=True)
-class Region:
+class ExchangeRegion:
     """What is made of the chunks that an all-to-all brings, up to `back`, the start of the one that takes them back.
 
     `cuts` has the cut of every value on the way, the arrived one first; `kept` are those that others read, too.
@@ -28,7 +28,7 @@ class Region:
 
     cuts: dict[fx.Node, Cut]
     back: fx.Node
-    kept: list[fx.Node] = field(default_factory=list)
+    read_outside: list[fx.Node] = field(default_factory=list)
 
     @property
     def matmuls(self) -> list[fx.Node]:
@@ -43,7 +43,7 @@ def is_even(start: fx.Node) -> bool:
 
 def exchanged(
     start: fx.Node, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int], why: list[str]
-) -> Region | None:
+) -> ExchangeRegion | None:
     """The region behind an all-to-all; None, with a reason in `why`, where there is none with a matmul in it."""
     wait, block = wait_of(start), Cut(0, 1, ring.size)
     cuts, returns = {wait: block}, list[fx.Node]()
@@ -55,14 +55,14 @@ def exchanged(
         elif cut := _followed(node, cuts, shapes, why):
             cuts[node] = cut
     for back in returns:
-        region = Region(needed(Downstream(cuts), wait, [back]), back)
+        region = ExchangeRegion(needed(Downstream(cuts), wait, [back]), back)
         late = [n for node in region.cuts if node is not wait for n in operands_of(node) if n not in region.cuts]
         late = [n for n in late if earlier(n, wait, order) is None]
         if late:
             why.append(f"{late[0].name} is made later")
         elif region.matmuls:
             inside = {*region.cuts, back}
-            region.kept = [node for node in region.cuts if any(user not in inside for user in node.users)]
+            region.read_outside = [node for node in region.cuts if any(user not in inside for user in node.users)]
             return region
     return None
 
@@ -79,22 +79,22 @@ def _followed(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: l
         result = kind.forward(op, at, cuts[operands[at]])
         if result == "sum" or not shapes.fits(node, result):
             return None
-        taken = kind.backward(op, result)
+        wanted = kind.backward(op, result)
     except NoCut as error:
         why.append(f"{node.name}: {error}")
         return None
-    return result if all(cuts.get(n, cut) == cut for n, cut in zip(operands, taken, strict=True)) else None
+    return result if all(cuts.get(n, cut) == cut for n, cut in zip(operands, wanted, strict=True)) else None
 
 
 def rewrite_exchange(
-    write: ChunkWriter, start: fx.Node, region: Region, ring: Ring, scheme: RingScheme, shapes: Shapes
+    write: ChunkWriter, start: fx.Node, region: ExchangeRegion, ring: Ring, scheme: RingScheme, shapes: Shapes
 ) -> None:
     """Chunks of a device are sent back to it as soon as they are computed. Values that others read are put together."""
     assert scheme.row is not None
     wait, last = wait_of(start), wait_of(region.back)
     (piece,), (operand,) = operands_of(start), operands_of(region.back)
     write.follow(start, wait)
-    parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in region.kept}
+    parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in region.read_outside}
     numbers, results, sent = list[Number](), list[fx.Node](), iter(scheme.row.steps(ring.size))
 
     def consume(number: Number, chunk: fx.Node) -> None:
@@ -115,7 +115,7 @@ def rewrite_exchange(
     whole = [write.wait(begun) if step.shift else begun for begun, step in zip(results, steps, strict=True)]
     sources = [write.index(ring, step.sends) for step in steps]
     inherit(write.call(local_ops.join_chunks, whole, sources, 0, 1), last, shapes)
-    erase_unused(write.graph, [last, *region.kept])
+    erase_unused(write.graph, [last, *region.read_outside])
 
 
 def rewrite_deal(

@@ -92,10 +92,10 @@ def ring_attention(program: DeviceProgram) -> tuple[fx.Graph | None, AttentionRe
     for node in [n for n in program.graph.nodes if n.target in ATTENTION]:
         is_forward = node.target is FORWARD
         try:
-            found = _find(program, node, 1 if is_forward else 2)
-            if found is None:
+            matched = _find(program, node, 1 if is_forward else 2)
+            if matched is None:
                 continue
-            site = _Site.of(program, node, *found)
+            site = _Site.of(program, node, *matched)
             num = site.forward() if is_forward else site.backward()
             rows.append(AttentionRow(node.name, place_of(node), num))
         except _Left as left:
@@ -298,7 +298,7 @@ class _Site:
 
     def erase(self) -> None:
         """Take out the attention, and gathers that nobody reads any more."""
-        gone = [self.node, *self.node.users, *self.keys.between, *self.values.between]
+        nodes = [self.node, *self.node.users, *self.keys.between, *self.values.between]
         for node in [*self.node.users]:
             erase_unused(self.program.graph, [node])
-        erase_unused(self.program.graph, gone)
+        erase_unused(self.program.graph, nodes)

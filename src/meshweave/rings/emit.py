@@ -29,7 +29,7 @@ class _Emission:
     ring: Ring
     steps: tuple[Step, ...] = ()
     started: dict[int, fx.Node] = field(default_factory=dict)  # per step its message, that is on its way
-    held: dict[int, fx.Node] = field(default_factory=dict)  # per step the chunk that has come, or is its own
+    chunks: dict[int, fx.Node] = field(default_factory=dict)  # per step the chunk that has come, or is its own
 
     def __post_init__(self) -> None:
         self.steps = self.row.steps(self.ring.size)
@@ -64,16 +64,16 @@ def write_gather(
         nonlocal posted
         while posted < min(until, len(done.steps)) and done.steps[posted].of <= last:
             step = done.steps[posted]
-            done.send(posted, done.held[step.of] if step.of else piece)
+            done.send(posted, done.chunks[step.of] if step.of else piece)
             posted += 1
 
     with write.at(early or write.place):
         piece = write.contiguous(piece)
         post(row.ahead + posted, 0)
     for k, step in enumerate(done.steps):
-        done.held[k] = done.received(k) if step.has_message else piece
+        done.chunks[k] = done.received(k) if step.has_message else piece
         post(k + 1 + row.ahead, k)
-        consume(done.number(step), done.held[k])
+        consume(done.number(step), done.chunks[k])
 
 
 def write_reduce(

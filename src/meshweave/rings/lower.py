@@ -35,7 +35,7 @@ convert = torch.ops.prims.convert_element_type.default
 
 def lower(rings: RingGraph) -> None:
     """Write in place what the pass has left in the vocabulary of rank graphs, with fake tensors in meta["val"]."""
-    _Lowering(rings.program.graph, rings).run()
+    _RingLowering(rings.program.graph, rings).run()
 
 
 def rewrite_graph(
@@ -48,12 +48,12 @@ def rewrite_graph(
     graph, report = rewrite(graph_program(own, groups))
     if graph is None:
         return gm, report
-    _Lowering(graph, None).run()
+    _RingLowering(graph, None).run()
     return module_like(gm, graph), report
 
 
 @dataclass(slots=True)
-class _Lowering:
+class _RingLowering:
     graph: fx.Graph
     rings: RingGraph | None
     like: Any = None  # a fake tensor of the graph
@@ -68,7 +68,7 @@ class _Lowering:
         for node in list(graph.nodes):
             is_ours = "ring" in node.meta or node.target in _BLOCKS
             if is_ours and node.target not in SYMBOLS:
-                self.place, write = node, _WRITERS.get(node.target, _Lowering.same)
+                self.place, write = node, _WRITERS.get(node.target, _RingLowering.same)
                 lowered = self.laid(write(self, node, *node.args), node)
                 node.replace_all_uses_with(lowered)
                 graph.erase_node(node)
@@ -212,12 +212,12 @@ class _Lowering:
 
 _BLOCKS = frozenset({local_ops.join_blocks, local_ops.deal_blocks})
 _WRITERS: Mapping[Any, Callable[..., fx.Node]] = {
-    aten.contiguous.default: _Lowering.whole,
-    aten._to_copy.default: _Lowering.cast,
-    local_ops.take_chunk: _Lowering.take,
-    local_ops.join_chunks: _Lowering.join,
-    local_ops.sum_parts: _Lowering.sum,
-    local_ops.join_blocks: _Lowering.join_blocks,
-    local_ops.deal_blocks: _Lowering.deal_blocks,
-    permute: _Lowering.permute,
+    aten.contiguous.default: _RingLowering.whole,
+    aten._to_copy.default: _RingLowering.cast,
+    local_ops.take_chunk: _RingLowering.take,
+    local_ops.join_chunks: _RingLowering.join,
+    local_ops.sum_parts: _RingLowering.sum,
+    local_ops.join_blocks: _RingLowering.join_blocks,
+    local_ops.deal_blocks: _RingLowering.deal_blocks,
+    permute: _RingLowering.permute,
 }

@@ -40,16 +40,16 @@ class DecomposeOptions:
     margin: float = 0.02
 
     @classmethod
-    def of(cls, asked: bool | DecomposeOptions | None) -> DecomposeOptions | None:
+    def of(cls, options: bool | DecomposeOptions | None) -> DecomposeOptions | None:
         """How collectives are taken apart; None: not at all. Raises MeshweaveError for what says neither."""
-        if asked is None or asked is False:
+        if options is None or options is False:
             return None
-        if asked is True:
+        if options is True:
             return cls()
-        if not isinstance(asked, DecomposeOptions):
+        if not isinstance(options, DecomposeOptions):
             raise MeshweaveError(
                 "decompose says neither whether nor how",
-                got=repr(asked),
+                got=repr(options),
                 expected="True, False or DecomposeOptions(...)",
             )
-        return asked
+        return options

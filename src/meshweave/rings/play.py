@@ -10,7 +10,7 @@ from meshweave.simulate.clock import Work, play
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageCost:
     """Seconds of a message, of which the processor itself spends `host` when it is waited for: 0 where links work
     alone. Compute takes `slowdown` times as long while one is on its way."""
 
@@ -32,7 +32,7 @@ class _Steps:
         """Only a kernel is slower beside a message."""
         self.order.append(self.work.add(seconds, needs, is_kernel=is_kernel))
 
-    def send(self, message: Message) -> int:
+    def send(self, message: MessageCost) -> int:
         """A message that is sent now, as soon as the link is free."""
         self.run(0.0)
         self.link.append(self.work.add(message.seconds - message.host, self.order[-1:], (("link", 1.0),)))
@@ -43,7 +43,7 @@ class _Steps:
         return play(self.work, (self.order, self.link), 1, lambda levels: self.slowdown).ends[self.order[-1]]
 
 
-def play_gather(steps: Sequence[Step], ahead: int, chunk: float, message: Message, hidden: float) -> float:
+def play_gather(steps: Sequence[Step], ahead: int, chunk: float, message: MessageCost, hidden: float) -> float:
     """Seconds from the wait of a gather to its last product. Its first messages are sent `hidden` seconds before."""
     played, sent = _Steps(message.slowdown), list[int]()
 
@@ -61,7 +61,7 @@ def play_gather(steps: Sequence[Step], ahead: int, chunk: float, message: Messag
     return played.seconds() - hidden
 
 
-def play_reduce(steps: Sequence[Step], chunk: float, message: Message, hidden: float) -> float:
+def play_reduce(steps: Sequence[Step], chunk: float, message: MessageCost, hidden: float) -> float:
     """Seconds from the first part of a reduction to its result, less `hidden` of other work after the last part, beside
     the messages that are then on their way."""
     played, sent, last = _Steps(message.slowdown), dict[int, int](), len(steps) - 1
@@ -81,7 +81,7 @@ def play_reduce(steps: Sequence[Step], chunk: float, message: Message, hidden: f
 
 
 def play_exchange(
-    steps: Sequence[Step], chunk: float, there: Message, back: Message, before: float, after: float
+    steps: Sequence[Step], chunk: float, there: MessageCost, back: MessageCost, before: float, after: float
 ) -> float:
     """Seconds from the wait of an all-to-all to the end of the one that brings back what is computed of its chunks,
     less `after` of other work beside that. Its first message is sent `before` seconds earlier."""

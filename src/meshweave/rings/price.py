@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from meshweave.chunks.chains import Downstream, Shapes, Upstream, kept, part_of, taken
+from meshweave.chunks.chains import Downstream, Shapes, Upstream, operand_cuts, part_of, read_outside
 from meshweave.chunks.cut import Cut, Sum, is_same, kind_of, operands_of
 from meshweave.chunks.writer import Index, Ring
 from meshweave.hardware.profile import MachineProfile
-from meshweave.hardware.work import Memory
+from meshweave.hardware.work import MemoryWork
 from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.rings.algorithms import Step
-from meshweave.rings.all_to_all import Region
+from meshweave.rings.all_to_all import ExchangeRegion
 from meshweave.rings.find import KINDS
-from meshweave.rings.play import Message, play_exchange, play_gather, play_reduce
+from meshweave.rings.play import MessageCost, play_exchange, play_gather, play_reduce
 from meshweave.rings.rewrite import RingScheme, wait_of
 from meshweave.simulate.classify import work_of
 
@@ -83,8 +83,10 @@ class RingPrices:
         values, operands = self.shapes.values, operands_of(node)
         if values[node][0].storage in {values[n][0].storage for n in operands}:
             return self.launch  # a view
-        taken = [part_of(values[n][0], cut) for n, cut in zip(operands, cuts or [None] * len(operands), strict=True)]
-        works = work_of(node, taken, [part_of(values[node][0], result)])
+        operands_of_part = [
+            part_of(values[n][0], cut) for n, cut in zip(operands, cuts or [None] * len(operands), strict=True)
+        ]
+        works = work_of(node, operands_of_part, [part_of(values[node][0], result)])
         return sum(self.profile.compute_seconds(work) for work in works)
 
     def chunk(
@@ -111,22 +113,22 @@ class RingPrices:
     def copy(self, node: fx.Node, times: float = 1.0, kind: str = "strided") -> float:
         """Reading and writing the value of a node."""
         value = self.shapes.values[node][0]
-        work = Memory(kind, int(2 * times * value.bytes), value.num_elements, value.dtype)
+        work = MemoryWork(kind, int(2 * times * value.bytes), value.num_elements, value.dtype)
         return self.profile.compute_seconds(work)
 
-    def collective(self, start: fx.Node) -> Message:
+    def collective(self, start: fx.Node) -> MessageCost:
         return self.named(start, KINDS[start.target], self.bytes(start))
 
-    def named(self, start: fx.Node, op: str, num_bytes: float) -> Message:
+    def named(self, start: fx.Node, op: str, num_bytes: float) -> MessageCost:
         """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
         of a start and a wait: as simulate.tasks has it), and what it takes from compute beside it."""
         profile, where = self.profile, self.program.group_of(start)
         launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
         levels = frozenset(level for level, _ in profile.usage(op, *where))
         host = profile.host_seconds(op, *where, seconds) + launches
-        return Message(seconds + launches, host, profile.compute_slowdown(levels))
+        return MessageCost(seconds + launches, host, profile.compute_slowdown(levels))
 
-    def in_turn(self, start: fx.Node, op: str, num_bytes: float, count: int) -> Message:
+    def in_turn(self, start: fx.Node, op: str, num_bytes: float, count: int) -> MessageCost:
         """One of `count` messages of so many bytes each. Links that let a short message through faster than their rate
         (a token bucket does) do so once: all take no less than one of all their bytes."""
         message = self.named(start, op, num_bytes)
@@ -154,11 +156,11 @@ def gather_estimate(
         compute += prices.op(node)
         if isinstance(result, Cut) and is_same(node, result):
             continue
-        cuts = taken(node, result, chain.cuts, prices.shapes)
+        cuts = operand_cuts(node, result, chain.cuts, prices.shapes)
         chunk += prices.chunk(node, cuts, None if result == "sum" else result, chain.cuts)
         if node in chain.consumers:
             losses += prices.copy(node, (len(steps) + 1) / 2 if result == "sum" else 1.0)
-    losses += sum(map(prices.copy, kept(chain)))
+    losses += sum(map(prices.copy, read_outside(chain)))
     if scheme.row is None and chain.cuts[wait].dim:
         losses += prices.copy(start.args[0])  # type: ignore[arg-type]
     num_bytes, hidden = prices.bytes(start) / (ring.size if second_half else 1), prices.between(start, wait)
@@ -185,14 +187,16 @@ def reduce_estimate(
     if is_split:
         gather = prices.named(start, "all_gather", num_bytes / ring.size)
         losses += max(gather.seconds - hidden, gather.host)
-    losses += sum(map(prices.copy, chain.kept))
+    losses += sum(map(prices.copy, chain.read_outside))
     message = _message(prices, start, ring, scheme, wide_factor * num_bytes / ring.size)
     played = play_reduce(steps, chunk, message, 0.0 if is_split else hidden)
     whole = prices.collective(start)
     return _estimate(hidden, whole, compute, chunk, message, steps, losses, played)
 
 
-def exchange_estimate(prices: RingPrices, start: fx.Node, region: Region, ring: Ring, scheme: RingScheme) -> Estimate:
+def exchange_estimate(
+    prices: RingPrices, start: fx.Node, region: ExchangeRegion, ring: Ring, scheme: RingScheme
+) -> Estimate:
     """Of two all-to-alls with what is computed between them, taken apart by peer."""
     wait, last, back = wait_of(start), wait_of(region.back), region.back
     compute, chunk = prices.along({node: cut for node, cut in region.cuts.items() if node is not wait})
@@ -202,7 +206,7 @@ def exchange_estimate(prices: RingPrices, start: fx.Node, region: Region, ring: 
     played = play_exchange(steps, chunk, there, again, prices.between(start, wait), prices.between(back, last))
     first, second = prices.collective(start), prices.collective(back)
     hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
-    losses = prices.copy(last) + sum(map(prices.copy, region.kept))
+    losses = prices.copy(last) + sum(map(prices.copy, region.read_outside))
     return Estimate(
         compute=compute,
         collective=first.seconds + second.seconds,
@@ -219,10 +223,10 @@ def exchange_estimate(prices: RingPrices, start: fx.Node, region: Region, ring: 
 
 def _estimate(
     hidden: float,
-    whole: Message,
+    whole: MessageCost,
     compute: float,
     chunk: float,
-    message: Message,
+    message: MessageCost,
     steps: Sequence[Step],
     losses: float,
     played: float,
@@ -238,7 +242,7 @@ def _steps(ring: Ring, scheme: RingScheme) -> tuple[Step, ...]:
     return tuple(Step(Index(0, i), root=0) for i in range(scheme.num_chunks))
 
 
-def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme, num_bytes: float) -> Message:
+def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme, num_bytes: float) -> MessageCost:
     """One message of a device. They share its links, and go one after the other."""
     if scheme.row is None:
         parts = scheme.num_chunks

@@ -39,12 +39,12 @@ def prove_rings(role: _Graphed) -> int:
         if "ring" in node.meta:
             rings.setdefault(node.meta["ring"], []).append(node)
     for mark, nodes in rings.items():
-        _Proof(mark, nodes).run()
+        _RingProof(mark, nodes).run()
     return len(rings)
 
 
 @dataclass(slots=True)
-class _Proof:
+class _RingProof:
     mark: Mark
     nodes: Sequence[fx.Node]
     pieces: frozenset[fx.Node] = frozenset()  # what goes round as it was handed in: the chunk of a device is its own
@@ -109,10 +109,10 @@ class _Proof:
             if chunks != [self.number(position, r)]:
                 raise self.wrong(node, f"takes keys {chunks} for those at {position} on device {r}")
         elif self.is_result(node):
-            held = set(self.content(node, r))
+            content = set(self.content(node, r))
             of_queries, of_keys = {(r, chunk) for chunk in range(n)}, {(device, r) for device in range(n)}
-            if held not in (of_queries, of_keys) or len(self.content(node, r)) != n:
-                raise self.wrong(node, f"has on device {r} results of (queries, keys): {sorted(held)}")
+            if content not in (of_queries, of_keys) or len(self.content(node, r)) != n:
+                raise self.wrong(node, f"has on device {r} results of (queries, keys): {sorted(content)}")
 
     def is_result(self, node: fx.Node) -> bool:
         is_taken = any(user.meta.get("ring") != self.mark for user in node.users)

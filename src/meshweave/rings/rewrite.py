@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, kept, part_of, shaped
+from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, part_of, read_outside, shaped
 from meshweave.chunks.cut import Cut, operands_of
 from meshweave.chunks.writer import ChunkWriter, Number, Ring
 from meshweave.interop.graphs import is_erased
@@ -95,7 +95,7 @@ def rewrite_gather(
     piece = start.args[0]
     assert isinstance(piece, fx.Node)
     results = _Results(write, wide, [], {consumer: [] for consumer in chain.consumers})
-    read: dict[fx.Node, list[fx.Node]] = {node: [] for node in kept(chain)}
+    read: dict[fx.Node, list[fx.Node]] = {node: [] for node in read_outside(chain)}
 
     def consume(number: Number, chunk: fx.Node) -> None:
         chunker = Chunker(write, shapes, number, {wait: chunk})
@@ -218,24 +218,24 @@ class Products:
 
     write: ChunkWriter
     shapes: Shapes
-    found: Upstream
+    chain: Upstream
     operand: fx.Node
     numbers: list[Number] = field(default_factory=list)
     parts: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def __call__(self, number: Number) -> fx.Node:
         chunker = Chunker(self.write, self.shapes, number)
-        product = chunker.up(self.operand, self.found.cuts)
+        product = chunker.up(self.operand, self.chain.cuts)
         self.numbers.append(number)
-        for node in self.found.kept:
-            self.parts.setdefault(node, []).append(chunker.made[node])
+        for node in self.chain.read_outside:
+            self.parts.setdefault(node, []).append(chunker.chunk_of[node])
         return product
 
     def join(self, place: fx.Node) -> None:
         """Put together before `place` what others read."""
         with self.write.at(place):
             for node, parts in self.parts.items():
-                cut = self.found.cuts[node]
+                cut = self.chain.cuts[node]
                 whole = self.write.call(local_ops.join_chunks, parts, list(self.numbers), cut.dim, cut.outer)
                 inherit(whole, node, self.shapes)
 

@@ -18,7 +18,7 @@ from meshweave.ir.graph import origin_of, place_of
 from meshweave.problem.prices import ProfilePrices
 from meshweave.problem.read import read
 from meshweave.rings.algorithms import algorithm, prove
-from meshweave.rings.all_to_all import Region, exchanged, is_even, rewrite_deal, rewrite_exchange
+from meshweave.rings.all_to_all import ExchangeRegion, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.rings.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estimate, gather_estimate, reduce_estimate
@@ -29,11 +29,11 @@ from meshweave.rings.share import Shared, share_gathers
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RingChoice:
     """A way that can be gone, and what it costs."""
 
     way: RingScheme
-    found: Downstream | Upstream | Region
+    chain: Downstream | Upstream | ExchangeRegion
     num_steps: int
     estimate: Estimate | None
     more: float = 0.0  # that the second half of an all-reduce can gain then
@@ -44,15 +44,15 @@ class Choice:
 
     @property
     def matmuls(self) -> tuple[fx.Node, ...]:
-        chain = self.found
+        chain = self.chain
         return tuple(chain.consumers) if isinstance(chain, Downstream) else tuple(chain.matmuls)
 
 
 # Of the choices for a start: which, and why it is left all the same ("": it is taken).
-Pick = Callable[[fx.Node, Sequence[Choice]], tuple[int, str]]
+Pick = Callable[[fx.Node, Sequence[RingChoice]], tuple[int, str]]
 
 
-def first(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+def first(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
     return 0, ""
 
 
@@ -60,7 +60,7 @@ def by_gain(margin: float) -> Pick:
     """Of the choices that gain as much as the best but for the margin, the one with the fewest steps (each costs what
     no estimate sees, and nodes of the graph), the first of equals; left where it does not gain the margin."""
 
-    def pick(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+    def pick(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
         most = max(choices, key=lambda choice: choice.gain)
         assert most.estimate is not None
         least = most.gain - margin * most.estimate.before
@@ -149,30 +149,30 @@ class RingRewriter:
 
     def choices(
         self, start: fx.Node, ring: Ring, ways: list[RingScheme], order: dict[fx.Node, int], why: list[str]
-    ) -> Iterator[Choice]:
+    ) -> Iterator[RingChoice]:
         kind = KINDS[start.target]
         for way in ways:
             steps = way.num_chunks if way.row is None else len(way.row.steps(ring.size))
             if way.row is not None:
                 prove(way.row, ring.size)
             if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
-                yield Choice(way, region, steps, self.exchange_estimate(start, region, ring, way))
+                yield RingChoice(way, region, steps, self.exchange_estimate(start, region, ring, way))
             if kind in ("all_gather", "all_to_all"):
-                found = gathered(start, way, ring, self.shapes, order)
-                why.append(joined_reasons(found.why))
-                tried = variants(found, wait_of(start), self.options.sums)
-                for one in tried[:1] if self.options.when == "always" else tried:
-                    yield Choice(way, one, steps, self.gather_estimate(start, one, ring, way))
+                chain = gathered(start, way, ring, self.shapes, order)
+                why.append(joined_reasons(chain.why))
+                tried = variants(chain, wait_of(start), self.options.sums)
+                for variant in tried[:1] if self.options.when == "always" else tried:
+                    yield RingChoice(way, variant, steps, self.gather_estimate(start, variant, ring, way))
             if kind == "all_gather":
                 continue
             if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
                 why.append(f"a {start.args[1]} is not taken apart into messages")
                 continue
-            made = reduced(start, way, ring, self.shapes, order)
-            why.append(joined_reasons(made.why))
-            if made.matmuls:
-                more = self.second_half(start, made, ring, order) if kind == "all_reduce" and way.row else 0.0
-                yield Choice(way, made, steps, self.reduce_estimate(start, made, ring, way), more)
+            producers = reduced(start, way, ring, self.shapes, order)
+            why.append(joined_reasons(producers.why))
+            if producers.matmuls:
+                more = self.second_half(start, producers, ring, order) if kind == "all_reduce" and way.row else 0.0
+                yield RingChoice(way, producers, steps, self.reduce_estimate(start, producers, ring, way), more)
 
     def gather_estimate(self, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme) -> Estimate | None:
         if self.prices is None:
@@ -203,7 +203,9 @@ class RingRewriter:
                 gains.append(estimate.before - estimate.after)
         return max(gains)
 
-    def exchange_estimate(self, start: fx.Node, region: Region, ring: Ring, scheme: RingScheme) -> Estimate | None:
+    def exchange_estimate(
+        self, start: fx.Node, region: ExchangeRegion, ring: Ring, scheme: RingScheme
+    ) -> Estimate | None:
         return exchange_estimate(self.prices, start, region, ring, scheme) if self.prices is not None else None
 
     def dtype(self, start: fx.Node) -> torch.dtype:
@@ -212,16 +214,16 @@ class RingRewriter:
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         return self.options.accumulate or wide_dtype(dtype)
 
-    def rewrite(self, start: fx.Node, ring: Ring, best: Choice, order: dict[fx.Node, int]) -> str:
+    def rewrite(self, start: fx.Node, ring: Ring, best: RingChoice, order: dict[fx.Node, int]) -> str:
         """Do it; returns what becomes of values."""
-        scheme, chain, wide = best.way, best.found, self.wide(self.dtype(start))
+        scheme, chain, wide = best.way, best.chain, self.wide(self.dtype(start))
         kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
         write.begin(ring, _RINGS[kind])
         if not isinstance(chain, Upstream):
             way_there = chain if isinstance(chain, Downstream) else Downstream(chain.cuts)
             for node in list(hoisted(way_there, wait, order)):
                 wait.prepend(node)
-        if isinstance(chain, Region):
+        if isinstance(chain, ExchangeRegion):
             self.returned[chain.back] = _returned(chain.back, start, ring, scheme)
             rewrite_exchange(write, start, chain, ring, scheme, shapes)
         elif isinstance(chain, Downstream):
@@ -242,7 +244,9 @@ class RingRewriter:
             order = self.prices.order
             order |= {begun: order[start], wait_of(begun): order[wait]}
 
-    def numerics(self, kind: str, scheme: RingScheme, chain: Downstream | Upstream | Region, wide: torch.dtype) -> str:
+    def numerics(
+        self, kind: str, scheme: RingScheme, chain: Downstream | Upstream | ExchangeRegion, wide: torch.dtype
+    ) -> str:
         is_summed = scheme.row is not None and kind in ("reduce_scatter", "all_reduce")
         if isinstance(chain, Downstream):
             is_summed = "sum" in chain.consumers.values()
@@ -261,7 +265,7 @@ _RINGS: dict[str, RingKind] = {
 }
 
 
-def described(row: RingRow, best: Choice) -> RingRow:
+def described(row: RingRow, best: RingChoice) -> RingRow:
     row = replace(row, matmuls=tuple(n.name for n in best.matmuls), way=str(best.way), num_steps=best.num_steps)
     if best.estimate is None:
         return row

@@ -24,7 +24,7 @@ def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
     Parameters are left: how long they live gathered is decided where they are moved.
     """
     first: dict[Any, fx.Node] = {}
-    lasting, gone = program.lasting(), list[Shared]()
+    lasting, shared = program.lasting(), list[Shared]()
     for start in [node for node in program.graph.nodes if node.target is ALL_GATHER.op]:
         if start in lasting or program.refused(start):
             continue
@@ -36,9 +36,9 @@ def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
         if order[wait] < order[its]:
             wait.prepend(its)
         wait.replace_all_uses_with(its)
-        gone.append((start.name, str(start.args[-1]), kept.name))
+        shared.append((start.name, str(start.args[-1]), kept.name))
         erase_unused(program.graph, [wait])
-    return tuple(gone)
+    return tuple(shared)
 
 
 def _text(value: Any) -> Any:

@@ -12,9 +12,9 @@ from meshweave.chunks.chains import Downstream
 from meshweave.chunks.cut import operands_of
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import op_name
-from meshweave.problem.figures import Agree, Figures, fingerprint
+from meshweave.problem.figures import Agree, CostNumbers, fingerprint
 from meshweave.rings.candidates import CandidateWriter, RingCandidate
-from meshweave.rings.rewriter import Choice, Pick, by_gain
+from meshweave.rings.rewriter import Pick, RingChoice, by_gain
 from meshweave.schedule import OverlapReport
 
 Judge = Callable[[fx.GraphModule], OverlapReport]  # of a graph, in the best order that a short search finds
@@ -31,7 +31,7 @@ class _Aim:
     num_chunks: int = 0
     with_half: bool = False
 
-    def of(self, choices: Sequence[Choice]) -> list[Choice]:
+    def of(self, choices: Sequence[RingChoice]) -> list[RingChoice]:
         fitting = [choice for choice in choices if (choice.way.row is not None) == self.is_messages]
         return [choice for choice in fitting if not self.num_chunks or choice.way.num_chunks == self.num_chunks]
 
@@ -57,7 +57,7 @@ class CandidateSearch:
     of: dict[str, _Twins] = field(default_factory=dict)  # by name of a start
     names: frozenset[str] = frozenset()  # of the graph as it is
     num_trials: int = 0
-    taken: frozenset[int] = frozenset()  # ids of the classes that `run` has taken apart
+    decomposed: frozenset[int] = frozenset()  # ids of the classes that `run` has taken apart
 
     def run(self) -> RingCandidate:
         """What is the fastest of what was tried."""
@@ -74,13 +74,13 @@ class CandidateSearch:
                 seconds = self.tried(before | {id(twins): aim}, twins, whole.seconds)
                 if seconds < least - _LEAST * whole.seconds:
                     least, aims = seconds, before | {id(twins): aim}
-        self.taken = frozenset(aims)
+        self.decomposed = frozenset(aims)
         return self.work.written(self.picking(aims))
 
     def left(self) -> RingCandidate:
         """The graph as it is, where that is as fast as what `run` has found."""
         for twins in self.twins.values():
-            twins.reason = "the graph does not get faster" if id(twins) in self.taken else twins.reason
+            twins.reason = "the graph does not get faster" if id(twins) in self.decomposed else twins.reason
         return self.work.written(self.picking({}))
 
     def agreed(self, mine: RingCandidate, agree: Agree | None) -> RingCandidate:
@@ -88,7 +88,7 @@ class CandidateSearch:
         if agree is None:
             return mine
         mark = fingerprint(self.work.rings().reading)
-        decisions = tuple(map(int, agree(Figures(mark, tuple(map(float, mine.decisions)))).numbers))
+        decisions = tuple(map(int, agree(CostNumbers(mark, tuple(map(float, mine.decisions)))).numbers))
         return mine if decisions == mine.decisions else self.work.written(_again(decisions))
 
     def enrol(self, whole: OverlapReport) -> None:
@@ -99,7 +99,7 @@ class CandidateSearch:
             names = row.name.split("+")
             shown |= dict.fromkeys(names, row.exposed_seconds / len(names))
 
-        def note(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+        def note(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
             key = _key(start, choices)
             if key not in self.twins:
                 margin = self.work.options.margin
@@ -129,7 +129,7 @@ class CandidateSearch:
     def picking(self, aims: Mapping[int, _Aim]) -> Pick:
         with_half, margin = any(aim.with_half for aim in aims.values()), self.work.options.margin
 
-        def pick(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+        def pick(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
             is_priced = choices[0].estimate is not None
             twins = self.of.get(start.name)
             if twins is None and start.name in self.names:
@@ -150,17 +150,17 @@ def _again(decisions: Sequence[int]) -> Pick:
     """What has been decided before, on this rank or another."""
     rest = iter(decisions)
 
-    def pick(start: fx.Node, choices: Sequence[Choice]) -> tuple[int, str]:
+    def pick(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
         at = next(rest)
         return (at, "") if at >= 0 else (0, "as was decided")
 
     return pick
 
 
-def _key(start: fx.Node, choices: Sequence[Choice]) -> Any:
+def _key(start: fx.Node, choices: Sequence[RingChoice]) -> Any:
     """What twins have in common."""
     matmuls = [(op_name(n.target), *map(_shape, operands_of(n))) for n in choices[0].matmuls]
-    kind = isinstance(choices[0].found, Downstream)
+    kind = isinstance(choices[0].chain, Downstream)
     return op_name(start.target), str(start.args[1:]), _shape(start.all_input_nodes[0]), kind, tuple(matmuls)
 
 
@@ -168,7 +168,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _aims(start: fx.Node, choices: Sequence[Choice], margin: float) -> Iterator[_Aim]:
+def _aims(start: fx.Node, choices: Sequence[RingChoice], margin: float) -> Iterator[_Aim]:
     """What is tried for a class: by estimates the best ring and the best number of parts, if they gain; without, one of
     each kind."""
     if choices[0].estimate is None:

@@ -51,12 +51,12 @@ def _along(node: fx.Node, end: End, cut: Cut) -> RowRule:
 def _extreme(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """The largest or least over some dims."""
     rank = len(spec_of(tensor_inputs(node)[0]).shape)
-    gone = {d % rank for d in node.args[1]} or set(range(rank))  # type: ignore[union-attr, operator]
-    left = list(range(rank)) if node.args[2] else [d for d in range(rank) if d not in gone]  # dims of the result
-    at = left[cut.dim] if end.is_result else cut.dim
-    if at in gone:
+    reduced = {d % rank for d in node.args[1]} or set(range(rank))  # type: ignore[union-attr, operator]
+    kept_dims = [d for d in range(rank) if node.args[2] or d not in reduced]  # dims of the result
+    at = kept_dims[cut.dim] if end.is_result else cut.dim
+    if at in reduced:
         raise NoCut("the rows are what it takes the largest or the least of")
-    return RowRule((Cut(at, cut.outer, cut.count),), (Cut(left.index(at), cut.outer, cut.count),))
+    return RowRule((Cut(at, cut.outer, cut.count),), (Cut(kept_dims.index(at), cut.outer, cut.count),))
 
 
 LOCAL: Mapping[Any, Callable[[fx.Node, End, Cut], RowRule]] = {

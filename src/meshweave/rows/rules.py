@@ -29,10 +29,10 @@ def _swapped(node: fx.Node) -> Rule:
 def _without(node: fx.Node) -> Rule:
     """One dim, which is whole, is gone from the results."""
     shape = spec_of(tensor_inputs(node)[0]).shape
-    gone = argument(node, 1, 0) % len(shape)
+    removed = argument(node, 1, 0) % len(shape)
     build = RuleBuilder()
-    dims = build.dims(shape, whole=(gone,))
-    return build.rule([dims], [[dim for d, dim in enumerate(dims) if d != gone] for _ in result_specs(node)])
+    dims = build.dims(shape, whole=(removed,))
+    return build.rule([dims], [[dim for d, dim in enumerate(dims) if d != removed] for _ in result_specs(node)])
 
 
 def _parts(node: fx.Node) -> Rule:
@@ -51,12 +51,12 @@ def _reduced(node: fx.Node, op: str) -> Rule:
     """Sums and means over the listed dims, or all: chunks of these are put together with `op`."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     listed: Any = argument(node, 1, None)
-    gone = {d % len(shape) for d in listed} if listed and shape else set(range(len(shape)))
+    reduced = {d % len(shape) for d in listed} if listed and shape else set(range(len(shape)))
     build = RuleBuilder()
     dims = build.dims(shape)
     keeps = len(spec_of(node).shape) == len(shape)
-    result = [() if d in gone else dim for d, dim in enumerate(dims) if d not in gone or keeps]
-    return build.rule([dims], [result], reduce={dims[d][0]: op for d in gone})
+    result = [() if d in reduced else dim for d, dim in enumerate(dims) if d not in reduced or keeps]
+    return build.rule([dims], [result], reduce={dims[d][0]: op for d in reduced})
 
 
 def _added_product(node: fx.Node) -> Rule:

@@ -94,8 +94,8 @@ def _attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
     results = [s is not None and s.shape[:1] == (batch,) and len(s.shape) > 2 for s in specs_of(node)]
     if cut.dim or not (results if end.is_result else rows)[end.index]:
         raise NoCut("attention is cut along its batch only")
-    made: list[Cut | Combine] = [cut if has else "same" for has in results]
-    return RowRule(tuple(cut if has else None for has in rows), tuple(made))
+    results_of_cut: list[Cut | Combine] = [cut if has else "same" for has in results]
+    return RowRule(tuple(cut if has else None for has in rows), tuple(results_of_cut))
 
 
 _VARLEN = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
@@ -104,8 +104,8 @@ _VARLEN = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments by the names of the op's schema, defaults included."""
     arguments = arguments_of(node.target)  # type: ignore[arg-type]
-    given = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
-    return {a.name: a.default_value for a in arguments} | given
+    passed = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
+    return {a.name: a.default_value for a in arguments} | passed
 
 
 # a sum over rows that is written into what is there: the chunks write one after the other

@@ -143,13 +143,13 @@ class RowWriter:
         """The op once per chunk, and one whole result of those that only together have it."""
         chunks: list[fx.Node] = []
         for c in range(self.regions.count):
-            chunks.append(self.one(node, rule, c, chunks))
+            chunks.append(self.chunk_of(node, rule, c, chunks))
         if isinstance(node.meta.get("spec"), tuple) or isinstance(rule.results[0], Cut):
             self.chunks[node] = chunks
         else:
             self.whole[node] = self.together(node, chunks, rule.results[0])
 
-    def one(self, node: fx.Node, rule: RowRule, c: int, before: Sequence[fx.Node]) -> fx.Node:
+    def chunk_of(self, node: fx.Node, rule: RowRule, c: int, before: Sequence[fx.Node]) -> fx.Node:
         operands = [
             self.as_whole(n) if cut is None else self.as_chunk(n, cut, c)
             for n, cut in zip(tensor_inputs(node), rule.operands, strict=True)

@@ -83,7 +83,7 @@ class _Role:
             return self.span(node, event, op, "transfer", stream, bytes=float(received), group=axes)
         mesh, axis_list = self.role.group_axes(key)
         operand = node.args[0]
-        value = self.local.one(operand) if isinstance(operand, fx.Node) else None
+        value = self.local.single(operand) if isinstance(operand, fx.Node) else None
         size = value.num_elements * value.dtype.itemsize if value is not None else 0
         row, count = TABLE[node.target], mesh.flat_size(axis_list)
         taken = bytes_received(row.cost_name, count, row.cost_bytes(node, count, size), "a measured step")

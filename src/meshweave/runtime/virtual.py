@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshweave.engine.lower import Copy, lower
-from meshweave.engine.machine import Action, Done, Failed, Idle, Machine, Release, Run
+from meshweave.engine.machine import Action, Done, EventMachine, Failed, Idle, Release, Run
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.routes import Message
@@ -146,7 +146,7 @@ class LocalExecutor:
         roles = list({id(rank): rank for rank in self.ranks}.values())
         parts = [[[task.node for task in part] for part in rank.tasks] for rank in roles]
         self.lowered = lower([rank.graph for rank in roles], self.devices, parts)
-        self._machine = Machine(self.lowered.schedule)
+        self._machine = EventMachine(self.lowered.schedule)
         self._tasks = [[task for part in rank.tasks for task in part] for rank in self.ranks]
         self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]
         self._streams = Streams(on, len(self.lowered.schedule.streams))

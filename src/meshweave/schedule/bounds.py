@@ -81,33 +81,33 @@ class _Ways:
     def lengths(self, order: Iterable[int]) -> list[float]:
         """By item the length of the longest way to it; `order` has each after what it needs."""
         own, channel = self.own, self.channel
-        found, since = [0.0] * len(own), [0.0] * len(own)
+        path, since = [0.0] * len(own), [0.0] * len(own)
         for i in order:
             longest = last = 0.0
             num_kernels = 0
             for d in self.needs[i]:
                 is_kernel = channel[d] < 0
                 num_kernels += is_kernel
-                end = found[d] + own[d]
+                end = path[d] + own[d]
                 if end > longest:
                     longest, last = end, since[d] if is_kernel else end
             for d in self.passes[i]:
-                if found[d] > longest:
-                    longest, last = found[d], since[d]
-            found[i] = max(longest, self.together(i, found, last)) if num_kernels > 1 else longest
+                if path[d] > longest:
+                    longest, last = path[d], since[d]
+            path[i] = max(longest, self.together(i, path, last)) if num_kernels > 1 else longest
             since[i] = last
-        return found
+        return path
 
-    def together(self, item: int, found: Sequence[float], since: float) -> float:
+    def together(self, item: int, path: Sequence[float], since: float) -> float:
         """When all kernels that an item needs can be done one by one, of those that none can begin before `since`."""
         seen, left = set[int](), [item]
         while left and len(seen) < _STRETCH:
             for d in self.needs[left.pop()]:
-                if d not in seen and self.channel[d] < 0 and found[d] >= since:
+                if d not in seen and self.channel[d] < 0 and path[d] >= since:
                     seen.add(d)
                     left.append(d)
         longest = total = 0.0
-        for length, d in sorted([(found[d], d) for d in seen], reverse=True):
+        for length, d in sorted([(path[d], d) for d in seen], reverse=True):
             total += self.own[d]
             if length + total > longest:
                 longest = length + total

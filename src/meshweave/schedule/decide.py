@@ -19,7 +19,7 @@ from meshweave.problem.scenarios import SCENARIOS
 from meshweave.schedule.bounds import bound_of
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
-from meshweave.schedule.search import Candidate, Choice, OrderSearch, choose
+from meshweave.schedule.search import OrderCandidate, OrderChoice, OrderSearch, choose
 from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
@@ -114,7 +114,7 @@ def decide(
     return report
 
 
-def _report(search: OrderSearch, choice: Choice, before: int, notes: tuple[str, ...]) -> OverlapReport:
+def _report(search: OrderSearch, choice: OrderChoice, before: int, notes: tuple[str, ...]) -> OverlapReport:
     problem, chosen, slowdown = search.merger.reading.problem, choice.chosen, search.slowdown
     as_given = play(problem, problem.order, slowdown)
     rows = (
@@ -143,7 +143,7 @@ def _report(search: OrderSearch, choice: Choice, before: int, notes: tuple[str, 
     )
 
 
-def _no_order(reading: Reading, least: Candidate, cap: int) -> NoOrderError:
+def _no_order(reading: Reading, least: OrderCandidate, cap: int) -> NoOrderError:
     """The error where nothing fits: a peak under which an order is found again, and what lives there."""
     problem = least.merged.problem
     at, live = live_at_peak(problem, least.order)

@@ -9,7 +9,7 @@ from meshweave.buckets.merge import Merger
 from meshweave.ir.graph import op_name
 from meshweave.problem.play import Played, play
 from meshweave.schedule.report import CollectiveRow, Merge
-from meshweave.schedule.search import Candidate, OrderSearch
+from meshweave.schedule.search import OrderCandidate, OrderSearch
 from meshweave.simulate.clock import Slowdown
 
 _SHOWN = 4  # kernels named per collective
@@ -21,7 +21,7 @@ def exposed_of(played: Played) -> float:
     return sum(b - a for _, a, b in played.stalls)
 
 
-def collective_rows(merger: Merger, chosen: Candidate, slowdown: Slowdown | None) -> tuple[CollectiveRow, ...]:
+def collective_rows(merger: Merger, chosen: OrderCandidate, slowdown: Slowdown | None) -> tuple[CollectiveRow, ...]:
     """One row per communication of the chosen order, in the order of starts."""
     problem, items = chosen.merged.problem, chosen.merged.items
     played = play(problem, chosen.order, slowdown)
@@ -67,7 +67,7 @@ def collective_rows(merger: Merger, chosen: Candidate, slowdown: Slowdown | None
 
 
 def _reason(
-    chosen: Candidate, played: Played, c: int, since: float, place: Mapping[int, int], users: Mapping[int, int]
+    chosen: OrderCandidate, played: Played, c: int, since: float, place: Mapping[int, int], users: Mapping[int, int]
 ) -> str:
     """Why the stream waits for communication c from `since` on."""
     problem = chosen.merged.problem
@@ -97,7 +97,7 @@ def _reason(
     return f"{user} needs it; {reason}; {rest}"
 
 
-def _could_run(chosen: Candidate, played: Played, c: int, since: float, place: Mapping[int, int]) -> str:
+def _could_run(chosen: OrderCandidate, played: Played, c: int, since: float, place: Mapping[int, int]) -> str:
     """A kernel behind the stall that had all it needs when the stall began; "" where there is none."""
     problem = chosen.merged.problem
     at = place.get(~c, len(chosen.order))
@@ -110,17 +110,17 @@ def _could_run(chosen: Candidate, played: Played, c: int, since: float, place: M
     return ""
 
 
-def merge_rows(search: OrderSearch, chosen: Candidate) -> tuple[Merge, ...]:
+def merge_rows(search: OrderSearch, chosen: OrderCandidate) -> tuple[Merge, ...]:
     """The buckets of the chosen order, and for each two neighbours of a kind that stay apart why."""
     merger, problem = search.merger, search.merger.reading.problem
-    taken = []
+    merged = []
     for item, copy in zip(chosen.merged.items, chosen.merged.problem.copy, strict=True):
         if item.kind == "start":
             bucket = chosen.merged.buckets[item.bucket]
             saved = sum(problem.copy[c] for c in bucket) - copy
-            taken.append(Merge(tuple(problem.names[c] for c in bucket), True, "", saved))
+            merged.append(Merge(tuple(problem.names[c] for c in bucket), True, "", saved))
     of = _places(chosen)
-    ranked = [(c, _places(c)) for c in sorted(search.found, key=lambda c: c.seconds[0]) if c.merged.buckets]
+    ranked = [(c, _places(c)) for c in sorted(search.feasible, key=lambda c: c.seconds[0]) if c.merged.buckets]
     apart = []
     for a, b in merger.neighbours():
         if a in of and of[a] == of.get(b):
@@ -131,15 +131,15 @@ def merge_rows(search: OrderSearch, chosen: Candidate) -> tuple[Merge, ...]:
             other = next((c for c, bucketed in ranked if a in bucketed and bucketed[a] == bucketed.get(b)), None)
             reason = _worse(other, chosen) if other is not None else search.why_apart(bucket, b)
         apart.append(Merge((problem.names[a], problem.names[b]), False, reason))
-    return (*taken, *apart)
+    return (*merged, *apart)
 
 
-def _places(candidate: Candidate) -> dict[int, int]:
+def _places(candidate: OrderCandidate) -> dict[int, int]:
     """By start the number of its bucket, for those that are in one."""
     return {c: number for number, bucket in enumerate(candidate.merged.buckets) for c in bucket}
 
 
-def _worse(other: Candidate, chosen: Candidate) -> str:
+def _worse(other: OrderCandidate, chosen: OrderCandidate) -> str:
     """Why the best order that merges two was not taken."""
     took = f"{other.seconds[0] * 1e3:.3f} ms, not {chosen.seconds[0] * 1e3:.3f} ms ({other.name})"
     if other.seconds[0] > chosen.seconds[0]:

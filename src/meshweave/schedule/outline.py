@@ -53,28 +53,28 @@ class Outline:
         """By item the longest way from its begin to the end of the step, with communications `factor` times as long."""
         if factor not in self.paths:
             problem = self.problem
-            found = [0.0] * problem.num_items
+            path_from = [0.0] * problem.num_items
             for i in range(problem.num_items - 1, -1, -1):
                 own = problem.seconds[i] if problem.channel[i] < 0 else problem.copy[i] * factor
                 users = self.users[i]
-                found[i] = own + max([found[u] for u in users]) if users else own
-            self.paths[factor] = found
+                path_from[i] = own + max([path_from[u] for u in users]) if users else own
+            self.paths[factor] = path_from
         return self.paths[factor]
 
     def reach(self) -> list[float]:
         """By item the least compute, its own included, until a communication can start that needs it."""
         problem = self.problem
-        found = [inf] * problem.num_items
+        distance = [inf] * problem.num_items
         for i in range(problem.num_items - 1, -1, -1):
             if problem.channel[i] >= 0:
-                found[i] = 0.0
+                distance[i] = 0.0
                 continue
             least = inf
             for u in self.users[i]:
-                if found[u] < least:
-                    least = found[u]
-            found[i] = problem.seconds[i] + least
-        return found
+                if distance[u] < least:
+                    least = distance[u]
+            distance[i] = problem.seconds[i] + least
+        return distance
 
     def ranking(self, factor: float, *, feeds: bool = False) -> tuple[list[int], list[int]]:
         """By item its place among all by the longest way to go (of equal ones, what is done sooner comes first), and

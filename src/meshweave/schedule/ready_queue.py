@@ -71,7 +71,7 @@ class _Scheduler:
     chained: list[tuple[float, int]] = field(default_factory=list)  # starts that wait for a communication: (when, item)
     outside: list[int] = field(default_factory=list)
     gathers: list[list[tuple[float, int]]] = field(init=False)  # by channel: (need, start)
-    others: list[list[tuple[float, int, int]]] = field(init=False)  # by channel: (need, turn, start)
+    other_starts: list[list[tuple[float, int, int]]] = field(init=False)  # by channel: (need, turn, start)
     flying: list[tuple[float, int]] = field(default_factory=list)  # (end, start) that no wait stands for yet
     margin: list[float] = field(init=False)
     need: float = 0.0  # the most bytes that were asked for and there
@@ -87,7 +87,7 @@ class _Scheduler:
         self.end, self.is_done, self.is_settled = [0.0] * n, [False] * n, [False] * n
         self.counts, self.live = problem.counts(), problem.base_bytes
         self.free = [0.0 for _ in channels]
-        self.gathers, self.others = [[] for _ in channels], [[] for _ in channels]
+        self.gathers, self.other_starts = [[] for _ in channels], [[] for _ in channels]
         self.margin = [0.0 for _ in channels]
         for c in problem.starts:
             self.margin[problem.channel[c]] = max(self.margin[problem.channel[c]], self.copy[c])
@@ -140,7 +140,7 @@ class _Scheduler:
             key = -self.path[start] if self.policy.by_path else self.outline.needs[start]
             heappush(self.gathers[channel], (key, start))
         else:
-            heappush(self.others[channel], (self.outline.needs[start], self.num_run, start))
+            heappush(self.other_starts[channel], (self.outline.needs[start], self.num_run, start))
 
     def arrive(self) -> None:
         """What need wait no more is ready."""
@@ -184,7 +184,7 @@ class _Scheduler:
         return -1 if over > self.policy.patience * gap else self.ranked[first]
 
     def has_starts(self) -> bool:
-        return any(self.gathers) or any(self.others)
+        return any(self.gathers) or any(self.other_starts)
 
     def take(self, kernel: int) -> None:
         """Take a picked kernel out of its heap."""
@@ -250,27 +250,27 @@ class _Scheduler:
         What is needed soon goes first, then what gives memory back, then gathers for later. `forced`: one is started
         in any case, for nothing else can go on.
         """
-        found = False
+        is_fed = False
         for channel in range(len(self.free)):
             while self.free[channel] < until or forced:
-                start = self.next_start(channel, forced and not found)
+                start = self.next_start(channel, forced and not is_fed)
                 if start < 0:
                     break
                 self.issue(start, channel)
-                found = True
+                is_fed = True
                 if forced:
                     break
-        return found
+        return is_fed
 
     def next_start(self, channel: int, forced: bool) -> int:
-        gathers, others = self.gathers[channel], self.others[channel]
+        gathers, other_starts = self.gathers[channel], self.other_starts[channel]
         if gathers:
             start = gathers[0][1]
             slack = self.outline.needs[start] - self.progress - self.copy[start]
             is_urgent = slack <= self.margin[channel]
-            if (is_urgent or not others) and (forced or self.may_gather(start, slack)):
+            if (is_urgent or not other_starts) and (forced or self.may_gather(start, slack)):
                 return heappop(gathers)[1]
-        return heappop(others)[2] if others else -1
+        return heappop(other_starts)[2] if other_starts else -1
 
     def may_gather(self, start: int, slack: float) -> bool:
         """Whether a gather may start now: not too early, and with room for it until its use, as far as the graph's

@@ -121,31 +121,31 @@ class OverlapReport:
 
     def lines(self, num_rows: int = 12) -> list[str]:
         """The report as text: totals, the collectives that are exposed most, merges, candidates."""
-        taken = [m for m in self.merges if m.is_taken]
+        taken_merges = [m for m in self.merges if m.is_taken]
         exposed = sorted((c for c in self.collectives if c.exposed_seconds > 0), key=lambda c: -c.exposed_seconds)
-        found = [
+        text = [
             f"step      {_ms(self.seconds_before)} -> {_ms(self.seconds)} ({self.speedup:.2f}x), "
             f"no order is below {_ms(self.bound_seconds)}",
             f"exposed   {_ms(self.exposed_before)} -> {_ms(self.exposed_seconds)}, "
             f"{len(exposed)} of {len(self.collectives)} collectives",
             f"peak      {_gb(self.peak_before)} -> {_gb(self.peak_bytes)}, cap {_gb(self.cap_bytes)}",
-            f"merged    {sum(len(m.names) for m in taken)} collectives into {len(taken)}, "
-            f"{_ms(sum(m.saved_seconds for m in taken))} of communication saved",
+            f"merged    {sum(len(m.names) for m in taken_merges)} collectives into {len(taken_merges)}, "
+            f"{_ms(sum(m.saved_seconds for m in taken_merges))} of communication saved",
             f"regret    {self.regret:.1%} at worst over the scenarios",
         ]
         if exposed:
-            found += ["", "exposed:"]
-            found += [
+            text += ["", "exposed:"]
+            text += [
                 f"  {_ms(c.exposed_seconds):>10}  {c.op} {c.name} ({c.group}): {c.reason}" for c in exposed[:num_rows]
             ]
         if refused := [m for m in self.merges if not m.is_taken]:
-            found += ["", "not merged:"]
-            found += [f"  {' + '.join(m.names)}: {m.reason}" for m in refused[:num_rows]]
-        found += ["", "candidates:"]
+            text += ["", "not merged:"]
+            text += [f"  {' + '.join(m.names)}: {m.reason}" for m in refused[:num_rows]]
+        text += ["", "candidates:"]
         for c in self.candidates:
             more = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in c.seconds)
-            found.append(f"  {'*' if c.is_chosen else ' '} {c.name}: {more}, peak {_gb(c.peak_bytes)}")
-        return [*found, *(f"note: {note}" for note in self.notes)]
+            text.append(f"  {'*' if c.is_chosen else ' '} {c.name}: {more}, peak {_gb(c.peak_bytes)}")
+        return [*text, *(f"note: {note}" for note in self.notes)]
 
 
 def _ms(seconds: float) -> str:

@@ -55,7 +55,7 @@ Way = tuple[Policy, bool]  # how orders are made: a policy, and whether on folde
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class OrderCandidate:
     """An order of a merged problem. `seconds` by scenario, the costs as said first; `busy` is all that links and copies
     do, in seconds."""
 
@@ -89,9 +89,9 @@ class OrderSearch:
     is_busy: bool = field(init=False)  # links have about as much to do as compute
     room: float = inf  # bytes under which orders are sought now; which these are does not hang on the cap
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
-    judged: list[Candidate] = field(default_factory=list)  # all of them, whatever they hold
-    made: list[tuple[Candidate, _Shape, Policy]] = field(default_factory=list)  # those that were sought, and how
-    least: Candidate | None = None  # with the least peak that is sought whatever the cap: one that can be asked for
+    judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever they hold
+    attempts: list[tuple[OrderCandidate, _Shape, Policy]] = field(default_factory=list)  # of the search itself
+    least: OrderCandidate | None = None  # of least peak, sought whatever the cap: a cap that can be asked for
     spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of ways, see `span`
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
@@ -100,11 +100,11 @@ class OrderSearch:
         self.is_busy = self.load() > _BUSY
 
     @property
-    def found(self) -> list[Candidate]:
+    def feasible(self) -> list[OrderCandidate]:
         """The candidates under the cap."""
         return [c for c in self.judged if c.peak <= self.cap]
 
-    def run(self, orders: Sequence[tuple[str, Order]]) -> list[Candidate]:
+    def run(self, orders: Sequence[tuple[str, Order]]) -> list[OrderCandidate]:
         """All candidates under the cap, the orders handed in first. What is sought under the cap itself, where nothing
         else fits, hangs on it, and another cap need not give it again: `least` is taken before."""
         for name, order in orders:
@@ -123,11 +123,11 @@ class OrderSearch:
                 break
             self.again(int(rung), ways)
         self.again(inf, ways)
-        if not self.found:
+        if not self.feasible:
             self.seek(room)
             self.least = min(self.judged, key=lambda c: c.peak)
             self.seek(self.cap)
-        return self.found
+        return self.feasible
 
     def seek(self, room: float) -> None:
         """Seek orders and buckets under so many bytes."""
@@ -160,7 +160,7 @@ class OrderSearch:
         """The ways of the fastest orders so far: of those under what memory there is now and of all, those first that
         differ in time."""
         most = max(2, _AGAIN // max(1, self.merger.reading.problem.num_items))
-        ranked = sorted(self.made, key=lambda attempt: attempt[0].seconds[0])
+        ranked = sorted(self.attempts, key=lambda attempt: attempt[0].seconds[0])
         distinct: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
         for room in (self.room, inf):
             fitting = [attempt for attempt in ranked if attempt[0].peak <= room]
@@ -185,7 +185,7 @@ class OrderSearch:
             order, *_ = schedule(plain.outline, policy)
             self.judge(f"{policy}, whatever the cap", plain, plain.folded.unfold(order))
 
-    def best(self) -> Candidate:
+    def best(self) -> OrderCandidate:
         """The fastest of the candidates so far as costs are said; of equal ones that which keeps links least busy."""
         pool = [c for c in self.judged if c.peak <= self.room] or self.judged
         fastest = min(c.seconds[0] for c in pool)
@@ -203,17 +203,17 @@ class OrderSearch:
             self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), is_folded)
         return self.shapes[buckets, is_folded]
 
-    def schedule(self, name: str, shape: _Shape, policy: Policy) -> Candidate:
+    def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
         order, *span = schedule(shape.outline, policy, self.room)
         self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
         candidate = self.judge(name, shape, shape.folded.unfold(order))
-        self.made.append((candidate, shape, policy))
+        self.attempts.append((candidate, shape, policy))
         return candidate
 
-    def judge(self, name: str, shape: _Shape, order: Order) -> Candidate:
+    def judge(self, name: str, shape: _Shape, order: Order) -> OrderCandidate:
         problem = shape.merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
-        candidate = Candidate(name, shape.merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
+        candidate = OrderCandidate(name, shape.merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
         self.judged.append(candidate)
         return candidate
 
@@ -271,11 +271,11 @@ class OrderSearch:
 
     def fastest_way(self) -> tuple[Way, ...]:
         """The way of the fastest order with buckets so far; none where there is none."""
-        bucketed = [attempt for attempt in self.made if attempt[0].merged.buckets and attempt[0].peak <= self.room]
+        bucketed = [attempt for attempt in self.attempts if attempt[0].merged.buckets and attempt[0].peak <= self.room]
         fastest = min(bucketed, key=lambda attempt: attempt[0].seconds[0], default=None)
         return ((fastest[2], fastest[1].is_folded),) if fastest else ()
 
-    def all_ways(self, name: str, buckets: tuple[Bucket, ...], ways: Sequence[Way] = ()) -> list[Candidate]:
+    def all_ways(self, name: str, buckets: tuple[Bucket, ...], ways: Sequence[Way] = ()) -> list[OrderCandidate]:
         """Schedule a set of buckets by `ways`, or by those that were best without buckets."""
         return [
             self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
@@ -340,16 +340,16 @@ def _size(size: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OrderChoice:
     """The candidate that was chosen, all of them as judged under every scenario, and how much the chosen one loses at
     worst against the best of each scenario."""
 
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    chosen: OrderCandidate
+    candidates: tuple[OrderCandidate, ...]
     regret: float
 
 
-def choose(candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str, protected: int) -> Choice:
+def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str, protected: int) -> OrderChoice:
     """Of the candidates that are next to as fast as the fastest at the costs as said, the one with the least worst-case
     regret over the scenarios; with `rule` "nominal" the fastest.
 
@@ -373,27 +373,27 @@ def choose(candidates: Sequence[Candidate], slowdown: Slowdown | None, rule: str
     if rule == "nominal":
         fastest = min(judged[i].seconds[0] for i in able)
         near = [i for i in able if judged[i].seconds[0] <= fastest * (1 + _ENOUGH)]
-        taken = min(near, key=lambda i: (judged[i].busy, judged[i].seconds[0]))
+        chosen = min(near, key=lambda i: (judged[i].busy, judged[i].seconds[0]))
     else:
         near = [i for i in able if judged[i].seconds[0] <= (1 + _NEAR) * min(judged[k].seconds[0] for k in able)]
-        taken = min(near, key=lambda i: (round(regrets[i], 4), judged[i].busy, judged[i].seconds[0], i))
-    return Choice(judged[taken], tuple(judged), regrets[taken])
+        chosen = min(near, key=lambda i: (round(regrets[i], 4), judged[i].busy, judged[i].seconds[0], i))
+    return OrderChoice(judged[chosen], tuple(judged), regrets[chosen])
 
 
-def _distinct(ranked: Sequence[Candidate], most: int) -> list[Candidate]:
+def _distinct(ranked: Sequence[OrderCandidate], most: int) -> list[OrderCandidate]:
     """The first `most` that differ in order or buckets, and the careful ones, which are not the fastest."""
-    distinct: dict[tuple[int, ...], Candidate] = {}
+    distinct: dict[tuple[int, ...], OrderCandidate] = {}
     for c in ranked:
         if len(distinct) < most or "communication x" in c.name:
             distinct.setdefault((*c.order, len(c.merged.buckets)), c)
     return list(distinct.values())
 
 
-def _judged(c: Candidate, slowdown: Slowdown | None, slow: float | None) -> Candidate:
+def _judged(c: OrderCandidate, slowdown: Slowdown | None, slow: float | None) -> OrderCandidate:
     """The candidate under every scenario; `slow`: its seconds under SLOW, where they are known."""
     problem, rest = c.merged.problem, [s for s in SCENARIOS if s is not NOMINAL]
     seconds = [slow if s is SLOW and slow is not None else s.seconds(problem, c.order, slowdown) for s in rest]
-    return Candidate(c.name, c.merged, c.order, (c.seconds[0], *seconds), c.peak, c.busy)
+    return OrderCandidate(c.name, c.merged, c.order, (c.seconds[0], *seconds), c.peak, c.busy)
 
 
 def _regret(seconds: float, best: float) -> float:

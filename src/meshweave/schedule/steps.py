@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.gathers.carry import Block, carriable, carried
+from meshweave.gathers.carry import GatheredBlock, carriable, carried
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.from_role import role_form
 from meshweave.ir.graph import StepGraph
@@ -182,10 +182,10 @@ def _carrying(
     caps = [report.cap_bytes for report in plain.reports]
     best, tried, num_worse = plain, list[str](), 0
     for count in _counts(wanted, max(map(len, blocks))):
-        taken = [held[:count] for held in blocks]
-        made = [carried(r, [g for b in held for g in b.gathered]) for r, held in zip(roles, taken, strict=True)]
+        chosen = [held[:count] for held in blocks]
+        carrying = [carried(r, [g for b in held for g in b.gathered]) for r, held in zip(roles, chosen, strict=True)]
         try:
-            ordered = _ordered(made, profile, how, microbatches, caps)
+            ordered = _ordered(carrying, profile, how, microbatches, caps)
         except NoOrderError:
             if wanted != "auto":
                 raise
@@ -194,7 +194,7 @@ def _carrying(
         tried.append(f"{count} blocks it takes {ordered.seconds * 1e3:.3f} ms")
         num_worse = num_worse + 1 if ordered.seconds > best.seconds * (1 - _ENOUGH) else 0
         if ordered.seconds < best.seconds or wanted != "auto":
-            notes = [_told(held, plain, ordered, microbatches) for held in taken]
+            notes = [_told(held, plain, ordered, microbatches) for held in chosen]
             rows = zip(ordered.reports, plain.reports, notes, strict=True)
             best = replace(ordered, reports=tuple(_since(*row) for row in rows))
         if num_worse == _PATIENCE:
@@ -213,7 +213,7 @@ def _counts(wanted: int | str, most: int) -> list[int]:
     return [*counts, most] if most else []
 
 
-def _told(blocks: Sequence[Block], plain: _Ordered, ordered: _Ordered, microbatches: int) -> str:
+def _told(blocks: Sequence[GatheredBlock], plain: _Ordered, ordered: _Ordered, microbatches: int) -> str:
     """What a role takes over from the step before, and what that brings."""
     if not blocks:
         return "nothing is carried over from the step before"

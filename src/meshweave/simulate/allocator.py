@@ -34,7 +34,7 @@ class _Block:
 
 
 @dataclass(slots=True)
-class _Pool:
+class _BlockPool:
     """Free blocks of small or of large segments, by size. `last`: of an expandable segment."""
 
     last: _Block | None = None
@@ -63,15 +63,15 @@ class CachingAllocator:
     is_expandable: bool = False
     reserved: int = 0
     _segments: int = 0
-    _pools: dict[tuple[str, bool], _Pool] = field(default_factory=dict)
-    _held: dict[int, tuple[_Block, _Pool]] = field(default_factory=dict)
+    _pools: dict[tuple[str, bool], _BlockPool] = field(default_factory=dict)
+    _held: dict[int, tuple[_Block, _BlockPool]] = field(default_factory=dict)
     _count: int = 0
 
     def allocate(self, num_bytes: int, stream: str) -> int:
         """A handle for `num_bytes` from the pool of a stream."""
         size = max(_MIN_BLOCK, -(-num_bytes // _MIN_BLOCK) * _MIN_BLOCK)
         is_small = size <= _SMALL
-        pool = self._pools.setdefault((stream, is_small), _Pool())
+        pool = self._pools.setdefault((stream, is_small), _BlockPool())
         block = pool.best(size)
         if block is None and self.is_expandable:
             block = self._grown(pool, size, _SMALL_SEGMENT if is_small else _LARGE_SEGMENT)
@@ -96,7 +96,7 @@ class CachingAllocator:
         self._segments += 1
         return _Block(self._segments, 0, size)
 
-    def _grown(self, pool: _Pool, size: int, chunk: int) -> _Block:
+    def _grown(self, pool: _BlockPool, size: int, chunk: int) -> _Block:
         """A free block of at least `size` at the end of the pool's segment, which grows by whole chunks."""
         block, last = pool.last, pool.last
         if last is None:

@@ -12,7 +12,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError, RuleError
 from meshweave.hardware.schema import KINDS
-from meshweave.hardware.work import Attention, Matmul, Memory, Work
+from meshweave.hardware.work import Attention, Matmul, MemoryWork, Work
 from meshweave.interop.ops import arguments_of, is_operator
 from meshweave.ir import local_ops
 from meshweave.ir.causal import Causal
@@ -118,7 +118,7 @@ def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tu
     return works
 
 
-def memory_work(kind: str, operands: Operands, results: Operands, num_ops: int) -> Memory:
+def memory_work(kind: str, operands: Operands, results: Operands, num_ops: int) -> MemoryWork:
     """One kernel that reads `operands` and writes `results`, each storage once."""
     written = sum(x.bytes for x in results)
     read = sum(_unique(operands).values())
@@ -127,7 +127,7 @@ def memory_work(kind: str, operands: Operands, results: Operands, num_ops: int) 
     elements = max((x.num_elements for x in (*operands, *results)), default=0)
     dtype = (results or operands)[0].dtype if (results or operands) else torch.float32
     shown = "reduction" if kind == "scan" else kind
-    return Memory(shown, read + written, elements, dtype, num_ops, 1)
+    return MemoryWork(shown, read + written, elements, dtype, num_ops, 1)
 
 
 def _unique(values: Operands) -> dict[int, int]:
@@ -221,26 +221,26 @@ def _attention(node: fx.Node, operands: Operands, results: Operands) -> tuple[Wo
     if len(q.shape) < 3:
         return (memory_work("pointwise", operands, results, 1),)
     names = [a.name for a in arguments_of(target)] if is_operator(target) else []
-    given = {name: _argument(node, i) for i, name in enumerate(names) if i < len(node.args)}
+    arguments = {name: _argument(node, i) for i, name in enumerate(names) if i < len(node.args)}
     heads, (queries, dim), keys = prod(q.shape[:-2]), q.shape[-2:], k.shape[-2]
-    blocks = _blocks(given, queries, keys)
+    blocks = _blocks(arguments, queries, keys)
     total, pairs = _total(operands, results), sum(rows * columns for rows, columns, _ in blocks) or 1
     works: list[Work] = [
         Attention(heads, rows, columns, dim, is_causal, is_backward, q.dtype, total * rows * columns // pairs)
         for rows, columns, is_causal in blocks
     ]
-    return (*works, *_reordered(given, operands, results, q, k))
+    return (*works, *_reordered(arguments, operands, results, q, k))
 
 
-def _blocks(given: Mapping[str, Any], queries: int, keys: int) -> tuple[tuple[int, int, bool], ...]:
+def _blocks(arguments: Mapping[str, Any], queries: int, keys: int) -> tuple[tuple[int, int, bool], ...]:
     """Queries and keys that meet on the device with most work, and whether under a triangle.
 
     Where queries are cut under a causal mask that is the last device, unless they are cut from head and tail: its
     queries see all keys before them, and each other up to themselves. Of a ring a piece of keys that is not its own is
     seen whole by some device in every step.
     """
-    first_query, first_key, starts = (given.get(name) for name in ("first_query", "first_key", "starts"))
-    if not given.get("is_causal", False):
+    first_query, first_key, starts = (arguments.get(name) for name in ("first_query", "first_key", "starts"))
+    if not arguments.get("is_causal", False):
         return ((queries, keys, False),)
     if not (isinstance(first_query, fx.Node) or isinstance(first_key, fx.Node) or starts):
         return ((queries, keys, True),)
@@ -267,11 +267,11 @@ def _most_work(
 
 
 def _reordered(
-    given: Mapping[str, Any], operands: Operands, results: Operands, q: Value, k: Value
-) -> tuple[Memory, ...]:
+    arguments: Mapping[str, Any], operands: Operands, results: Operands, q: Value, k: Value
+) -> tuple[MemoryWork, ...]:
     """Copies of what is held in another order than that of its positions."""
-    starts = given.get("starts")
-    if not starts or not given.get("is_causal", False):
+    starts = arguments.get("starts")
+    if not starts or not arguments.get("is_causal", False):
         return ()
     length = len(starts) * min(start for start in starts if start)
     whole = {x.shape[2] for x in (q, k) if x.shape[2] == length}

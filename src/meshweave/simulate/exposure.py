@@ -133,9 +133,9 @@ class _Analysis:
         left = seconds
         for reason in self._causes(role, copy, gap):
             if left > _TICK and reason.seconds > _TICK:
-                taken = min(left, reason.seconds)
-                left -= taken
-                yield Reason(reason.kind, taken, reason.text, reason.blocker)
+                explained = min(left, reason.seconds)
+                left -= explained
+                yield Reason(reason.kind, explained, reason.text, reason.blocker)
         if left > _TICK:
             yield Reason("dependency", left, f"{self.text(gap.wait)} needs it, and nothing else is ready to compute")
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.work import Memory, Work
+from meshweave.hardware.work import MemoryWork, Work
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import Origin, block_name, map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
@@ -58,7 +58,7 @@ class Kernel:
 
 
 @dataclass(slots=True)
-class _Group:
+class _KernelGroup:
     """Ops that may become one kernel. `size` is the largest number of elements that one of them goes over."""
 
     nodes: list[fx.Node]
@@ -79,7 +79,7 @@ class _Fusion:
     order: dict[fx.Node, int]
     fusion: Fusion
     update: str = "fused"
-    group_of: dict[fx.Node, _Group] = field(default_factory=dict)
+    group_of: dict[fx.Node, _KernelGroup] = field(default_factory=dict)
     bases: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # what views are views of
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # past views
     sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the other way round
@@ -88,7 +88,7 @@ class _Fusion:
     divided: set[tuple[str, int]] = field(default_factory=set)  # calls of eager mode with a collective inside
     remade: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, ...]] = field(default_factory=dict)  # see _kept
 
-    def run(self, nodes: Sequence[fx.Node]) -> list[_Group]:
+    def run(self, nodes: Sequence[fx.Node]) -> list[_KernelGroup]:
         work = [node for node in nodes if not self._is_view(node)]
         for node in (n for n in nodes if n.target in STARTS):
             after = {(o.phase, o.call) for wait in node.users for user in wait.users for o in (origin_of(user),)}
@@ -100,13 +100,13 @@ class _Fusion:
                 self.kinds[node] = kind_of(node)
             for base in self.sources[node]:
                 self.readers.setdefault(base, []).append(node)
-        groups: dict[int, _Group] = {}
+        groups: dict[int, _KernelGroup] = {}
         for node in work:
             if node.target in STARTS or node.target is WAIT:
                 continue
             joined = self._join(node) if self.fusion != "ops" else None
             if joined is None:
-                joined = _Group([node], self.order[node], self.size(node), is_fusible(self.kinds[node]))
+                joined = _KernelGroup([node], self.order[node], self.size(node), is_fusible(self.kinds[node]))
                 self.group_of[node] = joined
             groups[id(joined)] = joined
             joined.is_open = joined.is_open and not self._closes(node)
@@ -177,7 +177,7 @@ class _Fusion:
     def _values(self, nodes: Iterable[fx.Node]) -> list[Value]:
         return [x for n in nodes for x in self.local.values.get(n, ())]
 
-    def _join(self, node: fx.Node) -> _Group | None:
+    def _join(self, node: fx.Node) -> _KernelGroup | None:
         """Put a node with the groups that it reads from: with all of them, else with the last that it can go to."""
         if not is_fusible(self.kinds[node]):
             return None
@@ -196,7 +196,7 @@ class _Fusion:
                 return merged
         return None
 
-    def _biased(self, node: fx.Node) -> _Group | None:
+    def _biased(self, node: fx.Node) -> _KernelGroup | None:
         """The matmul to which an op of eager mode adds a vector: one kernel does both (cublasLt's epilogue, which
         addmm uses: torch 2.13, aten/src/ATen/native/cuda/Blas.cpp)."""
         operands = node.all_input_nodes
@@ -210,7 +210,7 @@ class _Fusion:
         is_alone = all(reader is node for reader in self.readers.get(bases[0], ()))
         return group if is_product and is_vector and is_alone else None
 
-    def _belong(self, group: _Group, node: fx.Node) -> bool:
+    def _belong(self, group: _KernelGroup, node: fx.Node) -> bool:
         """Whether the way of fusing lets the two be one kernel, whatever stands between them."""
         first, second = origin_of(group.nodes[-1]), origin_of(node)
         if first.phase != second.phase or len(group.nodes) >= _MOST_OPS:
@@ -236,7 +236,7 @@ class _Fusion:
     def _is_compiled(self, origin: Origin) -> bool:
         return is_compiled(origin, self.fusion)
 
-    def _merged(self, groups: Sequence[_Group], node: fx.Node) -> _Group | None:
+    def _merged(self, groups: Sequence[_KernelGroup], node: fx.Node) -> _KernelGroup | None:
         if len(groups) == 1:
             (group,) = groups
             if all(self.group_of.get(x) is group or self._position(x) < group.position for x in self.operands(node)):
@@ -255,7 +255,7 @@ class _Fusion:
             limit = known.position if known is not None else self.order[reader] if is_fixed else float("inf")
             if limit <= position:
                 return None
-        merged = _Group(nodes, position, max(self.size(node), *(group.size for group in groups)))
+        merged = _KernelGroup(nodes, position, max(self.size(node), *(group.size for group in groups)))
         for n in nodes:
             self.group_of[n] = merged
         return merged
@@ -297,7 +297,7 @@ def kernels_of(
     groups = grouping.run(nodes)
     if with_views:
         grouping.sources.update((node, [*bases]) for node, bases in grouping.bases.items())
-        groups += [_Group([node], order[node], 0, False) for node in grouping.bases if node not in same]
+        groups += [_KernelGroup([node], order[node], 0, False) for node in grouping.bases if node not in same]
         groups.sort(key=lambda group: (group.position, order[group.nodes[0]]))
     returned = {base for n in next(iter(reversed(graph.nodes))).all_input_nodes for base in grouping.bases.get(n, (n,))}
     return [_kernel(group, grouping, returned, local) for group in groups], local
@@ -333,7 +333,7 @@ def _as_one(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
     return replace(local, values=values)
 
 
-def _kernel(group: _Group, grouping: _Fusion, returned: set[fx.Node], local: Local) -> Kernel:
+def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], local: Local) -> Kernel:
     inside = set(group.nodes)
     reads = dict.fromkeys(x for n in group.nodes for x in grouping.operands(n) if x not in inside)
     writes = [
@@ -343,9 +343,9 @@ def _kernel(group: _Group, grouping: _Fusion, returned: set[fx.Node], local: Loc
         (node,) = group.nodes
         shown = [x for n in node.all_input_nodes for x in local.values.get(n, ())]
         is_view = node in grouping.bases
-        works = (Memory("copy", 0, 0, shown[0].dtype),) if is_view else work_of(node, shown, local.values[node])
+        works = (MemoryWork("copy", 0, 0, shown[0].dtype),) if is_view else work_of(node, shown, local.values[node])
     else:
-        taken = [x for n in group.nodes for x in _read(n, inside, grouping, local)]
+        operands = [x for n in group.nodes for x in _read(n, inside, grouping, local)]
         kinds = [grouping.kinds[n] for n in group.nodes]
         if kinds[0] == "matmul":  # with a bias
             product = group.nodes[0]
@@ -353,7 +353,7 @@ def _kernel(group: _Group, grouping: _Fusion, returned: set[fx.Node], local: Loc
             works = work_of(product, shown, local.values[product])
             return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes))
         kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
-        works = (memory_work(kind, taken, [x for n in writes for x in local.values[n]], len(group.nodes)),)
+        works = (memory_work(kind, operands, [x for n in writes for x in local.values[n]], len(group.nodes)),)
     return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes) or tuple(group.nodes[-1:]))
 
 

@@ -13,7 +13,7 @@ from meshweave.ir.graph import block_name, origin_of
 from meshweave.ir.traits import PRODUCTS
 from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion, is_compiled
-from meshweave.simulate.tasks import RoleTasks, Task, Tasks
+from meshweave.simulate.tasks import RoleTasks, SimulatedTask, Tasks
 
 Key = tuple[int, int]  # storage, microbatch that made it (-1: before the step)
 
@@ -36,7 +36,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LifetimeRules:
     """What decides how long a step holds its tensors, beside its graph. `last_microbatch`: its number.
 
     keeps_every_second_matmul: of selective checkpoints. Eager mode stores the results of what the policy keeps, the
@@ -57,7 +57,7 @@ class Ledger:
     tasks: Tasks
     of_role: RoleTasks
     times: Times
-    holding: Holding
+    holding: LifetimeRules
     lives: dict[Key, Life] = field(default_factory=dict)
     lasting: set[int] = field(default_factory=set)  # storages that outlive the step
     replaced: dict[int, int] = field(default_factory=dict)  # new storage -> the storage of what it replaces
@@ -101,7 +101,7 @@ class Ledger:
                 for key in self.made_by(task) if counts[place] % 2 else ():
                     self.lives[key].end = max(self.lives[key].end, ends[place])
 
-    def made_by(self, task: Task) -> list[Key]:
+    def made_by(self, task: SimulatedTask) -> list[Key]:
         keys = ((storage, task.microbatch) for storage in self.of_role.storages_written(task))
         return [key for key in keys if key in self.lives]
 
@@ -128,7 +128,7 @@ class Ledger:
             for old in self.replaced.values():
                 self.lives[old, -1].end = 0.0
 
-    def enter(self, task: Task, begin: float, end: float) -> None:
+    def enter(self, task: SimulatedTask, begin: float, end: float) -> None:
         microbatch = task.microbatch
         if task.kind == "kernel":
             assert task.kernel is not None
@@ -157,7 +157,7 @@ class Ledger:
             if x.storage not in input_storages and not in_place and (x.storage, microbatch) not in self.lives:
                 self.lives[x.storage, microbatch] = Life(node, x.storage_bytes, "", begin, end)
 
-    def use(self, storages: frozenset[int], task: Task, end: float) -> list[Key]:
+    def use(self, storages: frozenset[int], task: SimulatedTask, end: float) -> list[Key]:
         used_storages = []
         for storage in storages:
             choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]

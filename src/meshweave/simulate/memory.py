@@ -13,7 +13,7 @@ from meshweave.ir.liveness import live_bytes
 from meshweave.simulate.allocator import reserved_bytes
 from meshweave.simulate.clock import Times
 from meshweave.simulate.flat import hold_flat_buffers
-from meshweave.simulate.lives import Holding, Ledger, Life
+from meshweave.simulate.lives import Ledger, Life, LifetimeRules
 from meshweave.simulate.result import LiveTensor
 from meshweave.simulate.tasks import RoleTasks, Tasks
 
@@ -21,7 +21,7 @@ _STEPS = 3  # after which an allocator asks for nothing more, where all steps ar
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryUse:
     """Bytes over time of one device, the peak, and which tensors are live then (the largest first)."""
 
     curve: tuple[tuple[float, int], ...]
@@ -36,10 +36,10 @@ def memory_of(
     tasks: Tasks,
     index: int,
     times: Times,
-    holding: Holding,
+    holding: LifetimeRules,
     expandable_segments: bool = False,
     num_at_peak: int = 40,
-) -> Memory:
+) -> MemoryUse:
     """Memory of role `index`. Where kernels are fused, updates are in place; else (as our executor does) the new tensor
     stands beside the old one. The inputs of a communication live until it has been waited for."""
     role = tasks.roles[index]
@@ -60,7 +60,7 @@ def memory_of(
     shown = tuple(_live_tensor(life, gradients) for life in alive[:num_at_peak])
     reserved = reserved_bytes(_allocations(lives), expandable_segments)
     curve = tuple(zip(moments, levels, strict=True))
-    return Memory(curve, peak, curve[at][0] if curve else 0.0, reserved, lasting, shown)
+    return MemoryUse(curve, peak, curve[at][0] if curve else 0.0, reserved, lasting, shown)
 
 
 def _allocations(lives: Sequence[Life]) -> Iterator[tuple[int, int, str]]:

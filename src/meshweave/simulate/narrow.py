@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from meshweave.hardware.work import Matmul, Memory, Work
+from meshweave.hardware.work import Matmul, MemoryWork, Work
 from meshweave.ir.collectives import ALL_GATHER, WAIT
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
@@ -66,7 +66,7 @@ class Narrow:
         wide = isinstance(work, Matmul) and work.batch == 1 and work.dtype.itemsize > self.dtype.itemsize
         return wide and is_in_block(origin_of(node))
 
-    def _cast(self, node: fx.Node, phase: str, microbatch: int) -> Iterator[Memory]:
+    def _cast(self, node: fx.Node, phase: str, microbatch: int) -> Iterator[MemoryWork]:
         for x in self.local.values[node]:
             key = (x.storage, phase, microbatch)
             if key in self.done:
@@ -74,8 +74,8 @@ class Narrow:
             self.done.add(key)
             elements = self.sources.get(x.storage, x.num_elements)
             if self.fusion in ("ops", "eager"):
-                yield Memory("reduction", elements * x.dtype.itemsize, elements, x.dtype)
-            yield Memory("pointwise", elements * (x.dtype.itemsize + self.dtype.itemsize), elements, x.dtype)
+                yield MemoryWork("reduction", elements * x.dtype.itemsize, elements, x.dtype)
+            yield MemoryWork("pointwise", elements * (x.dtype.itemsize + self.dtype.itemsize), elements, x.dtype)
 
     def _fed_to_matmuls(self, start: fx.Node) -> set[int]:
         """The storages of what a gather makes and of copies of it, if matmuls alone read them; else none."""

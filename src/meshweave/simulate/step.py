@@ -15,8 +15,8 @@ from meshweave.simulate.buckets import Buckets
 from meshweave.simulate.clock import Slowdown, Times, Work, play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Fusion, Kernel
-from meshweave.simulate.lives import Holding
-from meshweave.simulate.memory import Memory, bytes_by_kind, memory_of
+from meshweave.simulate.lives import LifetimeRules
+from meshweave.simulate.memory import MemoryUse, bytes_by_kind, memory_of
 from meshweave.simulate.pipelines import FORWARD, Pipeline
 from meshweave.simulate.result import RoleResult, Simulation, Span
 from meshweave.simulate.tasks import RoleTasks, Tasks, items_by_part, lower_tasks
@@ -63,7 +63,7 @@ def simulate_roles(
     )
     times = times_of(tasks, profile.compute_slowdown)
     exposure = exposure_of(tasks, times)
-    holding = Holding(fusion, options.microbatches - 1, options.keeps_every_second_matmul)
+    holding = LifetimeRules(fusion, options.microbatches - 1, options.keeps_every_second_matmul)
     memories = [memory_of(tasks, i, times, holding, options.expandable_segments) for i in range(len(roles))]
     return _result(tasks, times, exposure, memories, profile, options, fusion)
 
@@ -82,7 +82,7 @@ def _result(
     tasks: Tasks,
     times: Times,
     exposure: Exposure,
-    memories: Sequence[Memory],
+    memories: Sequence[MemoryUse],
     profile: MachineProfile,
     options: SimulateOptions,
     fusion: Fusion,

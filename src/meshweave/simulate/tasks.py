@@ -18,7 +18,7 @@ from meshweave.engine.match import Channel, agreed
 from meshweave.errors import VerifyError
 from meshweave.hardware.collectives import collective_seconds
 from meshweave.hardware.profile import MachineProfile
-from meshweave.hardware.work import Memory
+from meshweave.hardware.work import MemoryWork
 from meshweave.ir.collectives import STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
@@ -33,7 +33,7 @@ Starts = dict[int, int]  # role -> its start, as a task
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SimulatedTask:
     """What a stream runs. `seconds` is its duration with the machine to itself, `usage` the share of each link level
     that it takes then. A start or a wait says where in the order of its role a communication is; it takes no
     time where streams are those of an accelerator."""
@@ -61,12 +61,12 @@ class RoleTasks:
     kernels: tuple[Kernel, ...]
     tasks: tuple[int, ...] = ()
 
-    def storages_read(self, task: Task) -> frozenset[int]:
+    def storages_read(self, task: SimulatedTask) -> frozenset[int]:
         """Those that a task's operands live in."""
         operands = task.node.all_input_nodes if task.kernel is None else task.kernel.reads
         return frozenset(x.storage for n in operands for x in self.local.values.get(n, ()))
 
-    def storages_written(self, task: Task) -> frozenset[int]:
+    def storages_written(self, task: SimulatedTask) -> frozenset[int]:
         """Those that a task's results live in."""
         nodes = (task.node,) if task.kernel is None else task.kernel.writes
         return frozenset(x.storage for n in nodes for x in self.local.values[n])
@@ -79,7 +79,7 @@ class Tasks:
     blocks is one group of parameters (see `simulate.flat`)."""
 
     schedule: Schedule
-    tasks: tuple[Task, ...]
+    tasks: tuple[SimulatedTask, ...]
     roles: tuple[RoleTasks, ...]
     streams: tuple[str, ...]
     flat: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -87,7 +87,7 @@ class Tasks:
 
 
 @dataclass(slots=True)
-class _Lowering:
+class _TaskLowering:
     graphs: Sequence[RankGraph]
     profile: MachineProfile
     roles: list[RoleTasks]
@@ -99,8 +99,8 @@ class _Lowering:
     ] = ()  # by role the nodes that pass losses between stages, once all microbatches are done
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
-    priced: dict[str, Task] = field(default_factory=dict)  # of transfers, by key
-    tasks: list[Task] = field(default_factory=list)
+    priced: dict[str, SimulatedTask] = field(default_factory=dict)  # of transfers, by key
+    tasks: list[SimulatedTask] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
     starts: dict[Any, list[dict[int, int]]] = field(default_factory=dict)  # channel -> number -> role -> start
     counts: dict[Any, int] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class _Lowering:
         """What a start or a wait takes of its role's stream: time where a processor runs the ops itself, else none."""
         return self.profile.launch_s if self.profile.fusion == "none" else 0.0
 
-    def add(self, task: Task) -> int:
+    def add(self, task: SimulatedTask) -> int:
         self.tasks.append(task)
         self.needs.append([])
         return len(self.tasks) - 1
@@ -145,7 +145,7 @@ class _Lowering:
                 numbers.append(self.add(self.kernel(number, item, microbatch)))
                 continue
             kind: Any = "wait" if item.target is WAIT else "start"
-            task = self.add(Task(kind, item, (number,), self.host_seconds, microbatch))
+            task = self.add(SimulatedTask(kind, item, (number,), self.host_seconds, microbatch))
             numbers.append(task)
             if kind == "start":
                 begun[item, microbatch] = task
@@ -175,11 +175,11 @@ class _Lowering:
                 if is_early and _node(item) not in exchange:
                     yield part, microbatch, item
 
-    def kernel(self, number: int, kernel: Kernel, microbatch: int) -> Task:
+    def kernel(self, number: int, kernel: Kernel, microbatch: int) -> SimulatedTask:
         works = tuple(self.narrow[number].works(kernel, microbatch)) if self.narrow else kernel.works
         seconds = sum(self.profile.compute_seconds(work) for work in works)
-        flops = sum(work.flops for work in works if not isinstance(work, Memory))
-        return Task("kernel", kernel.node, (number,), seconds, microbatch, kernel, flops=flops)
+        flops = sum(work.flops for work in works if not isinstance(work, MemoryWork))
+        return SimulatedTask("kernel", kernel.node, (number,), seconds, microbatch, kernel, flops=flops)
 
     def enter(self, number: int, node: fx.Node, task: int) -> None:
         """Put a start with those of the other roles that take part in it: the k-th of each on a channel."""
@@ -270,21 +270,21 @@ class _Lowering:
     def lengthen(self, task: int, seconds: float) -> None:
         self.tasks[task] = replace(self.tasks[task], seconds=self.tasks[task].seconds + seconds)
 
-    def unpacking(self, task: Task, bucket: Sequence[tuple[Channel, Starts]]) -> float:
+    def unpacking(self, task: SimulatedTask, bucket: Sequence[tuple[Channel, Starts]]) -> float:
         """Seconds in which parameters are copied out of the buffer that a bucket is gathered into. What packs
         gradients is the cast that the program has before their reduction."""
         operand = sum(self.bytes_of(self.tasks[start]) for _, starts in bucket for start in starts.values())
         size = int(2 * (operand + task.received))
-        return self.profile.compute_seconds(Memory("copy", size, size // 2, torch.uint8))
+        return self.profile.compute_seconds(MemoryWork("copy", size, size // 2, torch.uint8))
 
-    def bytes_of(self, start: Task) -> float:
+    def bytes_of(self, start: SimulatedTask) -> float:
         """Bytes that a device hands to a collective; 0 for a transfer."""
         operand, number = start.node.args[0], start.roles[0]
-        value = self.roles[number].local.one(operand) if isinstance(operand, fx.Node) else None
+        value = self.roles[number].local.single(operand) if isinstance(operand, fx.Node) else None
         size = float(value.num_elements * value.dtype.itemsize) if value is not None else 0.0
         return self.narrow[number].moved_bytes(start.node, size) if self.narrow else size
 
-    def split(self, copy: Task) -> tuple[Task, float]:
+    def split(self, copy: SimulatedTask) -> tuple[SimulatedTask, float]:
         """A copy without what the waiting role does of it, and that: sums and copies of a runtime on a processor."""
         if self.profile.fusion != "none" or not copy.seconds or copy.op in ("transfer", "permute"):
             return copy, 0.0
@@ -307,7 +307,7 @@ class _Lowering:
         ]
         return senders, takers
 
-    def collective(self, key: str, roles: Sequence[int], starts: Sequence[Task]) -> Task:
+    def collective(self, key: str, roles: Sequence[int], starts: Sequence[SimulatedTask]) -> SimulatedTask:
         """The task of the collectives `starts`, which run as one on all of their bytes."""
         node, number = starts[0].node, roles[0]
         mesh, axes = self.graphs[number].group_axes(key)
@@ -316,9 +316,11 @@ class _Lowering:
         seconds = collective_seconds(self.profile, node, row, mesh, axes, size)
         usage = self.profile.usage(row.cost_name, mesh, axes) if seconds else ()
         received = self.profile.bytes_received(row.cost_name, count, row.cost_bytes(node, count, size))
-        return Task("copy", node, tuple(roles), seconds, starts[0].microbatch, None, usage, row.name, group, received)
+        return SimulatedTask(
+            "copy", node, tuple(roles), seconds, starts[0].microbatch, None, usage, row.name, group, received
+        )
 
-    def transferred(self, key: str, roles: Sequence[int], start: Task) -> Task:
+    def transferred(self, key: str, roles: Sequence[int], start: SimulatedTask) -> SimulatedTask:
         """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""
         channel = agreed(self.graphs, key)
         item = channel.spec.dtype.itemsize
@@ -337,7 +339,7 @@ class _Lowering:
             if seconds > best:
                 best, usage = seconds, self.profile.transfer_usage(*ends[0])
         received = max((float(routes.bytes_received(d, item)) for d in channel.target.mesh.devices[:64]), default=0.0)
-        return Task(
+        return SimulatedTask(
             "copy",
             start.node,
             tuple(roles),
@@ -396,4 +398,4 @@ def lower_tasks(
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
     is_buffered = pipeline != "sequential"
     exchange = loss_exchange(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
-    return _Lowering(graphs, profile, roles, passes, narrow, is_buffered, exchange, buckets, fusion).run()
+    return _TaskLowering(graphs, profile, roles, passes, narrow, is_buffered, exchange, buckets, fusion).run()

@@ -18,7 +18,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import default_store, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
-from meshweave.problem.figures import Figures
+from meshweave.problem.figures import CostNumbers
 from meshweave.runtime.consensus import TIMEOUT_SECONDS, Exchange, named
 
 
@@ -27,34 +27,34 @@ class Agreement(Exchange):
 
     __slots__ = ()
 
-    def figures(self, mine: Figures, told: str = "") -> Figures:
-        """The figures of the lowest rank. Raises MeshweaveError naming the ranks that did not come, that were `told`
-        something else (options, as text), or whose graph is another."""
+    def figures(self, mine: CostNumbers, settings: str = "") -> CostNumbers:
+        """The figures of the lowest rank. Raises MeshweaveError naming the ranks that did not come, that have
+        other `settings` (options, as text), or whose graph is another."""
         lead = self.ranks[0]
 
-        def judge(said: Mapping[int, Any]) -> Any:
-            others = [rank for rank, (fingerprint, _) in said.items() if fingerprint != mine.fingerprint]
-            if others:
+        def judge(answers: Mapping[int, Any]) -> Any:
+            differing = [rank for rank, (fingerprint, _) in answers.items() if fingerprint != mine.fingerprint]
+            if differing:
                 raise MeshweaveError(
                     "ranks compile different graphs: their communications would not meet",
-                    where=named(others),
-                    got=f"graph {said[others[0]][0]} on rank {others[0]}",
+                    where=named(differing),
+                    got=f"graph {answers[differing[0]][0]} on rank {differing[0]}",
                     expected=f"graph {mine.fingerprint}, as on rank {lead}",
                     hint="where ranks run different graphs (stages of a pipeline), pass ranks=, those with this one",
                 )
-            others = [rank for rank, (_, its) in said.items() if its != told]
-            if others:
+            differing = [rank for rank, (_, its) in answers.items() if its != settings]
+            if differing:
                 raise MeshweaveError(
                     "ranks were given different options",
-                    where=named(others),
-                    got=f"{said[others[0]][1]} on rank {others[0]}",
-                    expected=f"{told}, as on rank {lead}",
+                    where=named(differing),
+                    got=f"{answers[differing[0]][1]} on rank {differing[0]}",
+                    expected=f"{settings}, as on rank {lead}",
                     hint="decide on one rank and broadcast: costs may differ between ranks, options may not",
                 )
             return mine.numbers
 
-        numbers = self.exchange([mine.fingerprint, told], judge)
-        return Figures(mine.fingerprint, tuple(numbers))
+        numbers = self.exchange([mine.fingerprint, settings], judge)
+        return CostNumbers(mine.fingerprint, tuple(numbers))
 
     def prove(self, graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> None:
         """Exchange the order of communications that `graph` has now, and prove that no rank waits for ever.
@@ -80,12 +80,13 @@ class Agreement(Exchange):
 
 def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
     digest, count = answers[lead][:2]
-    others = [rank for rank, (its, *_) in answers.items() if its != digest]
-    if others:
+    differing = [rank for rank, (its, *_) in answers.items() if its != digest]
+    if differing:
+        rank = differing[0]
         raise MeshweaveError(
             "ranks would communicate in different orders, which can deadlock",
-            where=named(others),
-            got=f"order {answers[others[0]][0]} of {answers[others[0]][1]} starts and waits on rank {others[0]}",
+            where=named(differing),
+            got=f"order {answers[rank][0]} of {answers[rank][1]} starts and waits on rank {rank}",
             expected=f"order {digest} of {count}, as on rank {lead}",
             hint="the same figures must give the same order: are all ranks of one version of meshweave and torch?",
         )

@@ -12,12 +12,12 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap
-from meshweave.passes.options import Asked
+from meshweave.passes.options import PassesArgument
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapOptions
-from meshweave.torch_compile.scheduling import Cost, Settings, graph_passes, settings
+from meshweave.torch_compile.scheduling import BackendSettings, Cost, graph_passes, settings
 
 # As aot_autograd takes them: of a graph and its (fake) inputs, what runs it.
 GraphCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -29,7 +29,7 @@ class Backend:
     """A backend of torch.compile: orders communication in forward and backward graphs, then lets `inner` compile
     them."""
 
-    settings: Settings
+    settings: BackendSettings
     inner: str | GraphCompiler
 
     @property
@@ -101,7 +101,7 @@ def backend(
     report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    passes: Asked = None,
+    passes: PassesArgument = None,
     decompose: DecomposeOptions | bool | None = None,
     split: SplitOptions | int | bool | None = None,
 ) -> Backend:
@@ -154,7 +154,7 @@ def inductor_pass(
     report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    passes: Asked = None,
+    passes: PassesArgument = None,
     decompose: DecomposeOptions | bool | None = None,
     split: SplitOptions | int | bool | None = None,
 ) -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ from meshweave.interop.inductor import (
 )
 from meshweave.passes import Decompose
 from meshweave.passes.base import Scope
-from meshweave.torch_compile.scheduling import Settings
+from meshweave.torch_compile.scheduling import BackendSettings
 
 # Overlap and bucketing of Inductor's own (torch 2.13, _inductor/config.py), by what switches each off.
 _OWN: Mapping[str, object] = {
@@ -58,7 +58,7 @@ class _Passes:
 
     scope: ClassVar[Scope]
 
-    def __init__(self, settings: Settings, before: Sequence[Any] = ()) -> None:
+    def __init__(self, settings: BackendSettings, before: Sequence[Any] = ()) -> None:
         self.settings, self.before = settings, tuple(before)
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
@@ -159,16 +159,16 @@ def _windows(nodes: Sequence[Any], waits: Iterable[int]) -> Iterator[tuple[int, 
     wait."""
     makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
     for i in waits:
-        asked, start = [i], -1
-        while asked and start < 0:
-            for dep in nodes[asked.pop()].unmet_dependencies:
+        pending, start = [i], -1
+        while pending and start < 0:
+            for dep in nodes[pending.pop()].unmet_dependencies:
                 source = makers.get(dep.name)
                 if source is None or getattr(dep, "is_fake", False):
                     continue
                 if contains_collective(nodes[source]):
                     start = max(start, source)
                 else:  # one of several results of a start
-                    asked.append(source)
+                    pending.append(source)
         yield i, start
 
 
@@ -179,7 +179,7 @@ def _after(node: Any, earlier: Any) -> None:
         add_dependency(node, name, written=own)
 
 
-def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
+def patches(settings: BackendSettings, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of Inductor under which our pass runs, over `options` that the user handed in.
 
     What is on now and goes off is named in every report; what a user had switched on, in a warning too. Raises
@@ -200,20 +200,20 @@ def patches(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
         return options.get(name, getattr(config, name, otherwise))
 
     off = {name: value for name, value in {**_OWN, **_REORDERS}.items() if now(name, value) != value}
-    asked = [name for name in off if name in _OWN]
-    if asked:
+    own_options = [name for name in off if name in _OWN]
+    if own_options:
         warnings.warn(
-            f"meshweave orders communication in place of Inductor: {', '.join(asked)} off while it compiles",
+            f"meshweave orders communication in place of Inductor: {', '.join(own_options)} off while it compiles",
             stacklevel=3,
         )
     note = (f"off in Inductor while it compiles: {', '.join(off)}",) if off else ()
-    others, joint, before_fusion = _others(now(_POST_GRAD)), _others(now(_JOINT)), now(_PRE_FUSION)
+    other_passes, joint, before_fusion = _others(now(_POST_GRAD)), _others(now(_JOINT)), now(_PRE_FUSION)
     before_parting = {_JOINT: JointPasses(settings, joint)} if settings.has("joint graph") else {}
     return {
         **options,
         **off,
         **before_parting,
-        _POST_GRAD: GraphPasses(replace(settings, notes=(*settings.notes, *note)), others),
+        _POST_GRAD: GraphPasses(replace(settings, notes=(*settings.notes, *note)), other_passes),
         _PRE_FUSION: HoldOrder(before_fusion.before if isinstance(before_fusion, HoldOrder) else before_fusion),
     }
 
@@ -235,7 +235,7 @@ def _others(installed_passes: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def installed(settings: Settings) -> Iterator[None]:
+def installed(settings: BackendSettings) -> Iterator[None]:
     """Inductor with our pass for what is compiled in this thread while it lasts, forward and backward alike.
 
     Backward graphs are compiled with their forward graphs: on a GPU autograd would compile them in another thread,
@@ -247,7 +247,7 @@ def installed(settings: Settings) -> Iterator[None]:
 
 
 def compile_with(
-    settings: Settings, gm: fx.GraphModule, inputs: Sequence[Any], mode: str, options: Mapping[str, Any]
+    settings: BackendSettings, gm: fx.GraphModule, inputs: Sequence[Any], mode: str, options: Mapping[str, Any]
 ) -> Any:
     """What `torch.compile` does with Inductor, with our pass in it."""
     chosen = {} if mode == "default" else list_mode_options(mode)

@@ -20,10 +20,10 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
-from meshweave.passes import Carry, GraphProgram, Overlap, Pass, Variant, pipeline_of
+from meshweave.passes import Carry, GraphProgram, Overlap, Pass, ProgramVariant, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
-from meshweave.passes.options import Asked
+from meshweave.passes.options import PassesArgument
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions, SplitReport
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
@@ -38,7 +38,7 @@ _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BackendSettings:
     """What `backend` and `inductor_pass` are told, checked. `notes` are put into every report on an order.
 
     `passes` are those over graphs, in the order in which they run.
@@ -87,7 +87,7 @@ class Settings:
             None if self.groups is None else dict(self.groups),
             None if is_job else (self.ranks or (0,))[0],
             self.memory_cap_bytes,
-            None if agreement is None else partial(agreement.figures, told=self._told()),
+            None if agreement is None else partial(agreement.figures, settings=self._options_text()),
             next((graph_pass for graph_pass in self.passes if isinstance(graph_pass, Overlap)), OrderOptions()),
         )
 
@@ -98,7 +98,7 @@ class Settings:
         cost, note = _usual(graph)
         return cost, (*self.notes, note)
 
-    def _tell(self, report: Any, notes: tuple[str, ...], variants: Sequence[Variant]) -> None:
+    def _tell(self, report: Any, notes: tuple[str, ...], variants: Sequence[ProgramVariant]) -> None:
         if self.report is None:
             return
         if isinstance(report, OverlapReport):
@@ -108,7 +108,7 @@ class Settings:
             report = replace(report, seconds_before=variants[0].seconds, seconds_after=fastest)
         self.report(report)
 
-    def _told(self) -> str:
+    def _options_text(self) -> str:
         """What else decisions depend on and all ranks must have alike, as text."""
         passes = tuple(
             replace(graph_pass, releasable=None) if isinstance(graph_pass, Overlap) else graph_pass
@@ -149,7 +149,7 @@ def settings(
     report: Callable[[Any], object] | None,
     ranks: Sequence[int] | None,
     timeout_seconds: float,
-) -> Settings:
+) -> BackendSettings:
     """The settings of what a user said. Raises MeshweaveError for a profile that there is not, and a cost that is
     none."""
     known = load_profile(cost) if isinstance(cost, (str, Path)) else cost
@@ -162,11 +162,11 @@ def settings(
         )
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
-    return Settings(known, memory_cap_bytes, passes, table, report, chosen, timeout_seconds)
+    return BackendSettings(known, memory_cap_bytes, passes, table, report, chosen, timeout_seconds)
 
 
 def graph_passes(
-    passes: Asked,
+    passes: PassesArgument,
     options: OverlapOptions | None,
     decompose: DecomposeOptions | bool | None,
     split: SplitOptions | int | bool | None,
@@ -174,19 +174,18 @@ def graph_passes(
     """The passes over graphs that a caller asks for, the overlap pass where none is named. Raises MeshweaveError for
     what names no pass, or one over whole steps."""
     overlap = options or (OverlapOptions() if passes is None else None)
-    asked = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
-    asked = tuple(
-        graph_pass for graph_pass in asked if not isinstance(graph_pass, Carry)
-    )  # from step to step: of no graph by itself
-    if others := [graph_pass.name for graph_pass in asked if graph_pass.scope == "step"]:
+    pass_list = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
+    # Carry works from step to step: it is of no graph by itself.
+    pass_list = tuple(graph_pass for graph_pass in pass_list if not isinstance(graph_pass, Carry))
+    if whole_step := [graph_pass.name for graph_pass in pass_list if graph_pass.scope == "step"]:
         raise MeshweaveError(
             "this pass is of whole training steps, which torch.compile does not see",
             where="passes=",
-            got=", ".join(others),
+            got=", ".join(whole_step),
             expected="split, decompose, overlap, or a pass with scope 'graph' or 'joint graph'",
             hint="a pass that changes its program by program.each(...) alone can have that scope",
         )
-    return asked
+    return pass_list
 
 
 def _communicates(graph: fx.Graph) -> bool:
