@@ -53,9 +53,7 @@ def _built(build: Build, step: StepGraph, pipeline: Pipeline) -> Program | NoOrd
         return error
 
 
-def _fastest(
-    tried: list[tuple[str, Program | NoOrderError, SplitReport]], costs: Costs, least_gain: float
-) -> Program:
+def _fastest(tried: list[tuple[str, Program | NoOrderError, SplitReport]], costs: Costs, least_gain: float) -> Program:
     """The fastest of the programs, of which the first is not in chunks; others have to be faster by `least_gain`."""
     seconds = [_seconds(program, costs) for _, program, _ in tried] if len(tried) > 1 else [0.0]
     handicap = [1.0, *(1.0 / (1.0 - least_gain) for _ in tried[1:])]
@@ -84,7 +82,9 @@ def _seconds(program: Program | NoOrderError, costs: Costs) -> float:
 def _named(program: Program, label: str, report: SplitReport, variants: tuple[Variant, ...] = ()) -> Program:
     """The program, which says what it is called and what became of its rows."""
     optimized = program.optimized
-    name = optimized.name if label == AS_IT_IS else label if optimized.name == AS_IT_IS else f"{label}, {optimized.name}"
+    name = (
+        optimized.name if label == AS_IT_IS else label if optimized.name == AS_IT_IS else f"{label}, {optimized.name}"
+    )
     reports = {**optimized.reports, "split": (report,) * len(optimized.roles)}
     return replace(
         program,

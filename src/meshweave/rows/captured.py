@@ -102,4 +102,3 @@ class _StepWriter(RowWriter):
 
     def cast(self, x: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         return self.call(torch.ops.aten._to_copy.default, (x,), {"dtype": dtype}, like)
-

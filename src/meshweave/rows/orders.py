@@ -97,7 +97,8 @@ def _sorted_as(like: Sorted, cut: Cut) -> Cut:
 
 def _keeps_rows(node: fx.Node, rule: RowRule) -> bool:
     (operand,), (result,) = rule.operands, rule.results
-    assert isinstance(operand, Cut) and isinstance(result, Cut)
+    assert isinstance(operand, Cut)
+    assert isinstance(result, Cut)
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
     return before[operand.dim] == after[result.dim] and operand.outer == result.outer
 
@@ -200,12 +201,10 @@ def _counts_up(node: fx.Node, size: int) -> bool:
 def _index(node: fx.Node) -> fx.Node | None:
     """The one index along dim 0 of a lookup, or of a sum at places."""
     args: Any = node.args
-    if node.target is aten.index_select.default:
-        found = [args[2]] if args[1] == 0 else []
-    else:
-        found = list(args[1])
-    is_plain = len(found) == 1 and found[0] is not None
-    return found[0] if is_plain and len(spec_of(found[0]).shape) == 1 and _is_integer(found[0]) else None
+    is_select = node.target is aten.index_select.default
+    indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
+    is_plain = len(indices) == 1 and indices[0] is not None
+    return indices[0] if is_plain and len(spec_of(indices[0]).shape) == 1 and _is_integer(indices[0]) else None
 
 
 def _is_integer(node: fx.Node) -> bool:
@@ -283,7 +282,8 @@ def _of_experts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     if not isinstance(cut, Sorted) or cut.order is None or cut.into is not None:
         raise NoCut("its rows are not those of an expert after the other in every chunk")
     ids = _root(cut.order.args[0])
-    is_index = ids.target is operator.getitem and ids.args[1] == 1 and ids.args[0].target in _INDICES  # type: ignore[union-attr]
+    args: Any = ids.args
+    is_index = ids.target is operator.getitem and args[1] == 1 and args[0].target in _INDICES
     if not _is_ascending(cut.order) or not (is_index or ids.target is aten.argmax.default):
         raise NoCut("its rows may be of no expert: what they are sorted by may be negative, or descends")
     ends = Counted(0, cut.outer, cut.count, ids, True)

@@ -19,7 +19,7 @@ from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import MATMULS
-from meshweave.rows.orders import Sorted, needs_chunks
+from meshweave.rows.orders import Counted, Sorted, needs_chunks
 from meshweave.rows.way import End, RowRule
 from meshweave.rows.ways import ATTENTION, fits, specs_of, way_of
 
@@ -207,8 +207,10 @@ def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRu
         raise NoCut("what it waits for is not made in chunks")
     for operand, needed in operands:
         cut = cuts.get(operand)
+        if cut != needed and isinstance(needed, Counted):
+            raise NoCut(f"{operand.name} does not say where the rows of each expert end that are sorted so")
         if cut is None and needs_chunks(needed):
-            raise NoCut(f"{operand.name} is not sorted, or counted, chunk by chunk")
+            raise NoCut(f"{operand.name} is not sorted chunk by chunk")
         if cut is not None and needed is None:
             raise NoCut(f"every row of its result needs all rows of {operand.name}")
         if cut is not None and needed != cut:

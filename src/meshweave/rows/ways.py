@@ -219,9 +219,7 @@ def _table() -> Mapping[Any, WayOf]:
 
 
 TABLE = _table()
-ATTENTION = frozenset(
-    {*(target for target, way in TABLE.items() if way is _attention), ours.attention.default}
-)
+ATTENTION = frozenset({*(target for target, way in TABLE.items() if way is _attention), ours.attention.default})
 
 
 def way_of(node: fx.Node, end: End, cut: Cut) -> RowRule:

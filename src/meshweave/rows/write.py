@@ -166,7 +166,9 @@ class RowWriter:
         if rule.shape_at >= 0 and isinstance(cut := rule.results[0], Cut):
             args = _replaced(args, rule.shape_at, list(cut.chunk(node.meta["spec"].shape)))
         for at in rule.splits_at:
-            args = _replaced(args, at, fx.node.map_aggregate(args[at], lambda size: size // self.regions.count))
+            sizes: Any = args[at]
+            count = self.regions.count
+            args = _replaced(args, at, sizes // count if isinstance(sizes, int) else [size // count for size in sizes])
         if before and rule.results[0] == "chain":
             args = _replaced(args, 0, before[-1])
         elif before and rule.results[0] == "sum" and target in PRODUCTS:
