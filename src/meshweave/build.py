@@ -11,6 +11,7 @@ from meshweave.capture.batch import Batch
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.expand.expand import expand
+from meshweave.expert_chunks import built_in_chunks
 from meshweave.gathers import settle
 from meshweave.hardware import Costs
 from meshweave.ir.graph import Spec, StepGraph
@@ -101,33 +102,39 @@ def build_program(
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
     pipeline = _with_ring(pipeline, resolved)
     step = pipeline.captured(CapturedProgram(captured, cuts), costs, progress)
-    placement = decide(resolved, step, mesh, infer_units(captured), map_devices(step, resolved.homes, mesh))
-    placement = placement if like is None else placement.keeping(like.placement)
+    units = infer_units(captured)
 
-    def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
-        how = replace(placement, accumulate_in=accumulate_in)
-        placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
-        placed = dispatched(own_sums(placed), planner)
-        progress("expand")
-        roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), costs)
-        return placed, tuple(verify_rank(settle(role)) for role in roles)
+    def built(step: StepGraph, pipeline: Pipeline) -> Program:
+        placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
+        placement = placement if like is None else placement.keeping(like.placement)
 
-    placed, roles, accumulation = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(costs))
-    optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
-    policies = ["none", *(each_pass.policy for each_pass in pipeline.passes if isinstance(each_pass, Recompute))]
-    return Program(
-        step,
-        placed,
-        optimized,
-        placement,
-        options,
-        contract,
-        optimizer,
-        accumulation,
-        recompute=policies[-1],
-        resolved=resolved,
-        sequence=sequence,
-    )
+        def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
+            how = replace(placement, accumulate_in=accumulate_in)
+            placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
+            placed = dispatched(own_sums(placed), planner)
+            progress("expand")
+            roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), costs)
+            return placed, tuple(verify_rank(settle(role)) for role in roles)
+
+        placed, roles, note = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(costs))
+        optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
+        policies = ["none", *(each.policy for each in pipeline.passes if isinstance(each, Recompute))]
+        return Program(
+            step,
+            placed,
+            optimized,
+            placement,
+            options,
+            contract,
+            optimizer,
+            note,
+            recompute=policies[-1],
+            resolved=resolved,
+            sequence=sequence,
+        )
+
+    num_devices = mesh.flat_size(tuple(axis for axis in mesh.axis_names if axis in resolved.batch_axes))
+    return built_in_chunks(built, step, pipeline, costs, num_devices)
 
 
 def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, price: Price) -> tuple[StepGraph, str]:

@@ -719,3 +719,22 @@ def test_a_fake_tensor_of_another_capture_is_an_error() -> None:
     with pytest.raises(CaptureError, match="neither gets nor computes") as error:
         captured(Calls(lambda x, w: x * w * kept), batches(1, (3, 4), (3, 4))[0])
     assert "test_trace.py:" in error.value.where
+
+
+class _LooksUp(nn.Module):
+    """A table of 64 GiB, and an order that is inverted in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(2**28, 64, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.argsort()
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        return self.table[inverse]
+
+
+def test_a_step_that_writes_in_place_is_captured_without_memory_for_its_gradients() -> None:
+    step = captured(_LooksUp(), {"x": torch.zeros(8, dtype=torch.long)}, lambda out, _: out.sum())
+    assert sum(node.target is torch.ops.aten.index_put.default for node in step.graph.nodes) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, fx
 
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError
+from meshweave.interop.fake import FakeTensor
 
 
 def functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
-    """The same graph without in-place ops."""
-    module = traced.module()
+    """The same graph without in-place ops. No data is made: what the graph makes of numbers alone is fake here."""
+    module, modes = traced.module(), [x.fake_mode for x in inputs if isinstance(x, FakeTensor)]
 
     def again(tracer: GraphTracer, *values: Tensor) -> Sequence[Tensor]:
         try:
@@ -27,7 +29,8 @@ def functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
                 hint="compute a new tensor in this line: torch.where, torch.cat, torch.diag_embed",
             ) from error
 
-    return GraphTracer.trace(again, inputs)
+    with modes[0] if modes else nullcontext():  # type: ignore[attr-defined]
+        return GraphTracer.trace(again, inputs)
 
 
 class _Replay(fx.Interpreter):

@@ -19,6 +19,7 @@ from meshweave.interop.storages import storage_key
 from meshweave.ir.aliases import aliases_of
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT
 from meshweave.ir.graph import place_of
+from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import NOTHING, Inference, Value, Values
 
 _META = torch.device("meta")
@@ -190,7 +191,7 @@ def _called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bare:
     plain, named = fx.map_arg((args, kwargs), operand)
     if target is WAIT:
         return plain[0]
-    if "device" in named:
+    if "device" in named or target in FACTORIES:
         named = {**named, "device": _META}
     try:
         return _collective(target, plain) if target in _COLLECTIVES else target(*plain, **named)

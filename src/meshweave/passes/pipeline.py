@@ -55,6 +55,9 @@ class Pipeline:
         """The pipeline with a pass, in place of the one of its name."""
         return replace(self, passes=(each_pass, *(other for other in self.passes if other.name != each_pass.name)))
 
+    def without(self, name: str) -> Pipeline:
+        return replace(self, passes=tuple(one for one in self.passes if one.name != name))
+
     def room(self, costs: Costs) -> int | None:
         """Bytes that a device may hold: the cap, else what the machine has; None where neither is known."""
         if self.memory_cap_bytes is not None:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.chunks.cut import Cut, NoCut
+from meshweave.chunks.cut import FIXED, Cut, NoCut
 from meshweave.interop.storages import storage_key
 from meshweave.ir.aliases import is_view_op, written_of
 from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
+from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import MATMULS
+from meshweave.rows.orders import Counted, Sorted, needs_chunks
 from meshweave.rows.way import End, RowRule
 from meshweave.rows.ways import ATTENTION, fits, specs_of, way_of
 
@@ -46,20 +48,41 @@ class Regions:
 
 
 def work_of(node: fx.Node) -> int:
-    """Multiplications of a matmul or an attention (forward), 0 of anything else."""
+    """Multiplications of a matmul, of experts, or of an attention (forward), 0 of anything else."""
     shapes = [n.meta["spec"].shape for n in tensor_inputs(node)] if node.op == "call_function" else []
     if node.target in MATMULS:
         return prod(shapes[-2]) * int(shapes[-1][-1])
     if node.target in ATTENTION:
         return 2 * prod(shapes[0]) * int(shapes[1][2])
+    if node.target in BY_ROWS:
+        return prod(shapes[0]) * int(shapes[1][-1])
     return 0
 
 
-def regions(graph: fx.Graph, seed: fx.Node, cut: Cut) -> Regions:
-    """The ops that run in chunks where the rows of `seed` do. Nodes have meta["spec"]."""
-    changed = _changed(graph)
-    labels = _follow(seed, cut, changed)
-    return _settle(graph, labels, cut.count)
+def regions(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
+    """The ops that run in chunks where the rows of all `seeds` do. Nodes have meta["spec"].
+
+    A sort of rows whose order somebody needs whole stays whole, and what is made of it.
+    """
+    changed, count = _changed(graph), next(iter(seeds.values())).count
+    while True:
+        settled = _settle(graph, _follow(seeds, changed), count)
+        sorts = _needed_whole(graph, settled)
+        if not sorts:
+            return settled
+        for sort, reason in sorts.items():
+            sort.meta[FIXED] = reason
+
+
+def _needed_whole(graph: fx.Graph, settled: Regions) -> dict[fx.Node, str]:
+    """The sorts in chunks whose order an op takes whole, and the reason."""
+    sorts: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        for operand in node.all_input_nodes if node not in settled.ways and node not in settled.cuts else ():
+            if isinstance(cut := settled.cuts.get(operand), Sorted):
+                reason = f"{node.name} needs all rows in order: {settled.refused.get(node, 'it is an output')}"
+                sorts |= {sort: reason for sort in cut.sorts if sort not in sorts}
+    return sorts
 
 
 def _changed(graph: fx.Graph) -> set[int]:
@@ -85,14 +108,16 @@ def _storages(node: fx.Node) -> Iterator[int]:
             yield storage_key(tensor)
 
 
-def _follow(seed: fx.Node, cut: Cut, changed: set[int]) -> dict[fx.Node, Cut]:
+def _follow(seeds: Mapping[fx.Node, Cut], changed: set[int]) -> dict[fx.Node, Cut]:
     """The cut that each value would have, by the first way that leads to it, both up and down."""
     labels: dict[fx.Node, Cut] = {}
     queue: deque[fx.Node] = deque()
 
     def propose(node: fx.Node, cut: Any) -> None:
         spec = node.meta.get("spec")
-        if not isinstance(cut, Cut) or not isinstance(spec, Spec) or node in labels:
+        if not isinstance(cut, Cut) or not isinstance(spec, Spec):
+            return
+        if node in labels and (needs_chunks(labels[node]) or not needs_chunks(cut)):  # that it is sorted says more
             return
         if fits(cut, spec.shape) and changed.isdisjoint(_storages(node)):
             labels[node] = cut
@@ -108,7 +133,8 @@ def _follow(seed: fx.Node, cut: Cut, changed: set[int]) -> dict[fx.Node, Cut]:
         for result, index in _results(node):
             propose(result, rule.results[index])
 
-    propose(seed, cut)
+    for seed, cut in seeds.items():
+        propose(seed, cut)
     while queue:
         node = queue.popleft()
         maker, index = _maker(node)
@@ -147,8 +173,10 @@ def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regio
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        ends = [(End(True, i), labels[n]) for n, i in _results(node) if n in labels]
-        ends += [(End(False, i), labels[n]) for i, n in enumerate(tensor_inputs(node)) if n in labels]
+        operands = list(enumerate(tensor_inputs(node)))
+        ends = [(End(False, i), settled.cuts[n]) for i, n in operands if needs_chunks(settled.cuts.get(n))]
+        ends += [(End(True, i), labels[n]) for n, i in _results(node) if n in labels]
+        ends += [(End(False, i), labels[n]) for i, n in operands if n in labels]
         if not ends:
             continue
         rule = _first(node, ends, settled)
@@ -179,6 +207,10 @@ def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRu
         raise NoCut("what it waits for is not made in chunks")
     for operand, needed in operands:
         cut = cuts.get(operand)
+        if cut != needed and isinstance(needed, Counted):
+            raise NoCut(f"{operand.name} does not say where the rows of each expert end that are sorted so")
+        if cut is None and needs_chunks(needed):
+            raise NoCut(f"{operand.name} is not sorted chunk by chunk")
         if cut is not None and needed is None:
             raise NoCut(f"every row of its result needs all rows of {operand.name}")
         if cut is not None and needed != cut:

@@ -166,10 +166,15 @@ def split_program(
     for node in split.nodes:
         for key in added:
             node.meta.pop(key, None)
+    return split, report_of(graph, cut, writer, rows)
+
+
+def report_of(graph: fx.Graph, cut: Regions, writer: RowWriter, rows: str) -> SplitReport:
+    """What became of a graph that was written in chunks of `rows`."""
     work = sum(work_of(node) for node in graph.nodes)
-    return split, SplitReport(
+    return SplitReport(
         is_taken=True,
-        num_chunks=num_chunks,
+        num_chunks=cut.count,
         reason="regions without dependence between rows have collectives",
         rows=rows,
         num_split=len(cut.ways),
@@ -180,7 +185,7 @@ def split_program(
         copied_bytes=writer.copied,
         sums=tuple(n.name for n, rule in cut.ways.items() if not any(isinstance(r, Cut) for r in rule.results)),
         whole=_ends(cut),
-        numerics=_numerics(fuse_sums),
+        numerics=_numerics(writer.fuse_sums),
     )
 
 
@@ -239,7 +244,7 @@ def _chosen(graph: fx.Graph, count: int, dims: Mapping[str, Dim] | None) -> tupl
     for node, cut in _named(graph, count, dims) if dims is not None else _seeds(graph, count):
         if (node, cut) in tried:
             continue
-        reached = regions(graph, node, cut)
+        reached = regions(graph, {node: cut})
         tried |= set(reached.cuts.items()) | {(node, cut)}
         if best is None or (reached.work, reached.num_collectives) > (best[1].work, best[1].num_collectives):
             best = f"dim {cut.dim} of {node.name}" + (f" inside {cut.outer}" if cut.outer > 1 else ""), reached

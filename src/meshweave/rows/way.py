@@ -17,7 +17,7 @@ class RowRule:
     `operands`: per tensor operand the cut of which chunk c takes chunk c, None where it takes the whole. `results`: per
     result its cut, or how the chunks' results become the whole one; "chain": the first operand of chunk c + 1 is the
     result of chunk c. `shape_at`: the argument that is the shape of the result, -1 without; `splits_at`: arguments that
-    are sizes of blocks along what is cut.
+    are sizes along what is cut, one or a list.
     """
 
     operands: tuple[Cut | None, ...]

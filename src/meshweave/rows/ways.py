@@ -15,6 +15,7 @@ from meshweave.ir.collectives import OURS, WAIT, communicates
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
 from meshweave.rows.local import LOCAL
+from meshweave.rows.orders import way_in_order
 from meshweave.rows.rules import RULES
 from meshweave.rows.way import Combine, End, RowRule
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
@@ -22,6 +23,7 @@ from meshweave.sharding.factors import Dims, Rule
 from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
+ours = torch.ops.meshweave
 # collectives: blocks of the members of the group stand one after another on dim 0
 
 
@@ -137,6 +139,17 @@ def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowRule:
     if None in specs_of(node):
         raise NoCut("some of its results are no tensors")
     rule, localize = _rule(node)
+    return _by_factors(node, end, cut, rule, localize)
+
+
+def _own_attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
+    """Our attention, every sequence of the batch by itself: where its positions begin is the same in all."""
+    if cut.dim:
+        raise NoCut("attention is cut along its batch only")
+    return _by_factors(node, end, cut, row_for(node).rule(node), "")
+
+
+def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, localize: str) -> RowRule:
     dims = (rule.results if end.is_result else rule.operands)[end.index]
     factors = [f for f in dims[cut.dim] if rule.sizes[f] > 1]
     if len(factors) != 1:
@@ -199,15 +212,14 @@ def _table() -> Mapping[Any, WayOf]:
         **{row.op: _BY_BLOCKS[row.blocks] for row in OURS if row.may_cut},
         WAIT: _same,
         **LOCAL,
+        **dict.fromkeys((ours.attention.default, ours.attention_backward.default), _own_attention),
         **dict.fromkeys(RESHAPES | RANK_CHANGES, _view),
         **{getattr(aten, name).default: rule for name, rule in named.items() if hasattr(aten, name)},
     }
 
 
 TABLE = _table()
-ATTENTION = frozenset(
-    {*(target for target, way in TABLE.items() if way is _attention), torch.ops.meshweave.attention.default}
-)
+ATTENTION = frozenset({*(target for target, way in TABLE.items() if way is _attention), ours.attention.default})
 
 
 def way_of(node: fx.Node, end: End, cut: Cut) -> RowRule:
@@ -219,7 +231,7 @@ def way_of(node: fx.Node, end: End, cut: Cut) -> RowRule:
         _check_operator(node)
     if not _is_described(node):
         raise NoCut("the shape of an operand or a result is symbolic, or not known")
-    rule = (find or _by_rule)(node, end, cut)
+    rule = way_in_order(node, end, cut, find or _by_rule)
     if max(rule.shape_at, *rule.splits_at, -1) >= len(node.args):
         raise NoCut("its sizes are handed over by name")
     shapes = [(spec_of(n).shape, c) for n, c in zip(tensor_inputs(node), rule.operands, strict=True)]

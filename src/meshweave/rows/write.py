@@ -17,6 +17,7 @@ from meshweave.ir.collectives import OURS
 from meshweave.ir.described import val_of_call
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
 from meshweave.ir.traits import RESHAPES
+from meshweave.rows.orders import Counted, Sorted
 from meshweave.rows.regions import Regions, is_view
 from meshweave.rows.way import RowRule
 from meshweave.rows.ways import PLAIN, PRODUCTS
@@ -80,7 +81,10 @@ class RowWriter:
             return self.whole[node]
         if is_view(node):
             return self.keep(node)
-        joined = self.join(node, self.chunks[node], self.regions.cuts[node])
+        cut = self.regions.cuts[node]
+        assert not isinstance(cut, Sorted), f"{node.name} is in another order in every chunk"
+        is_sum = isinstance(cut, Counted)
+        joined = self.together(node, self.chunks[node], "sum") if is_sum else self.join(node, self.chunks[node], cut)
         self.whole[node] = joined
         return joined
 
@@ -136,7 +140,7 @@ class RowWriter:
         if cut.outer == 1:
             return self.call(aten.slice.Tensor, (whole, cut.dim, c * size, (c + 1) * size), {}, node, c)
         wide = self.viewed(whole, _unfolded(shape, cut.dim, cut.outer, 1, cut.count), node)
-        part = self.call(aten.select.int, (wide, cut.dim + 1, c), {}, node, c)
+        part = self.call(aten.slice.Tensor, (wide, cut.dim + 1, c, c + 1), {}, node, c)
         return self.viewed(part, cut.chunk(shape), node, c)
 
     def split(self, node: fx.Node, rule: RowRule) -> None:
@@ -162,7 +166,9 @@ class RowWriter:
         if rule.shape_at >= 0 and isinstance(cut := rule.results[0], Cut):
             args = _replaced(args, rule.shape_at, list(cut.chunk(node.meta["spec"].shape)))
         for at in rule.splits_at:
-            args = _replaced(args, at, [size // self.regions.count for size in args[at]])
+            sizes: Any = args[at]
+            count = self.regions.count
+            args = _replaced(args, at, sizes // count if isinstance(sizes, int) else [size // count for size in sizes])
         if before and rule.results[0] == "chain":
             args = _replaced(args, 0, before[-1])
         elif before and rule.results[0] == "sum" and target in PRODUCTS:

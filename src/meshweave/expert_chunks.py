@@ -1,0 +1,92 @@
+"""Steps with experts in chunks of rows: written so before they are placed, and compared as whole programs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshweave.hardware import Costs
+from meshweave.ir.graph import StepGraph
+from meshweave.ir.verify import verify_step
+from meshweave.passes import MeshProgram, Pipeline, Split
+from meshweave.passes.candidates import AS_IT_IS, ProgramVariant
+from meshweave.program import Program
+from meshweave.rows import SplitReport
+from meshweave.rows.captured import has_experts, split_captured
+from meshweave.schedule.decide import NoOrderError
+
+Build = Callable[[StepGraph, Pipeline], Program]
+
+
+def built_in_chunks(build: Build, step: StepGraph, pipeline: Pipeline, costs: Costs, num_devices: int) -> Program:
+    """What `build` makes of the step, or of the step in chunks of each device's rows, where the pipeline splits it and
+    it has experts: whichever is faster in simulation, unless it is to be split always. `num_devices` share the batch.
+
+    Rows of experts are sorted over all tokens, so once they are placed nothing goes row by row any more: such a step is
+    written in chunks before that, and every chunk has a sort and a dispatch of its own.
+    """
+    split = next((one for one in pipeline.passes if isinstance(one, Split)), None)
+    if split is None or not has_experts(step):
+        return build(step, pipeline)
+    began = time.monotonic()
+    ways = [(way.label, *split_captured(step, way.num_chunks[0], num_devices)) for way in split.alternatives]
+    chunked = [(label, written, report) for label, written, report in ways if written is not None]
+    rest = pipeline.without(split.name)
+    if not split.is_compared:
+        for label, written, report in chunked:
+            return _named(build(verify_step(written), rest), label, report)
+    whole = _built(build, step, pipeline)
+    tried = [(AS_IT_IS, whole, ways[-1][2])]
+    for label, written, report in chunked:
+        if not pipeline.budget.is_over(began):
+            tried.append((label, _built(build, verify_step(written), rest), report))
+    return _fastest(tried, costs, pipeline.least_gain)
+
+
+def _built(build: Build, step: StepGraph, pipeline: Pipeline) -> Program | NoOrderError:
+    """The program, or why it cannot be run under its cap."""
+    try:
+        return build(step, pipeline)
+    except NoOrderError as error:
+        return error
+
+
+def _fastest(tried: list[tuple[str, Program | NoOrderError, SplitReport]], costs: Costs, least_gain: float) -> Program:
+    """The fastest of the programs, of which the first is not in chunks; others have to be faster by `least_gain`."""
+    seconds = [_seconds(program, costs) for _, program, _ in tried] if len(tried) > 1 else [0.0]
+    handicap = [1.0, *(1.0 / (1.0 - least_gain) for _ in tried[1:])]
+    at = min(range(len(tried)), key=lambda i: seconds[i] * handicap[i])
+    label, program, report = tried[at]
+    if isinstance(program, NoOrderError):
+        raise program
+    if len(tried) == 1:
+        return _named(program, label, report)
+    variants = tuple(
+        ProgramVariant(name, took) if took < math.inf else ProgramVariant(name, reason="does not fit under the cap")
+        for (name, _, _), took in zip(tried, seconds, strict=True)
+    )
+    if label == AS_IT_IS:
+        report = tried[-1][2].left("the program is not faster with it: " + "; ".join(map(str, variants)))
+    report = replace(report, seconds_before=seconds[0], seconds_after=seconds[at] if at else min(seconds[1:]))
+    return _named(program, label, report, variants)
+
+
+def _seconds(program: Program | NoOrderError, costs: Costs) -> float:
+    if isinstance(program, NoOrderError):
+        return math.inf
+    return MeshProgram(program.roles, microbatches=program.options.accumulate).seconds(costs)
+
+
+def _named(program: Program, label: str, report: SplitReport, variants: tuple[ProgramVariant, ...] = ()) -> Program:
+    """The program, which says what it is called and what became of its rows."""
+    optimized = program.optimized
+    name = (
+        optimized.name if label == AS_IT_IS else label if optimized.name == AS_IT_IS else f"{label}, {optimized.name}"
+    )
+    reports = {**optimized.reports, "split": (report,) * len(optimized.roles)}
+    return replace(
+        program,
+        optimized=replace(optimized, name=name, reports=reports, variants=(*variants, *optimized.variants)),
+    )

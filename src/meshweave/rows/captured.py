@@ -1,0 +1,104 @@
+"""The batch split of a captured step: models whose rows are sorted over all tokens, as those of experts are.
+
+Placement would put a move between a sort and the rows of all devices; so such a step is written in chunks before it is
+placed, and every chunk has a sort, a dispatch and experts' work of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import FIXED, Cut
+from meshweave.ir.graph import Specs, StepGraph, copied_graph, specs_of
+from meshweave.ir.grouped import BY_ROWS
+from meshweave.ir.traits import FACTORIES
+from meshweave.rows.regions import Regions, regions
+from meshweave.rows.split import SplitReport, report_of
+from meshweave.rows.ways import fits
+from meshweave.rows.write import RowWriter
+
+_META = torch.device("meta")
+
+
+def has_experts(step: StepGraph) -> bool:
+    return any(node.target in BY_ROWS for node in step.graph.nodes)
+
+
+def split_captured(step: StepGraph, num_chunks: int, num_devices: int) -> tuple[StepGraph | None, SplitReport]:
+    """The step with what goes row by row in chunks of each device's rows, `num_devices` of which share the batch; None
+    where no expert's work comes apart, with the reason in the report.
+
+    Values are those of the step: what a token gets is of its own rows, and sums over rows are taken per chunk and then
+    added (`rows.orders`). What of a model needs the rows of all tokens together (an auxiliary loss, a capacity) is
+    done on all of them, and where that is between a sort and its way back the sort stays whole.
+    """
+    cut = Cut(0, num_devices, num_chunks)
+    graph = _described(step)
+    rows = [
+        node
+        for item, node in zip(step.inputs, graph.find_nodes(op="placeholder"), strict=True)
+        if item.kind == "batch" and item.spec.shape and fits(cut, item.spec.shape)
+    ]
+    if not rows:
+        reason = f"no input of the batch has rows for {num_chunks} equal chunks on each of {num_devices} devices"
+        return None, SplitReport(False, num_chunks, reason)
+    found = regions(graph, dict.fromkeys(rows, cut))
+    if not any(node.target in BY_ROWS for node in found.ways):
+        return None, SplitReport(False, num_chunks, _why_whole(graph, found))
+    writer = _StepWriter(graph, found, fuse_sums=False)
+    split = writer.run()
+    for node in split.nodes:
+        node.meta.pop("val", None)
+        node.meta.pop(FIXED, None)
+    named = ", ".join(node.name for node in rows)
+    return replace(step, graph=split), report_of(graph, found, writer, f"dim 0 of {named} on {num_devices} devices")
+
+
+def _why_whole(graph: fx.Graph, found: Regions) -> str:
+    """Why the first work of experts is not in chunks."""
+    for node in graph.nodes:
+        if node.target in BY_ROWS:
+            sorts = [str(n.meta[FIXED]) for n in graph.nodes if FIXED in n.meta]
+            return sorts[0] if sorts else found.refused.get(node, f"{node.name} has no rows of the batch")
+    return "it has no experts"
+
+
+def _described(step: StepGraph) -> fx.Graph:
+    """A copy of the graph whose nodes say in meta["val"] what they make; what is made of numbers alone is made anew for
+    every user, whose rows may be in another order."""
+    graph = copied_graph(step.graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in FACTORIES:
+            for user in list(node.users)[1:]:
+                with graph.inserting_before(node):
+                    user.replace_input_with(node, graph.node_copy(node))
+    for node in graph.nodes:
+        if node.meta.get("spec") is not None:
+            node.meta["val"] = _empty(node.meta["spec"])
+    return graph
+
+
+def _empty(specs: Specs) -> Any:
+    """Tensors without data. Values of a captured step have no order in memory: all are contiguous."""
+    if isinstance(specs, tuple):
+        return tuple(map(_empty, specs))
+    return None if specs is None else torch.empty(specs.shape, dtype=specs.dtype, device=_META)
+
+
+class _StepWriter(RowWriter):
+    """Writes captured graphs, in the ops that these have."""
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, c: int | None = None
+    ) -> fx.Node:
+        new = super().call(target, args, kwargs, like, c)
+        new.meta["spec"] = specs_of(new.meta["val"])
+        new.meta["val"] = _empty(new.meta["spec"])
+        return new
+
+    def cast(self, x: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        return self.call(torch.ops.aten._to_copy.default, (x,), {"dtype": dtype}, like)

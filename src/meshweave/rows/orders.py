@@ -1,0 +1,304 @@
+"""Rows that a sort has put in another order, chunk by chunk: each chunk sorts its own rows.
+
+A model of experts sorts the rows of all tokens by expert, works on them, and puts what comes of it back to the tokens.
+What a token gets does not hang on which rows were sorted beside its own, so a chunk may sort, work on and put back its
+own rows. That holds where whatever is made of the sorted rows treats each by itself, sums all of them up, or finds them
+by positions of the same sort; the labels below follow that through a graph, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.chunks.cut import Cut, NoCut, Shape
+from meshweave.ir.collectives import WAIT, communicates
+from meshweave.ir.graph import argument, spec_of, tensor_inputs
+from meshweave.ir.traits import CASTS, RANK_CHANGES, RESHAPES
+from meshweave.rows.way import End, RowRule
+
+aten = torch.ops.aten
+ours = torch.ops.meshweave
+_SORTS = (aten.sort.default, aten.sort.stable)
+_INDICES = frozenset({*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim})  # whose second result is never negative
+_SAME_VALUES = frozenset({*CASTS, *RESHAPES, *RANK_CHANGES, aten.clone.default, aten.alias.default})
+_EXACT = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})  # any number of rows there may be
+Order = fx.Node | None  # the sort that has put rows in an order, or the order of the value that is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted(Cut):
+    """Chunk c has the rows of `Cut`, in the order in which `order` has sorted them: those of the whole value are sorted
+    among all. With `into` the values are positions of rows: (order of these, how many all chunks have)."""
+
+    order: Order = None
+    into: tuple[Order, int] | None = None
+
+    @property
+    def sorts(self) -> set[fx.Node]:
+        return {order for order in (self.order, self.into and self.into[0]) if order is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Counted(Cut):
+    """Chunk c has a value of its own of the whole shape, and the whole value is the sum of all: how often each number
+    stands in the chunk's rows of the value `of`, or how often that and lesser ones do."""
+
+    of: Order = None
+    is_running: bool = False
+
+    def fits(self, shape: Shape) -> bool:
+        return True
+
+    def chunk(self, shape: Shape) -> Shape:
+        return shape
+
+
+Plain = Callable[[fx.Node, End, Cut], RowRule]
+
+
+def needs_chunks(cut: Cut | None) -> bool:
+    """Whether chunks of this kind cannot be taken from a whole value."""
+    return isinstance(cut, (Sorted, Counted))
+
+
+def way_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
+    """How an op runs in chunks of rows that may have been sorted; `plain` says it of rows that have not."""
+    find = _TABLE.get(node.target)
+    rule = find(node, end, cut) if find is not None else None
+    if rule is not None:
+        return rule
+    if isinstance(cut, Counted):
+        raise NoCut("counts of the rows of a chunk are used as those of all")
+    if not isinstance(cut, Sorted):
+        return plain(node, end, cut)
+    if cut.into is not None and (node.target not in _SAME_VALUES or not _is_integer(node)):
+        raise NoCut("positions of rows are used as numbers")
+    if node.target is WAIT or communicates(node.target):
+        raise NoCut("it sends rows that are in another order")
+    rule = plain(node, end, Cut(cut.dim, cut.outer, cut.count))
+    if node.target in RESHAPES and not _keeps_rows(node, rule):
+        raise NoCut("it takes sorted rows together")
+    return replace(
+        rule,
+        operands=tuple(_sorted_as(cut, c) if c is not None else None for c in rule.operands),
+        results=tuple(_sorted_as(cut, c) if isinstance(c, Cut) else c for c in rule.results),
+    )
+
+
+def _sorted_as(like: Sorted, cut: Cut) -> Cut:
+    return Sorted(cut.dim, cut.outer, cut.count, like.order, like.into)
+
+
+def _keeps_rows(node: fx.Node, rule: RowRule) -> bool:
+    (operand,), (result,) = rule.operands, rule.results
+    assert isinstance(operand, Cut)
+    assert isinstance(result, Cut)
+    before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
+    return before[operand.dim] == after[result.dim] and operand.outer == result.outer
+
+
+def _rows(like: Cut, order: Order, into: tuple[Order, int] | None = None) -> Cut:
+    """Rows along dim 0, cut as others, in another order."""
+    plain = order is None and into is None
+    return Cut(0, like.outer, like.count) if plain else Sorted(0, like.outer, like.count, order, into)
+
+
+def _order_of(cut: Cut) -> Order:
+    return cut.order if isinstance(cut, Sorted) else None
+
+
+# what sorts, and positions of rows
+
+
+def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    (x,) = tensor_inputs(node)
+    if len(spec_of(x).shape) != 1:
+        return None
+    if end.is_result:
+        raise NoCut("it sorts all rows")
+    size, order, into = spec_of(x).shape[0], _order_of(cut), cut.into if isinstance(cut, Sorted) else None
+    if isinstance(cut, Counted):
+        raise NoCut("it sorts counts")
+    if into is None:
+        return RowRule((cut,), (_rows(cut, node), _rows(cut, node, (order, size))))
+    if into[1] != size or not _is_ascending(node):
+        raise NoCut("it sorts positions of which some are missing")
+    return RowRule((cut,), (_rows(cut, into[0], into), _rows(cut, into[0], (order, size))))  # the inverse
+
+
+def _is_ascending(sort: fx.Node) -> bool:
+    return not argument(sort, 2 if sort.target is aten.sort.default else 3)
+
+
+def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    """The rows that k positions in succession make one of."""
+    if not isinstance(cut, Sorted) or cut.into is None:
+        return None
+    order, size = cut.into
+    by, is_floor = node.args[1], node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode")
+    if end.is_result or order is not None or type(by) is not int or by < 1 or not is_floor:
+        raise NoCut("positions of rows are used as numbers")
+    if size % (cut.outer * cut.count * by):
+        raise NoCut("rows that belong together are of several chunks")
+    return RowRule((cut,), (_rows(cut, cut.order, (None, size // by)),))
+
+
+def _lookup(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    """Rows of a table: of a whole one at sorted numbers, or of one in chunks at positions of its rows."""
+    at = _index(node)
+    if at is None or end.is_result or tensor_inputs(node)[end.index] is not at or not isinstance(cut, Sorted):
+        return None
+    table, result = tensor_inputs(node)[0], _rows(cut, cut.order)
+    if table is at:
+        raise NoCut("it looks positions up among themselves")
+    if cut.into is None:
+        return RowRule((None, cut), (result,))
+    order, size = cut.into
+    if spec_of(table).shape[0] != size:
+        raise NoCut("its positions are of other rows")
+    return RowRule((_rows(cut, order), cut), (result,))
+
+
+def _put(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    """Rows that are added, or written, at positions of the rows of a chunk."""
+    at, args = _index(node), node.args
+    if at is None or not isinstance(cut, Sorted) or end.is_result or tensor_inputs(node)[end.index] is not at:
+        return None
+    if cut.into is None:
+        return None
+    (order, size), values = cut.into, args[2]
+    base, rows = spec_of(tensor_inputs(node)[0]).shape, spec_of(at).shape
+    if base[0] != size or not isinstance(values, fx.Node) or spec_of(values).shape[:1] != rows:
+        raise NoCut("its positions are of other rows")
+    if len(args) > 3 and args[3]:
+        return RowRule((_rows(cut, order), cut, _rows(cut, cut.order)), (_rows(cut, order),))
+    if rows[0] != size:
+        raise NoCut("what several rows write to one place must meet there")
+    into = (cut.order, size) if _counts_up(values, size) else None
+    return RowRule((_rows(cut, order), cut, _rows(cut, cut.order, into)), (_rows(cut, order, into),))
+
+
+def _numbers(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    """Positions of rows, in their order."""
+    if not isinstance(cut, Sorted):
+        return None
+    size = spec_of(node).shape[0]
+    if cut.into != (cut.order, size) or not _counts_up(node, size):
+        raise NoCut("its numbers hang on where rows stand")
+    return RowRule((), (cut,), splits_at=(1,))
+
+
+def _counts_up(node: fx.Node, size: int) -> bool:
+    return node.target is aten.arange.start_step and node.args == (0, size, 1)
+
+
+def _index(node: fx.Node) -> fx.Node | None:
+    """The one index along dim 0 of a lookup, or of a sum at places."""
+    args: Any = node.args
+    is_select = node.target is aten.index_select.default
+    indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
+    is_plain = len(indices) == 1 and indices[0] is not None
+    return indices[0] if is_plain and len(spec_of(indices[0]).shape) == 1 and _is_integer(indices[0]) else None
+
+
+def _is_integer(node: fx.Node) -> bool:
+    dtype = spec_of(node).dtype
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+# how many rows each expert has
+
+
+def _histogram(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    args: Any = node.args
+    is_count = len(args) == 4 and args[2] == 0 and args[3] == args[1] - 1
+    return _counts(node.args[0], end, cut) if is_count else None
+
+
+def _sum(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    """The sum over rows of where they are equal to 0, 1, ..."""
+    equal, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
+    if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Tensor or dims != [0] or len(node.args) > 2:
+        return None
+    wide, numbers = equal.args
+    is_one_hot = (
+        isinstance(wide, fx.Node)
+        and isinstance(numbers, fx.Node)
+        and _counts_up(numbers, spec_of(node).shape[0])
+        and spec_of(wide).shape == (*spec_of(equal).shape[:1], 1)
+        and len(spec_of(equal).shape) == 2
+    )
+    return _counts(wide, end, cut) if is_one_hot else None
+
+
+def _counts(ids: Any, end: End, cut: Cut) -> RowRule | None:
+    if end.is_result:
+        raise NoCut("it counts rows")
+    if isinstance(cut, Counted) or cut.dim or (isinstance(cut, Sorted) and cut.into is not None):
+        return None
+    return RowRule((cut,), (Counted(0, cut.outer, cut.count, _root(ids)),))
+
+
+def _running(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    if not isinstance(cut, Counted):
+        return None
+    if end.is_result or cut.is_running or len(spec_of(node).shape) != 1:
+        raise NoCut("counts of the rows of a chunk are used as those of all")
+    return RowRule((cut,), (replace(cut, is_running=True),))
+
+
+def _same_counts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    is_exact = isinstance(cut, Counted) and not end.is_result and spec_of(node).dtype in _EXACT
+    return RowRule((cut,), (cut,)) if is_exact else None
+
+
+def _root(value: Any) -> fx.Node:
+    """The value that rows in some order are those of."""
+    while True:
+        if value.target in _SAME_VALUES and spec_of(value).dtype in _EXACT:
+            value = value.args[0]
+        elif value.target is operator.getitem and value.args[0].target in _SORTS and value.args[1] == 0:
+            value = value.args[0].args[0]
+        else:
+            found: fx.Node = value
+            return found
+
+
+# experts
+
+
+def _of_experts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    """Rows by expert, with the ends that say which: those of the chunk's own rows."""
+    sums = node.target is ours.grouped_outer.default
+    rows = (0, 1) if sums else (0,)
+    if (end.is_result and sums) or (not end.is_result and end.index not in rows) or cut.dim:
+        raise NoCut("rows of experts are cut along their rows only")
+    if not isinstance(cut, Sorted) or cut.order is None or cut.into is not None:
+        raise NoCut("its rows are not those of an expert after the other in every chunk")
+    ids = _root(cut.order.args[0])
+    args: Any = ids.args
+    is_index = ids.target is operator.getitem and args[1] == 1 and args[0].target in _INDICES
+    if not _is_ascending(cut.order) or not (is_index or ids.target is aten.argmax.default):
+        raise NoCut("its rows may be of no expert: what they are sorted by may be negative, or descends")
+    ends = Counted(0, cut.outer, cut.count, ids, True)
+    return RowRule((cut, cut, ends), ("sum",)) if sums else RowRule((cut, None, ends), (cut,))
+
+
+_TABLE: Mapping[Any, Callable[[fx.Node, End, Cut], RowRule | None]] = {
+    **dict.fromkeys(_SORTS, _sort),
+    **dict.fromkeys((aten.floor_divide.default, aten.div.Tensor_mode), _quotient),
+    **dict.fromkeys((aten.index.Tensor, aten.index_select.default), _lookup),
+    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), _put),
+    aten.arange.start_step: _numbers,
+    aten.histc.default: _histogram,
+    aten.sum.dim_IntList: _sum,
+    aten.cumsum.default: _running,
+    **dict.fromkeys(CASTS, _same_counts),
+    **dict.fromkeys((ours.grouped_mm.default, ours.grouped_outer.default), _of_experts),
+}
