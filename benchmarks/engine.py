@@ -119,7 +119,7 @@ class Timeline:
     def __init__(self) -> None:
         self.ends: list[tuple[int, float, fx.Node]] = []
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         self.ends.append((index, time.perf_counter(), node))
 
     def freed(self, index: int, node: fx.Node) -> None:

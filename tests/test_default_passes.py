@@ -97,7 +97,7 @@ def test_what_there_is_no_time_for_is_said_and_left() -> None:
 def test_what_rounds_otherwise_has_to_gain_enough() -> None:
     step, profile = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
     pipeline = pipeline_of("default")
-    for least_gain in (0.0, 0.99, -1e3):
+    for least_gain in (0.99, -1e3):
         found = optimize(step.program.placed, step.program.expanded, profile, replace(pipeline, least_gain=least_gain))
         (whole, *anew) = (variant.seconds for variant in found.variants)
         assert anew

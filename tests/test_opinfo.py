@@ -5,12 +5,12 @@ Float operands are parameters, the others buffers; the loss weighs every element
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 import meshweave as mw
@@ -55,7 +55,19 @@ def name_of(op: Any) -> str:
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
-OPS = {name_of(op): op for op in op_db if name_of(op) not in SKIPPED}
+@cache
+def ops() -> dict[str, Any]:
+    """By name. The database takes two seconds to import: the quick tests are named without it."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {name_of(op): op for op in op_db if name_of(op) not in SKIPPED}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The names of the whole database where slow tests are asked for."""
+    if metafunc.function is test_the_database:
+        is_quick = metafunc.config.option.markexpr == "not slow"
+        metafunc.parametrize("name", [] if is_quick else sorted(ops()))
 
 
 class Sampled(nn.Module):
@@ -108,7 +120,7 @@ def sampled(op: Any) -> Sampled | None:
 
 def compared(name: str, mesh: str) -> None:
     """Raises what compile and step raise; fails where loss or gradients are not eager PyTorch's."""
-    model = sampled(OPS[name])
+    model = sampled(ops()[name])
     if model is None:
         pytest.skip("eager PyTorch has no gradient for it on this device")
     expected = model(torch.ones(4)).item()
@@ -165,6 +177,5 @@ def test_a_sample_of_the_database(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2"])
-@pytest.mark.parametrize("name", sorted(OPS))
 def test_the_database(name: str, mesh: str) -> None:
     judged(name, mesh)

@@ -96,7 +96,7 @@ class Breaks:
     def __init__(self, index: int, phase: str) -> None:
         self.index, self.phase, self.broken = index, phase, False
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         if not self.broken and (index, origin_of(node).phase) == (self.index, self.phase):
             self.broken = True
             raise StepError("the device is on fire", where=f"device {index}")

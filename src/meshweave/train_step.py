@@ -63,10 +63,10 @@ class TrainStep:
         note_untrained(model, optimizer)
         session = Session(program.roles, world, settings)
         spec = program.optimizer
-        held = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
+        optimizer_state = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
         initial = _initial_values(session.state, model, settings)
-        session.state.fill(initial, held.tensors if held else None)
-        session.state.num_steps = held.num_steps if held else 0
+        session.state.fill(initial, optimizer_state.tensors if optimizer_state else None)
+        session.state.num_steps = optimizer_state.num_steps if optimizer_state else 0
         rests = resting_state(optimizer, spec, model) if optimizer is not None and spec is not None else {}
         for name, (tensors, _) in rests.items():
             session.state.rest(name, tensors)
@@ -82,7 +82,7 @@ class TrainStep:
         self._own_state = None if optimizer is None else OptimizerState.of(session.bindings, optimizer, model)
         trains = {i.name: i.requires_grad for i in program.captured.inputs if i.kind == "param"}
         self._trains = [(p, trains[name]) for name, p in model.named_parameters()]
-        if held or rests:
+        if optimizer_state or rests:
             self._publish(rests)
 
     @property
@@ -110,8 +110,8 @@ class TrainStep:
         Raises LayoutError for a batch that is not like the example or one shape too many, StepError for a loss that is
         not finite and where model, batch or optimizer are no longer what was compiled (docs/capture.md).
         """
-        with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as held:
-            variant, micros, numbers = self._prepared(held, accumulate)
+        with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as checked:
+            variant, micros, numbers = self._prepared(checked, accumulate)
             loss = variant.session.run(micros, numbers)
             self._stepped(variant)
         return loss_value(loss)
@@ -123,12 +123,12 @@ class TrainStep:
         all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
         Waits for compute that is compiled beside the steps (`wait_for_compiler`).
         """
-        with self._call("trace", batch) as held:
-            variant, micros, numbers = self._prepared(held)
+        with self._call("trace", batch) as checked:
+            variant, micros, numbers = self._prepared(checked)
             tokens = tokens_of(variant.program.captured) * len(micros)
-            found = variant.session.trace(micros, numbers, tokens=tokens)
+            timeline = variant.session.trace(micros, numbers, tokens=tokens)
             self._stepped(variant)
-        return found
+        return timeline
 
     def wait_for_compiler(self) -> None:
         """Wait until the compute that `backend="auto"` compiles beside the first steps is there, and measured: the next
@@ -149,9 +149,11 @@ class TrainStep:
 
     def _forward_alone(self, batch: Any, part: Part, training: bool) -> tuple[Tensor, Any]:
         name = "evaluate" if part == "loss" else "forward_only"
-        with self._call(name, batch) as given, nullcontext() if training else evaluating(self.model):
-            variant, held = self.variants.of(given, part, 1)
-            loss, tensors = variant.session.evaluate(dict(zip(held.names, held.tensors, strict=True)), variant.outputs)
+        with self._call(name, batch) as batch_checked, nullcontext() if training else evaluating(self.model):
+            variant, inputs = self.variants.of(batch_checked, part, 1)
+            loss, tensors = variant.session.evaluate(
+                dict(zip(inputs.names, inputs.tensors, strict=True)), variant.outputs
+            )
             shape = variant.program.contract.outputs
             return loss, shape.join(tensors) if shape is not None else None
 
@@ -161,12 +163,12 @@ class TrainStep:
         `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
         Each raises StepError when it is not what comes next; a failure ends the step.
         """
-        with self._call(_PARTS, batch) as held:
+        with self._call(_PARTS, batch) as checked:
             self._first_numbers(self.variants.first)
-            self.guards.check(held)
-            self.variants.compare(self.variants.first, held, 1, self._groups)
+            self.guards.check(checked)
+            self.variants.compare(self.variants.first, checked, 1, self._groups)
             self._take_over()
-            return loss_value(self.session.forward(dict(zip(held.names, held.tensors, strict=True))))
+            return loss_value(self.session.forward(dict(zip(checked.names, checked.tensors, strict=True))))
 
     def backward(self) -> None:
         """Gradients of the microbatch that went forward, reduced over the mesh."""
@@ -184,22 +186,22 @@ class TrainStep:
         """A call on a batch, which every rank makes with the same shapes."""
         world, rows = self.session.world, self.variants.first.rows
         with world.guard():
-            held = Batch.of(batch)
+            checked = Batch.of(batch)
             is_compared = rows is not None and rows.is_due and name.startswith("step")
-            with world.call(name, held.shapes if world.is_distributed else (), is_compared):
+            with world.call(name, checked.shapes if world.is_distributed else (), is_compared):
                 if self._is_refrozen:
                     self._renew("parameters were frozen or unfrozen")
-                yield held
+                yield checked
 
     @property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else ()
 
     def _micros(self, batch: Batch, accumulate: int | None = None) -> tuple[Variant, list[Mapping[str, Tensor]]]:
-        variant, held = self.variants.of(batch, "train", accumulate, self._groups)
+        variant, inputs = self.variants.of(batch, "train", accumulate, self._groups)
         self._take_over()
-        parts = held.split(variant.accumulate)
-        return variant, [dict(zip(held.names, tensors, strict=True)) for tensors in parts]
+        parts = inputs.split(variant.accumulate)
+        return variant, [dict(zip(inputs.names, tensors, strict=True)) for tensors in parts]
 
     def _prepared(
         self, batch: Batch, accumulate: int | None = None
@@ -260,8 +262,8 @@ class TrainStep:
             return
         if self._own_state.take_over(self.session.state):
             names = {id(p): name for name, p in self._own_state.params.items()}
-            held = initial_state(self.optimizer, self.numbers.spec, names)
-            self.session.state.num_steps = held.num_steps if held else 0
+            optimizer_state = initial_state(self.optimizer, self.numbers.spec, names)
+            self.session.state.num_steps = optimizer_state.num_steps if optimizer_state else 0
             self.numbers.read()
 
     def _stepped(self, variant: Variant) -> None:

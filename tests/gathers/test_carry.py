@@ -116,7 +116,7 @@ class Counts:
         self.num = 0
         step.session.carries._executor.meter = self
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         self.num += 1
 
     def freed(self, index: int, node: fx.Node) -> None:

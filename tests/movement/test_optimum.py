@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 import pytest
@@ -50,7 +51,7 @@ class Setting(NamedTuple):
         return Layout.of(self.mesh, len(self.shape), cuts, {names[axis]: "sum" for axis in state.partial})
 
 
-MIB, GIB = (504, 504), (16380, 16380)  # about; all axes divide them
+MIB, GIB = (504, 504), (16380, 16380)  # about; 8 devices do not divide the second
 NAMED = [Setting((2, 4), MIB), Setting((2, 4), GIB), Setting((3, 4), MIB), Setting((3, 4), GIB)]
 NAMED += [Setting((2, 2, 3), MIB), Setting((2, 2, 3), GIB)]
 OTHERS = [
@@ -82,7 +83,11 @@ def compare(setting: Setting, pair: tuple[int, int], order: Order, is_bounded: b
     best = table(setting, order, LITTLE if is_bounded else None)[pair[0]][pair[1]]
     cap = None if is_bounded else NO_BOUND
     made = plan_move(source, target, setting.shape, torch.float32, setting.profile, memory_cap_bytes=cap, order=order)
-    assert made.seconds == pytest.approx(best, rel=1e-9, abs=1e-12), str(made)
+    if best == inf:  # pieces that are not equal: no plan keeps to twice the larger end, and the least peak is taken
+        ends = [4 * torch.Size(layout.local_shape(setting.shape)).numel() for layout in (source, target)]
+        assert made.peak_bytes > max(2 * max(ends), LITTLE)
+    else:
+        assert made.seconds == pytest.approx(best, rel=1e-9, abs=1e-12), str(made)
     assert made.lower_bound_seconds <= made.seconds * (1 + 1e-9)
     if max(setting.shape, default=1) < 1000:
         replay(made, setting.shape)

@@ -235,7 +235,7 @@ def test_sums_are_given_up_as_they_are_replaced() -> None:
 
         held: dict[str, int] = {}
 
-        def made(self, index: int, node: fx.Node, value: Any) -> None:
+        def on_value(self, index: int, node: fx.Node, value: Any) -> None:
             if index == 0 and node in sums:
                 self.held[node.name] = value.nbytes
                 peaks.append(sum(self.held.values()))

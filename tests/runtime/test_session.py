@@ -66,7 +66,7 @@ class Watch:
         self.lost: list[str] = []
         self.peak = 0
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         flat = [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
         self.held[index, node] = [weakref.ref(t) for t in flat]
         self.peak = max(self.peak, sum(i == index for i, _ in self.held))
@@ -87,7 +87,7 @@ class Trips:
     def __init__(self, phase: str, count: int, action: Callable[[], None]) -> None:
         self.phase, self.left, self.action = phase, count, action
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         if index == 0 and origin_of(node).phase == self.phase:
             self.left -= 1
             if self.left == 0:

@@ -186,7 +186,7 @@ class Live:
         self.held: dict[fx.Node, Tensor] = {}
         self.count: Counter[int] = Counter()
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         if index or not isinstance(value, Tensor) or value.untyped_storage().data_ptr() in self.inputs:
             return
         self.held[node] = value

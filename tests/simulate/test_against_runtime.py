@@ -33,7 +33,7 @@ class Watch:
     state: list[weakref.ref[Tensor]] = field(default_factory=list)  # pieces at the beginning, while they live
     peak: int = 0
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         if index:
             return
         values = value if isinstance(value, (tuple, list)) else (value,)

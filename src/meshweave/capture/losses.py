@@ -43,8 +43,8 @@ def _gaussian_nll_loss(
 
 def _lengths(lengths: Any, like: Tensor) -> Tensor:
     """Lengths of sequences as a tensor [n]."""
-    made = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.int64, device=like.device)
-    return made.reshape(-1).to(torch.int64)
+    tensor = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.int64, device=like.device)
+    return tensor.reshape(-1).to(torch.int64)
 
 
 def _ctc_loss(
@@ -85,9 +85,9 @@ def _ctc_loss(
 
 def _ctc_loss_by_number(*args: Any, **options: Any) -> Tensor:
     """torch.ctc_loss, which knows reductions by number."""
-    given = dict(zip(_OF_CTC, args, strict=False)) | options
-    number = given.pop("reduction", 1)
-    return _ctc_loss(**given, reduction=("none", "mean", "sum")[number])
+    arguments = dict(zip(_OF_CTC, args, strict=False)) | options
+    number = arguments.pop("reduction", 1)
+    return _ctc_loss(**arguments, reduction=("none", "mean", "sum")[number])
 
 
 _OF_CTC = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")

@@ -31,13 +31,13 @@ def user_code_line(frame: FrameType | None = None) -> str:
 
 def line_of(error: BaseException) -> str:
     """The innermost line of an optimizer that an error went through."""
-    trace, found = error.__traceback__, ""
+    trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
         if _is_optimizer_code(code.co_filename):
-            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+            line = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 def _is_optimizer_code(filename: str) -> bool:

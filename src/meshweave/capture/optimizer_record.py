@@ -117,10 +117,10 @@ def _fill_value(call: Call, record: Record) -> float:
     base = base_of(call.func)
     if base in _FILL_VALUES:
         return _FILL_VALUES[base]
-    given = next(
+    value = next(
         (a for a in call.args[1:] if isinstance(a, (Num, int, float, bool))), dict(call.kwargs).get("fill_value")
     )
-    return record.numbers[given.index] if isinstance(given, Num) else float(given)  # type: ignore[arg-type]
+    return record.numbers[value.index] if isinstance(value, Num) else float(value)  # type: ignore[arg-type]
 
 
 def _renumbered(record: Record, labels: Mapping[int, Key], fills: dict[Key, float]) -> Prepared:
@@ -158,10 +158,10 @@ def every_path(run: Callable[[Sequence[bool]], Prepared]) -> list[Prepared]:
     decisions: list[bool] | None = []
     while decisions is not None:
         records.append(run(decisions))
-        taken = list(records[-1].record.outcomes)
-        while taken and taken[-1]:
-            taken.pop()
-        decisions = [*taken[:-1], True] if taken else None
+        outcomes = list(records[-1].record.outcomes)
+        while outcomes and outcomes[-1]:
+            outcomes.pop()
+        decisions = [*outcomes[:-1], True] if outcomes else None
         if len(records) > _MOST_PATHS:
             raise CaptureError(
                 "the optimizer branches on data in too many ways",

@@ -93,8 +93,8 @@ class Recorder(TorchDispatchMode):
         return known is not None and len(self.record.calls) == len(known.record.calls)
 
     def decide(self, condition: Tensor) -> bool:
-        taken = len(self.record.outcomes)
-        outcome = self.decisions[taken] if taken < len(self.decisions) else False
+        turn = len(self.record.outcomes)
+        outcome = self.decisions[turn] if turn < len(self.decisions) else False
         self._enter(Decision(Ref(self._refs[id(condition)]), outcome), None)
         return outcome
 

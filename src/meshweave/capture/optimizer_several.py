@@ -63,23 +63,23 @@ class _States(MutableMapping[Tensor, Any]):
         return sum(len(optimizer.state) for optimizer in self.optimizers)
 
 
-def optimizer_of(given: Any) -> torch.optim.Optimizer | None:
+def optimizer_of(optimizer: Any) -> torch.optim.Optimizer | None:
     """An optimizer as it is; several, in a list or tuple, as one. Raises PlanError where they share a parameter, and
     for what is no optimizer."""
-    parts = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    if given is None:
+    parts = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if optimizer is None:
         return None
     for index, part in enumerate(parts):
         if not isinstance(part, torch.optim.Optimizer):
             raise PlanError(
                 "this is not an optimizer",
-                where="optimizer=" if part is given else f"optimizer=, item {index}",
+                where="optimizer=" if part is optimizer else f"optimizer=, item {index}",
                 got=type(part).__name__,
                 expected="a torch.optim.Optimizer, or a list of several over disjoint parameters",
             )
     if not parts:
         raise PlanError(
-            "no optimizer in the list", where="optimizer=", got=repr(given), hint="optimizer=None trains nothing"
+            "no optimizer in the list", where="optimizer=", got=repr(optimizer), hint="optimizer=None trains nothing"
         )
     owners: dict[Tensor, int] = {}
     for index, part in enumerate(parts):
@@ -93,7 +93,7 @@ def optimizer_of(given: Any) -> torch.optim.Optimizer | None:
                     hint="matrices = [p for p in model.parameters() if p.dim() == 2], the rest for the other",
                 )
         owners |= {p: index for group in part.param_groups for p in group["params"]}
-    return given if isinstance(given, torch.optim.Optimizer) else SeveralOptimizers(parts)
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else SeveralOptimizers(parts)
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

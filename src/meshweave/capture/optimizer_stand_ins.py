@@ -112,10 +112,10 @@ class StandIns:
 
     def _tensor(self, name: str, slot: str, spec: Spec) -> Tensor:
         """The stand-in of a state tensor, the same in all runs."""
-        made = self._tensors.get((name, slot))
-        if made is None or (tuple(made.shape), made.dtype) != (spec.shape, spec.dtype):
-            made = self._tensors[name, slot] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        return made
+        stand_in = self._tensors.get((name, slot))
+        if stand_in is None or (tuple(stand_in.shape), stand_in.dtype) != (spec.shape, spec.dtype):
+            stand_in = self._tensors[name, slot] = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        return stand_in
 
     def _step(self) -> None:
         for own in self._copies:

@@ -125,8 +125,8 @@ class StepNumbers:
             leaves = self._leaves(name)
             if not num_steps or (name in values and not values[name]):
                 return Kept()
-            given = values.get(name, {slot: num_steps for slot in leaves.numbers if slot == "step"})
-            return Kept(leaves.tensors, {slot: number_like(v, leaves.numbers.get(slot)) for slot, v in given.items()})
+            numbers = values.get(name, {slot: num_steps for slot in leaves.numbers if slot == "step"})
+            return Kept(leaves.tensors, {slot: number_like(v, leaves.numbers.get(slot)) for slot, v in numbers.items()})
 
         self._begin_with({name: loaded(name) for name, _ in self._leaders()})
 

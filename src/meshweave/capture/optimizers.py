@@ -171,13 +171,13 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
             kinds[key] = of_other or _kind(stand_ins, name, kept.get(name, {}))
         kind_of[name] = [*kinds].index(key)
     group_of = {n: stand_ins.group_of[n] for n in kind_of}
-    found, states = tuple(kinds.values()), [key[2:] for key in kinds]
+    unique_kinds, states = tuple(kinds.values()), [key[2:] for key in kinds]
     leaders = tuple(
-        next(i for i in range(k + 1) if i == k or (states[i] == states[k] and kind.has_numbers_of(found[i])))
-        for k, kind in enumerate(found)
+        next(i for i in range(k + 1) if i == k or (states[i] == states[k] and kind.has_numbers_of(unique_kinds[i])))
+        for k, kind in enumerate(unique_kinds)
     )
     name = name_of(optimizer)
-    return OptimizerSpec(name, found, leaders, MappingProxyType(kind_of), MappingProxyType(group_of))
+    return OptimizerSpec(name, unique_kinds, leaders, MappingProxyType(kind_of), MappingProxyType(group_of))
 
 
 def _check_alone(stand_ins: StandIns, name: str, run: tuple[Any, ...]) -> None:
@@ -257,13 +257,13 @@ def _merged(values: Values, variants: list[list[Prepared]], specs: Mapping[Key, 
 def _numbers_of(values: Values, variant: int, record: Record) -> Any:
     """The inputs that stand for the numbers of a record. Paths share those before the branch at which they part."""
     paths: dict[int, tuple[bool, ...]] = {}
-    taken: tuple[bool, ...] = ()
+    outcomes: tuple[bool, ...] = ()
     for call in record.calls:
         if isinstance(call, Decision):
-            taken = (*taken, call.outcome)
+            outcomes = (*outcomes, call.outcome)
             continue
         used = pytree.tree_leaves((call.args, [v for _, v in call.kwargs]))
-        paths |= {x.index: taken for x in used if isinstance(x, Num)}
+        paths |= {x.index: outcomes for x in used if isinstance(x, Num)}
 
     def number(index: int) -> Value:
         return values.input(frozenset({Source(variant, paths[index], index)}), Spec((), torch.float64))
@@ -320,13 +320,13 @@ def resting_state(
     """What an optimizer has of parameters that no step trains now (they are frozen): by name its tensors, and its
     numbers."""
     named = names_by_id(names)
-    found: dict[str, tuple[State, dict[str, Any]]] = {}
+    by_name: dict[str, tuple[State, dict[str, Any]]] = {}
     for param, kept in optimizer.state.items():
         name = named.get(id(param), "")
         if name and kept and name not in spec.kind_of:
             tensors = {slot: v for slot, v in kept.items() if isinstance(v, Tensor) and _is_of_elements(slot, v, param)}
-            found[name] = tensors, scalars_of({slot: v for slot, v in kept.items() if slot not in tensors})
-    return found
+            by_name[name] = tensors, scalars_of({slot: v for slot, v in kept.items() if slot not in tensors})
+    return by_name
 
 
 def _is_of_elements(slot: str, value: Tensor, param: Tensor) -> bool:

@@ -354,11 +354,11 @@ def _check_simple(config: Any, model_type: str, text: str) -> None:
 def _small(overrides: Mapping[str, Any], aliases: Mapping[str, str], seq: int) -> dict[str, Any]:
     """Sizes that train in seconds on a laptop, by the names that Hugging Face configurations share."""
 
-    def held(name: str, default: int) -> int:
+    def setting(name: str, default: int) -> int:
         value = overrides.get(aliases.get(name, name), default)
         return value if isinstance(value, int) and value > 0 else default
 
-    hidden, heads = held("hidden_size", 64), held("num_attention_heads", 4)
+    hidden, heads = setting("hidden_size", 64), setting("num_attention_heads", 4)
     return {
         "hidden_size": hidden,
         "num_hidden_layers": 2,

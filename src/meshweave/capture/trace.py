@@ -262,8 +262,8 @@ class Provenance(GlobalRandom):
         # A gradient that the model itself takes belongs to forward.
         running = running_sequence_number() if self.phase == "backward" else None
         if running is not None and not _runs_again():
-            made = self._forward.get(running - self._first)
-            return _in_backward(made) if made else Origin("backward")
+            forward_origin = self._forward.get(running - self._first)
+            return _in_backward(forward_origin) if forward_origin else Origin("backward")
         module, source = self.modules[-1] if self.modules else "", user_line()
         if running is not None:
             return self._repeated(func, Origin("backward", module, source))

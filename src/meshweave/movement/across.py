@@ -75,7 +75,7 @@ def _steps(request: Request, via: _Crossing) -> tuple[Step, ...] | None:
     """The plan for one way; None where it does not keep to the cap."""
     crossing = transfer_step(via.departure, via.arrival, request.shape, request.dtype.itemsize, request.profile)
     cap = request.cap
-    if cap is not None and request.held(crossing) > cap:
+    if cap is not None and request.bytes_during(crossing) > cap:
         return None
     try:
         before = steps_within(replace(request, target=via.departure))

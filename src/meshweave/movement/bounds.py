@@ -80,13 +80,13 @@ def _stretches(layout: Layout, d: int, size: int, at: dict[str, int]) -> _Spans:
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> _Spans:
-    made: _Spans = []
+    joined: _Spans = []
     for start, end in spans:
-        if made and made[-1][1] == start:
-            made[-1] = (made[-1][0], end)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
         else:
-            made.append((start, end))
-    return made
+            joined.append((start, end))
+    return joined
 
 
 def _length(spans: _Spans) -> int:

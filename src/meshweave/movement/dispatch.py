@@ -204,10 +204,10 @@ class _Emit:
     def whole(self, value: fx.Node) -> fx.Node:
         """The value as every device has all of it."""
         layout = Layout.replicated(self.mesh, len(spec_of(value).shape)).normalized(spec_of(value).shape)
-        found = next((v for v in _origins(value) if v.meta["layout"] == layout), None)
-        if found is None:
-            found = copy_meta(value, self.graph.call_function(ops.move, (value, str(layout))), layout=layout)
-        return found
+        copy = next((v for v in _origins(value) if v.meta["layout"] == layout), None)
+        if copy is None:
+            copy = copy_meta(value, self.graph.call_function(ops.move, (value, str(layout))), layout=layout)
+        return copy
 
 
 def _origins(value: fx.Node) -> Iterator[fx.Node]:
@@ -230,11 +230,11 @@ def _indices(node: fx.Node) -> list[fx.Node]:
     """The one index along dim 0 at which an op looks rows up, or adds them; else nothing."""
     args: Any = node.args
     if node.target is aten.index_select.default and args[1] == 0:
-        found = [args[2]]
+        indices = [args[2]]
     else:
-        found = list(args[1]) if node.target in (aten.index.Tensor, aten.index_put.default) else []
-    is_plain = len(found) == 1 and len(spec_of(found[0]).shape) == 1 and spec_of(found[0]).dtype != torch.bool
-    return found if is_plain else []
+        indices = list(args[1]) if node.target in (aten.index.Tensor, aten.index_put.default) else []
+    is_plain = len(indices) == 1 and len(spec_of(indices[0]).shape) == 1 and spec_of(indices[0]).dtype != torch.bool
+    return indices if is_plain else []
 
 
 def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:

@@ -100,12 +100,16 @@ class MoveProblem:
         """The steps that this move may take from a state."""
         space = self.space
         state = space.states[number]
-        gone = state.gone & self.summed
-        pending = gone & ~self.partial
+        partial_axes = state.partial & self.summed
+        pending = partial_axes & ~self.partial
         lists = [space.moves(number)]
-        if gone == state.gone and gone and (self._twins < 0 or not space.replicated(state) & ~self._twins):
-            lists.append(_within(space.reductions(number), gone, state.gone))
-        if gone and self.order == "strict":
+        if (
+            partial_axes == state.partial
+            and partial_axes
+            and (self._twins < 0 or not space.replicated(state) & ~self._twins)
+        ):
+            lists.append(_within(space.reductions(number), partial_axes, state.partial))
+        if partial_axes and self.order == "strict":
             lists.append(_within(space.spreads(number), self.summed, self._all))
         if self.summed:
             lists.append(_within(space.pads(number), self.summed, self._all))

@@ -18,12 +18,12 @@ REPLICATED, PARTIAL = -1, -2  # where an axis is, if it does not cut a dim
 
 
 class State(NamedTuple):
-    """A layout: `cuts` are the axes in play that cut each dim, outermost first; `gone` the bit set of those over which
-    the value is partial; the others in play are replicated. The bit set `old` has the dims that are still cut in the
-    unit of the source where the target has another."""
+    """A layout: `cuts` are the axes in play that cut each dim, outermost first; `partial` the bit set of those over
+    which the value is partial; the others in play are replicated. The bit set `old` has the dims that are still cut in
+    the unit of the source where the target has another."""
 
     cuts: tuple[Axes, ...]
-    gone: int = 0
+    partial: int = 0
     old: int = 0
 
 
@@ -92,7 +92,7 @@ class Space:
         return number
 
     def _places(self, state: State) -> list[int]:
-        places = [PARTIAL if state.gone >> axis & 1 else REPLICATED for axis in range(len(self.sizes))]
+        places = [PARTIAL if state.partial >> axis & 1 else REPLICATED for axis in range(len(self.sizes))]
         for d, cut in enumerate(state.cuts):
             for axis in cut:
                 places[axis] = d
@@ -100,7 +100,7 @@ class Space:
 
     def replicated(self, state: State) -> int:
         """Bit set of the axes in play along which all devices hold the same."""
-        used = state.gone
+        used = state.partial
         for cut in state.cuts:
             used |= bits(cut)
         return ((1 << len(self.sizes)) - 1) & ~used
@@ -146,7 +146,8 @@ class Space:
             state = self.states[number]
             some = _subsets(_axes_of(self.replicated(state)))
             edges = (
-                (Edge("to_partial", axes), bits(axes), state._replace(gone=state.gone | bits(axes))) for axes in some
+                (Edge("to_partial", axes), bits(axes), state._replace(partial=state.partial | bits(axes)))
+                for axes in some
             )
             self._spreads[number] = self._fans(state, edges)
         return self._spreads[number]
@@ -171,13 +172,13 @@ class Space:
             return blocks * self.size(after)
         dealt = (*state.cuts[: edge.to_dim], after.cuts[edge.to_dim], *state.cuts[edge.to_dim + 1 :])
         old = state.old & ~(1 << edge.to_dim) | after.old & 1 << edge.to_dim
-        return blocks * self.size(State(dealt, state.gone, old))
+        return blocks * self.size(State(dealt, state.partial, old))
 
     def _with(self, state: State, d: int, cut: Axes) -> State:
         """The state with another cut of dim d. A dim that no axis cut is cut in the target's unit."""
         fresh = not cut or not state.cuts[d]
         return State(
-            (*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.gone, state.old & ~(1 << d) if fresh else state.old
+            (*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.partial, state.old & ~(1 << d) if fresh else state.old
         )
 
     def _slices(self, state: State) -> Iterator[tuple[Edge, int, State]]:
@@ -200,7 +201,7 @@ class Space:
                         yield Edge("all_to_all", axes, d, e, order), mask, self._with(popped, e, (*cut, *order))
 
     def _permutes(self, state: State) -> Iterator[tuple[Edge, int, State]]:
-        usable = ((1 << len(self.sizes)) - 1) & ~state.gone
+        usable = ((1 << len(self.sizes)) - 1) & ~state.partial
         wanted = [prod(self.sizes[axis] for axis in cut) for cut in state.cuts]
         for cuts in self._arrangements(wanted, usable):
             mask = 0
@@ -208,7 +209,7 @@ class Space:
                 mask |= bits(before) if state.old >> d & 1 else 0
                 mask |= self._changed(before, after)
             if mask:
-                yield Edge("permute", _axes_of(mask)), mask, State(cuts, state.gone)
+                yield Edge("permute", _axes_of(mask)), mask, State(cuts, state.partial)
 
     def _orders(self, axes: Axes, d: int) -> Iterable[Axes]:
         """The orders in which axes may go to dim d."""
@@ -244,9 +245,9 @@ class Space:
         return mask
 
     def _reduces(self, state: State) -> Iterator[tuple[Edge, int, State]]:
-        for axes in _subsets(_axes_of(state.gone)):
+        for axes in _subsets(_axes_of(state.partial)):
             mask = bits(axes)
-            rest = state._replace(gone=state.gone & ~mask)
+            rest = state._replace(partial=state.partial & ~mask)
             yield Edge("all_reduce", axes), mask, rest
             for d, cut in enumerate(state.cuts):
                 for order in self._orders(axes, d):
@@ -254,7 +255,7 @@ class Space:
 
     def _opens(self, state: State) -> Iterator[tuple[Edge, int, State]]:
         for d, kept, axes in _suffixes(state):
-            after = self._with(state, d, kept)._replace(gone=state.gone | bits(axes))
+            after = self._with(state, d, kept)._replace(partial=state.partial | bits(axes))
             yield Edge("to_partial", axes, d), bits(axes), after
 
 

@@ -63,7 +63,7 @@ class Request:
             return blocks * self.dtype.itemsize * prod((*dealt[: step.to_dim], cut, *dealt[step.to_dim + 1 :]))
         return max(self.bytes_of(before), self.bytes_of(after) if step.kind == "permute" else 0)
 
-    def held(self, step: Step) -> int:
+    def bytes_during(self, step: Step) -> int:
         """The most bytes of the input and output of a step that one device may hold."""
         before, after = self.bytes_of(step.source), self.bytes_of(step.target)
         apart = step.kind == "transfer" and set(step.source.mesh.devices).isdisjoint(step.target.mesh.devices)
@@ -71,7 +71,7 @@ class Request:
 
     def peak(self, steps: Sequence[Step]) -> int:
         """The most that a step holds; without steps the value itself."""
-        return max(map(self.held, steps), default=self.bytes_of(self.source))
+        return max(map(self.bytes_during, steps), default=self.bytes_of(self.source))
 
 
 @lru_cache(maxsize=16384)
@@ -233,13 +233,13 @@ class MoveSearch:
         ]
         old = bits(d for d, (dim, b) in enumerate(zip(source.dims, target.dims, strict=True)) if dim.unit != b.unit)
         old &= bits(d for d, cut in enumerate(cuts[0]) if cut)
-        gone = bits(number[axis] for axis in (*ops.pending, *ops.open))
+        unreduced = bits(number[axis] for axis in (*ops.pending, *ops.open))
         partial = bits(number[axis] for axis, op in target.partial if axis in number and op == ops.op)
         added = [
             bits(number[axis] for axis, its_op in ops.added if its_op == op and axis not in ops.pending)
             for op in dict.fromkeys(op for _, op in ops.added if op != ops.op)
         ]
-        start = State(cuts[0], gone, old)
+        start = State(cuts[0], unreduced, old)
         space = space_of(
             tuple(sizes[axis] for axis in axes),
             len(shape),
@@ -247,9 +247,9 @@ class MoveSearch:
             cuts[1] if len(axes) > _MANY_AXES else None,
         )
         replicated = space.replicated(start)
-        if gone and request.order == "strict":  # a replicated axis may become partial, to be reduced with the others
+        if unreduced and request.order == "strict":  # a replicated axis may become partial, then reduced
             added = [mask & ~replicated for mask in added]
-        summed = ((1 << len(axes)) - 1) & ~sum(added) if gone else 0
+        summed = ((1 << len(axes)) - 1) & ~sum(added) if unreduced else 0
         total = request.dtype.itemsize
         if even:
             total = total * prod(shape) // prod(prod(extent.before) for extent in extents)

@@ -99,8 +99,8 @@ class RegionCompiler:
         plain: list[list[Planned]] = [list(part) for part in parts]
         if self.backend == "eager":
             return plain
-        held = {d: local_values(role, d) for d in devices}
-        values = held[devices[0]].values
+        local = {d: local_values(role, d) for d in devices}
+        values = local[devices[0]].values
         sized = ragged(role)  # a compiler gets shapes that do not change
         refused = {
             n
@@ -115,7 +115,9 @@ class RegionCompiler:
             if too_small := self._too_small(role, regions, device):
                 refused.update(too_small)
                 continue
-            functions = [{d: region_function(r, x.values, x.symbols, device) for d, x in held.items()} for r in regions]
+            functions = [
+                {d: region_function(r, x.values, x.symbols, device) for d, x in local.items()} for r in regions
+            ]
             verdict = self._known_verdict(functions)
             if verdict is False:
                 return plain

@@ -76,14 +76,14 @@ class _Cut:
         read |= {n for nodes in inputs.values() for n in nodes}
         steps: list[list[Step]] = []
         for nodes, part in zip(self.parts, runs, strict=True):
-            made: list[Step] = []
+            parts: list[Step] = []
             for run in part:
                 if isinstance(run, fx.Node):
-                    made.append(run)
+                    parts.append(run)
                     continue
                 outputs = tuple(n for n in run if n in read)
-                made.append(Region(chains[id(run)], inputs[id(run)], outputs))
-            steps.append(self.placed(made, [n for n in nodes if n in self.alone]))
+                parts.append(Region(chains[id(run)], inputs[id(run)], outputs))
+            steps.append(self.placed(parts, [n for n in nodes if n in self.alone]))
         return steps
 
     def is_view(self, node: fx.Node) -> bool:

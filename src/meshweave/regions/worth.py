@@ -72,7 +72,7 @@ def gained_seconds(regions: Iterable[tuple[RegionFunction, Compiled | None, int]
 
 def _seconds(run: Callable[[list[Any]], Any], function: RegionFunction) -> float:
     """The fastest of some runs. Operands are ones, which no op divides by zero with and any index may be."""
-    taken = []
+    seconds = []
     for _ in range(_ROUNDS):
         operands = [x.fill_(1) for x in samples(function.forms, partial(torch.empty_strided, device=function.device))]
         _wait_for(function.device)
@@ -80,8 +80,8 @@ def _seconds(run: Callable[[list[Any]], Any], function: RegionFunction) -> float
         with torch.no_grad():
             run(operands)
         _wait_for(function.device)
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def _wait_for(device: torch.device) -> None:

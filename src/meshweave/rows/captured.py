@@ -46,24 +46,24 @@ def split_captured(step: StepGraph, num_chunks: int, num_devices: int) -> tuple[
     if not rows:
         reason = f"no input of the batch has rows for {num_chunks} equal chunks on each of {num_devices} devices"
         return None, SplitReport(False, num_chunks, reason)
-    found = regions(graph, dict.fromkeys(rows, cut))
-    if not any(node.target in BY_ROWS for node in found.ways):
-        return None, SplitReport(False, num_chunks, _why_whole(graph, found))
-    writer = _StepWriter(graph, found, fuse_sums=False)
+    chunked = regions(graph, dict.fromkeys(rows, cut))
+    if not any(node.target in BY_ROWS for node in chunked.ways):
+        return None, SplitReport(False, num_chunks, _why_whole(graph, chunked))
+    writer = _StepWriter(graph, chunked, fuse_sums=False)
     split = writer.run()
     for node in split.nodes:
         node.meta.pop("val", None)
         node.meta.pop(FIXED, None)
     named = ", ".join(node.name for node in rows)
-    return replace(step, graph=split), report_of(graph, found, writer, f"dim 0 of {named} on {num_devices} devices")
+    return replace(step, graph=split), report_of(graph, chunked, writer, f"dim 0 of {named} on {num_devices} devices")
 
 
-def _why_whole(graph: fx.Graph, found: Regions) -> str:
+def _why_whole(graph: fx.Graph, chunked: Regions) -> str:
     """Why the first work of experts is not in chunks."""
     for node in graph.nodes:
         if node.target in BY_ROWS:
             sorts = [str(n.meta[FIXED]) for n in graph.nodes if FIXED in n.meta]
-            return sorts[0] if sorts else found.refused.get(node, f"{node.name} has no rows of the batch")
+            return sorts[0] if sorts else chunked.refused.get(node, f"{node.name} has no rows of the batch")
     return "it has no experts"
 
 

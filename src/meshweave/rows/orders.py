@@ -266,8 +266,8 @@ def _root(value: Any) -> fx.Node:
         elif value.target is operator.getitem and value.args[0].target in _SORTS and value.args[1] == 0:
             value = value.args[0].args[0]
         else:
-            found: fx.Node = value
-            return found
+            root: fx.Node = value
+            return root
 
 
 # experts

@@ -124,7 +124,7 @@ class Bindings:
         params: Sequence[tuple[Input, Layout]],
     ) -> None:
         """Make the parameters DTensors, and let the module be loaded from full tensors all the same."""
-        from meshweave.runtime import dtensor_parameters as made  # DTensor takes long to import, here and below
+        from meshweave.runtime import dtensor_parameters as dtensors  # DTensor takes long to import, here and below
         from meshweave.runtime.dtensor import has_placements, make_device_meshes
 
         known, device = dict(model.named_parameters()), self.world.device.type
@@ -133,14 +133,14 @@ class Bindings:
         replaced: dict[Tensor, Tensor] = {}
         for item, layout in chosen:
             piece = next(iter(state.pieces[item.kind, item.name]), None)
-            own = made.dtensor_parameter(known[item.name], piece, item, layout, device)
+            own = dtensors.dtensor_parameter(known[item.name], piece, item, layout, device)
             bound = self.bound[item.kind, item.name] = Bound(item, layout, own, "dtensor")
             bound.settle()
             if own is not known[item.name]:
                 replaced[known[item.name]] = own
-        made.replace_parameters(model, optimizer, replaced)
-        made.gather_in_forward(model, self.world)
-        made.accept_full_tensors(model, {item.name: layout for item, layout in chosen})
+        dtensors.replace_parameters(model, optimizer, replaced)
+        dtensors.gather_in_forward(model, self.world)
+        dtensors.accept_full_tensors(model, {item.name: layout for item, layout in chosen})
 
     def form_of(self, item: Input, layout: Layout, as_dtensor: bool = False) -> Form:
         """How a tensor can stand for a value."""
@@ -154,8 +154,8 @@ class Bindings:
         """Whether every process holds the whole value, once."""
         if self.world.is_distributed:
             return self.world.has_whole(layout)
-        held = [device for device in self.world.devices if device in layout.mesh]
-        return len(held) == 1 and layout.box_of(item.spec.shape, held[0]).size == item.spec.shape
+        devices = [device for device in self.world.devices if device in layout.mesh]
+        return len(devices) == 1 and layout.box_of(item.spec.shape, devices[0]).size == item.spec.shape
 
     def renew(self, key: Key, piece: Tensor) -> None:
         """An update has made a new piece: a tensor that shares the old one's memory lets go of it at once."""

@@ -212,8 +212,8 @@ def _choice_at(num: int, rank: int, posted: Mapping[int, Posted]) -> str:
     """What a rank has chosen in its call `num`, where ranks differ first."""
     if posted[rank].num > num:
         return "is past that"
-    made = [its.choices for its in posted.values() if its.num == num]
-    index = next(i for i in range(KEPT) if len({choices[i] for choices in made if len(choices) > i}) != 1)
+    all_choices = [its.choices for its in posted.values() if its.num == num]
+    index = next(i for i in range(KEPT) if len({choices[i] for choices in all_choices if len(choices) > i}) != 1)
     mine = posted[rank].choices
     return mine[index] if len(mine) > index else "has chosen nothing yet"
 

@@ -152,9 +152,9 @@ def load(
 
 def saved_specs(path: str | os.PathLike[str]) -> dict[str, Spec]:
     """Shapes and dtypes of the tensors in a checkpoint, by name. CheckpointError where there is none."""
-    found = _find(Path(os.path.realpath(path)))
-    with file_errors("the checkpoint cannot be read", found):
-        metadata = read_metadata(found, read_table(found)["files"])
+    folder = _find(Path(os.path.realpath(path)))
+    with file_errors("the checkpoint cannot be read", folder):
+        metadata = read_metadata(folder, read_table(folder)["files"])
     tables = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
     return {name: Spec(tuple(table.size), table.properties.dtype) for name, table in tables.items()}
 

@@ -80,11 +80,11 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A started communication. `held` are buffers that must live until it is done; `finish` makes the value of them,
-    and `release` is called when it has."""
+    """A started communication. `kept_alive` are buffers that must live until it is done; `finish` makes the value of
+    them, and `release` is called when it has."""
 
     works: tuple[Any, ...]
-    held: tuple[Tensor, ...]
+    kept_alive: tuple[Tensor, ...]
     finish: Callable[[], Tensor | None]
     release: Callable[[], None] | None = None
     is_done: bool = False
@@ -188,24 +188,24 @@ Begin = Callable[[Group, Tensor, Sequence[Any]], Pending]  # a collective, with 
 def _sparse_gather(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """Members are sent the rows that they read; how many come from whom follows from `readers`, which all have."""
     readers, count = args[:2]
-    asked, mine = _blocks(readers, count)[:, group.own], readers[group.own]
-    rows, place = rows_of(x, asked[0]), asked.nonzero()[:, 1]
-    pending = exchange(group, rows[place], (_counts(mine.view(count, -1)), _counts(asked)))
+    wanted, mine = _blocks(readers, count)[:, group.own], readers[group.own]
+    rows, place = rows_of(x, wanted[0]), wanted.nonzero()[:, 1]
+    pending = exchange(group, rows[place], (_counts(mine.view(count, -1)), _counts(wanted)))
 
     def finish() -> Tensor:
         out = x.new_zeros((count * x.shape[0], *x.shape[1:]))
         rows_of(out, mine)[mine] = _value(pending)
         return out
 
-    return replace(pending, held=(x, *pending.held), finish=finish)
+    return replace(pending, kept_alive=(x, *pending.kept_alive), finish=finish)
 
 
 def _sparse_scatter(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """Members are sent the rows that are here of theirs, and add up what comes in the order of the group."""
     readers, count = args[:2]
-    given, coming = readers[group.own], _blocks(readers, count)[:, group.own].flatten()
+    own_rows, coming = readers[group.own], _blocks(readers, count)[:, group.own].flatten()
     pending = exchange(
-        group, rows_of(x, given)[given], (_counts(coming.view(count, -1)), _counts(given.view(count, -1)))
+        group, rows_of(x, own_rows)[own_rows], (_counts(coming.view(count, -1)), _counts(own_rows.view(count, -1)))
     )
 
     def finish() -> Tensor:
@@ -213,7 +213,7 @@ def _sparse_scatter(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any
         rows_of(parts, coming)[coming] = _value(pending)
         return reduce_in_order(parts.unbind(0), "sum")
 
-    return replace(pending, held=(x, *pending.held), finish=finish)
+    return replace(pending, kept_alive=(x, *pending.kept_alive), finish=finish)
 
 
 def _blocks(readers: Tensor, count: int) -> Tensor:

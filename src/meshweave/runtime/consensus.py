@@ -53,7 +53,7 @@ class Exchange:
                 expected="ranks in rising order, this one among them, and a timeout above 0 s",
             )
 
-    def exchange(self, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
+    def exchange(self, own_answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
         """What `judge` makes, on the lowest rank, of what every rank said; values as JSON has them.
 
         Raises MeshweaveError: the judge's, or one that names the rank that failed or the ranks that did not come.
@@ -61,10 +61,10 @@ class Exchange:
         try:
             key = self._turn()
             if self.rank == self.ranks[0]:
-                verdict = self._verdict(key, said, judge)
+                verdict = self._verdict(key, own_answer, judge)
                 self.store.set(f"{key}/verdict", json.dumps(verdict))
             else:
-                self.store.set(f"{key}/{self.rank}", json.dumps({"said": said}))
+                self.store.set(f"{key}/{self.rank}", json.dumps({"said": own_answer}))
                 if self._missing(key, ["verdict"], 2 * self.timeout_seconds):
                     raise self._absent(self.ranks[:1], 2 * self.timeout_seconds)
                 verdict = json.loads(self.store.get(f"{key}/verdict"))
@@ -94,7 +94,7 @@ class Exchange:
         prefix = f"meshweave/exchange/{hashlib.sha256(purpose.encode()).hexdigest()[:12]}"
         return f"{prefix}/{self.store.add(f'{prefix}/turn/{self.rank}', 1)}"
 
-    def _verdict(self, key: str, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> dict[str, Any]:
+    def _verdict(self, key: str, own_answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> dict[str, Any]:
         others = self.ranks[1:]
         try:
             missing = self._missing(key, [str(rank) for rank in others], self.timeout_seconds)
@@ -104,7 +104,7 @@ class Exchange:
             failed = next((rank for rank, answer in answers.items() if "failed" in answer), None)
             if failed is not None:
                 raise self._failed(failed, answers[failed]["failed"])
-            mine = {self.ranks[0]: json.loads(json.dumps(said))}
+            mine = {self.ranks[0]: json.loads(json.dumps(own_answer))}
             return {"said": judge(mine | {rank: answer["said"] for rank, answer in answers.items()})}
         except MeshweaveError as error:
             return {"error": _parts(error)}

@@ -25,7 +25,7 @@ After = Callable[[int, "Task"], None]
 class Meter(Protocol):
     """Told of every value of held device `index` as it appears and disappears, for measurements."""
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None: ...
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None: ...
 
     def freed(self, index: int, node: fx.Node) -> None: ...
 
@@ -313,7 +313,7 @@ class SerialExecutor:
                 if recorder is not None:
                     recorder.ran(0, task, began)
                 if self.meter is not None:
-                    tell_made(self.meter, task, env, 0)
+                    report_value(self.meter, task, env, 0)
                 finish(task, env, 0, self.meter, after, self.compiled)
 
     def _run(self, task: Task, env: Env) -> None:
@@ -334,9 +334,9 @@ class SerialExecutor:
             raise failed(task, f"over {rest[-1]} failed", error) from error
 
 
-def tell_made(meter: Meter, task: Task, env: Env, index: int) -> None:
+def report_value(meter: Meter, task: Task, env: Env, index: int) -> None:
     for slot, node in zip(task.outs, task.results, strict=True):
-        meter.made(index, node, env[slot])
+        meter.on_value(index, node, env[slot])
 
 
 def finish(task: Task, env: Env, index: int, meter: Meter | None, after: After | None, compiled: Compiled) -> None:

@@ -86,9 +86,9 @@ class _Role:
         value = self.local.single(operand) if isinstance(operand, fx.Node) else None
         size = value.num_elements * value.dtype.itemsize if value is not None else 0
         row, count = TABLE[node.target], mesh.flat_size(axis_list)
-        taken = bytes_received(row.cost_name, count, row.cost_bytes(node, count, size), "a measured step")
+        num_bytes = bytes_received(row.cost_name, count, row.cost_bytes(node, count, size), "a measured step")
         kind, group = "transfer" if row is PERMUTE else "collective", ",".join(axis_list)
-        return self.span(node, event, row.name, kind, f"comm {key}{suffix}", bytes=float(taken), group=group)
+        return self.span(node, event, row.name, kind, f"comm {key}{suffix}", bytes=float(num_bytes), group=group)
 
     def span(self, node: fx.Node, event: Event, op: str, kind: str, stream: str, **more: object) -> Span:
         origin = origin_of(node)

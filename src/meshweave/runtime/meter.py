@@ -76,9 +76,9 @@ class StateMeter:
                 pieces = state.pieces[item.kind, item.name]
                 for device, piece in zip(state.holders(layout), pieces, strict=True):
                     i = state.devices.index(device)
-                    self.made(i, self._inputs[i][item.kind, item.name], piece)
+                    self.on_value(i, self._inputs[i][item.kind, item.name], piece)
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         if node not in self.kinds[index] or not isinstance(value, Tensor):
             return
         pointer, size = self._storages[index][node] = _storage(value)

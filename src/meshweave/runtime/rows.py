@@ -106,11 +106,11 @@ class RowsCheck:
             rows = value.shape[0] if value.dim() else -1
             numbers += [torch.tensor([rows, text_number(f"{value.dtype}{list(value.shape)}")])]
             numbers += [fingerprint(value, MOST_WORDS).reshape(1).cpu()]
-        said = self.world.gather(torch.cat(numbers))
-        self._judge({rank: numbers.tolist() for rank, numbers in said.items()}, parts)
+        answers = self.world.gather(torch.cat(numbers))
+        self._judge({rank: numbers.tolist() for rank, numbers in answers.items()}, parts)
 
-    def _judge(self, said: Mapping[int, Sequence[int]], parts: int) -> None:
-        settings = {rank: numbers[0] for rank, numbers in said.items()}
+    def _judge(self, answers: Mapping[int, Sequence[int]], parts: int) -> None:
+        settings = {rank: numbers[0] for rank, numbers in answers.items()}
         if others := _others(settings):
             raise StepError(
                 "ranks have different settings of the optimizer",
@@ -121,7 +121,7 @@ class RowsCheck:
         alike = []
         for i, name in enumerate(self.names):
             rows, shapes, contents = (
-                {rank: numbers[1 + 3 * i + column] for rank, numbers in said.items()} for column in range(3)
+                {rank: numbers[1 + 3 * i + column] for rank, numbers in answers.items()} for column in range(3)
             )
             if others := _others(shapes):
                 raise self._other_size(name, others, rows)

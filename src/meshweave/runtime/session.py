@@ -176,8 +176,8 @@ class Session:
                 for executor in self._executors:
                     executor.record(None)
             traces = recorder.traces(self.world.devices, began, recorder.mark())
-            found = gathered(traces) if self.world.is_distributed else traces
-        return measured(self.roles, found, devices, tokens)
+            all_traces = gathered(traces) if self.world.is_distributed else traces
+        return measured(self.roles, all_traces, devices, tokens)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward and loss of one microbatch. Returns its loss. StepError when that is not what comes next."""
@@ -245,14 +245,14 @@ class Session:
                 self._let_go()
 
     def _outputs(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        held = self._held("output")
+        values = self._held("output")
         layouts = {
             key[1]: layout
             for role in self.roles
             for key, layout in zip(role.outputs, role.output_layouts, strict=True)
             if key[0] == "output"
         }
-        return {n: self.world.assemble(spec, layouts[n], held.get(n, [])) for n, spec in specs.items()}
+        return {n: self.world.assemble(spec, layouts[n], values.get(n, [])) for n, spec in specs.items()}
 
     @property
     def _is_last(self) -> bool:
@@ -284,12 +284,12 @@ class Session:
 
     def _held(self, kind: str) -> dict[str, list[Tensor]]:
         """Outputs of one kind by name: a piece per held device that has one."""
-        found: dict[str, list[Tensor]] = {}
+        values: dict[str, list[Tensor]] = {}
         for rank, env in zip(self.ranks, self._envs, strict=True):
             for (its_kind, name), slot in outputs(rank):
                 if its_kind == kind:
-                    found.setdefault(name, []).append(env[slot])
-        return found
+                    values.setdefault(name, []).append(env[slot])
+        return values
 
     def _inputs(self, batch: Mapping[str, Tensor], draw: int, carries: Sequence[GatheredParams]) -> list[Env]:
         envs = self.executor.environment()
@@ -323,14 +323,14 @@ class Session:
 
     def _accumulated(self, index: int, key: Key, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
         """The sum of a gradient over the microbatches before, which is given up to this one; 0 for the first."""
-        found = self._between[index].pop(key, None)
-        if found is None:
+        total = self._between[index].pop(key, None)
+        if total is None:
             return torch.zeros(size, dtype=dtype, device=self.world.device)
         if self.executor.meter is not None:
             inputs, results = nodes_of(self.ranks[index])
-            self.executor.meter.made(index, inputs[key], found)
+            self.executor.meter.on_value(index, inputs[key], total)
             self.executor.meter.freed(index, results[key])
-        return found
+        return total
 
     def _update(self, numbers: Mapping[str, float]) -> None:
         scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
@@ -358,13 +358,13 @@ class Session:
             for item, layout in self.state.items
             if item.kind == source and (pieces is None or item.name in named)
         ]
-        held = {
+        pieces_of = {
             item.name: self.state.pieces[kind, item.name] if pieces is None else pieces.get(item.name, [])
             for item, _ in wanted
         }
         is_here = all(self.world.has_whole(layout) for _, layout in wanted)
         with nullcontext() if is_here else self.world.call(_FULL[kind]):
-            return {item.name: self.world.assemble(item.spec, layout, held[item.name]) for item, layout in wanted}
+            return {item.name: self.world.assemble(item.spec, layout, pieces_of[item.name]) for item, layout in wanted}
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""

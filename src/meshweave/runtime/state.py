@@ -76,11 +76,11 @@ class State:
         for item, layout in self.items:
             if item.kind == "state":
                 slot, _, param = item.name.partition("/")
-                held = (state or {}).get(param, {}).get(slot)
+                slot_value = (state or {}).get(param, {}).get(slot)
                 self.put(
                     item,
                     layout,
-                    self.zeros(item) if held is None else full_values(held),
+                    self.zeros(item) if slot_value is None else full_values(slot_value),
                 )
 
     def has(self, item: Input) -> bool:
@@ -256,9 +256,9 @@ class State:
 
 def lasting(roles: Sequence[RankGraph]) -> list[tuple[Input, Layout]]:
     """The parameters, buffers and optimizer state of a program, each once."""
-    found: dict[Key, tuple[Input, Layout]] = {}
+    lasting_items: dict[Key, tuple[Input, Layout]] = {}
     for rank in roles:
         for item, layout in zip(rank.inputs, rank.layouts, strict=True):
             if item.kind in LASTING:
-                found.setdefault((item.kind, item.name), (item, layout))
-    return list(found.values())
+                lasting_items.setdefault((item.kind, item.name), (item, layout))
+    return list(lasting_items.values())

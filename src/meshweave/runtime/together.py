@@ -44,11 +44,11 @@ class Ranks:
         self.ended = error
         raise error
 
-    def say(self, said: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
+    def say(self, answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
         """What `judge` makes of what every rank says (see `Exchange`)."""
         assert self.exchange is not None
         try:
-            return self.exchange.exchange(said, judge)
+            return self.exchange.exchange(answer, judge)
         except MeshweaveError as error:
             self.ended = error
             raise
@@ -56,7 +56,7 @@ class Ranks:
     def meet(self) -> None:
         """Wait until every rank is here. Raises where one has failed."""
         if not self.is_alone:
-            self.say(None, lambda said: None)
+            self.say(None, lambda answers: None)
 
     def agree(self, texts: Mapping[str, str]) -> None:
         """Check that every rank has the same texts. Each is a topic, described line by line.
@@ -69,22 +69,22 @@ class Ranks:
         digests = {topic: hashlib.sha256(text.encode()).hexdigest()[:24] for topic, text in texts.items()}
         lead = self.exchange.ranks[0]
 
-        def differing(said: Mapping[int, dict[str, str]]) -> Any:
-            for topic, digest in said[lead].items():
-                others = [rank for rank, its in said.items() if its.get(topic) != digest]
+        def differing(answers: Mapping[int, dict[str, str]]) -> Any:
+            for topic, digest in answers[lead].items():
+                others = [rank for rank, its in answers.items() if its.get(topic) != digest]
                 if others:
                     return [topic, others]
             return None
 
-        found = self.say(digests, differing)
-        if found is not None:
-            topic, others = found
+        difference = self.say(digests, differing)
+        if difference is not None:
+            topic, others = difference
             shown = texts.get(topic, "") if self.exchange.rank in (lead, others[0]) else ""
-            self.say(shown, lambda said: _raise_difference(topic, others, said, lead))
+            self.say(shown, lambda answers: _raise_difference(topic, others, answers, lead))
 
 
-def _raise_difference(topic: str, others: Sequence[int], said: Mapping[int, str], lead: int) -> None:
-    expected, got = said[lead].splitlines(), said[others[0]].splitlines()
+def _raise_difference(topic: str, others: Sequence[int], answers: Mapping[int, str], lead: int) -> None:
+    expected, got = answers[lead].splitlines(), answers[others[0]].splitlines()
     lines = zip(expected, got, strict=False)
     longer = (expected[len(got) :] or ["nothing more"])[0], (got[len(expected) :] or ["nothing more"])[0]
     want, have = next(((a, b) for a, b in lines if a != b), longer)

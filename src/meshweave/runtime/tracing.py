@@ -210,7 +210,7 @@ class Recorder:
             self.clock.when_done(work, done)
         self.posted.append(done)
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         values = value if isinstance(value, (tuple, list)) else (value,)
         storages = tuple(_storage(x) for x in values if isinstance(x, Tensor))
         self._values[index].append((node, self.clock.mark(), storages))
@@ -228,10 +228,10 @@ class Recorder:
             for device, piece in zip(state.holders(layout), pieces, strict=True):
                 index = state.devices.index(device)
                 if (item.kind, item.name) in nodes[index]:
-                    self.made(index, nodes[index][item.kind, item.name], piece)
+                    self.on_value(index, nodes[index][item.kind, item.name], piece)
         for index, gathered in enumerate(carries):
             for name, value in gathered.items():
-                self.made(index, nodes[index]["carry", name], value)
+                self.on_value(index, nodes[index]["carry", name], value)
 
     def traces(self, devices: Sequence[int], began: Mark, ended: Mark) -> list[DeviceTrace]:
         """What was recorded, per held device. Called once, when all is done."""

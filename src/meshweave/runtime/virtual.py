@@ -33,7 +33,7 @@ from meshweave.runtime.executor import (
     fill,
     finish,
     perform,
-    tell_made,
+    report_value,
 )
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.streams import Streams
@@ -94,7 +94,7 @@ class Turns:
         return self._known.get((run.stream, run.start), False)
 
     @contextmanager
-    def taken(self, run: Run) -> Iterator[None]:
+    def worker_turn(self, run: Run) -> Iterator[None]:
         place = (run.stream, run.start)
         if not self._known.get(place, True) or not self._turn.acquire(timeout=PATIENCE_SECONDS):
             yield
@@ -263,7 +263,7 @@ class LocalExecutor:
         """Run tasks of one stream. None when the pass was stopped on the way."""
         index, count = run.start, len(self.devices)
         try:
-            with self._turns.taken(run), self._streams.entered(run.stream):
+            with self._turns.worker_turn(run), self._streams.entered(run.stream):
                 for index in range(run.start, run.stop):
                     if now.is_stopped:
                         return None
@@ -292,7 +292,7 @@ class LocalExecutor:
         else:
             with self._meter_lock:
                 if not task.is_wait:  # what a copy has brought, the copy has told
-                    tell_made(self.meter, task, env, i)
+                    report_value(self.meter, task, env, i)
                 finish(task, env, i, self.meter, now.after, self.ranks[i])
 
     # communication
@@ -358,4 +358,4 @@ class LocalExecutor:
                 if value is None:
                     self.meter.freed(i, task.node)
                 else:
-                    self.meter.made(i, task.node, value)
+                    self.meter.on_value(i, task.node, value)

@@ -170,11 +170,11 @@ class Watch:
                     self._post(calls)
                 if not (is_due or (is_stuck and calls.is_inside)):
                     continue
-                said = self._beat_of(neighbour)
-                if self._differs(_posted(said)):
+                beat = self._beat_of(neighbour)
+                if self._differs(_posted(beat)):
                     return
-                if said != heard or was_stopped or _posted(said).has_ended:
-                    heard, heard_at = said, now
+                if beat != heard or was_stopped or _posted(beat).has_ended:
+                    heard, heard_at = beat, now
                 if now - heard_at > STALE:
                     self._declare_gone(neighbour)
         except RuntimeError:

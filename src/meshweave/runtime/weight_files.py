@@ -54,14 +54,14 @@ class WeightFiles:
         present = {name: (file, name, spec) for file in _files(at) for name, spec in _header(file).items()}
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         first: dict[int, str] = {}
-        found: dict[str, tuple[Path, str, Spec]] = {}
+        files: dict[str, tuple[Path, str, Spec]] = {}
         for name, tensor in named:
             own = first.setdefault(id(tensor), name)
-            if name in present and own not in found:
-                found[own] = present[name]
+            if name in present and own not in files:
+                files[own] = present[name]
                 _check_shape(at, name, present[name][2], tensor)
-        _note(at, {name for name, _ in model.named_parameters()} - {*found}, {*present} - {name for name, _ in named})
-        if not found:
+        _note(at, {name for name, _ in model.named_parameters()} - {*files}, {*present} - {name for name, _ in named})
+        if not files:
             raise CheckpointError(
                 "none of the model's parameters is in these files",
                 where=str(at),
@@ -70,7 +70,7 @@ class WeightFiles:
                 hint="names are those of model.named_parameters(): pass the model that the files are of, not one "
                 "within it or around it",
             )
-        return WeightFiles(at, found)
+        return WeightFiles(at, files)
 
     def pieces(self, name: str, boxes: Sequence[Box], dtype: torch.dtype) -> Iterator[Tensor]:
         """The pieces of a tensor, each read by itself, in a dtype."""
@@ -174,13 +174,13 @@ def write_weights(
 def _cut(specs: Mapping[str, Spec], max_file_bytes: int) -> dict[str, list[str]]:
     """Names by file."""
     groups: list[list[str]] = [[]]
-    held = 0
+    num_bytes = 0
     for name, spec in specs.items():
-        if held and held + _num_bytes(spec) > max_file_bytes:
+        if num_bytes and num_bytes + _num_bytes(spec) > max_file_bytes:
             groups.append([])
-            held = 0
+            num_bytes = 0
         groups[-1].append(name)
-        held += _num_bytes(spec)
+        num_bytes += _num_bytes(spec)
     if len(groups) == 1:
         return {_SINGLE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}

@@ -61,22 +61,22 @@ def align_weights(
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Every real, whole tensor by name: that of a parameter or buffer, or its slot in the optimizer's state."""
-    found: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = {id(p): name for name, p in model.named_parameters()}
     for param, slots in () if optimizer is None else optimizer.state.items():
-        found |= {f"{key} of {names.get(id(param), '?')}": value for key, value in slots.items()}
-    return {name: value.detach() for name, value in found.items() if is_comparable(value)}
+        tensors |= {f"{key} of {names.get(id(param), '?')}": value for key, value in slots.items()}
+    return {name: value.detach() for name, value in tensors.items() if is_comparable(value)}
 
 
 def _differing(numbers: Mapping[str, int], ranks: Ranks) -> dict[str, list[int]]:
     """Names of tensors to the ranks where they are others than on the first; asked in full where a digest differs."""
     whole = text_number(repr(numbers))
-    if not ranks.say(whole, lambda said: len(set(said.values())) > 1):
+    if not ranks.say(whole, lambda answers: len(set(answers.values())) > 1):
         return {}
 
-    def judge(said: Mapping[int, dict[str, int]]) -> dict[str, list[int]]:
-        lead = said[min(said)]
-        found = {n: [rank for rank, its in said.items() if its.get(n) != value] for n, value in lead.items()}
-        return {name: others for name, others in found.items() if others}
+    def judge(answers: Mapping[int, dict[str, int]]) -> dict[str, list[int]]:
+        lead = answers[min(answers)]
+        differing = {n: [rank for rank, its in answers.items() if its.get(n) != value] for n, value in lead.items()}
+        return {name: others for name, others in differing.items() if others}
 
     return dict(ranks.say(dict(numbers), judge))

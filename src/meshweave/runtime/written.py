@@ -46,12 +46,12 @@ def check_written(world: Any, written: Sequence[Written]) -> None:
     world.choose(f"takes over {'what was written into ' * bool(written)}{shown_names([x.name for x in written])}")
     if not written:
         return
-    said = world.gather(torch.stack([fingerprint(x.value, MOST_WORDS).cpu() for x in written]))
+    fingerprints = world.gather(torch.stack([fingerprint(x.value, MOST_WORDS).cpu() for x in written]))
     for i, x in enumerate(written):
         first: dict[Any, int] = {}
         for rank, place in x.places.items():
             leader = first.setdefault(place, rank)
-            if int(said[rank][i]) != int(said[leader][i]):
+            if int(fingerprints[rank][i]) != int(fingerprints[leader][i]):
                 raise StepError(
                     "ranks have written different values between two steps",
                     where=f"{x.name}, {named([rank])}",

@@ -78,19 +78,21 @@ def realize(
         partial = tuple((a, p.op) for a, p in passes if i in rule.linear[p.mode].operands)
         return Layout(mesh, cut(rule.operands[i]), partial, rule.owned(i, owners)).normalized(operands[i].shape)
 
-    def given(i: int) -> Layout:
+    def layout_of(i: int) -> Layout:
         inside = {f for dim in rule.results[i] for f in dim}
         owned = rule.owned(len(operands) + i, owners)
         kept = {a for a, _, _ in owned}
-        gone = [
+        partial_axes = [
             (a, rule.reduce_op(f)) for f, (axes, _) in cuts.items() if f not in inside for a in axes if a not in kept
         ]
-        gone += [(a, "sum") for a, f, key in owners if key and f not in inside]
-        partial = (*gone, *((a, p.op) for a, p in passes))
+        partial_axes += [(a, "sum") for a, f, key in owners if key and f not in inside]
+        partial = (*partial_axes, *((a, p.op) for a, p in passes))
         return Layout(mesh, cut(rule.results[i]), tuple(partial), owned).normalized(results[i].shape)
 
     return Assignment(
-        tuple(roles), tuple(wanted(i) for i in range(len(operands))), tuple(given(i) for i in range(len(results)))
+        tuple(roles),
+        tuple(wanted(i) for i in range(len(operands))),
+        tuple(layout_of(i) for i in range(len(results))),
     )
 
 
@@ -122,10 +124,10 @@ def follow_result(rule: Rule, wanted: Layout, operands: Sequence[Spec], results:
     return realize(rule, wanted.mesh, roles, operands, results)
 
 
-def proposals(rule: Rule, axis: str, held: Sequence[Sequence[Layout]]) -> list[Role]:
+def proposals(rule: Rule, axis: str, layouts_of: Sequence[Sequence[Layout]]) -> list[Role]:
     """What `axis` could do, by the layouts that operands are held in: follow a sharding, pass a partial, or nothing."""
     roles: list[Role] = []
-    for i, layouts in enumerate(held):
+    for i, layouts in enumerate(layouts_of):
         for layout in layouts:
             d = layout.dim_of(axis)
             if d is not None:
@@ -233,9 +235,9 @@ def _agree(roles: Iterable[Role]) -> bool:
     return all(units.setdefault(r.factor, r.unit) == r.unit for r in shards)
 
 
-def _held_order(axes: Sequence[str], held: Sequence[Sequence[Layout]]) -> list[str]:
+def _held_order(axes: Sequence[str], layouts_of: Sequence[Sequence[Layout]]) -> list[str]:
     order: list[str] = []
-    for layouts in held:
+    for layouts in layouts_of:
         for layout in layouts[:1]:
             for dim in layout.dims:
                 order += [a for a in dim.axes if a not in order and a in axes]

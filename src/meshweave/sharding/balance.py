@@ -60,7 +60,7 @@ def balanced(
         return step, f"the sequence is cut over {axes} in its order: {reason}"
     resolved.is_balanced = True
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
-    writer = _Writer(step, size, length, num_devices, tuple(resolved.context_axes))
+    writer = _BalanceWriter(step, size, length, num_devices, tuple(resolved.context_axes))
     shown = f"of {2 * num_devices} chunks a device holds one from each end"
     return writer.run(), f"the sequence is cut over {axes} from head and tail: {shown}"
 
@@ -100,7 +100,7 @@ def _reason_against(step: StepGraph, resolved: Resolved, length: int, num_device
 
 
 @dataclass(slots=True)
-class _Writer:
+class _BalanceWriter:
     """`versions`: a value of the old graph in the new one, by the dims in which it is in the new order."""
 
     step: StepGraph
@@ -134,8 +134,8 @@ class _Writer:
         if node.target is operator.getitem and node.args[0] in self.tuples:
             source, dims = self.tuples[node.args[0]]  # type: ignore[index]
             new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])))
-            given = [i for i, spec in enumerate(source.meta["spec"]) if spec is not None]
-            self._keep(node, dims[given.index(node.args[1])], new)  # type: ignore[arg-type]
+            places = [i for i, spec in enumerate(source.meta["spec"]) if spec is not None]
+            self._keep(node, dims[places.index(node.args[1])], new)  # type: ignore[arg-type]
             return
         rule = rule_or_none(node)
         ordered = _NATURAL if rule is None else self._factors(node, rule)
@@ -154,7 +154,7 @@ class _Writer:
         """The loops along the sequence of which an operand is in the new order, and that may run in any."""
         if origin_of(node).phase == "update":
             return _NATURAL
-        asked = {
+        wanted = {
             factor
             for operand, dims in zip(tensor_inputs(node), rule.operands, strict=True)
             for factor in (_outer(rule, dims, d) for d in self.usual[operand])
@@ -162,8 +162,8 @@ class _Writer:
         if node.target in _CAUSAL_AT:
             loops = _attention_loops(rule, node)
             causal = node.args[_CAUSAL_AT[node.target]]
-            asked = (set(loops) if asked & set(loops) else set()) if causal else asked
-        return frozenset(f for f in asked if self._is_free(node, rule, f))
+            wanted = (set(loops) if wanted & set(loops) else set()) if causal else wanted
+        return frozenset(f for f in wanted if self._is_free(node, rule, f))
 
     def _is_free(self, node: fx.Node, rule: Rule, factor: int) -> bool:
         """Whether positions are treated each by itself, or added up in any order."""
@@ -250,8 +250,8 @@ class _Writer:
             return self._emit(like, aten.index_select.default, (x, dim, index), shape)
         apart = (*shape[:dim], self.length, inner, *shape[dim + 1 :])
         split = self._emit(like, aten.view.default, (x, list(apart)), apart)
-        taken = self._emit(like, aten.index_select.default, (split, dim, index), apart)
-        return self._emit(like, aten.view.default, (taken, list(shape)), shape)
+        selected = self._emit(like, aten.index_select.default, (split, dim, index), apart)
+        return self._emit(like, aten.view.default, (selected, list(shape)), shape)
 
     def _emit(self, like: fx.Node, target: Any, args: Sequence[Any], shape: Sequence[int], **kwargs: Any) -> fx.Node:
         dtype = kwargs.get("dtype", spec_of(like).dtype)
@@ -297,12 +297,12 @@ class _Writer:
 class _Integers:
     """Arithmetic on indices [sequence], written as nodes."""
 
-    writer: _Writer
+    writer: _BalanceWriter
     like: fx.Node
     node: fx.Node
 
     @staticmethod
-    def arange(writer: _Writer, like: fx.Node, size: int) -> _Integers:
+    def arange(writer: _BalanceWriter, like: fx.Node, size: int) -> _Integers:
         new = writer.graph.call_function(aten.arange.start_step, (0, size, 1), {"dtype": torch.int64})
         writer._described(like, new, spec=Spec((size,), torch.int64))
         return _Integers(writer, like, new)

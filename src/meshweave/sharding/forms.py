@@ -24,19 +24,19 @@ def due_at_casts(due: Mapping[fx.Node, list[Due]]) -> dict[fx.Node, list[Due]]:
 
     A gradient that is rounded on its way is so reduce-scattered before the cast, not reduced whole and then cut.
     """
-    found: dict[fx.Node, list[Due]] = {}
+    due_by_node: dict[fx.Node, list[Due]] = {}
     for value, wanted in due.items():
         for layout, phase in wanted:
             node, at = value, layout
             while node.target in _PASSED and len(tensor_inputs(node)) == 1:
                 rule, (operand,) = row_for(node).rule(node), tensor_inputs(node)
                 if node is not value and not any("sum" in way.ops for way in rule.linear):
-                    found.setdefault(node, []).append((at, phase))
+                    due_by_node.setdefault(node, []).append((at, phase))
                 option = follow_result(rule, at, [spec_of(operand)], [spec_of(node)])
                 if option.results[0] != at or len(operand.users) > 1:
                     break
                 node, at = operand, option.operands[0]
-    return found
+    return due_by_node
 
 
 @dataclass(slots=True)

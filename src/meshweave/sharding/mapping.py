@@ -188,7 +188,7 @@ def _size(node: fx.Node) -> int:
 def _check_busy(mapper: _Mapper, mesh: Mesh) -> None:
     """Every device of the program has an op of the forward pass to run."""
     meshes = {m for n, m in mapper.homes.items() if n.op == "call_function"}
-    used = {device for one in meshes for device in one.devices}
+    used = {device for m in meshes for device in m.devices}
     open_ops = [n for n in mapper.order if n.op == "call_function" and n not in mapper.homes and _size(n) > 1]
     idle = [] if open_ops or not used else [d for d in mesh.devices if d not in used]
     if idle:

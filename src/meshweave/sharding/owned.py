@@ -54,14 +54,14 @@ def expert_axes(step: StepGraph, forms: Forms, used: Mapping[str, Layout]) -> fr
     return frozenset(axis for name in names for axis in used[name].dims[0].axes)
 
 
-def lookup_cut(node: fx.Node, layouts: Sequence[Layout], taken: frozenset[str]) -> tuple[Layout, ...]:
+def lookup_cut(node: fx.Node, layouts: Sequence[Layout], used_axes: frozenset[str]) -> tuple[Layout, ...]:
     """The layout that a lookup of rows may well have: its positions cut as the rows are that it reads, but for the axes
-    `taken`. Else every device would look up, and go on working with, the rows of all."""
+    `used_axes`. Else every device would look up, and go on working with, the rows of all."""
     if node.target is not aten.index.Tensor or not layouts or not layouts[0].dims:
         return ()
     indices: Any = node.args[1]
     is_rows = len(indices) == 1 and spec_of(indices[0]).dtype != torch.bool and len(spec_of(indices[0]).shape) == 1
-    axes = tuple(a for a in layouts[0].dims[0].axes if a not in taken)
+    axes = tuple(a for a in layouts[0].dims[0].axes if a not in used_axes)
     if not is_rows or not axes:
         return ()
     rank = len(spec_of(node).shape)

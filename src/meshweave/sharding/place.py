@@ -165,7 +165,7 @@ class _Placer:
 
     # values and their copies
 
-    def held(self, node: fx.Node, phase: str) -> list[Copy]:
+    def copies_in(self, node: fx.Node, phase: str) -> list[Copy]:
         """The copies of a value that a consumer in `phase` may use, the original first.
 
         Larger copies do not outlive their phase, but the first on each other mesh does: it is not sent twice.
@@ -191,9 +191,9 @@ class _Placer:
             return self._owned(node, wanted, phase)
         if self.forms.is_made_on_demand(node):
             return self._made(node, wanted, phase).node
-        if self._is_view_abroad(node, wanted, phase) and (made := self._viewed_abroad(node, wanted, phase)):
-            return made.node
-        copies = self.held(node, phase)
+        if self._is_view_abroad(node, wanted, phase) and (moved := self._viewed_abroad(node, wanted, phase)):
+            return moved.node
+        copies = self.copies_in(node, phase)
         for copy in copies:
             if copy.layout == wanted:
                 return copy.node
@@ -201,13 +201,13 @@ class _Placer:
         if source.layout.owned:
             source = self._by_rows(ours.leave_rows.default, source.node, source.layout.owned_as_parts(), node, phase)
             return self.fetch(node, wanted, phase)
-        made = self._move(source, wanted, node, phase)
-        self.copies.setdefault(node, [source]).append(made)
-        return made.node
+        moved = self._move(source, wanted, node, phase)
+        self.copies.setdefault(node, [source]).append(moved)
+        return moved.node
 
     def _owned(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
         """The value with rows that devices own: a copy there is, or its whole rows from here on."""
-        known = [] if self.forms.is_made_on_demand(node) else self.held(node, phase)
+        known = [] if self.forms.is_made_on_demand(node) else self.copies_in(node, phase)
         for copy in (*known, *self.copies.get(node, ())):
             if copy.layout == wanted and (copy in known or copy.phase == phase):
                 return copy.node
@@ -219,9 +219,9 @@ class _Placer:
         ends = self.fetch(self.ends[key], Layout.replicated(layout.mesh, 1), phase)
         new = by_rows(target, value, ends, layout, node)
         new.meta["origin"] = replace(origin_of(node), phase=phase)
-        made = Copy(new, layout, phase)
-        self.copies.setdefault(node, []).append(made)
-        return made
+        copy = Copy(new, layout, phase)
+        self.copies.setdefault(node, []).append(copy)
+        return copy
 
     def _is_view_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> bool:
         """Whether a view of a parameter is wanted on another mesh than that on which the parameter lives."""
@@ -343,7 +343,7 @@ class _Placer:
         stored = self.copies[so_far][0]
         if not self.forms.is_made_on_demand(gradient):
             shape = spec_of(so_far).shape
-            layout = self.sums.layout(self.held(gradient, "backward")[0].layout, stored.layout, shape)
+            layout = self.sums.layout(self.copies_in(gradient, "backward")[0].layout, stored.layout, shape)
             stored.layout = stored.node.meta["layout"] = layout.normalized(shape)
             self.fetch(gradient, stored.layout, "backward")
 
@@ -352,7 +352,7 @@ class _Placer:
         spec = spec_of(node)
         if self.forms.is_made_on_demand(node):
             return Operand(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
-        copies = self.held(node, phase)
+        copies = self.copies_in(node, phase)
         here = [c.layout for c in copies if c.layout.mesh == mesh]
         here += [layout.owned_as_parts() for layout in here if layout.owned]
         layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
@@ -381,7 +381,8 @@ class _Placer:
         pin, phase, spec = Pin.parse(str(text)), phase_of(node), spec_of(node)
         self.line = origin_of(node).source
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
-        source = self._made(value, whole, phase) if self.forms.is_made_on_demand(value) else self.held(value, phase)[0]
+        is_made = self.forms.is_made_on_demand(value)
+        source = self._made(value, whole, phase) if is_made else self.copies_in(value, phase)[0]
         source_layout = target = (
             translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
         ).without_owned()

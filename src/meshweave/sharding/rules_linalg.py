@@ -62,10 +62,10 @@ def _of_matrices(node: fx.Node, cores: tuple[tuple[int, ...], tuple[int, ...]]) 
         ]
         return [*batch, *((build.factor(size, whole=True),) for size in shape[len(shape) - core :])]
 
-    given, made = cores
+    operand_cores, result_cores = cores
     return build.rule(
-        [dims(shape, core) for shape, core in zip(operands, given, strict=False)],
-        [dims(shape, core) for shape, core in zip(results, made, strict=False)],
+        [dims(shape, core) for shape, core in zip(operands, operand_cores, strict=False)],
+        [dims(shape, core) for shape, core in zip(results, result_cores, strict=False)],
     )
 
 

@@ -169,20 +169,20 @@ def _refused(node: fx.Node) -> Rule:
 def _diagonal(node: fx.Node) -> Rule:
     """Two dims are gone, their diagonal is the last dim of the result, whole."""
     shape = spec_of(tensor_inputs(node)[0]).shape
-    gone = {argument(node, 2, 0) % len(shape), argument(node, 3, 1) % len(shape)}
+    removed = {argument(node, 2, 0) % len(shape), argument(node, 3, 1) % len(shape)}
     build = RuleBuilder()
-    dims = build.dims(shape, whole=gone)
-    kept = [dim for d, dim in enumerate(dims) if d not in gone]
+    dims = build.dims(shape, whole=removed)
+    kept = [dim for d, dim in enumerate(dims) if d not in removed]
     return build.rule([dims], [[*kept, (build.factor(spec_of(node).shape[-1], whole=True),)]], moved({0}))
 
 
 def _diagonal_scatter(node: fx.Node) -> Rule:
     """x with its diagonal (whole, the last dim of operand 1) replaced."""
     shape, source = (spec_of(n).shape for n in tensor_inputs(node))
-    gone = {argument(node, 3, 0) % len(shape), argument(node, 4, 1) % len(shape)}
+    removed = {argument(node, 3, 0) % len(shape), argument(node, 4, 1) % len(shape)}
     build = RuleBuilder()
-    dims = build.dims(shape, whole=gone)
-    kept = [dim for d, dim in enumerate(dims) if d not in gone]
+    dims = build.dims(shape, whole=removed)
+    kept = [dim for d, dim in enumerate(dims) if d not in removed]
     return build.rule([dims, [*kept, (build.factor(source[-1], whole=True),)]], [dims], moved({0, 1}))
 
 
@@ -245,12 +245,12 @@ def _reduction(node: fx.Node, op: str, linear: tuple[Linear, ...]) -> Rule:
     shape = spec_of(tensor_inputs(node)[0]).shape
     listed: Any = argument(node, 1, ())
     dims = [listed] if isinstance(listed, int) else listed or range(len(shape))
-    gone = {d % len(shape) for d in dims} if shape else set()
+    removed = {d % len(shape) for d in dims} if shape else set()
     keepdim = bool(argument(node, 2, False))
     build = RuleBuilder()
     operand = build.dims(shape)
-    result = [() if d in gone else dim for d, dim in enumerate(operand) if d not in gone or keepdim]
-    return build.rule([operand], [result], linear, {operand[d][0]: op for d in gone})
+    result = [() if d in removed else dim for d, dim in enumerate(operand) if d not in removed or keepdim]
+    return build.rule([operand], [result], linear, {operand[d][0]: op for d in removed})
 
 
 def _sum(node: fx.Node) -> Rule:
@@ -273,11 +273,11 @@ def _whole_reduction(node: fx.Node, at: int = 1, default: int | None = None) -> 
     shape = spec_of(tensor_inputs(node)[0]).shape
     listed: Any = argument(node, at, default)
     dims = [listed] if isinstance(listed, int) else listed
-    gone = set(range(len(shape))) if dims is None or not shape else {d % len(shape) for d in dims}
+    removed = set(range(len(shape))) if dims is None or not shape else {d % len(shape) for d in dims}
     build = RuleBuilder()
-    operand = build.dims(shape, whole=gone)
-    kept = [dim for d, dim in enumerate(operand) if d not in gone]
-    wide = [() if d in gone else dim for d, dim in enumerate(operand)]
+    operand = build.dims(shape, whole=removed)
+    kept = [dim for d, dim in enumerate(operand) if d not in removed]
+    wide = [() if d in removed else dim for d, dim in enumerate(operand)]
     results = [wide if len(s.shape) == len(shape) else kept for s in result_specs(node)]
     return build.rule([operand], results)
 

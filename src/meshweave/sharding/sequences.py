@@ -63,11 +63,11 @@ def keep_sequences_apart(step: StepGraph, axes: Sequence[str]) -> StepGraph:
     """The step with the sequence dim, which `axes` are to cut, apart from the batch, from the batch to the loss and
     back. What was shifted along it (labels) is pinned to be cut again."""
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
-    return _Writer(step, size, sequence_length(step), tuple(axes)).run()
+    return _SequenceWriter(step, size, sequence_length(step), tuple(axes)).run()
 
 
 @dataclass(slots=True)
-class _Writer:
+class _SequenceWriter:
     step: StepGraph
     size: int | None
     length: int
@@ -119,9 +119,9 @@ class _Writer:
         if node.target is operator.getitem and node.args[0] in self.tuples:
             source, marks = self.tuples[node.args[0]]  # type: ignore[index]
             new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])))
-            given = [i for i, spec in enumerate(source.meta["spec"]) if spec is not None]
+            places = [i for i, spec in enumerate(source.meta["spec"]) if spec is not None]
             self.env[node] = _Value(new, _unsplit(spec_of(node).shape))
-            self.marks[new] = marks[given.index(node.args[1])]  # type: ignore[arg-type]
+            self.marks[new] = marks[places.index(node.args[1])]  # type: ignore[arg-type]
             return
         if node.target is aten.view.default:
             self._view(node)
@@ -236,7 +236,7 @@ def _common(splits: Sequence[tuple[tuple[int, ...], int]]) -> tuple[int, ...] | 
 
 # How each kind of op is written on split dims: (writer, node) -> the split of the result, None where it can't be.
 
-_Write = Callable[[_Writer, fx.Node], Split | None]
+_Write = Callable[[_SequenceWriter, fx.Node], Split | None]
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -244,7 +244,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     return known and isinstance(node.meta["spec"], Spec)
 
 
-def _pointwise(w: _Writer, node: fx.Node) -> Split | None:
+def _pointwise(w: _SequenceWriter, node: fx.Node) -> Split | None:
     rank = len(spec_of(node).shape)
     columns: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(rank)]
     for operand in tensor_inputs(node):
@@ -255,29 +255,29 @@ def _pointwise(w: _Writer, node: fx.Node) -> Split | None:
     if None in split:
         return None
 
-    def taken(operand: fx.Node) -> fx.Node:
+    def split_operand(operand: fx.Node) -> fx.Node:
         shape = spec_of(operand).shape
         last = split[rank - len(shape) :]
         own = [sizes if n == prod(sizes) else (1,) * len(sizes) for n, sizes in zip(shape, last, strict=True)]  # type: ignore[arg-type]
         return w.in_split(operand, tuple(own))  # type: ignore[arg-type]
 
-    args, kwargs = map_nodes(node, taken)
+    args, kwargs = map_nodes(node, split_operand)
     return w.give(node, node.target, args, kwargs, tuple(split))  # type: ignore[arg-type]
 
 
-def _reduction(w: _Writer, node: fx.Node) -> Split | None:
+def _reduction(w: _SequenceWriter, node: fx.Node) -> Split | None:
     (x,) = tensor_inputs(node)
     split, rest = w.env[x].split, node.args[2:]
     listed: Any = node.args[1] if len(node.args) > 1 else ()
-    gone = {d % len(split) for d in ([listed] if isinstance(listed, int) else listed)} or set(range(len(split)))
+    removed = {d % len(split) for d in ([listed] if isinstance(listed, int) else listed)} or set(range(len(split)))
     places = _places(split)
-    dims = [at for d in sorted(gone) for at in places[d]]
+    dims = [at for d in sorted(removed) for at in places[d]]
     keepdim = bool(rest[0]) if rest else False
-    result = [(1,) * len(s) if d in gone else s for d, s in enumerate(split) if d not in gone or keepdim]
+    result = [(1,) * len(s) if d in removed else s for d, s in enumerate(split) if d not in removed or keepdim]
     return w.give(node, node.target, (w.env[x].node, dims, *rest), node.kwargs, tuple(result))
 
 
-def _expand(w: _Writer, node: fx.Node) -> Split | None:
+def _expand(w: _SequenceWriter, node: fx.Node) -> Split | None:
     (x,), after = tensor_inputs(node), spec_of(node).shape
     before, own = spec_of(x).shape, w.env[x].split
     lead = len(after) - len(before)
@@ -289,7 +289,7 @@ def _expand(w: _Writer, node: fx.Node) -> Split | None:
     return w.give(node, node.target, (w.in_split(x, source), sizes), node.kwargs, split)
 
 
-def _permute(w: _Writer, node: fx.Node) -> Split | None:
+def _permute(w: _SequenceWriter, node: fx.Node) -> Split | None:
     (x,), order = tensor_inputs(node), node.args[1]
     split = w.env[x].split
     places = _places(split)
@@ -297,7 +297,7 @@ def _permute(w: _Writer, node: fx.Node) -> Split | None:
     return w.give(node, node.target, (w.env[x].node, dims), {}, tuple(split[d] for d in order))  # type: ignore[union-attr,index]
 
 
-def _mm(w: _Writer, node: fx.Node) -> Split | None:
+def _mm(w: _SequenceWriter, node: fx.Node) -> Split | None:
     a, b = tensor_inputs(node)
     (m, k), (other, n) = w.env[a].split, w.env[b].split
     shared = _common([(k, prod(k)), (other, prod(other))])
@@ -325,7 +325,7 @@ def _dim(node: fx.Node, rank: int) -> int:
     return int(dim % rank)
 
 
-def _beside(w: _Writer, node: fx.Node) -> Split | None:
+def _beside(w: _SequenceWriter, node: fx.Node) -> Split | None:
     """Ops that look things up along one dim (argument 1), which is not split: gather and scatters."""
     tensors = tensor_inputs(node)
     rank = len(spec_of(node).shape)
@@ -345,7 +345,7 @@ def _beside(w: _Writer, node: fx.Node) -> Split | None:
     return w.give(node, node.target, (args[0], at, *args[2:]), kwargs, split_of(node))
 
 
-def _slice(w: _Writer, node: fx.Node) -> Split | None:
+def _slice(w: _SequenceWriter, node: fx.Node) -> Split | None:
     (x,) = tensor_inputs(node)
     split = w.env[x].split
     dim = _dim(node, len(split))
@@ -357,7 +357,7 @@ def _slice(w: _Writer, node: fx.Node) -> Split | None:
     return w.give(node, node.target, (w.env[x].node, _places(split)[dim][0], *node.args[2:]), {}, result)
 
 
-def _pad(w: _Writer, node: fx.Node) -> Split | None:
+def _pad(w: _SequenceWriter, node: fx.Node) -> Split | None:
     (x,), pad = tensor_inputs(node), node.args[1]
     split = w.env[x].split
     first = len(split) - len(pad) // 2  # type: ignore[arg-type]
@@ -367,7 +367,7 @@ def _pad(w: _Writer, node: fx.Node) -> Split | None:
     return w.give(node, node.target, (w.env[x].node, *node.args[1:]), {}, result)
 
 
-def _embedding(w: _Writer, node: fx.Node) -> Split | None:
+def _embedding(w: _SequenceWriter, node: fx.Node) -> Split | None:
     weight, index = tensor_inputs(node)
     split = w.env[index].split
     if _is_split(w.env[weight].split):
@@ -376,7 +376,7 @@ def _embedding(w: _Writer, node: fx.Node) -> Split | None:
     return w.give(node, node.target, args, {}, (*split, *_unsplit(spec_of(node).shape[-1:])))
 
 
-def _embedding_backward(w: _Writer, node: fx.Node) -> Split | None:
+def _embedding_backward(w: _SequenceWriter, node: fx.Node) -> Split | None:
     grad, index = tensor_inputs(node)
     own = spec_of(index).shape
     pairs = list(zip(w.env[grad].split, w.env[index].split, own, strict=False))

@@ -87,9 +87,11 @@ def expert_parameters(model: nn.Module) -> dict[str, str]:
     `experts` whose parameters all have as many rows. Empty for a model without."""
     plan = getattr(model, "ep_plan", None) or {}
     stacked = [glob for glob, style in plan.items() if HF_STYLES.get(style) == "experts"]
-    said = {n: g for n, _ in model.named_parameters() for g in stacked if fnmatchcase(n, g) or fnmatchcase(n, f"*.{g}")}
-    if said:
-        return said
+    by_name = {
+        n: g for n, _ in model.named_parameters() for g in stacked if fnmatchcase(n, g) or fnmatchcase(n, f"*.{g}")
+    }
+    if by_name:
+        return by_name
     shown: dict[str, str] = {}
     for name, module in model.named_modules():
         own = list(module.named_parameters(prefix=name, recurse=False))
