@@ -32,8 +32,8 @@ def test_without_a_profile_an_h100_is_assumed() -> None:
 
 
 def reduces_gradient(compute: float) -> bool:
-    """Whether data-parallel devices reduce the gradient of a weight, in place of gathering the rows of its layer to make
-    it twice: 64 rows of 512 and 1024 numbers, 384 KB, against a gradient of 2 MB."""
+    """Whether data-parallel devices reduce the gradient of a weight, in place of gathering the rows of its layer to
+    make it twice: 64 rows of 512 and 1024 numbers, 384 KB, against a gradient of 2 MB."""
     model = nn.Linear(512, 1024, bias=False)
     step = mw.compile(
         model,
