@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.optimizers import SETTINGS, make
-from tests.training import batches, mse
+from tests.training import assert_tensors, batches, mse
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -191,3 +191,31 @@ def test_a_checkpoint_has_the_numbers_of_the_optimizer(kind: str, tmp_path: Path
         if run == "first":
             step.save(str(tmp_path / "saved"))
     assert losses["first"] + losses["second"] == losses["whole"]
+
+
+class Scaled(torch.optim.SGD):
+    """A factor of the optimizer's own, outside of its groups, and one that is noted on a parameter."""
+
+    factor = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(self.factor * getattr(p, "rate", 1.0))
+        return super().step(closure)
+
+
+def test_what_a_script_notes_on_an_optimizer_or_a_parameter_counts_in_the_next_step() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 4), [{"input": b["x"], "y": b["y"]} for b in batches(3, (4, 4), (4, 4))]
+    eager = copy.deepcopy(model)
+    ours, theirs = (Scaled(each.parameters(), lr=0.1) for each in (model, eager))
+    step = mw.compile(model, loss=mse, example=data[0], optimizer=ours, mesh="fsdp=2")
+    for i, batch in enumerate(data):
+        for each, optimizer in ((model, ours), (eager, theirs)):
+            optimizer.factor = each.bias.rate = 1.0 + i
+        theirs.zero_grad()
+        mse(eager(batch["input"]), batch).backward()
+        theirs.step()
+        step(batch)
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})

@@ -16,6 +16,7 @@ from meshweave.capture.optimizer_numbers import DataNumber, line_of
 from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
 from meshweave.capture.optimizer_recorder import Recorder
 from meshweave.capture.optimizer_several import name_of, parts_of
+from meshweave.capture.rest import alike, difference, forms_of, tensors_in
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.interop.optimizer import make_state
 from meshweave.ir.graph import Spec
@@ -46,6 +47,8 @@ class StandIns:
         self.params: dict[str, nn.Parameter] = {}
         self.group_of: dict[str, int] = {}
         memo: dict[int, Any] = {}
+        self._own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        self._notes = {name: forms_of(vars(p)) for name, p in self._own.items()}
         for index, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 stand_in = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
@@ -55,18 +58,35 @@ class StandIns:
         state: defaultdict[Any, Any] = defaultdict(dict)
         self.state = state
         memo |= {id(part.state): state for part in parts_of(optimizer)}
+        self._memo = dict(memo)
         self._copies = [_copied(part, memo, state) for part in parts_of(optimizer)]
+        self._noted = [forms_of(_attributes(part)) for part in parts_of(optimizer)]
         self._groups = [list(own.param_groups) for own in self._copies]
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._runs: dict[tuple[str, tuple[bool, ...]], tuple[Recorder, Prepared]] = {}
 
     def take_options(self) -> None:
-        """The options of every group as they are now."""
+        """The options of every group as they are now, and what the user notes on parameters and on the optimizer."""
+        for name, p in self._own.items():
+            self.params[name].__dict__.update(vars(p))
+        for part, stand_in, noted in zip(parts_of(self.source), self._copies, self._noted, strict=True):
+            attributes = _attributes(part)
+            for name, form in forms_of(attributes).items():
+                if any(id(tensor) in self._memo for tensor in tensors_in(form)):
+                    continue  # what holds parameters, as another optimizer does, stays bound to the stand-ins
+                if name not in noted or difference(noted[name], form) is not None:
+                    stand_in.__dict__[name], noted[name] = _deep(part, attributes[name], dict(self._memo)), form
         groups = [group for each in self._groups for group in each]
         for own, group in zip(groups, self.source.param_groups, strict=True):
             options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
             own.update(options | {k: False for k in _IMPLEMENTATIONS if k in group})
+
+    def have_other_notes(self, names: Sequence[str]) -> bool:
+        """Whether what is noted on some parameters is neither what it was at first nor the same on all of them."""
+        now = {name: forms_of(vars(self._own[name])) for name in names}
+        changed = any(not alike(forms, self._notes[name]) for name, forms in now.items())
+        return changed and any(not alike(forms, now[names[0]]) for forms in now.values())
 
     def step(self, name: str, kept: Kept) -> tuple[list[Prepared], Kept]:
         """One step of one parameter, by every path through it, and what it keeps after it."""
@@ -177,8 +197,18 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) 
     """A copy of an optimizer, of whatever attributes, with a state of its own."""
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step")}
     own = object.__new__(type(optimizer))
+    own.__dict__.update(_deep(optimizer, attributes, memo), state=state)
+    return own
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer has beside its groups and their state."""
+    return {k: v for k, v in vars(optimizer).items() if k not in ("state", "step", "param_groups")}
+
+
+def _deep(optimizer: torch.optim.Optimizer, value: Any, memo: dict[int, Any]) -> Any:
     try:
-        own.__dict__.update(copy.deepcopy(attributes, memo), state=state)
+        return copy.deepcopy(value, memo)
     except Exception as error:
         raise CaptureError(
             "the optimizer cannot be copied, to trace its step without data",
@@ -186,7 +216,6 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) 
             got=f"{type(error).__name__}: {error}",
             hint="keep in the optimizer's attributes only what copy.deepcopy copies",
         ) from error
-    return own
 
 
 class _Errors:

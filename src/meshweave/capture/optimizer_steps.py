@@ -67,6 +67,14 @@ class StepNumbers:
         self._stand_ins.take_options()
         for k, members in self._members.items():
             kind = self.spec.kinds[k]
+            if self._stand_ins.have_other_notes(members):
+                raise OutdatedUpdate(
+                    "what is noted on parameters calls for another update than was compiled",
+                    where=f"{self.spec.name}, param_groups[{kind.group}]",
+                    got=f"other attributes on some of {', '.join(members[:3])}",
+                    expected="those when the step was compiled, or the same on all of them",
+                    hint="step.save(path), compile again with it, step.load(path)",
+                )
             names = members if updated is None else [name for name in members if name in updated]
             kept = self._kept_by_all(names or members[:1])
             first = (names or members)[0]

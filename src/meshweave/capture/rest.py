@@ -48,6 +48,10 @@ class _Written:
     __hash__ = object.__hash__
 
 
+def tensors_in(form: Form) -> list[Tensor]:
+    return [leaf.tensor for _, leaf in form if isinstance(leaf, _Written)]
+
+
 def alike(before: Mapping[str, Form], now: Mapping[str, Form]) -> bool:
     return before.keys() == now.keys() and all(same(form, now[name]) for name, form in before.items())
 
