@@ -122,7 +122,8 @@ class _Mapper:
     def _place_parameters(self) -> None:
         for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
             if item.kind in ("param", "buffer"):
-                users = [u for u in self._uses(node) if origin_of(u).phase in ("forward", "loss")]
+                ahead = [u for u in self._uses(node) if origin_of(u).phase in ("forward", "loss")]
+                users = [u for u in ahead if u in self.homes or not _is_left(u)]
                 home = self.homes.get(min(users, key=self.order.__getitem__), self.mesh) if users else self.mesh
                 self.params[item.name] = self.homes[node] = home
         for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
