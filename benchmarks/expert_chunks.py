@@ -144,10 +144,10 @@ def write(results: Mapping[tuple[Row, int], Result]) -> None:
         )
     lines += [
         "",
-        "Communication is an all-gather of all tokens in front of the experts and a reduce-scatter of their sums behind "
-        "them, along rings: on 4 nodes that is cheaper than to send each device the rows that it reads, since a ring "
-        "brings a byte into a node once. With recomputation backward dispatches once more. Rows of more than 80 GB would "
-        "not fit: of those that do, the gain is below the 15% that are wanted.",
+        "Communication is an all-gather of all tokens in front of the experts and a reduce-scatter of their sums "
+        "behind them, along rings: on 4 nodes that is cheaper than to send each device the rows that it reads, since a "
+        "ring brings a byte into a node once. With recomputation backward dispatches once more. Rows of more than 80 "
+        "GB would not fit: of those that do, the gain is below the 15% that are wanted.",
     ]
     TABLE.write_text("\n".join(lines) + "\n")
 
