@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import hugging_face
 from tests.sequences import Shape, difference, named, plain
 from torch import fx, nn
 
@@ -14,6 +15,7 @@ import meshweave as mw
 from meshweave.errors import PlanError
 from meshweave.ir.attention import backward, forward
 from meshweave.ir.causal import Causal, head_tail
+from meshweave.ir.graph import origin_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plan_text import parse_plan
@@ -255,3 +257,13 @@ def test_attention_of_a_balanced_sequence(value_size: int, bias_size: int) -> No
             total += more
     for total, want in zip(totals, wanted, strict=True):  # of the halves, and once more of the whole
         torch.testing.assert_close(total, 2 * want[:, :, order], rtol=1e-9, atol=1e-11)
+
+
+def test_stages_of_a_cut_sequence_keep_the_gradients_of_their_weights() -> None:
+    """What a weight's gradient goes through is written anew for a cut sequence, and still runs where its stage is."""
+    model, batch, loss = hugging_face("llama", batch=2, seq=8, heads=4, layers=2)
+    step = mw.compile(model, loss=loss, example=batch, mesh="pp=2,cp=2", plan=parse_plan("stages:pp+cp:cp"))
+    nodes = [n for n in step.program.placed.graph.nodes if n.op == "call_function" and "layout" in n.meta]
+    gradients = [n for n in nodes if origin_of(n).phase == "backward" and isinstance(n.meta["layout"], Layout)]
+    assert gradients
+    assert not [n.name for n in gradients if n.meta["layout"].dims and "pp" in n.meta["layout"].mesh.axis_names]

@@ -172,7 +172,7 @@ def _put(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
         return None
     if cut.into is None:
         return None
-    (order, size), values = cut.into, args[2]
+    (order, size), values = cut.into, argument(node, 2)
     base, rows = spec_of(tensor_inputs(node)[0]).shape, spec_of(at).shape
     if base[0] != size or not isinstance(values, fx.Node) or spec_of(values).shape[:1] != rows:
         raise NoCut("its positions are of other rows")
@@ -202,6 +202,8 @@ def _index(node: fx.Node) -> fx.Node | None:
     """The one index along dim 0 of a lookup, or of a sum at places."""
     args: Any = node.args
     is_select = node.target is aten.index_select.default
+    if len(args) <= 1 + is_select:  # handed over by name
+        return None
     indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
     is_plain = len(indices) == 1 and indices[0] is not None
     return indices[0] if is_plain and len(spec_of(indices[0]).shape) == 1 and _is_integer(indices[0]) else None

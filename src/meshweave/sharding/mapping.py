@@ -39,6 +39,11 @@ def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dic
     return {node: mapper.homes.get(node, mesh) for node in step.graph.nodes}
 
 
+def _is_left(node: fx.Node) -> bool:
+    """Whether nothing of forward uses a node any more: what used it is written otherwise."""
+    return not any(origin_of(user).phase in ("forward", "loss") or user.op == "output" for user in node.users)
+
+
 def _takes_elsewhere(node: fx.Node) -> bool:
     """Whether a node is an operator that names devices; a plan's pin says how a value is laid out, not where it is."""
     return node.target is PIN and Pin.parse(str(node.args[1])).mesh is not None
@@ -65,7 +70,7 @@ class _Mapper:
             if node not in self.homes:
                 self._set(node, self._first_use(node))
         for node in ahead:
-            if origin_of(node).call:
+            if origin_of(node).call and (node in self.homes or not _is_left(node)):
                 self.calls.setdefault(origin_of(node).call, self.homes.get(node, self.mesh))
         self._place_parameters()
         for node in nodes:
@@ -117,7 +122,8 @@ class _Mapper:
     def _place_parameters(self) -> None:
         for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
             if item.kind in ("param", "buffer"):
-                users = [u for u in self._uses(node) if origin_of(u).phase in ("forward", "loss")]
+                ahead = [u for u in self._uses(node) if origin_of(u).phase in ("forward", "loss")]
+                users = [u for u in ahead if u in self.homes or not _is_left(u)]
                 home = self.homes.get(min(users, key=self.order.__getitem__), self.mesh) if users else self.mesh
                 self.params[item.name] = self.homes[node] = home
         for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
@@ -139,7 +145,9 @@ class _Mapper:
             return self._operand_of(call)
         if node.target is aten.add.Tensor:
             return self._sum(node)
-        return self.calls.get(call) if call else self._operands(node)
+        return self.calls.get(call) or self._operands(
+            node
+        )  # of an op that is written otherwise by now: as its operands
 
     def _operand_of(self, call: int) -> Mesh:
         """Where the operand of the pin with this number is."""
