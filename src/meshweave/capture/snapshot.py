@@ -107,14 +107,6 @@ class Snapshot:
             live[change.key] = value
         return isinstance(live, Names | dict)
 
-    def accept(self, change: Change) -> None:
-        """From now on the changed value is the one to compare with."""
-        copy = self.copies[change.container]
-        if isinstance(copy, dict):
-            copy[change.key] = change.new
-            if change.new is MISSING:
-                del copy[change.key]
-
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Every value that is no container, by its place."""
         for i, live in enumerate(self.live):
