@@ -118,8 +118,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             ratios["loopback_worst_ratio"] = max(row["ratio"], ratios.get("loopback_worst_ratio", 0.0))
         elif row["key"]:
             ratios[row["key"]] = row["ratio"]
-    names = ("key", "link", "num_ranks", "config", "load", "best_peer", "ratio", "medians", "starts", "predicted",
-             "costs", "passes")  # fmt: skip
+    names = ("key", "link", "num_ranks", "config", "load", "best_peer", "ratio", "medians", "starts", "waited",
+             "predicted", "costs", "passes")  # fmt: skip
     return {
         **ratios,
         "worst_ratio": max(row["ratio"] for row in rows),

@@ -220,6 +220,10 @@ def worker(config: Config, only: str = "") -> None:
         steps[name] = make()
         losses[name].append(_mean(steps[name](first)))
         starts[name] = time.perf_counter() - began
+    began = time.perf_counter()
+    if OURS in steps:
+        steps[OURS].compiled.wait_for_compiler()  # type: ignore[attr-defined]
+    waited = time.perf_counter() - began  # while nobody steps: in a script steps go on meanwhile
     for i in range(config.warm_up - 1 + config.steps):
         batch = next(source)
         gc.collect()
@@ -236,7 +240,18 @@ def worker(config: Config, only: str = "") -> None:
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
         said = described(steps[OURS].compiled) if OURS in steps else {}  # type: ignore[attr-defined]
-        print(json.dumps({"seconds": seconds, "losses": losses, "starts": starts, "peak_bytes": int(peak), **said}))
+        print(
+            json.dumps(
+                {
+                    "seconds": seconds,
+                    "losses": losses,
+                    "starts": starts,
+                    "peak_bytes": int(peak),
+                    "waited": waited,
+                    **said,
+                }
+            )
+        )
     shutdown()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from meshweave.capture.batch import Batch
@@ -36,11 +36,13 @@ from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import axes_of_operators, map_devices
 from meshweave.sharding.place import place
 from meshweave.sharding.plans import Plan, Resolved
+from meshweave.sharding.rates import rates_of
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
 from meshweave.sharding.sequences import keep_sequences_apart
 
 Progress = Callable[[str], None]
+Placing = Callable[..., StepGraph]  # `place`, by the costs at hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,10 @@ def build_program(
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
     verify_step(captured)
     planner = _planner(costs, pipeline.room(costs))
-    price = move_price(planner)
-    captured, sequence = _with_sequence(captured, resolved, mesh, price)
-    resolved = _with_choices(resolved, source, captured, mesh, price, progress, like)
+    price, rates = move_price(planner), rates_of(costs)
+    placing = partial(place, price=price, rates=rates)
+    captured, sequence = _with_sequence(captured, resolved, mesh, placing)
+    resolved = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
     pipeline = _with_ring(pipeline, resolved)
     step = pipeline.captured(CapturedProgram(captured, cuts), costs, progress)
@@ -110,8 +113,8 @@ def build_program(
 
         def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
             how = replace(placement, accumulate_in=accumulate_in)
-            placed = arrange(place(step, how, price), planner, reduce_after_cast=options.reduce_after_cast)
-            placed = dispatched(own_sums(placed), planner)
+            placed = arrange(placing(step, how), planner, reduce_after_cast=options.reduce_after_cast)
+            placed = dispatched(own_sums(placed), planner, rates)
             progress("expand")
             roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), costs)
             return placed, tuple(verify_rank(settle(role)) for role in roles)
@@ -137,7 +140,7 @@ def build_program(
     return built_in_chunks(built, step, pipeline, costs, num_devices)
 
 
-def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, price: Price) -> tuple[StepGraph, str]:
+def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, placing: Placing) -> tuple[StepGraph, str]:
     """The step with its sequence apart, and in the order in which devices have equal work; and which and why."""
     if not resolved.context_axes:
         return captured, ""
@@ -145,7 +148,7 @@ def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, price: P
 
     def exchanges_heads() -> bool:
         homes = map_devices(apart, resolved.homes, mesh)
-        placed = place(apart, decide(resolved, apart, mesh, infer_units(apart), homes), price)
+        placed = placing(apart, decide(resolved, apart, mesh, infer_units(apart), homes))
         return takes_heads(placed, resolved.context_axes)
 
     step, sequence = balanced(apart, resolved, mesh, exchanges_heads)
@@ -168,6 +171,7 @@ def _with_choices(
     captured: StepGraph,
     mesh: Mesh,
     price: Price,
+    placing: Placing,
     progress: Progress,
     like: Program | None,
 ) -> Resolved:
@@ -181,7 +185,7 @@ def _with_choices(
     units, homes = infer_units(captured), map_devices(captured, resolved.homes, mesh)
 
     def place_with(found: Resolved, decided: dict[Any, Any]) -> StepGraph:
-        return place(captured, decide(found, captured, mesh, units, homes), price, decided)
+        return placing(captured, decide(found, captured, mesh, units, homes), decided=decided)
 
     # Without a plan, an axis that operators in the model use is theirs.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):

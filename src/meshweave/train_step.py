@@ -121,6 +121,7 @@ class TrainStep:
 
         The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
         all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
+        Waits for compute that is compiled beside the steps (`wait_for_compiler`).
         """
         with self._call("trace", batch) as checked:
             variant, micros, numbers = self._prepared(checked)

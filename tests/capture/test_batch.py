@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,3 +167,47 @@ def test_a_batch_asks_for_gradients_of_itself() -> None:
 
     data = [{"x": torch.randn(4, 4, requires_grad=True), "y": torch.randn(4, 4)} for _ in range(2)]
     assert_equals_eager(Forces(), data, "dp=2")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, by: Any) -> Tensor:
+        return self.linear(x) * (by.value if isinstance(by, Scale) else by)
+
+
+class Scale:
+    """Equal to another of the same name."""
+
+    def __init__(self, value: float | Tensor) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scale)
+
+    __hash__ = object.__hash__
+
+
+def written(scale: Scale) -> Scale:
+    scale.value += 1.0
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "message"),
+    [
+        (Scale(2.0), written, r"by\.value: 2\.0 -> 3\.0"),
+        (Scale(2.0), lambda _: Scale(3.0), r"by\.value: 2\.0 -> 3\.0"),
+        (Scale(torch.tensor(2.0)), written, r"by\.value: a tensor"),
+        (True, lambda _: 2, "True -> 2"),
+    ],
+)
+def test_an_object_in_the_batch_is_compared_down_to_its_attributes(first: Any, change: Any, message: str) -> None:
+    data = [own() | {"by": first}]
+    step, _ = train(Scaled(), data)
+    step(data[0])
+    step(own() | {"by": copy(first)})
+    with pytest.raises(StepError, match=message):
+        step(own() | {"by": change(first)})

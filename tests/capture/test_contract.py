@@ -606,8 +606,22 @@ def test_a_parameter_that_no_optimizer_updates_may_not_change_in_place(of_optimi
         mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh="")
 
 
-def test_a_scripted_module_is_an_error_with_what_to_write() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+def swish(x):  # type: ignore[no-untyped-def]
+    return x * torch.sigmoid(x)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = torch.jit.script(swish)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.jit.script(nn.Linear(4, 4)), Scripted], ids=["module", "function"])
+def test_what_is_scripted_is_an_error_with_what_to_write(make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make())
     with pytest.raises(CaptureError, match=r"has been through torch\.jit\.script"):
         mw.compile(Named(model), loss=mse, example=DATA[0], mesh="")
 

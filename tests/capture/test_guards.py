@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tests.training import assert_equals_eager, assert_tensors, assert_trained_alike, batches, mse
@@ -33,14 +34,16 @@ class Model(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.drop = nn.Dropout(dropout)
         self.alpha = 1.0
-        self.table = torch.linspace(0.0, 1.0, 4)
+        self.table, self.array = torch.linspace(0.0, 1.0, 4), numpy.zeros(4, "float32")
         self.options = SimpleNamespace(scale=1.0)
         self.factors = [1.0, 2.0]
         self.register_buffer("shift", torch.zeros(4))
 
     def forward(self, x: Tensor, s: float = 1.0, more: Tensor | None = None) -> Tensor:
         out = self.linear(x) * self.alpha * self.options.scale * self.factors[0] * SCALE
-        return self.drop(out if more is None else out * more) * s + self.shift + self.table
+        return (
+            self.drop(out if more is None else out * more) * s + self.shift + self.table + torch.as_tensor(self.array)
+        )
 
 
 @dataclass
@@ -89,6 +92,7 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], type[MeshweaveError], str]] = {
     "a global of forward": (set_scale, StepError, "global variable SCALE of Model.forward: 1.0 -> 2.0"),
     "a method": (lambda r: setattr(r.model, "forward", lambda x, s: r.model.linear(x)), StepError, "model.forward"),
     "a tensor that is no buffer": (lambda r: r.model.table.add_(1), StepError, "where: model.table"),
+    "an element of an array": (lambda r: r.model.array.fill(1.0), StepError, "where: model.array"),
     "another such tensor": (lambda r: setattr(r.model, "table", torch.ones(4)), StepError, "where: model.table"),
     "another parameter": (
         lambda r: setattr(r.model.linear, "weight", nn.Parameter(torch.ones(4, 4))),

@@ -21,6 +21,7 @@ from torch import Tensor
 from meshweave.capture.batch import Batch
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.record import Constant, Difference, Record, Value
+from meshweave.capture.rest import Form, difference, forms_of
 from meshweave.capture.snapshot import Snapshot, generator_state, same, set_generator_state, shown
 from meshweave.capture.unread import WasRead
 from meshweave.capture.variables import MISSING
@@ -61,11 +62,13 @@ class Contract:
         Whatever happens, the Python state and the generators of random numbers are as before at the end. Raises
         CaptureError, with the user's line, where the second run differs.
         """
+        forms = forms_of(self.batch.rest)
         try:
             with self._restoring() as (before, generators):
                 yield
                 _check_generators(generators)
                 self._settle(before, self.record, self.batch)
+                _check_rest(forms, forms_of(self.batch.rest))
         finally:
             self.record.release()
 
@@ -143,6 +146,18 @@ def _check_generators(before: Mapping[Any, Any]) -> None:
                 got=f"the step used a generator of {type(generator).__module__.partition('.')[0]}",
                 expected="random numbers of PyTorch (torch.rand, dropout)",
                 hint="draw them with torch, or outside of the model and pass them in the batch as tensors",
+            )
+
+
+def _check_rest(before: Mapping[str, Form], after: Mapping[str, Form]) -> None:
+    for name, form in before.items():
+        if (text := difference(form, after[name])) is not None:
+            raise CaptureError(
+                "every step changes an object in the batch",
+                where=f"the batch entry '{name}'",
+                got=text,
+                expected=_ONCE,
+                hint=_HINT,
             )
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.contract import Contract
 from meshweave.capture.record import Difference
-from meshweave.capture.snapshot import Change, Snapshot, is_users, same, shown
-from meshweave.capture.unread import Unread
+from meshweave.capture.rest import Form, alike, difference, forms_of
+from meshweave.capture.snapshot import Change, Snapshot, is_users, shown
+from meshweave.capture.unread import Unread, WasRead
 from meshweave.capture.variables import MISSING
 from meshweave.errors import CaptureError, LayoutError, StepError
 from meshweave.interop.fake import FakeTensor
@@ -91,6 +92,7 @@ class Guards:
     def __init__(self, contract: Contract, autocast: torch.dtype | None, rebind: Rebind) -> None:
         self.contract, self.autocast, self.rebind = contract, autocast, rebind
         self.batch = contract.batch
+        self.forms = forms_of(self.batch.rest)
         self.asking = tuple(tensor.requires_grad for tensor in self.batch.tensors)
         self._unread: set[str] = set()  # places that the step is known not to read
         self._refresh()
@@ -112,8 +114,9 @@ class Guards:
     def check(self, batch: Batch) -> None:
         """Raises StepError (LayoutError for its tensors) where the step that was compiled is not the one asked for."""
         check_autocast(self.autocast)
-        if batch.names != self.batch.names or not _same_rest(batch.rest, self.batch.rest):
-            self._check_batch(batch)
+        forms = forms_of(batch.rest)
+        if batch.names != self.batch.names or not alike(forms, self.forms):
+            self._check_batch(batch, forms)
         self._check_tensors(dict(zip(batch.names, batch.tensors, strict=True)))
         self._check_classes()
         if not (self.snapshot.is_current() and self.marks.is_current()):
@@ -123,7 +126,7 @@ class Guards:
 
     # the batch
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: Batch, forms: dict[str, Form]) -> None:
         missing = [name for name in self.batch.names if name not in batch.names]
         if missing:
             raise LayoutError(
@@ -134,10 +137,11 @@ class Guards:
             )
         more = {n: t for n, t in zip(batch.names, batch.tensors, strict=True) if n not in self.batch.names}
         old, new = self.batch.rest, {**batch.rest, **more}
+        texts = {name: difference(self.forms.get(name, ()), forms.get(name, ())) for name in {**old, **new}}
         changes = [
-            Change(f"the batch entry '{name}'", old.get(name, MISSING), new.get(name, MISSING), -1, name)
-            for name in {**old, **new}
-            if not same(old.get(name, MISSING), new.get(name, MISSING))
+            Change(f"the batch entry '{name}'", old.get(name, MISSING), new.get(name, MISSING), -1, name, text or "")
+            for name, text in texts.items()
+            if text is not None or name in more
         ]
 
         def put(values: Sequence[tuple[Change, Any]]) -> Batch:
@@ -145,7 +149,7 @@ class Guards:
             return Batch(self.batch.names, self.batch.tensors, rest, batch.join)
 
         self._try(changes, put)
-        self.batch = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join)
+        self.batch, self.forms = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join), forms
 
     def _check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Whether gradients are asked of tensors; how they lie in memory, where that counts."""
@@ -248,7 +252,10 @@ class Guards:
             return
         unread = Unread()
         if all(_is_plain(c.new) for c in changes):
-            batch = put([(c, unread) for c in changes])
+            try:
+                batch = put([(c, unread) for c in changes])
+            except WasRead:  # what takes the value looks at it: an array
+                batch = None
             difference = self.contract.difference(batch) if batch is not None else Difference("", "", "")
             put([(c, c.new) for c in changes])
             if difference is None and not unread.was_read:
@@ -274,13 +281,6 @@ def _lies_alike(x: Tensor, fake: Tensor) -> bool:
     if x.is_contiguous() or fake.is_contiguous():
         return x.is_contiguous() and fake.is_contiguous()
     return x.stride() == fake.stride()
-
-
-def _same_rest(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # arrays have no truth value
-        return False
 
 
 def _is_plain(value: Any) -> bool:

@@ -41,9 +41,10 @@ class Change:
     new: Any
     container: int
     key: Any
+    text: str = ""  # what exactly differs, where the values are objects
 
     def __str__(self) -> str:
-        return f"{self.place}: {shown(self.old)} -> {shown(self.new)}"
+        return f"{self.place}: {shown(self.old)} -> {shown(self.new)}" + (f" ({self.text})" if self.text else "")
 
 
 @dataclass(slots=True)
@@ -185,8 +186,7 @@ class _Walk:
 
     def object(self, value: Any, parent: int, key: Any) -> None:
         kind = type(value)
-        root = kind.__module__.partition(".")[0]
-        if isinstance(value, nn.Module | types.SimpleNamespace | argparse.Namespace) or root not in _LIBRARIES:
+        if _has_attributes(value):
             attributes = getattr(value, "__dict__", None)
             slots = Names.of_slots(value)
             if slots.names and not isinstance(value, nn.Module):
@@ -230,6 +230,19 @@ class _Walk:
         """What entries refer to is visited next; with a `key`, as if it stood there itself."""
         entries_left = [(v, parent, k if key is None else key) for k, v in entries if type(v) not in ATOMS]
         self.stack += reversed(entries_left)
+
+
+def _has_attributes(value: Any) -> bool:
+    root = type(value).__module__.partition(".")[0]
+    return isinstance(value, nn.Module | types.SimpleNamespace | argparse.Namespace) or root not in _LIBRARIES
+
+
+def is_walked(value: Any) -> bool:
+    """Whether a snapshot has all that is in a value."""
+    if isinstance(value, dict | list | set | deque):
+        return True
+    has_names = isinstance(getattr(value, "__dict__", None), dict) or bool(Names.of_slots(value).names)
+    return _has_attributes(value) and has_names and not isinstance(value, Enum | tuple | type)
 
 
 def is_generator(value: Any) -> bool:

@@ -15,6 +15,12 @@ def storage_key(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def is_stored_in(x: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor still has a storage: a DTensor has one without data, and another one after an assignment to its
+    `.data`, which leaves its local tensor as it is."""
+    return x.untyped_storage()._cdata == storage._cdata
+
+
 def version_of(x: torch.Tensor) -> int:
     """What every write in place counts up; -1 for tensors of inference mode, which count nothing."""
     return -1 if x.is_inference() else x._version

@@ -28,7 +28,7 @@ from meshweave.movement.arrange import PlanMove
 from meshweave.movement.own_sums import is_zeros
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Kind
-from meshweave.sharding.assign import BYTES_PER_SECOND
+from meshweave.sharding.rates import Rates, default_rates
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -79,9 +79,10 @@ def sparse_plan(plan: MovePlan, share: float) -> MovePlan | None:
     return replace(plan, steps=(sparse,), seconds=seconds, bytes_received=received)
 
 
-def dispatched(step: StepGraph, plan_move: PlanMove) -> StepGraph:
-    """The placed graph with every move sparse that can be, and is cheaper so under a balanced load."""
-    writer = _Writer(step.graph, plan_move)
+def dispatched(step: StepGraph, plan_move: PlanMove, rates: Rates = default_rates) -> StepGraph:
+    """The placed graph with every move sparse that can be, and is cheaper so under a balanced load. `rates` are those
+    at which a device picks rows."""
+    writer = _Writer(step.graph, plan_move, rates)
     has_owned_rows = any(node.target is ours.enter_rows.default for node in step.graph.nodes)
     for node in step.graph.find_nodes(op="call_function", target=ops.move) if has_owned_rows else ():
         writer.move(node)
@@ -91,8 +92,8 @@ def dispatched(step: StepGraph, plan_move: PlanMove) -> StepGraph:
 class _Writer:
     """Writes sparse moves, and what says who reads which rows, once for all moves of equal paths."""
 
-    def __init__(self, graph: fx.Graph, plan_move: PlanMove) -> None:
-        self.graph, self.plan_move = graph, plan_move
+    def __init__(self, graph: fx.Graph, plan_move: PlanMove, rates: Rates) -> None:
+        self.graph, self.plan_move, self.rates = graph, plan_move, rates
         self.readers: dict[Any, fx.Node] = {}
 
     def plan(self, node: fx.Node) -> MovePlan:
@@ -111,7 +112,10 @@ class _Writer:
         num_rows = prod(shape) // path.width
         share = _expected_share(path, num_rows, axes)
         sparse = sparse_plan(plan, share)
-        if sparse is None or sparse.seconds + _handling_seconds(path, num_rows, plan, share) >= plan.seconds:
+        if (
+            sparse is None
+            or sparse.seconds + _handling_seconds(path, num_rows, plan, share, self.rates) >= plan.seconds
+        ):
             return
         readers = self.mask(path, axes, num_rows)
         if any(user < readers for user in node.users):
@@ -326,11 +330,11 @@ def _expected_share(path: Path, num_rows: int, axes: tuple[str, ...]) -> float:
     return 1 - prod(max(others - i, 0) / (num_experts - i) for i in range(choices))
 
 
-def _handling_seconds(path: Path, num_rows: int, plan: MovePlan, share: float) -> float:
+def _handling_seconds(path: Path, num_rows: int, plan: MovePlan, share: float, rates: Rates) -> float:
     """Seconds of what a sparse move takes besides its communication: rows are picked out and put in place among zeros,
     and it is found who reads what."""
     step, dtype = plan.steps[0], plan.request.dtype
     whole = step.target if step.kind == "all_gather" else step.source
     num_bytes = prod(whole.local_shape(plan.request.shape)) * dtype.itemsize
     routing = _INTEGER_BYTES * path.num_rows + whole.mesh.flat_size(step.axes) * num_rows
-    return ((1 + 3 * share) * num_bytes + routing) / BYTES_PER_SECOND
+    return ((1 + 3 * share) * num_bytes + routing) / rates(dtype).bytes_per_second

@@ -169,11 +169,11 @@ class RegionCompiler:
     def _note_crash(self, process: CompilerProcess) -> None:
         """The region at which a process crashed is not tried again: this process would crash, too."""
         left = [f for f in process.functions if f.key not in process.finished]
-        if process.failure and left:
+        if process.crash and left:
             self.compiled[left[0].key] = None
             self._note(
-                f"a region of {len(left[0].calls)} ops runs one by one: the process that compiled it ended with "
-                f"{process.failure}"
+                f"a region of {len(left[0].calls)} ops runs one by one: the process that compiled it ended with signal "
+                f"{process.crash}"
             )
 
     def _compiles(self, region: Region, functions: Functions) -> bool:

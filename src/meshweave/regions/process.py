@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -108,10 +109,10 @@ class CompilerProcess:
         return self._reader is None or not self._reader.is_alive()
 
     @property
-    def failure(self) -> str:
-        """How it crashed; empty where it did not."""
+    def crash(self) -> int:
+        """The number of the signal that ended it; 0 where none did."""
         code = self._process.returncode if self._process is not None else 0
-        return "" if not code else f"signal {-code}" if code < 0 else f"exit code {code}"
+        return -code if code and code < 0 else 0
 
     def wait(self) -> None:
         if self._reader is not None:
@@ -137,7 +138,7 @@ def main() -> None:
 
 def _end_with_the_parent() -> None:
     sys.stdin.buffer.read(1)
-    os._exit(0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

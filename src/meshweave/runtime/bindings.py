@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.errors import StepError
-from meshweave.interop.storages import version_of
+from meshweave.interop.storages import is_stored_in, version_of
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.state import Key, State
@@ -38,6 +38,9 @@ class Bound:
     tensor: Tensor
     form: Form
     mark: Mark = (0, -1)
+    wrapper: torch.UntypedStorage | None = field(
+        init=False, default=None
+    )  # of a DTensor, as `settle` has seen it first
 
     @property
     def key(self) -> Key:
@@ -70,6 +73,21 @@ class Bound:
     def settle(self) -> None:
         """The tensor is now as the step has it."""
         self.mark = mark_of(self.memory)
+        if self.form == "dtensor" and self.wrapper is None:
+            self.wrapper = self.tensor.untyped_storage()
+
+    def check_assigned(self) -> None:
+        """StepError where somebody has assigned to `.data` of a DTensor: PyTorch does not bring the values there."""
+        if self.wrapper is None or is_stored_in(self.tensor, self.wrapper):
+            return
+        if self.mark[0] == mark_of(self.memory)[0]:
+            raise StepError(
+                f"other values were assigned to .data of {_shown(self.item)}, and are lost",
+                got="p.data = ... on a DTensor, which leaves its memory as it is, in PyTorch itself too",
+                expected="values that are written in place",
+                hint="with torch.no_grad(): p.copy_(values), or p.data.copy_(values)",
+            )
+        self.wrapper = self.tensor.untyped_storage()  # it was swapped with another tensor, memory and all
 
 
 @dataclass(slots=True)
@@ -174,6 +192,7 @@ class Bindings:
         (`is_compared`: all processes call it)."""
         state.check_usable()
         for bound in (b for b in self.bound.values() if b.item.kind != "state"):
+            bound.check_assigned()
             if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
                 continue
             _check_spec(bound.item, bound.tensor)
@@ -198,8 +217,7 @@ class Bindings:
         ranks, layout, shape = self.world.mesh.devices, bound.layout, bound.item.spec.shape
         is_piece = bound.form == "dtensor"
         places = {r: layout.box_of(shape, r) if is_piece else None for r in ranks if r in layout.mesh or not is_piece}
-        kind = {"param": "the parameter", "buffer": "the buffer"}.get(bound.item.kind, "the optimizer's state")
-        return Written(f"{kind} '{bound.item.name}'", bound.memory, places)
+        return Written(_shown(bound.item), bound.memory, places)
 
     def _take(self, state: State, bound: Bound) -> None:
         if bound.form == "copy":
@@ -238,6 +256,11 @@ def set_values(tensor: Tensor, piece: Tensor) -> None:
     torch.utils.swap_tensors(tensor, real)
 
 
+def _shown(item: Input) -> str:
+    kind = {"param": "the parameter", "buffer": "the buffer"}.get(item.kind, "the optimizer's state")
+    return f"{kind} '{item.name}'"
+
+
 def _check_spec(item: Input, tensor: Tensor) -> None:
     got = Spec(tuple(tensor.shape), tensor.dtype)
     if got != item.spec:
@@ -246,7 +269,7 @@ def _check_spec(item: Input, tensor: Tensor) -> None:
 
 def _another(item: Input, got: str, expected: str) -> StepError:
     return StepError(
-        f"the {'parameter' if item.kind == 'param' else 'buffer'} '{item.name}' of the model has become another",
+        f"{_shown(item)} of the model has become another",
         got=got,
         expected=expected,
         hint="values may change between steps, shapes and dtypes may not: compile again for others",

@@ -107,6 +107,8 @@ class OptimizerState:
         bound = self.bindings.bound.get(("state", item.name))
         if bound is None:
             return now is not None
+        if now is bound.tensor:
+            bound.check_assigned()
         return now is not bound.tensor or not bound.is_unwritten
 
     def _take(self, state: State, item: Input, layout: Layout) -> None:

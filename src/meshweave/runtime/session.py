@@ -158,7 +158,7 @@ class Session:
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the whole picture."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
-        self.compile_regions()
+        self.compile_regions(is_awaited=True)  # else the step under way could change what runs it
         recorder = Recorder(clock, len(self.ranks))
         held_meter = self.executor.meter
         with self.world.guard():

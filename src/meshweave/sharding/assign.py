@@ -12,13 +12,9 @@ from meshweave.ir.graph import Spec
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.factors import Dims, Rule
+from meshweave.sharding.rates import Rates, default_rates
 
 Price = Callable[[Layout, Layout, Spec], float]
-
-# Rates that repeated compute is priced with (H100 SXM data sheet, nvidia.com/h100, 2023: 989 TFLOP/s bf16 dense at
-# about half efficiency; 3.35 TB/s HBM3).
-FLOPS_PER_SECOND = 5e14
-BYTES_PER_SECOND = 3e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +264,7 @@ def cheapest(
     price: Price,
     wanted: Sequence[Layout] = (),
     proposed: Sequence[Layout] = (),
+    rates: Rates = default_rates,
 ) -> Assignment:
     """The assignment that costs least: moves of operands, resolving partial results, and work that is repeated.
 
@@ -288,7 +285,7 @@ def cheapest(
         else:
             ends = [home(rule, i, operands) or _resolved(r) for i, r in enumerate(option.results)]
             cost += sum(price(*ways) for ways in zip(option.results, ends, results, strict=True) if ways[0] != ways[1])
-        cost += _repeated_seconds(rule, option, mesh, results)
+        cost += _repeated_seconds(rule, option, mesh, results, rates)
         moved = sum(layout not in h.layouts for h, layout in zip(operands, option.operands, strict=True))
         rank = (round(cost * _TICKS), moved, sum(len(r.partial) for r in option.results))
         if best is None or rank < best:
@@ -315,8 +312,8 @@ def _resolved(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.dims, (), layout.owned)
 
 
-def _repeated_seconds(rule: Rule, option: Assignment, mesh: Mesh, results: Sequence[Spec]) -> float:
+def _repeated_seconds(rule: Rule, option: Assignment, mesh: Mesh, results: Sequence[Spec], rates: Rates) -> float:
     """Time of the op on one device beyond what it would be if every axis did its share."""
     used = prod(mesh.size(axis) for axis, role in option.roles if isinstance(role, (Shard, Own)))
-    whole = 2.0 * rule.num_steps / FLOPS_PER_SECOND + sum(s.num_bytes for s in results) / BYTES_PER_SECOND
+    whole = rates(results[0].dtype).seconds(rule.num_steps, results) if results else 0.0
     return whole * (1.0 / used - 1.0 / mesh.num_devices)

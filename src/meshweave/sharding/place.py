@@ -35,6 +35,7 @@ from meshweave.sharding.operators import Pin, translate
 from meshweave.sharding.owned import by_rows, ends_by_key, expert_axes, lookup_cut, narrow_rows, owned_price
 from meshweave.sharding.pinned import PinnedAxes
 from meshweave.sharding.placement import Placement
+from meshweave.sharding.rates import Rates, default_rates
 from meshweave.sharding.registry import result_specs, row_for
 from meshweave.sharding.sums import Sums
 from meshweave.sharding.users import proposed_by_users
@@ -54,6 +55,7 @@ class _Placer:
     step: StepGraph
     placement: Placement
     price: Price
+    rates: Rates = default_rates
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, list[Copy]] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout | None, ...]]] = field(default_factory=dict)
@@ -296,7 +298,9 @@ class _Placer:
         key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named)
         if key not in self.decided:
             rule = as_asked(row_for(node).rule(node), self.placement.attention)
-            self.decided[key] = cheapest(rule, mesh, operands, result_specs(node), self.price, wanted, proposed)
+            self.decided[key] = cheapest(
+                rule, mesh, operands, result_specs(node), self.price, wanted, proposed, self.rates
+            )
         return self.decided[key]
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
@@ -391,12 +395,17 @@ class _Placer:
 
 
 def place(
-    step: StepGraph, placement: Placement, price: Price, decided: dict[Any, Assignment] | None = None
+    step: StepGraph,
+    placement: Placement,
+    price: Price,
+    decided: dict[Any, Assignment] | None = None,
+    rates: Rates = default_rates,
 ) -> StepGraph:
     """The placed graph: every node has a layout (`meta["layout"]`), every op an assignment, every disagreement a move.
 
-    `price(source, target, spec)` is the time in seconds of a move. `decided` may be handed from one placement of the
-    same step to the next, which then reuses what was decided for equal ops. Raises RuleError for an op without a rule.
+    `price(source, target, spec)` is the time in seconds of a move, `rates` are those of repeated work. `decided` may be
+    handed from one placement of the same step to the next, which then reuses what was decided for equal ops. Raises
+    RuleError for an op without a rule.
     """
     check_captured(step)
-    return _Placer(step, placement, owned_price(price), decided={} if decided is None else decided).run()
+    return _Placer(step, placement, owned_price(price), rates, decided={} if decided is None else decided).run()

@@ -1,0 +1,67 @@
+"""What of a batch is no tensor, in a form that tells whether two are alike: down to attributes, whatever `==` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from meshweave.capture.snapshot import Snapshot, is_walked, same, shown
+from meshweave.capture.variables import ATOMS, MISSING
+from meshweave.interop.storages import version_of
+
+# By place, in order, the numbers, texts and tensors of a value, and the classes of what holds them.
+Form = tuple[tuple[str, Any], ...]
+
+
+def forms_of(rest: Mapping[str, Any]) -> dict[str, Form]:
+    """The form of each entry. It stays what it is, whatever is written into an object of the entry later."""
+    return {name: _form(name, value) for name, value in rest.items()}
+
+
+def _form(name: str, value: Any) -> Form:
+    if type(value) in ATOMS:
+        return ((name, value),)
+    places = [(place, _leaf(leaf)) for place, leaf in Snapshot.of({name: value}).leaves()]
+    return ((name, _leaf(value)), *sorted(places, key=lambda pair: pair[0]))
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Written(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "shape"):
+        return type(value), value.shape, str(value.dtype), None if value.shape else value.item()
+    return type(value) if is_walked(value) else value
+
+
+class _Written:
+    """A tensor as it is now: another one after the next write."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, version_of(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Written) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = object.__hash__
+
+
+def alike(before: Mapping[str, Form], now: Mapping[str, Form]) -> bool:
+    return before.keys() == now.keys() and all(same(form, now[name]) for name, form in before.items())
+
+
+def difference(before: Form, now: Form) -> str | None:
+    """The first place in which two forms of an entry differ, as text, empty where the values themselves tell it; None
+    where they are alike."""
+    for (place, old), (other, new) in zip_longest(before, now, fillvalue=("", MISSING)):
+        if place != other or not same(old, new):
+            return f"{place or other}: {_text(old)} -> {_text(new)}" if len(before) > 1 and len(now) > 1 else ""
+    return None
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, _Written):
+        return shown(leaf.tensor)
+    return f"a {leaf.__qualname__}" if isinstance(leaf, type) else shown(leaf)

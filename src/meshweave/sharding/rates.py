@@ -1,0 +1,60 @@
+"""How fast a device computes, for work that an assignment repeats: coarse, by dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from meshweave.errors import MeshweaveError
+from meshweave.hardware import Costs, MachineProfile, Matmul, MemoryWork
+from meshweave.ir.graph import Spec
+
+_SIDE = 2048  # of the square matmul that stands for all
+_BYTES = 16 << 20  # read and written by the op that stands for what memory bounds
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRate:
+    """Of one device. The default is that of an H100 SXM (data sheet, nvidia.com/h100, 2023: 989 TFLOP/s bf16 dense at
+    about half efficiency; 3.35 TB/s HBM3)."""
+
+    flops_per_second: float = 5e14
+    bytes_per_second: float = 3e12
+
+    def seconds(self, num_steps: int, results: Sequence[Spec]) -> float:
+        """Of an op with so many steps of its loops, which writes `results`."""
+        return 2.0 * num_steps / self.flops_per_second + sum(s.num_bytes for s in results) / self.bytes_per_second
+
+
+Rates = Callable[[torch.dtype], ComputeRate]
+
+
+def default_rates(dtype: torch.dtype) -> ComputeRate:
+    """Where nothing is known of the machine."""
+    return ComputeRate()
+
+
+def rates_of(costs: Costs) -> Rates:
+    """The rates of a machine, of which a profile has figures: those of float32 for a dtype without."""
+    if not isinstance(costs, MachineProfile):
+        return default_rates
+
+    @cache
+    def rate(dtype: torch.dtype) -> ComputeRate:
+        for known in dict.fromkeys((dtype, torch.float32)):
+            try:
+                return _measured(costs, known)
+            except MeshweaveError:
+                continue
+        return ComputeRate()
+
+    return rate
+
+
+def _measured(profile: MachineProfile, dtype: torch.dtype) -> ComputeRate:
+    matmul = Matmul(_SIDE, _SIDE, _SIDE, 1, dtype, 3 * _SIDE**2 * dtype.itemsize)
+    memory = MemoryWork("pointwise", _BYTES, _BYTES // 2 // dtype.itemsize, dtype)
+    return ComputeRate(matmul.flops / profile.compute_seconds(matmul), _BYTES / profile.compute_seconds(memory))
