@@ -1,7 +1,7 @@
 """Rank graphs as schedules: a stream per device or role, a stream per channel, and who waits for whom.
 
-A communication is a task of its own, a `ChannelCopy`, between the nodes that start it and those that wait for it. Copies
-run in channels: one per group of devices, and for transfers one per receiver and pair of meshes or, within a mesh, axes.
+A communication is a task of its own, a `ChannelCopy`, between the nodes that start it and those that wait for it. It
+runs in a channel: one per group of devices, and for transfers one per receiver and pair of meshes or, in a mesh, axes.
 """
 
 from __future__ import annotations
