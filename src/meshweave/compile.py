@@ -29,7 +29,7 @@ from meshweave.runtime.cluster import make_world, on_any
 from meshweave.runtime.fuse import prepare_compiler
 from meshweave.runtime.identity import argument_texts, program_texts
 from meshweave.runtime.rows import batch_shard, global_example
-from meshweave.runtime.session import Settings
+from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.together import together
 from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World
@@ -110,9 +110,9 @@ class CompileOptions:
         return self.keep_gradients or self.optimizer is None
 
     @property
-    def session(self) -> Settings:
+    def session(self) -> SessionSettings:
         keeps, backend = self.keeps_gradients, checked_backend(self.backend)
-        return Settings(self.accumulate, self.seed, keeps, self.check_finite, backend, self.weights)
+        return SessionSettings(self.accumulate, self.seed, keeps, self.check_finite, backend, self.weights)
 
     @property
     def pipeline(self) -> Pipeline:

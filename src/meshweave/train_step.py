@@ -29,7 +29,7 @@ from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
 from meshweave.runtime.loss import loss_value
 from meshweave.runtime.optimizer_state import OptimizerState
-from meshweave.runtime.session import Session, Settings
+from meshweave.runtime.session import Session, SessionSettings
 from meshweave.runtime.state import State
 from meshweave.runtime.weight_files import WeightFiles, write_weights
 from meshweave.runtime.world import World
@@ -52,7 +52,7 @@ class TrainStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         world: World,
-        settings: Settings,
+        settings: SessionSettings,
         shapes: ShapeOptions | None = None,
         again: Callable[[], TrainStep] | None = None,
     ) -> None:
@@ -391,7 +391,7 @@ class TrainStep:
         return move_rows(self.program.placed, self.program.mesh)
 
 
-def _initial_values(state: State, model: nn.Module, settings: Settings) -> Iterator[tuple[str, Tensor]]:
+def _initial_values(state: State, model: nn.Module, settings: SessionSettings) -> Iterator[tuple[str, Tensor]]:
     """The values of parameters and buffers, but for those that files have, which are read right away."""
     if settings.weights is None:
         return materialize(model, settings.seed)

@@ -33,7 +33,7 @@ from meshweave.ir.verify import verify_rank
 from meshweave.passes import Carry, Overlap, pipeline_of
 from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
-from meshweave.runtime.session import Settings
+from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
 from meshweave.schedule.steps import Scheduling, overlap_roles
 from meshweave.simulate.step import SimulateOptions, simulate_roles
@@ -86,7 +86,7 @@ def program(case: str, carry: int | None) -> Program:
 def trainee(case: str, carry: int | None) -> TrainStep:
     made, found = copy.deepcopy(made_of(case)), program(case, carry)
     optimizer = torch.optim.AdamW(made[0].parameters(), lr=1e-2)
-    return TrainStep(found, made[0], optimizer, LocalWorld(found.mesh), Settings(found.options.accumulate, 0))
+    return TrainStep(found, made[0], optimizer, LocalWorld(found.mesh), SessionSettings(found.options.accumulate, 0))
 
 
 def pair(case: str) -> tuple[TrainStep, TrainStep]:

@@ -17,7 +17,7 @@ import meshweave as mw
 from meshweave.interop import inductor
 from meshweave.ir.ops import KERNELS
 from meshweave.regions.process import CompilerProcess, dump, load
-from meshweave.regions.trace import Call, Form, RegionFunction
+from meshweave.regions.trace import Form, RegionCall, RegionFunction
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -72,8 +72,8 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_functions_are_handed_over_by_the_names_of_their_ops() -> None:
     form: Form = ((2, 3), (3, 1), torch.float32)
     calls = (
-        Call(torch.ops.aten.add.Tensor, (1, float("inf")), {"alpha": 2}),
-        Call(KERNELS[torch.ops.meshweave.matmul.default], (torch.bfloat16, CPU, [1, None]), {}),
+        RegionCall(torch.ops.aten.add.Tensor, (1, float("inf")), {"alpha": 2}),
+        RegionCall(KERNELS[torch.ops.meshweave.matmul.default], (torch.bfloat16, CPU, [1, None]), {}),
     )
     function = RegionFunction(calls, (form,), (1,), ((0, 0),), CPU, "key")
     assert load(dump(function)) == function

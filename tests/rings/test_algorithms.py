@@ -13,7 +13,7 @@ import meshweave as mw
 from meshweave.check.deadlock import check_deadlock
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import functional
-from meshweave.rings.algorithms import ALGORITHMS, Algorithm, Index, Step, algorithm, prove
+from meshweave.rings.algorithms import ALGORITHMS, Algorithm, Index, RingStep, algorithm, prove
 
 BY_NAME = {str(row): row for row in ALGORITHMS}
 MESHES = ["d=4", "a=2,d=3", "d=3,a=2", "a=2,d=2,b=2", "a=3,d=1"]
@@ -115,4 +115,4 @@ def test_what_the_table_says() -> None:
         "ring reduce_scatter": [(3, 1), (2, 1), (1, 1), (0, None)],
         "peer all_to_all": [(0, None), (3, 1), (2, 2), (1, 3)],
     }
-    assert Step(Index(0, 2), root=2).has_message
+    assert RingStep(Index(0, 2), root=2).has_message

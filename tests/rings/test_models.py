@@ -18,7 +18,7 @@ import meshweave as mw
 from meshweave.check.deadlock import check_deadlock
 from meshweave.ir.collectives import functional
 from meshweave.rings import DecomposeOptions, DecomposeReport, decompose
-from meshweave.runtime.session import Settings
+from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plans import Plan
 from meshweave.train_step import TrainStep
@@ -76,7 +76,7 @@ def linears(n: int, options: DecomposeOptions | None, batch: int = 1) -> tuple[T
         return step, None, (x,)
     role, report = decompose(step.program.rank, None, options)
     program = replace(step.program, optimized=replace(step.program.optimized, roles=(role,)))
-    settings = Settings(keep_gradients=True)
+    settings = SessionSettings(keep_gradients=True)
     return TrainStep(program, model, None, LocalWorld(program.mesh), settings), report, (x,)
 
 

@@ -22,7 +22,7 @@ from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.program import Program
 from meshweave.runtime.meter import StateMeter, classify
-from meshweave.runtime.session import Settings
+from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.state import State
 from meshweave.runtime.world import LocalWorld
 
@@ -122,7 +122,7 @@ def compiled(
     model = Deep() if model is None else model
     options = (("accumulate", accumulate), ("clip_grad_norm", clip_grad_norm))
     program = _program(type(model), mesh, make, options)
-    settings = Settings(accumulate, seed, keep_gradients, check_finite)
+    settings = SessionSettings(accumulate, seed, keep_gradients, check_finite)
     step = mw.TrainStep(program, model, make(model.parameters()), LocalWorld(program.mesh), settings)
     return step, batches(6, (4, 8), (4, 8))
 

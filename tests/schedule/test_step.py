@@ -28,7 +28,7 @@ from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
 from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
-from meshweave.runtime.session import Settings
+from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
 from meshweave.schedule.steps import Scheduling, overlap_role, overlap_roles, tasks_of
 from meshweave.simulate.step import simulate_roles
@@ -214,7 +214,7 @@ def test_the_cap_holds_when_the_step_runs(carry: int) -> None:
     (role,), (report,) = scheduled("fsdp=4", uneven=True, carry=carry)
     assert any(item.kind == "carry" for item in role.inputs) == bool(carry)
     ordered = replace(made, optimized=replace(made.optimized, roles=(role,)))
-    step = TrainStep(ordered, model, OPTIMIZER(model.parameters()), LocalWorld(made.mesh), Settings(1, 0))
+    step = TrainStep(ordered, model, OPTIMIZER(model.parameters()), LocalWorld(made.mesh), SessionSettings(1, 0))
     meter = Live(role, step, batch)
     step.session.executor.meter = meter
     step(batch)

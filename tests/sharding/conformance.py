@@ -24,7 +24,7 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.executor import compile_tasks, environment, evaluate
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
-from meshweave.sharding.assign import Assignment, Pass, Role, Shard, realize
+from meshweave.sharding.assign import Assignment, PassedPartial, Role, Shard, realize
 from meshweave.sharding.factors import Rule
 from meshweave.sharding.registry import result_specs, row_for
 
@@ -166,7 +166,7 @@ def roles_of(case: Case) -> list[Role]:
         if rule.is_shardable(factor):
             found += [Shard(factor), Shard(factor, 2)] if size > 2 else [Shard(factor)]
     for mode, way in enumerate(rule.linear):
-        found += [Pass(mode, op) for op in sorted(way.ops) if _is_partial(case, way.operands, op)]
+        found += [PassedPartial(mode, op) for op in sorted(way.ops) if _is_partial(case, way.operands, op)]
     return found
 
 
@@ -200,7 +200,7 @@ def _fit(first: Role, second: Role) -> bool:
     """Axes of one factor cut in one unit; different reductions at once have no order."""
     if isinstance(first, Shard) and isinstance(second, Shard) and first.factor == second.factor:
         return first.unit == second.unit
-    return not (isinstance(first, Pass) and isinstance(second, Pass)) or first.op == second.op
+    return not (isinstance(first, PassedPartial) and isinstance(second, PassedPartial)) or first.op == second.op
 
 
 def _realize(case: Case, mesh: Mesh, roles: Sequence[tuple[str, Role]]) -> Assignment:

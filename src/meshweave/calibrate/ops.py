@@ -19,7 +19,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Value
-from meshweave.runtime.executor import FORWARD, Compiled, Recorder, SerialExecutor, compile_tasks, evaluate
+from meshweave.runtime.executor import FORWARD, Compiled, SerialExecutor, TaskRecorder, compile_tasks, evaluate
 from meshweave.simulate.classify import work_of
 
 MOST_MEDIANS = 3.0
@@ -76,7 +76,7 @@ def typical(samples: Sequence[float]) -> float:
 class NoCommunicator:
     """Single ops do not communicate."""
 
-    recorder: Recorder | None = None
+    recorder: TaskRecorder | None = None
 
     def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
         raise AssertionError("a single op starts no communication")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshweave.capture.batch import Batch
 from meshweave.capture.outputs import ModelOutputs
-from meshweave.capture.record import Constant, Difference, Record, Value
+from meshweave.capture.record import Constant, Difference, Record, RecordedValue
 from meshweave.capture.rest import Form, difference, forms_of
 from meshweave.capture.snapshot import Snapshot, generator_state, same, set_generator_state, shown
 from meshweave.capture.unread import WasRead
@@ -190,7 +190,7 @@ def _check_state(before: Snapshot, first: dict[str, Any] | None, second: dict[st
 
 
 def _text(value: Any) -> str:
-    return repr(value) if isinstance(value, Value | Constant) else shown(value)
+    return repr(value) if isinstance(value, RecordedValue | Constant) else shown(value)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -207,4 +207,4 @@ def _has_equality(kind: type) -> bool:
 
 
 _CONTAINERS = (list, dict, set, deque)
-_BY_VALUE = (int, float, bool, str, bytes, complex, type, Value, Constant)
+_BY_VALUE = (int, float, bool, str, bytes, complex, type, RecordedValue, Constant)

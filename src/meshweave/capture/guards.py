@@ -20,7 +20,7 @@ from meshweave.capture.batch import Batch
 from meshweave.capture.contract import Contract
 from meshweave.capture.record import Difference
 from meshweave.capture.rest import Form, alike, difference, forms_of
-from meshweave.capture.snapshot import Change, Snapshot, is_users, shown
+from meshweave.capture.snapshot import Snapshot, StateChange, is_users, shown
 from meshweave.capture.unread import Unread, WasRead
 from meshweave.capture.variables import MISSING
 from meshweave.errors import CaptureError, LayoutError, StepError
@@ -139,12 +139,14 @@ class Guards:
         old, new = self.batch.rest, {**batch.rest, **more}
         texts = {name: difference(self.forms.get(name, ()), forms.get(name, ())) for name in {**old, **new}}
         changes = [
-            Change(f"the batch entry '{name}'", old.get(name, MISSING), new.get(name, MISSING), -1, name, text or "")
+            StateChange(
+                f"the batch entry '{name}'", old.get(name, MISSING), new.get(name, MISSING), -1, name, text or ""
+            )
             for name, text in texts.items()
             if text is not None or name in more
         ]
 
-        def put(values: Sequence[tuple[Change, Any]]) -> Batch:
+        def put(values: Sequence[tuple[StateChange, Any]]) -> Batch:
             rest = {**new, **{change.key: value for change, value in values}}
             return Batch(self.batch.names, self.batch.tensors, rest, batch.join)
 
@@ -157,7 +159,7 @@ class Guards:
         if asking != self.asking:
             flags = zip(self.batch.names, self.asking, asking, strict=True)
             places = {n: f"requires_grad of the batch entry '{n}'" for n in self.batch.names}
-            changes = [Change(places[n], old, new, -1, n) for n, old, new in flags if old != new]
+            changes = [StateChange(places[n], old, new, -1, n) for n, old, new in flags if old != new]
             fakes = [t.detach().requires_grad_(new) for t, new in zip(self.batch.tensors, asking, strict=True)]
             changed = Batch(self.batch.names, tuple(fakes), self.batch.rest, self.batch.join)
             self._try(changes, lambda _: changed)
@@ -202,8 +204,8 @@ class Guards:
 
     def _check_model(self) -> None:
         self.marks.check_flags()
-        replaced: list[Change] = []
-        others: list[Change] = []
+        replaced: list[StateChange] = []
+        others: list[StateChange] = []
         for change in self.snapshot.changes():
             kind = str(self.snapshot.parents[change.container][1])
             if kind == "_modules" and change.old is not MISSING:
@@ -215,13 +217,13 @@ class Guards:
         places = {id(t): (i, k) for i, k, t in self.snapshot.tensors}
         for tensor in self.marks.written():
             container, key = places[id(tensor)]
-            others.append(Change(self.snapshot.place(container, key), tensor, tensor, container, key))
+            others.append(StateChange(self.snapshot.place(container, key), tensor, tensor, container, key))
         self._try(others, self._with)
         for name, tensor in buffers:
             self.rebind("buffer", name, tensor)
         self._refresh()
 
-    def _replaced(self, change: Change) -> str:
+    def _replaced(self, change: StateChange) -> str:
         """The name of a buffer to which another tensor was assigned. StepError for a parameter."""
         kind, name = self.marks.names.get(id(change.old), ("", ""))
         if kind != "buffer" or not isinstance(change.new, Tensor):
@@ -235,13 +237,15 @@ class Guards:
             )
         return name
 
-    def _with(self, values: Sequence[tuple[Change, Any]]) -> Batch | None:
+    def _with(self, values: Sequence[tuple[StateChange, Any]]) -> Batch | None:
         done = [self.snapshot.set(change, value) for change, value in values]
         return self.batch if all(done) else None
 
     # trying
 
-    def _try(self, changes: Sequence[Change], put: Callable[[Sequence[tuple[Change, Any]]], Batch | None]) -> None:
+    def _try(
+        self, changes: Sequence[StateChange], put: Callable[[Sequence[tuple[StateChange, Any]]], Batch | None]
+    ) -> None:
         """Run the step again on fake tensors, as things are now. StepError where it is not what was captured.
 
         What it does not read at all is remembered, so that it may change with every step: `put` hands it a value that

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.capture.optimizer_arithmetic import SUMS, base_of, in_place, scaled
-from meshweave.capture.optimizer_record import Call, Decision, Key, Num, Record, Ref
+from meshweave.capture.optimizer_record import Decision, Key, Num, OptimizerCall, OptimizerRecord, Ref
 from meshweave.capture.tracer import GraphTracer
 from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensorMode
@@ -29,7 +29,7 @@ _COPIES = {aten.copy.default, *CASTS}  # element by element, too
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class UpdateSource:
     """Where a number comes from: a variant of the update, a path through it, and its place in that path's record."""
 
     variant: int
@@ -37,39 +37,39 @@ class Source:
     index: int
 
 
-Number = frozenset[Source]  # of different variants: the number of that which a step takes
+Number = frozenset[UpdateSource]  # of different variants: the number of that which a step takes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class UpdateValue:
     """One value: an op on others, or an input where `target` is None and `args` is its key or its `Number`."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     spec: Specs
-    uses: tuple[Value, ...]
+    uses: tuple[UpdateValue, ...]
 
 
-Outputs = dict[Key, Value]
-RunOp = Callable[[Value, tuple[Any, ...], dict[str, Any]], Any]
+Outputs = dict[Key, UpdateValue]
+RunOp = Callable[[UpdateValue, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(slots=True)
 class Values:
     """Makes values, each once."""
 
-    known: dict[Any, Value] = field(default_factory=dict)
-    _merged: dict[Any, Value] = field(default_factory=dict)
+    known: dict[Any, UpdateValue] = field(default_factory=dict)
+    _merged: dict[Any, UpdateValue] = field(default_factory=dict)
 
-    def input(self, key: Any, spec: Spec) -> Value:
-        return self.known.setdefault(("input", key), Value(None, (key,), (), spec, ()))
+    def input(self, key: Any, spec: Spec) -> UpdateValue:
+        return self.known.setdefault(("input", key), UpdateValue(None, (key,), (), spec, ()))
 
-    def op(self, target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], spec: Specs) -> Value:
-        uses: list[Value] = []
+    def op(self, target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], spec: Specs) -> UpdateValue:
+        uses: list[UpdateValue] = []
 
         def described(x: Any) -> Any:
-            if isinstance(x, Value):
+            if isinstance(x, UpdateValue):
                 uses.append(x)
                 return ("value", id(x))
             if isinstance(x, (list, tuple)):
@@ -78,10 +78,10 @@ class Values:
 
         key = (target, described(args), described([v for _, v in kwargs]), tuple(k for k, _ in kwargs), spec)
         if key not in self.known:
-            self.known[key] = Value(target, args, kwargs, spec, tuple(uses))
+            self.known[key] = UpdateValue(target, args, kwargs, spec, tuple(uses))
         return self.known[key]
 
-    def merge(self, condition: Value, yes: Value, no: Value, of_variants: bool) -> Value:
+    def merge(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue, of_variants: bool) -> UpdateValue:
         """`where(condition, yes, no)`, pushed down. Between variants two numbers are one input, that of the variant at
         hand."""
         if yes is no:
@@ -91,7 +91,7 @@ class Values:
             self._merged[key] = self._choose(condition, yes, no, of_variants)
         return self._merged[key]
 
-    def _choose(self, condition: Value, yes: Value, no: Value, of_variants: bool) -> Value:
+    def _choose(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue, of_variants: bool) -> UpdateValue:
         if of_variants and _is_number(yes) and _is_number(no):
             return self.input(yes.args[0] | no.args[0], Spec((), torch.float64))
         if _same_op(yes, no):
@@ -103,36 +103,38 @@ class Values:
         return self.op(aten.where.self, (condition, yes, no), (), yes.spec)
 
 
-def _is_number(value: Value) -> bool:
+def _is_number(value: UpdateValue) -> bool:
     return value.target is None and isinstance(value.args[0], frozenset)
 
 
-def _may_merge(a: Value, b: Value, of_variants: bool) -> bool:
+def _may_merge(a: UpdateValue, b: UpdateValue, of_variants: bool) -> bool:
     """Whether a choice between two values costs next to nothing."""
     both_numbers = of_variants and _is_number(a) and _is_number(b)
     return both_numbers or all(isinstance(x.spec, Spec) and not x.spec.shape for x in (a, b))
 
 
-def _same_op(a: Value, b: Value) -> bool:
+def _same_op(a: UpdateValue, b: UpdateValue) -> bool:
     if a.target is None or a.target is not b.target or a.spec != b.spec or not is_pointwise(a.target):
         return False
     blank = lambda v: str(_with_uses(v, [None] * len(v.uses)))  # noqa: E731
     return blank(a) == blank(b)
 
 
-def _with_uses(value: Value, uses: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+def _with_uses(value: UpdateValue, uses: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     """The arguments of a value with other values in their place."""
     left = iter(uses)
 
     def replaced(x: Any) -> Any:
-        if isinstance(x, Value):
+        if isinstance(x, UpdateValue):
             return next(left)
         return type(x)(replaced(y) for y in x) if isinstance(x, (list, tuple)) else x
 
     return replaced(value.args), tuple((k, replaced(v)) for k, v in value.kwargs)
 
 
-def values_of(values: Values, record: Record, specs: Mapping[Key, Spec], number: Callable[[int], Value]) -> Outputs:
+def values_of(
+    values: Values, record: OptimizerRecord, specs: Mapping[Key, Spec], number: Callable[[int], UpdateValue]
+) -> Outputs:
     """The outputs of a record, and its branches' conditions under ("condition", place, "")."""
     keys = [*record.inputs]
     mode = FakeTensorMode()
@@ -152,7 +154,7 @@ def values_of(values: Values, record: Record, specs: Mapping[Key, Spec], number:
     return dict(zip(names, _import(values, graph, inputs), strict=True))
 
 
-def replay(record: Record, inputs: Mapping[Key, Tensor], numbers: Sequence[Tensor]) -> dict[Key, Tensor]:
+def replay(record: OptimizerRecord, inputs: Mapping[Key, Tensor], numbers: Sequence[Tensor]) -> dict[Key, Tensor]:
     """The run again, on other tensors and numbers, which are left as they are."""
     env = {index: inputs[key].clone() for key, index in record.inputs.items()}
     results: dict[Key, Tensor] = {}
@@ -174,7 +176,7 @@ def replay(record: Record, inputs: Mapping[Key, Tensor], numbers: Sequence[Tenso
     return results | {key: env[index] for key, index in record.outputs.items()}
 
 
-def _called(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _called(call: OptimizerCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
     has_number = any(isinstance(x, Num) for x in pytree.tree_leaves((call.args, [v for _, v in call.kwargs])))
     if not has_number and base_of(call.func) not in SUMS:
         return call.func(*args, **kwargs)
@@ -182,7 +184,7 @@ def _called(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return scaled(base_of(call.func), args, kwargs, into, call.dtypes[0])
 
 
-def _import(values: Values, graph: fx.Graph, inputs: Sequence[Value]) -> list[Value]:
+def _import(values: Values, graph: fx.Graph, inputs: Sequence[UpdateValue]) -> list[UpdateValue]:
     env: dict[fx.Node, Any] = {}
     left = iter(inputs)
     for node in graph.nodes:
@@ -213,9 +215,9 @@ def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> O
     return at(0, list(paths))
 
 
-def ordered(outputs: Iterable[Value]) -> list[Value]:
+def ordered(outputs: Iterable[UpdateValue]) -> list[UpdateValue]:
     """All values that outputs need, each after what it uses."""
-    done: dict[Value, None] = {}
+    done: dict[UpdateValue, None] = {}
     stack = [(v, False) for v in reversed(list(outputs))]
     while stack:
         value, is_ready = stack.pop()
@@ -232,7 +234,7 @@ def ordered(outputs: Iterable[Value]) -> list[Value]:
 def reshaped(outputs: Outputs, old: Sequence[int], new: Sequence[int]) -> Outputs | None:
     """The same outputs of tensors of shape `new` instead of `old`; None where an op does not go element by
     element, or where a shape is that of a number."""
-    env: dict[Value, Value] = {}
+    env: dict[UpdateValue, UpdateValue] = {}
     if not old or not new:
         return None
     for value in ordered(outputs.values()):
@@ -242,20 +244,20 @@ def reshaped(outputs: Outputs, old: Sequence[int], new: Sequence[int]) -> Output
         if value.target is not None and not is_pointwise(value.target) and value.target not in _COPIES:
             return None
         uses = [env[u] for u in value.uses]
-        env[value] = Value(
+        env[value] = UpdateValue(
             value.target, *_with_uses(value, uses), Spec(tuple(new), spec.dtype) if spec.shape else spec, tuple(uses)
         )
     return {key: env[value] for key, value in outputs.items()}
 
 
-def run_op(value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_op(value: UpdateValue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op of a value on tensors."""
     return value.target(*args, **kwargs)
 
 
-def evaluate(outputs: Mapping[Key, Value], inputs: Callable[[Any], Any], call: RunOp = run_op) -> dict[Key, Any]:
+def evaluate(outputs: Mapping[Key, UpdateValue], inputs: Callable[[Any], Any], call: RunOp = run_op) -> dict[Key, Any]:
     """The outputs of a graph. `inputs(key)` gives what a key or a `Number` stands for, `call` what an op gives."""
-    env: dict[Value, Any] = {}
+    env: dict[UpdateValue, Any] = {}
     for value in ordered(outputs.values()):
         if value.target is None:
             env[value] = inputs(value.args[0])

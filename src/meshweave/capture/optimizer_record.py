@@ -1,8 +1,8 @@
 """One run of an optimizer's own `step()`, written down: which ops on which tensors, with which numbers.
 
 What the code keeps as numbers (options of param_groups, counts of steps, 0-dim tensors of its own) is real, and is
-computed by the code itself: a `Record` holds the numbers that it handed to ops, apart from the ops. Numbers differ from
-step to step, the rest has to stay.
+computed by the code itself: an `OptimizerRecord` holds the numbers that it handed to ops, apart from the ops. Numbers
+differ from step to step, the rest has to stay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Num:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OptimizerCall:
     """An op on stand-ins. `results`: the tensors that it gives, and their dtypes."""
 
     func: Any
@@ -62,12 +62,12 @@ Key = tuple[str, int, str]  # ("param" | "grad" | "state", number of the paramet
 
 
 @dataclass(slots=True)
-class Record:
+class OptimizerRecord:
     """What one run did. `inputs` and `outputs` name tensors; numbers stand apart, in the order of their use.
     `reads_shape`: whether the code looked at a shape, so that its numbers may come of it."""
 
     inputs: dict[Key, int] = field(default_factory=dict)
-    calls: list[Call | Decision] = field(default_factory=list)
+    calls: list[OptimizerCall | Decision] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     outputs: dict[Key, int] = field(default_factory=dict)
     reads_shape: bool = False
@@ -83,37 +83,37 @@ class Prepared:
     tensors as inputs. `signature` is all that must not change from step to step. `order` are the numbers of `record`,
     by their places in the run that it was."""
 
-    record: Record
+    record: OptimizerRecord
     fills: Mapping[Key, float]
     signature: tuple[Any, ...]
     order: tuple[int, ...]
 
-    def again(self, run: Record) -> Prepared:
+    def again(self, run: OptimizerRecord) -> Prepared:
         """The same of a run that did the same with other numbers. Nothing is filled in it."""
         numbers = [run.numbers[i] for i in self.order]
-        record = Record(self.record.inputs, self.record.calls, numbers, self.record.outputs, run.reads_shape)
+        record = OptimizerRecord(self.record.inputs, self.record.calls, numbers, self.record.outputs, run.reads_shape)
         return Prepared(record, {}, self.signature, self.order)
 
 
-def prepared(record: Record) -> Prepared:
+def prepared(record: OptimizerRecord) -> Prepared:
     """A state tensor that begins as one number, before anything else is done with it, is an input that holds it."""
     labels: dict[int, Key] = {index: key for key, index in record.inputs.items()}
     fills: dict[Key, float] = {}
     created = {i: key for key, i in record.outputs.items() if key[0] == "state" and key not in record.inputs}
-    calls: list[Call | Decision] = []
+    calls: list[OptimizerCall | Decision] = []
     for call in record.calls:
-        (first,) = call.results[:1] if isinstance(call, Call) and call.results else (None,)
+        (first,) = call.results[:1] if isinstance(call, OptimizerCall) and call.results else (None,)
         if first is not None and first.index in created and call.func.overloadpacket in FILLS:  # type: ignore[union-attr]
             labels[first.index] = created.pop(first.index)
             fills[labels[first.index]] = _fill_value(call, record)  # type: ignore[arg-type]
         else:
             calls.append(call)
     return _renumbered(
-        Record(dict(record.inputs), calls, record.numbers, record.outputs, record.reads_shape), labels, fills
+        OptimizerRecord(dict(record.inputs), calls, record.numbers, record.outputs, record.reads_shape), labels, fills
     )
 
 
-def _fill_value(call: Call, record: Record) -> float:
+def _fill_value(call: OptimizerCall, record: OptimizerRecord) -> float:
     base = base_of(call.func)
     if base in _FILL_VALUES:
         return _FILL_VALUES[base]
@@ -123,7 +123,7 @@ def _fill_value(call: Call, record: Record) -> float:
     return record.numbers[value.index] if isinstance(value, Num) else float(value)  # type: ignore[arg-type]
 
 
-def _renumbered(record: Record, labels: Mapping[int, Key], fills: dict[Key, float]) -> Prepared:
+def _renumbered(record: OptimizerRecord, labels: Mapping[int, Key], fills: dict[Key, float]) -> Prepared:
     """Tensors and numbers in the order in which they come, so that equal runs give equal records."""
     order: dict[int, int] = {}
     inputs = {key: order.setdefault(index, len(order)) for key, index in sorted((k, i) for i, k in labels.items())}
@@ -139,15 +139,15 @@ def _renumbered(record: Record, labels: Mapping[int, Key], fills: dict[Key, floa
             return Num(len(numbers) - 1)
         return tuple(renamed(y) for y in x) if isinstance(x, tuple) else x
 
-    calls: list[Call | Decision] = []
+    calls: list[OptimizerCall | Decision] = []
     for call in record.calls:
         if isinstance(call, Decision):
             calls.append(Decision(renamed(call.condition), call.outcome))
             continue
         args, kwargs = renamed(call.args), tuple((k, renamed(v)) for k, v in call.kwargs)
-        calls.append(Call(call.func, args, kwargs, renamed(call.results), call.dtypes))
+        calls.append(OptimizerCall(call.func, args, kwargs, renamed(call.results), call.dtypes))
     outputs = {key: order[index] for key, index in record.outputs.items() if index in order}
-    result = Record(inputs, calls, numbers, outputs, record.reads_shape)
+    result = OptimizerRecord(inputs, calls, numbers, outputs, record.reads_shape)
     signature = (tuple(sorted(inputs.items())), tuple(calls), tuple(sorted(outputs.items())))
     return Prepared(result, fills, signature, tuple(places))
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshweave.capture.optimizer_arithmetic import ARITHMETIC, base_of
 from meshweave.capture.optimizer_numbers import DataNumber, of_data, untraceable
-from meshweave.capture.optimizer_record import FILLS, Call, Decision, Num, Record, Ref
+from meshweave.capture.optimizer_record import FILLS, Decision, Num, OptimizerCall, OptimizerRecord, Ref
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
 from meshweave.interop.fake import TorchDispatchMode
@@ -35,7 +35,7 @@ _SHAPES = frozenset(
 class _Items(TorchFunctionMode):
     """`.item()` and `bool()` of stand-ins."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OptimizerRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -62,15 +62,15 @@ class _Items(TorchFunctionMode):
             x[index].copy_(value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype))
 
 
-class Recorder(TorchDispatchMode):
+class OptimizerRecorder(TorchDispatchMode):
     """Writes down one run. `decisions` are taken in order where the code branches on data; further ones are False.
 
     `before` is an earlier run: as long as this one does the same, nothing is computed, and its tensors are taken.
     """
 
-    def __init__(self, decisions: Sequence[bool] = (), before: Recorder | None = None) -> None:
+    def __init__(self, decisions: Sequence[bool] = (), before: OptimizerRecorder | None = None) -> None:
         super().__init__()
-        self.record, self.decisions, self.before = Record(), tuple(decisions), before
+        self.record, self.decisions, self.before = OptimizerRecord(), tuple(decisions), before
         self._refs: dict[int, int] = {}  # id of a tensor -> its number
         self._alive: list[Tensor] = []  # keeps ids unique
         self._results: list[Any] = []  # of each call
@@ -98,14 +98,14 @@ class Recorder(TorchDispatchMode):
         self._enter(Decision(Ref(self._refs[id(condition)]), outcome), None)
         return outcome
 
-    def _repeats(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+    def _repeats(self, func: Any, args: Any, kwargs: Any) -> OptimizerCall | None:
         """The call of the run before that this one is."""
         at = len(self.record.calls)
         call = self.before.record.calls[at] if self.before and at < len(self.before.record.calls) else None
-        same = isinstance(call, Call) and (call.func, call.args, call.kwargs) == (func, args, kwargs)
+        same = isinstance(call, OptimizerCall) and (call.func, call.args, call.kwargs) == (func, args, kwargs)
         return call if same else None  # type: ignore[return-value]
 
-    def _enter(self, call: Call | Decision, result: Any) -> None:
+    def _enter(self, call: OptimizerCall | Decision, result: Any) -> None:
         at = len(self.record.calls)
         if self.before is not None and (at >= len(self.before.record.calls) or self.before.record.calls[at] != call):
             self.before = None
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **{**kwargs, **forced})
         outs = _tensors(result)
         refs = tuple(Ref(self.know(x)) for x in outs)
-        self._enter(Call(func, described, options, refs, tuple(x.dtype for x in outs)), result)
+        self._enter(OptimizerCall(func, described, options, refs, tuple(x.dtype for x in outs)), result)
         return result
 
     def _take(self, index: int, x: Tensor) -> None:
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
         Raises CaptureError for an op that takes tensors of two parameters.
         """
         done: dict[str, list[Any]] = {name: [] for name in owner.values()}
-        for call in (c for c in self.record.calls if isinstance(c, Call)):
+        for call in (c for c in self.record.calls if isinstance(c, OptimizerCall)):
             refs = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Ref)]
             owners = sorted({owner[ref.index] for ref in refs if ref.index in owner})
             if len(owners) > 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.optimizer_numbers import DataNumber, line_of
 from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
-from meshweave.capture.optimizer_recorder import Recorder
+from meshweave.capture.optimizer_recorder import OptimizerRecorder
 from meshweave.capture.optimizer_several import name_of, parts_of
 from meshweave.capture.rest import alike, difference, forms_of, tensors_in
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
@@ -64,7 +64,7 @@ class StandIns:
         self._groups = [list(own.param_groups) for own in self._copies]
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
         self._tensors: dict[tuple[str, str], Tensor] = {}
-        self._runs: dict[tuple[str, tuple[bool, ...]], tuple[Recorder, Prepared]] = {}
+        self._runs: dict[tuple[str, tuple[bool, ...]], tuple[OptimizerRecorder, Prepared]] = {}
 
     def take_options(self) -> None:
         """The options of every group as they are now, and what the user notes on parameters and on the optimizer."""
@@ -110,7 +110,7 @@ class StandIns:
     def _run(self, name: str, kept: Kept, decisions: Sequence[bool]) -> tuple[Prepared, Kept]:
         key, param = (name, tuple(decisions)), self.params[name]
         before, path = self._runs.get(key, (None, None))
-        recorder = Recorder(decisions, before if kept.tensors or kept.numbers else None)
+        recorder = OptimizerRecorder(decisions, before if kept.tensors or kept.numbers else None)
         self._begin([name])
         if kept.tensors or kept.numbers:
             tensors = {slot: self._tensor(name, slot, spec) for slot, spec in kept.tensors.items()}
@@ -143,7 +143,7 @@ class StandIns:
                 make_state(own)
                 own.step()
 
-    def _left(self, name: str, recorder: Recorder) -> Kept:
+    def _left(self, name: str, recorder: OptimizerRecorder) -> Kept:
         tensors: dict[str, Spec] = {}
         numbers: dict[str, Any] = {}
         for slot, value in self.state.get(self.params[name], {}).items():
@@ -172,7 +172,7 @@ class StandIns:
 
         Raises CaptureError where the update of one parameter depends on another.
         """
-        recorder, owner = Recorder(), dict[int, str]()
+        recorder, owner = OptimizerRecorder(), dict[int, str]()
         self._begin(names)
         for name in names:
             owner |= {recorder.know(self.params[name]): name, recorder.know(self.grads[name]): name}

@@ -19,8 +19,8 @@ from meshweave.capture.optimizer_graph import (
     Number,
     Outputs,
     RunOp,
-    Source,
-    Value,
+    UpdateSource,
+    UpdateValue,
     Values,
     evaluate,
     merged_paths,
@@ -29,7 +29,7 @@ from meshweave.capture.optimizer_graph import (
     run_op,
     values_of,
 )
-from meshweave.capture.optimizer_record import Decision, Key, Num, Prepared, Record
+from meshweave.capture.optimizer_record import Decision, Key, Num, OptimizerRecord, Prepared
 from meshweave.capture.optimizer_several import name_of, parts_of
 from meshweave.capture.optimizer_stand_ins import Kept, StandIns, check_callable
 from meshweave.errors import CaptureError, PlanError
@@ -129,7 +129,7 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerState:
+class InitialOptimizerState:
     """State of an optimizer that has taken steps already: the number of the last step, and tensors by name and slot.
 
     An optimizer that does not count its steps has taken 1. A parameter that has taken no step has no entry.
@@ -248,13 +248,13 @@ def _merged(values: Values, variants: list[list[Prepared]], specs: Mapping[Key, 
     ]
     result = each[-1]
     for v, outputs in reversed(list(enumerate(each[:-1]))):
-        number = values.input(frozenset({Source(v, (), -1)}), Spec((), torch.float64))
+        number = values.input(frozenset({UpdateSource(v, (), -1)}), Spec((), torch.float64))
         is_taken = values.op(aten.ne.Scalar, (number, 0), (), Spec((), torch.bool))
         result = {k: values.merge(is_taken, outputs.get(k, result[k]), result[k], True) for k in result}
     return result
 
 
-def _numbers_of(values: Values, variant: int, record: Record) -> Any:
+def _numbers_of(values: Values, variant: int, record: OptimizerRecord) -> Any:
     """The inputs that stand for the numbers of a record. Paths share those before the branch at which they part."""
     paths: dict[int, tuple[bool, ...]] = {}
     outcomes: tuple[bool, ...] = ()
@@ -265,8 +265,8 @@ def _numbers_of(values: Values, variant: int, record: Record) -> Any:
         used = pytree.tree_leaves((call.args, [v for _, v in call.kwargs]))
         paths |= {x.index: outcomes for x in used if isinstance(x, Num)}
 
-    def number(index: int) -> Value:
-        return values.input(frozenset({Source(variant, paths[index], index)}), Spec((), torch.float64))
+    def number(index: int) -> UpdateValue:
+        return values.input(frozenset({UpdateSource(variant, paths[index], index)}), Spec((), torch.float64))
 
     return number
 
@@ -301,7 +301,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 def initial_state(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, names: nn.Module | Mapping[int, str]
-) -> OptimizerState | None:
+) -> InitialOptimizerState | None:
     """The state of an optimizer that has taken steps already, or None for a fresh one. Its tensors are not copied."""
     named = names_by_id(names)
     tensors: dict[str, State] = {}
@@ -311,7 +311,7 @@ def initial_state(
         if name in spec.kind_of and kept:
             tensors[name] = {slot: kept[slot] for slot in spec.slots(name) if kept.get(slot) is not None}
             counts.append(int(kept.get("step", 1)))
-    return OptimizerState(max(counts), tensors) if counts else None
+    return InitialOptimizerState(max(counts), tensors) if counts else None
 
 
 def resting_state(

@@ -55,7 +55,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class RecordedValue:
     """A number that the step computes: the `number`-th of its run, or, with `stale`, of the run before."""
 
     number: int
@@ -100,7 +100,7 @@ class Record:
         self.entries: list[Entry] = []
         self.expected = expected
         self.difference: Difference | None = None  # raised as soon as it may be: autograd's own detach takes no errors
-        self._values: dict[int, Value] = {}
+        self._values: dict[int, RecordedValue] = {}
         self._num_values = 0
         self._alive: list[Tensor] = []  # so that no id comes twice
         # Storages whose values no op may change, for they would have no new value; and what to do instead.
@@ -205,7 +205,7 @@ class Record:
 
     def _name(self, tensor: Tensor) -> None:
         if id(tensor) not in self._values:
-            self._values[id(tensor)] = Value(self._num_values, tensor.dtype, tensor.shape)
+            self._values[id(tensor)] = RecordedValue(self._num_values, tensor.dtype, tensor.shape)
             self._num_values += 1
             self._alive.append(tensor)
 
@@ -235,7 +235,7 @@ class Record:
             return known
         if isinstance(tensor, FakeTensor):
             stale = self.expected._values.get(id(tensor)) if self.expected is not None else None
-            return Value(stale.number if stale else -1, tensor.dtype, tensor.shape, stale=stale is not None)
+            return RecordedValue(stale.number if stale else -1, tensor.dtype, tensor.shape, stale=stale is not None)
         if any(tensor is t for t in targets) or storage_of(tensor) in self._written:
             return _spec(tensor)
         return self._constant(tensor)
@@ -293,7 +293,7 @@ def _agree(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
 
-def _spec(tensor: Tensor | Value) -> str:
+def _spec(tensor: Tensor | RecordedValue) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

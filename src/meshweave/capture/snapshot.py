@@ -33,7 +33,7 @@ _INSTALLED = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StateChange:
     """A value that is another than at the time of a snapshot. `place` says where, in a user's words."""
 
     place: str
@@ -80,13 +80,13 @@ class Snapshot:
         except Exception:  # arrays and the like have no truth value
             return False
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """What differs from the snapshot."""
         changes = []
         for i, (live, copy) in enumerate(zip(self.live, self.copies, strict=True)):
             now, before = _entries(live), _entries(copy)
             keys = [k for k in {**before, **now} if not same(before.get(k, MISSING), now.get(k, MISSING))]
-            changes += [Change(self.place(i, k), before.get(k, MISSING), now.get(k, MISSING), i, k) for k in keys]
+            changes += [StateChange(self.place(i, k), before.get(k, MISSING), now.get(k, MISSING), i, k) for k in keys]
         return changes
 
     def restore(self) -> None:
@@ -99,7 +99,7 @@ class Snapshot:
         for i in sorted({change.container for change in self.changes()}):
             _write(self.live[i], self.copies[i])
 
-    def set(self, change: Change, value: Any) -> bool:
+    def set(self, change: StateChange, value: Any) -> bool:
         """Put a value where a change is. False where the container takes none."""
         live = self.live[change.container]
         if isinstance(live, Names):
@@ -107,14 +107,6 @@ class Snapshot:
         elif isinstance(live, dict):
             live[change.key] = value
         return isinstance(live, Names | dict)
-
-    def accept(self, change: Change) -> None:
-        """From now on the changed value is the one to compare with."""
-        copy = self.copies[change.container]
-        if isinstance(copy, dict):
-            copy[change.key] = change.new
-            if change.new is MISSING:
-                del copy[change.key]
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Every value that is no container, by its place."""

@@ -17,7 +17,7 @@ from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
 from meshweave.capture.normalize import Normalizer, normalize
-from meshweave.capture.optimizer_graph import Value
+from meshweave.capture.optimizer_graph import UpdateValue
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
@@ -376,7 +376,7 @@ def _update(
     results: dict[tuple[str, str], fx.Node] = {}
     numbers = {name: writer.own["scalar", name] for name in optimizer.numbers()}
 
-    def call(value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(value: UpdateValue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return writer.call(value.target, args, kwargs, value.spec)
 
     for name, grad, param in zip(names, grads, params, strict=True):

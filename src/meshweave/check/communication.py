@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.check.holdings import Holding, Ints, Pending, Rows, boxes, check_is, describe, pending_of, split
+from meshweave.check.holdings import Holding, Ints, PendingReduction, Rows, boxes, check_is, describe, pending_of, split
 from meshweave.errors import LayoutError, MeshweaveError, VerifyError
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import destinations, functional, permute
@@ -185,7 +185,7 @@ def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: A
         raise VerifyError(
             "parts of one sum overlap", got=f"in the group of device {holding.devices[member]}, along dim {dim}"
         )
-    embedded = replace(embedded, pending=(*holding.pending, *(Pending(axis, op) for axis in groups.axes)))
+    embedded = replace(embedded, pending=(*holding.pending, *(PendingReduction(axis, op) for axis in groups.axes)))
     together = Rows(extent[inputs[:, 0]], *(_merged(t[inputs]) for t in (start, rows.size, rows.origin)))
     return _by_group(embedded, groups, together)
 

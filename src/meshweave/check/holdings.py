@@ -60,7 +60,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingReduction:
     """A reduction over `axis` that is still to come. `is_first`: index 0 holds it all, the others the identity."""
 
     axis: str
@@ -79,7 +79,7 @@ class Holding:
     devices: tuple[int, ...]
     rows: Rows
     where: Ints
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[PendingReduction, ...] = ()
     owed: float = 1.0
 
     def device_of_row(self, bad: NDArray[np.bool_]) -> int:
@@ -132,9 +132,9 @@ def boxes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> t
     return table[..., 0], table[..., 1]
 
 
-def pending_of(layout: Layout) -> tuple[tuple[Pending, ...], float]:
+def pending_of(layout: Layout) -> tuple[tuple[PendingReduction, ...], float]:
     """The reductions that a layout leaves to come, averages as sums, and how many times the value these give."""
-    pending = tuple(Pending(axis, "sum" if op == "avg" else op) for axis, op in layout.partial)
+    pending = tuple(PendingReduction(axis, "sum" if op == "avg" else op) for axis, op in layout.partial)
     return pending, float(layout.mesh.flat_size(axis for axis, op in layout.partial if op == "avg"))
 
 
@@ -189,7 +189,7 @@ def _check_pending(holding: Holding, layout: Layout) -> None:
         raise VerifyError("the average is scaled wrongly", got=f"{holding.owed:g} times the value", expected=expected)
 
 
-def _pending_text(pending: Sequence[Pending]) -> str:
+def _pending_text(pending: Sequence[PendingReduction]) -> str:
     return "still to reduce: " + (", ".join(f"{p.op} over {p.axis}" for p in pending) or "nothing")
 
 
@@ -296,7 +296,7 @@ def keep_first(holding: Holding, mesh: Mesh, axes: Sequence[str], op: str) -> Ho
     """The value as one part of a partial: from now on a reduction over `axes` is pending."""
     if (holding.pending and holding.mesh != mesh) or {p.axis for p in holding.pending} & set(axes):
         raise VerifyError("makes a value partial over an axis over which it is", got=_pending_text(holding.pending))
-    return replace(holding, mesh=mesh, pending=(*holding.pending, *(Pending(axis, op, True) for axis in axes)))
+    return replace(holding, mesh=mesh, pending=(*holding.pending, *(PendingReduction(axis, op, True) for axis in axes)))
 
 
 def _places(sizes: Sequence[int], order: Sequence[int]) -> Ints:

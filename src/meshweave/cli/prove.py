@@ -21,7 +21,7 @@ from meshweave.passes import prove
 from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows, rounded_sums
 from meshweave.runtime.cluster import make_world
-from meshweave.runtime.session import Settings
+from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.sharding.plans import Plan
@@ -76,7 +76,7 @@ def check(screen: Screen, job: CheckOptions) -> int:
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on many
-        settings = Settings(job.accumulate, job.seed, keep_gradients=True, backend=backend)
+        settings = SessionSettings(job.accumulate, job.seed, keep_gradients=True, backend=backend)
         return TrainStep(program, model, optimizer, world, settings)
 
     def split(batch: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
 from meshweave.runtime.cluster import make_world
-from meshweave.runtime.session import Settings
+from meshweave.runtime.session import SessionSettings
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation
 from meshweave.train_step import TrainStep
@@ -46,7 +46,7 @@ def run(screen: Screen, job: RunOptions) -> int:
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, optimizer, stage)
         step = TrainStep(
-            program, source.model, optimizer, world, Settings(job.accumulate, job.seed, backend=job.backend)
+            program, source.model, optimizer, world, SessionSettings(job.accumulate, job.seed, backend=job.backend)
         )
     if job.checkpoint and Path(job.checkpoint).exists():
         step.load(job.checkpoint)

@@ -1,7 +1,7 @@
 """Rank graphs as schedules: a stream per device or role, a stream per channel, and who waits for whom.
 
-A communication is a task of its own, a `Copy`, between the nodes that start it and those that wait for it. Copies run
-in channels: one per group of devices, and for transfers one per receiver and pair of meshes or, within a mesh, axes.
+A communication is a task of its own, a `ChannelCopy`, between the nodes that start it and those that wait for it. It
+runs in a channel: one per group of devices, and for transfers one per receiver and pair of meshes or, in a mesh, axes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshweave.ir.routes import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class ChannelCopy:
     """What a task of a channel does: a collective in one group, or the part of a transfer that one device receives.
 
     `sources` are the tasks that post the operands, in the order of the group (those of a transfer's senders in the
@@ -50,7 +50,7 @@ class Lowered:
     schedule: Schedule
     owners: tuple[tuple[int, ...], ...]
     nodes: tuple[tuple[fx.Node, ...], ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[ChannelCopy, ...]
 
     @property
     def first_copy(self) -> int:
@@ -75,7 +75,7 @@ class Lowered:
 class _Planned:
     """A copy, the tasks that it needs and those that need it."""
 
-    copy: Copy
+    copy: ChannelCopy
     needs: tuple[int, ...]
     users: tuple[int, ...]
 
@@ -215,7 +215,7 @@ def _run(role: RankGraph) -> list[fx.Node]:
 def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:
     members = [starts[device] for device in channel[2:]]
     tasks, waits = tuple(s.task for s in members), tuple(s.wait for s in members)
-    return _Planned(Copy(members[0].node.target, channel[1], members[0].args, tasks, waits), tasks, waits)
+    return _Planned(ChannelCopy(members[0].node.target, channel[1], members[0].args, tasks, waits), tasks, waits)
 
 
 def _received(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
@@ -224,14 +224,16 @@ def _received(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]
     own = starts[receiver]
     senders = [starts[device] for device in dict.fromkeys(m.sender for m in messages)]
     sources = tuple(starts[m.sender].task for m in messages)
-    copy = Copy(transfer, key, (), sources, (own.wait,), messages)
+    copy = ChannelCopy(transfer, key, (), sources, (own.wait,), messages)
     joined = tuple(dict.fromkeys([own, *senders]))
     return _Planned(copy, tuple(s.task for s in joined), tuple(s.wait for s in joined))
 
 
 def _rendezvous(channel: Channel, starts: dict[int, Start]) -> _Planned:
     first, tasks = next(iter(starts.values())), tuple(s.task for s in starts.values())
-    return _Planned(Copy(first.node.target, channel[1]), tasks, tuple(s.wait for s in starts.values() if s.wait >= 0))
+    return _Planned(
+        ChannelCopy(first.node.target, channel[1]), tasks, tuple(s.wait for s in starts.values() if s.wait >= 0)
+    )
 
 
 def _assemble(
@@ -243,7 +245,7 @@ def _assemble(
 ) -> Lowered:
     """The schedule of the owners' streams followed by one stream per channel."""
     needs: list[list[int]] = [[] for _ in parts]
-    all_parts, copies, lines = list(parts), list[Copy](), list(streams)
+    all_parts, copies, lines = list(parts), list[ChannelCopy](), list(streams)
     for channel in channels:
         first = len(needs)
         for task, planned in enumerate(channel, first):

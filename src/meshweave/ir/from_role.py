@@ -38,7 +38,7 @@ class RoleForm:
 
     program: DeviceProgram
     nodes: Mapping[fx.Node, fx.Node]
-    marks: _Marks
+    marks: _PhaseMarks
 
     def role(self) -> RankGraph:
         """The role that the program is by now, in whatever order; the program is used up."""
@@ -47,7 +47,7 @@ class RoleForm:
 
 
 @dataclass(slots=True)
-class _Marks:
+class _PhaseMarks:
     """What a role's graph has in it as a device program, and how to take it out again."""
 
     role: RankGraph
@@ -196,7 +196,7 @@ def role_form(
     nodes: dict[fx.Node, fx.Node] = {}
     own = replace(role, graph=copied_graph(role.graph, nodes))
     uneven = uneven_dims(own) if with_uneven else {}
-    marks = _Marks(
+    marks = _PhaseMarks(
         own,
         dict(local_values(own).values),
         {nodes[start]: line for start, line in lines.items() if start in nodes},

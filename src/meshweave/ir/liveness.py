@@ -26,7 +26,7 @@ def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:
     return list(accumulate(changes[:-1]))
 
 
-def peak_bytes(role: RankGraph, keeps_gradients: bool = False) -> int:
+def peak_bytes(role: RankGraph) -> int:
     """The most that the first device of a role holds in the last microbatch of a step, which holds the most.
 
     Every storage lives from the op that makes it to its last use, as in `runtime.executor`; operands of communications
@@ -50,7 +50,7 @@ def peak_bytes(role: RankGraph, keeps_gradients: bool = False) -> int:
             if end.get(x.storage, 0) < never:
                 end[x.storage] = at + 1
     for (kind, _), node in zip(role.outputs, next(iter(reversed(role.graph.nodes))).args[0], strict=True):  # type: ignore[arg-type]
-        if kind != "acc" and (kind != "grad" or keeps_gradients):
+        if kind not in ("acc", "grad"):
             end.update((x.storage, never) for x in values[node])  # type: ignore[index]
     return max(live_bytes(((begin[s], end[s], size) for s, size in sizes.items()), never))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshweave.movement.space import PARTIAL, REPLICATED, Axes, State
+from meshweave.movement.space import PARTIAL, REPLICATED, Axes, MoveState
 
 _ROUNDING = 32  # ticks by which the prices of a path may be rounded down: half of one for each step
 
@@ -34,7 +34,7 @@ class Heuristic:
         axes = [axis for axis in sorted(range(len(sizes)), key=speeds.__getitem__) if not opened >> axis & 1]
         self._rows = [(axis, sizes[axis], ends.get(axis, REPLICATED), 1 / speeds[axis]) for axis in axes]
 
-    def __call__(self, state: State, places: Sequence[int]) -> int:
+    def __call__(self, state: MoveState, places: Sequence[int]) -> int:
         """`places` says of each axis which dim it cuts, or that it is REPLICATED or PARTIAL."""
         units = self._units(places)
         if not units and not self._is_astray(state):
@@ -62,7 +62,7 @@ class Heuristic:
                 seconds, before = seconds + (entering - before) * slowness, entering
         return seconds
 
-    def _is_astray(self, state: State) -> bool:
+    def _is_astray(self, state: MoveState) -> bool:
         """Whether some dim is cut so that slices and partial axes cannot make it the end's."""
         for cut, goal in zip(state.cuts, self._goal, strict=True):
             if cut == goal[: len(cut)]:

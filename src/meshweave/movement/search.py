@@ -12,7 +12,7 @@ from typing import Literal
 from meshweave.hardware.costs import Costs
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.heuristic import Heuristic
-from meshweave.movement.space import LOCAL, Edge, Fan, Space, State
+from meshweave.movement.space import LOCAL, Edge, Fan, MoveState, Space
 from meshweave.movement.steps import Kind
 
 Order = Literal["sound", "strict", "any"]
@@ -62,7 +62,7 @@ class MoveProblem:
 
     space: Space
     prices: StepCosts
-    start: State
+    start: MoveState
     goal: tuple[tuple[int, ...], ...]
     summed: int
     partial: int
@@ -81,7 +81,7 @@ class MoveProblem:
         self._even = self.space.extents is None
         self._twins = {"any": -1, "sound": self.replicated, "strict": 0}[self.order]
         self._all = (1 << len(self.space.sizes)) - 1
-        self.end = self.space.number(State(self.goal, self.partial | sum(self.added)))
+        self.end = self.space.number(MoveState(self.goal, self.partial | sum(self.added)))
         self.heuristic = Heuristic(
             self.goal,
             self.partial | sum(self.added),

@@ -17,7 +17,7 @@ LOCAL: frozenset[Kind] = frozenset({"slice", "to_partial"})
 REPLICATED, PARTIAL = -1, -2  # where an axis is, if it does not cut a dim
 
 
-class State(NamedTuple):
+class MoveState(NamedTuple):
     """A layout: `cuts` are the axes in play that cut each dim, outermost first; `partial` the bit set of those over
     which the value is partial; the others in play are replicated. The bit set `old` has the dims that are still cut in
     the unit of the source where the target has another."""
@@ -74,16 +74,16 @@ class Space:
         self, sizes: tuple[int, ...], extents: tuple[Extent, ...] | None, goal: tuple[Axes, ...] | None
     ) -> None:
         self.sizes, self.extents, self.goal = sizes, extents, goal
-        self.states: list[State] = []
+        self.states: list[MoveState] = []
         self.places: list[list[int]] = []  # for each state where each axis is: a dim, or a constant above
-        self._numbers: dict[State, int] = {}
+        self._numbers: dict[MoveState, int] = {}
         self._moves: dict[int, list[Fan]] = {}
         self._reductions: dict[int, list[Fan]] = {}
         self._pads: dict[int, list[Fan]] = {}
         self._spreads: dict[int, list[Fan]] = {}
         self._pieces: dict[tuple[int, Axes, int], int] = {}
 
-    def number(self, state: State) -> int:
+    def number(self, state: MoveState) -> int:
         number = self._numbers.get(state)
         if number is None:
             number = self._numbers[state] = len(self.states)
@@ -91,21 +91,21 @@ class Space:
             self.places.append(self._places(state))
         return number
 
-    def _places(self, state: State) -> list[int]:
+    def _places(self, state: MoveState) -> list[int]:
         places = [PARTIAL if state.partial >> axis & 1 else REPLICATED for axis in range(len(self.sizes))]
         for d, cut in enumerate(state.cuts):
             for axis in cut:
                 places[axis] = d
         return places
 
-    def replicated(self, state: State) -> int:
+    def replicated(self, state: MoveState) -> int:
         """Bit set of the axes in play along which all devices hold the same."""
         used = state.partial
         for cut in state.cuts:
             used |= bits(cut)
         return ((1 << len(self.sizes)) - 1) & ~used
 
-    def size(self, state: State) -> int:
+    def size(self, state: MoveState) -> int:
         """See the class."""
         if self.extents is None:
             return prod(self.sizes[axis] for cut in state.cuts for axis in cut)
@@ -152,7 +152,7 @@ class Space:
             self._spreads[number] = self._fans(state, edges)
         return self._spreads[number]
 
-    def _fans(self, state: State, edges: Iterable[tuple[Edge, int, State]]) -> list[Fan]:
+    def _fans(self, state: MoveState, edges: Iterable[tuple[Edge, int, MoveState]]) -> list[Fan]:
         fans: dict[tuple[Kind, int, int, int], Fan] = {}
         for edge, mask, after in edges:
             key = (edge.kind, mask, self._work(state, edge, after), self.size(after))
@@ -161,7 +161,7 @@ class Space:
             fans[key].ends.append((self.number(after), edge))
         return list(fans.values())
 
-    def _work(self, state: State, edge: Edge, after: State) -> int:
+    def _work(self, state: MoveState, edge: Edge, after: MoveState) -> int:
         """The size of what a device hands in: blocks for each of the group, all as large as the largest."""
         if self.extents is None or edge.kind not in ("reduce_scatter", "all_to_all", "permute"):
             return self.size(state)
@@ -172,27 +172,27 @@ class Space:
             return blocks * self.size(after)
         dealt = (*state.cuts[: edge.to_dim], after.cuts[edge.to_dim], *state.cuts[edge.to_dim + 1 :])
         old = state.old & ~(1 << edge.to_dim) | after.old & 1 << edge.to_dim
-        return blocks * self.size(State(dealt, state.partial, old))
+        return blocks * self.size(MoveState(dealt, state.partial, old))
 
-    def _with(self, state: State, d: int, cut: Axes) -> State:
+    def _with(self, state: MoveState, d: int, cut: Axes) -> MoveState:
         """The state with another cut of dim d. A dim that no axis cut is cut in the target's unit."""
         fresh = not cut or not state.cuts[d]
-        return State(
+        return MoveState(
             (*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.partial, state.old & ~(1 << d) if fresh else state.old
         )
 
-    def _slices(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+    def _slices(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
         free = _axes_of(self.replicated(state))
         for axes in _subsets(free):
             for d, cut in enumerate(state.cuts):
                 for order in self._orders(axes, d):
                     yield Edge("slice", order, d), 0, self._with(state, d, (*cut, *order))
 
-    def _gathers(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+    def _gathers(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
         for d, kept, axes in _suffixes(state):
             yield Edge("all_gather", axes, d), bits(axes), self._with(state, d, kept)
 
-    def _deals(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+    def _deals(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
         for d, kept, axes in _suffixes(state):
             popped, mask = self._with(state, d, kept), bits(axes)
             for e, cut in enumerate(state.cuts):
@@ -200,7 +200,7 @@ class Space:
                     for order in self._orders(axes, e):
                         yield Edge("all_to_all", axes, d, e, order), mask, self._with(popped, e, (*cut, *order))
 
-    def _permutes(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+    def _permutes(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
         usable = ((1 << len(self.sizes)) - 1) & ~state.partial
         wanted = [prod(self.sizes[axis] for axis in cut) for cut in state.cuts]
         for cuts in self._arrangements(wanted, usable):
@@ -209,7 +209,7 @@ class Space:
                 mask |= bits(before) if state.old >> d & 1 else 0
                 mask |= self._changed(before, after)
             if mask:
-                yield Edge("permute", _axes_of(mask)), mask, State(cuts, state.partial)
+                yield Edge("permute", _axes_of(mask)), mask, MoveState(cuts, state.partial)
 
     def _orders(self, axes: Axes, d: int) -> Iterable[Axes]:
         """The orders in which axes may go to dim d."""
@@ -244,7 +244,7 @@ class Space:
                 start, begin = i, j
         return mask
 
-    def _reduces(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+    def _reduces(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
         for axes in _subsets(_axes_of(state.partial)):
             mask = bits(axes)
             rest = state._replace(partial=state.partial & ~mask)
@@ -253,7 +253,7 @@ class Space:
                 for order in self._orders(axes, d):
                     yield Edge("reduce_scatter", order, d), mask, self._with(rest, d, (*cut, *order))
 
-    def _opens(self, state: State) -> Iterator[tuple[Edge, int, State]]:
+    def _opens(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
         for d, kept, axes in _suffixes(state):
             after = self._with(state, d, kept)._replace(partial=state.partial | bits(axes))
             yield Edge("to_partial", axes, d), bits(axes), after
@@ -275,7 +275,7 @@ def _subsets(axes: Axes) -> Iterator[Axes]:
     return (some for count in range(1, len(axes) + 1) for some in combinations(axes, count))
 
 
-def _suffixes(state: State) -> Iterator[tuple[int, Axes, Axes]]:
+def _suffixes(state: MoveState) -> Iterator[tuple[int, Axes, Axes]]:
     """(dim, the axes that stay, the innermost axes) for every way to take axes off a dim."""
     for d, cut in enumerate(state.cuts):
         for kept in reversed(range(len(cut))):

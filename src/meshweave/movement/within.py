@@ -14,7 +14,7 @@ from meshweave.hardware.costs import Costs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.pieces import unit_matters
 from meshweave.movement.search import Link, MoveProblem, Order, cheapest, least_peak, step_costs_of, to_ticks
-from meshweave.movement.space import LOCAL, Axes, Edge, Extent, State, bits, space_of
+from meshweave.movement.space import LOCAL, Axes, Edge, Extent, MoveState, bits, space_of
 from meshweave.movement.steps import REDUCTIONS, Step, apply
 
 # With more axes in play than this, they go to a dim only in the order in which the target has them there: six axes make
@@ -239,7 +239,7 @@ class MoveSearch:
             bits(number[axis] for axis, its_op in ops.added if its_op == op and axis not in ops.pending)
             for op in dict.fromkeys(op for _, op in ops.added if op != ops.op)
         ]
-        start = State(cuts[0], unreduced, old)
+        start = MoveState(cuts[0], unreduced, old)
         space = space_of(
             tuple(sizes[axis] for axis in axes),
             len(shape),
@@ -296,7 +296,7 @@ class MoveSearch:
         """Whether it is for the search to make the value partial over the axis, with another op than the source's."""
         return bool(sum(self.problem.added) >> self.axes.index(axis) & 1)
 
-    def _draft(self, edge: Edge, after: State) -> Step:
+    def _draft(self, edge: Edge, after: MoveState) -> Step:
         """The step without its layouts, but for the dims of a permute's target."""
         kind, source, ops = edge.kind, self.request.source, self.ops
         axes, onto = self._names(edge.axes), edge.to_dim if edge.to_dim >= 0 else edge.dim
@@ -313,10 +313,10 @@ class MoveSearch:
     def _names(self, axes: Axes) -> tuple[str, ...]:
         return tuple(self.axes[axis] for axis in axes)
 
-    def _unit(self, d: int, state: State) -> int:
+    def _unit(self, d: int, state: MoveState) -> int:
         return self.extents[d].old_unit if state.old >> d & 1 else self.extents[d].unit
 
-    def _dim(self, d: int, state: State) -> DimSharding:
+    def _dim(self, d: int, state: MoveState) -> DimSharding:
         kept = self.request.source.dims[d].axes[: self.kept[d]]
         return DimSharding((*kept, *self._names(state.cuts[d])), self._unit(d, state))
 

@@ -1,7 +1,7 @@
 """Passes over programs: each a frozen dataclass of its options, all in one list (`passes=` of compile, of the backend
 and of the command line)."""
 
-from meshweave.passes.base import CapturedProgram, MeshProgram, Pass, Program
+from meshweave.passes.base import CapturedProgram, MeshProgram, Pass, PassProgram
 from meshweave.passes.candidates import Budget, ProgramVariant
 from meshweave.passes.carry import Carry
 from meshweave.passes.decompose import Decompose
@@ -25,9 +25,9 @@ __all__ = [
     "Optimized",
     "Overlap",
     "Pass",
+    "PassProgram",
     "Pipeline",
     "Prefetch",
-    "Program",
     "ProgramVariant",
     "Recompute",
     "RingAttention",

@@ -30,7 +30,7 @@ class CapturedProgram:
     cuts: Cuts = field(default_factory=dict)
 
 
-class Program(Protocol):
+class PassProgram(Protocol):
     """What passes behind expansion work on: all roles of a step (`MeshProgram`), or one graph that a compiler holds
     (`GraphProgram`)."""
 

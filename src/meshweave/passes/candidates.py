@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
-from meshweave.passes.base import Pass, Program, Report
+from meshweave.passes.base import Pass, PassProgram, Report
 from meshweave.schedule.decide import NoOrderError
 
 Progress = Callable[[str], None]
-Q = TypeVar("Q", bound=Program)
+Q = TypeVar("Q", bound=PassProgram)
 AS_IT_IS = "as it is"  # the name of a program in which no ops are written anew
 
 

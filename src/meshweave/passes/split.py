@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from meshweave.passes.base import MeshProgram, Numerics, Pass, Program, Scope, Stage
+from meshweave.passes.base import MeshProgram, Numerics, Pass, PassProgram, Scope, Stage
 from meshweave.rows import SplitOptions, SplitReport, split_program
 
-Q = TypeVar("Q", bound=Program)
+Q = TypeVar("Q", bound=PassProgram)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from meshweave.interop.lazy import load_inductor
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
-from meshweave.ir.values import Values, local_values, ragged
+from meshweave.ir.values import local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
 from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
@@ -25,7 +25,6 @@ from meshweave.regions.worth import COMPILE_S, STEPS, Compiled, gained_seconds, 
 BackendName = Literal["eager", "inductor", "auto"]
 BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "auto")
 Functions = Mapping[int, RegionFunction]  # of one region, by device
-ValuesOf = Mapping[fx.Node, Values]
 
 _NOTES = logging.getLogger("meshweave")
 _SHOWN = 40  # names of ops in a note

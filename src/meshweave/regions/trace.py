@@ -43,7 +43,7 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RegionCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -54,7 +54,7 @@ class RegionFunction:
     """What a region computes on one device, free of the names of its nodes: calls in order, whose arguments are inputs,
     results of calls before, and numbers. Equal `key`s: equal functions of equal inputs."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[RegionCall, ...]
     forms: tuple[Form, ...]  # of the inputs
     outputs: tuple[int, ...]  # which results are given out
     writes: tuple[tuple[int, int], ...]  # (result, input): results that are written into inputs, and not given out
@@ -83,13 +83,13 @@ def region_function(
 ) -> RegionFunction:
     """A region with the symbols of a device in it. `values` are those of that device."""
     place = {node: _Tensor(True, i) for i, node in enumerate(region.inputs)}
-    calls: list[Call] = []
+    calls: list[RegionCall] = []
     for i, node in enumerate(region.nodes):
         args, kwargs = map_nodes(node, lambda n: symbols[n] if n.target in SYMBOLS else place[n])
         if node.target in FACTORIES:
             kwargs = {**kwargs, "device": device}
         function: Any = node.target
-        calls.append(Call(_SEEN_INTO.get(function, function), args, kwargs))
+        calls.append(RegionCall(_SEEN_INTO.get(function, function), args, kwargs))
         place[node] = _Tensor(False, i)
     forms = tuple((x.shape, x.stride, x.dtype) for node in region.inputs for x in values[node])
     outputs = tuple(place[node].index for node in region.outputs if node not in region.written)

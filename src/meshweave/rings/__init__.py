@@ -1,6 +1,6 @@
 """Collectives taken apart into messages between the chunks of matmuls."""
 
-from meshweave.rings.algorithms import ALGORITHMS, Algorithm, Step, algorithm, prove
+from meshweave.rings.algorithms import ALGORITHMS, Algorithm, RingStep, algorithm, prove
 from meshweave.rings.graphs import GraphTrials, decompose_graph
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.proof import prove_rings
@@ -14,7 +14,7 @@ __all__ = [
     "DecomposeReport",
     "GraphTrials",
     "RingRow",
-    "Step",
+    "RingStep",
     "algorithm",
     "decompose",
     "decompose_graph",

@@ -23,7 +23,7 @@ OWN = Index(1, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RingStep:
     """One step on device r.
 
     `chunk` is what the step computes: of a gather the chunk that has come (or is its own), of a reduction the chunk of
@@ -54,7 +54,7 @@ class Algorithm:
 
     name: str
     collective: Collective
-    steps: Callable[[int], tuple[Step, ...]]
+    steps: Callable[[int], tuple[RingStep, ...]]
     ahead: int
     numerics: str
 
@@ -69,34 +69,37 @@ class Algorithm:
         return -(-len(self.steps(n)) // self.ahead)
 
 
-def _gather_direct(n: int) -> tuple[Step, ...]:
-    return (Step(OWN), *(Step(Index(1, i), -i) for i in range(1, n)))
+def _gather_direct(n: int) -> tuple[RingStep, ...]:
+    return (RingStep(OWN), *(RingStep(Index(1, i), -i) for i in range(1, n)))
 
 
-def _gather_cyclic(n: int) -> tuple[Step, ...]:
-    return (Step(OWN), *(Step(Index(1, -i), 1, i - 1) for i in range(1, n)))
+def _gather_cyclic(n: int) -> tuple[RingStep, ...]:
+    return (RingStep(OWN), *(RingStep(Index(1, -i), 1, i - 1) for i in range(1, n)))
 
 
-def _gather_both_ways(n: int) -> tuple[Step, ...]:
+def _gather_both_ways(n: int) -> tuple[RingStep, ...]:
     """Chunks come in turn from the device before and the one after: r - 1, r + 1, r - 2, ..., two in a round."""
     turns = ((k, -1 if k % 2 else 1, (k + 1) // 2) for k in range(1, n))
-    return (Step(OWN), *(Step(Index(1, direction * hops), -direction, max(k - 2, 0)) for k, direction, hops in turns))
+    return (
+        RingStep(OWN),
+        *(RingStep(Index(1, direction * hops), -direction, max(k - 2, 0)) for k, direction, hops in turns),
+    )
 
 
-def _gather_broadcast(n: int) -> tuple[Step, ...]:
-    return tuple(Step(Index(0, i), root=i) for i in range(n)) if n > 1 else (Step(OWN),)
+def _gather_broadcast(n: int) -> tuple[RingStep, ...]:
+    return tuple(RingStep(Index(0, i), root=i) for i in range(n)) if n > 1 else (RingStep(OWN),)
 
 
-def _scatter_ring(n: int) -> tuple[Step, ...]:
-    return tuple(Step(Index(1, -1 - i), int(i < n - 1), adds=(i - 1,) if i else ()) for i in range(n))
+def _scatter_ring(n: int) -> tuple[RingStep, ...]:
+    return tuple(RingStep(Index(1, -1 - i), int(i < n - 1), adds=(i - 1,) if i else ()) for i in range(n))
 
 
-def _scatter_direct(n: int) -> tuple[Step, ...]:
-    return (*(Step(Index(1, i), i) for i in range(1, n)), Step(OWN, adds=tuple(range(n - 1))))
+def _scatter_direct(n: int) -> tuple[RingStep, ...]:
+    return (*(RingStep(Index(1, i), i) for i in range(1, n)), RingStep(OWN, adds=tuple(range(n - 1))))
 
 
-def _exchange(n: int) -> tuple[Step, ...]:
-    return tuple(Step(Index(1, -i), i, sends=Index(1, i)) for i in range(n))
+def _exchange(n: int) -> tuple[RingStep, ...]:
+    return tuple(RingStep(Index(1, -i), i, sends=Index(1, i)) for i in range(n))
 
 
 _MOVED = "exact: every element is moved once"
@@ -138,7 +141,7 @@ def prove(row: Algorithm, n: int) -> None:
     _PROOFS[row.collective](row, row.steps(n), n)
 
 
-def _prove_gather(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
+def _prove_gather(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
     for r in range(n):
         for k, step in enumerate(steps):
             sent = step.root if step.root >= 0 else steps[step.of].chunk.at(r - step.shift, n) if step.shift else r
@@ -146,7 +149,7 @@ def _prove_gather(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
         _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
 
 
-def _prove_scatter(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
+def _prove_scatter(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
     sums: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and who has contributed to it
     results: list[list[tuple[int, list[int]]]] = [[] for _ in range(n)]
     for k, step in enumerate(steps):
@@ -167,7 +170,7 @@ def _prove_scatter(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
     _expect(row, n, sorted(k for step in steps for k in step.adds) == sent, "every message is added once")
 
 
-def _prove_exchange(row: Algorithm, steps: tuple[Step, ...], n: int) -> None:
+def _prove_exchange(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
     for r in range(n):
         for k, step in enumerate(steps):
             source = (r - step.shift) % n

@@ -15,7 +15,7 @@ from torch import fx
 from meshweave.chunks.writer import ChunkWriter, Index, Number, Ring
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import BROADCAST, permute
-from meshweave.rings.algorithms import Algorithm, Step
+from meshweave.rings.algorithms import Algorithm, RingStep
 
 aten = torch.ops.aten
 Produce = Callable[[Number], fx.Node]  # the number of a chunk -> the chunk, made here
@@ -27,14 +27,14 @@ class _Emission:
     write: ChunkWriter
     row: Algorithm
     ring: Ring
-    steps: tuple[Step, ...] = ()
+    steps: tuple[RingStep, ...] = ()
     started: dict[int, fx.Node] = field(default_factory=dict)  # per step its message, that is on its way
     chunks: dict[int, fx.Node] = field(default_factory=dict)  # per step the chunk that has come, or is its own
 
     def __post_init__(self) -> None:
         self.steps = self.row.steps(self.ring.size)
 
-    def number(self, step: Step) -> Number:
+    def number(self, step: RingStep) -> Number:
         return self.write.index(self.ring, step.chunk)
 
     def send(self, k: int, x: fx.Node) -> None:
@@ -107,7 +107,7 @@ def write_reduce(
     return write.cast(part, wide, dtype) if is_chain else part
 
 
-def _summed(done: _Emission, step: Step, own: fx.Node, wide: torch.dtype) -> fx.Node:
+def _summed(done: _Emission, step: RingStep, own: fx.Node, wide: torch.dtype) -> fx.Node:
     """The own part and those that have come, added up in the order of the group."""
     parts, numbers = [own], [done.number(step)]
     for earlier in step.adds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshweave.rings.algorithms import Step
+from meshweave.rings.algorithms import RingStep
 from meshweave.simulate.clock import Work, play
 
 
@@ -43,7 +43,7 @@ class _Steps:
         return play(self.work, (self.order, self.link), 1, lambda levels: self.slowdown).ends[self.order[-1]]
 
 
-def play_gather(steps: Sequence[Step], ahead: int, chunk: float, message: MessageCost, hidden: float) -> float:
+def play_gather(steps: Sequence[RingStep], ahead: int, chunk: float, message: MessageCost, hidden: float) -> float:
     """Seconds from the wait of a gather to its last product. Its first messages are sent `hidden` seconds before."""
     played, sent = _Steps(message.slowdown), list[int]()
 
@@ -61,7 +61,7 @@ def play_gather(steps: Sequence[Step], ahead: int, chunk: float, message: Messag
     return played.seconds() - hidden
 
 
-def play_reduce(steps: Sequence[Step], chunk: float, message: MessageCost, hidden: float) -> float:
+def play_reduce(steps: Sequence[RingStep], chunk: float, message: MessageCost, hidden: float) -> float:
     """Seconds from the first part of a reduction to its result, less `hidden` of other work after the last part, beside
     the messages that are then on their way."""
     played, sent, last = _Steps(message.slowdown), dict[int, int](), len(steps) - 1
@@ -81,7 +81,7 @@ def play_reduce(steps: Sequence[Step], chunk: float, message: MessageCost, hidde
 
 
 def play_exchange(
-    steps: Sequence[Step], chunk: float, there: MessageCost, back: MessageCost, before: float, after: float
+    steps: Sequence[RingStep], chunk: float, there: MessageCost, back: MessageCost, before: float, after: float
 ) -> float:
     """Seconds from the wait of an all-to-all to the end of the one that brings back what is computed of its chunks,
     less `after` of other work beside that. Its first message is sent `before` seconds earlier."""

@@ -14,7 +14,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import MemoryWork
 from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
 from meshweave.ir.device_program import DeviceProgram
-from meshweave.rings.algorithms import Step
+from meshweave.rings.algorithms import RingStep
 from meshweave.rings.all_to_all import ExchangeRegion
 from meshweave.rings.find import KINDS
 from meshweave.rings.play import MessageCost, play_exchange, play_gather, play_reduce
@@ -227,7 +227,7 @@ def _estimate(
     compute: float,
     chunk: float,
     message: MessageCost,
-    steps: Sequence[Step],
+    steps: Sequence[RingStep],
     losses: float,
     played: float,
 ) -> Estimate:
@@ -235,11 +235,11 @@ def _estimate(
     return Estimate(compute, whole.seconds, whole.host, hidden, chunk, message.seconds, *counts, losses, played)
 
 
-def _steps(ring: Ring, scheme: RingScheme) -> tuple[Step, ...]:
+def _steps(ring: Ring, scheme: RingScheme) -> tuple[RingStep, ...]:
     """Those of the algorithm, or a message (a collective) for every part."""
     if scheme.row is not None:
         return scheme.row.steps(ring.size)
-    return tuple(Step(Index(0, i), root=0) for i in range(scheme.num_chunks))
+    return tuple(RingStep(Index(0, i), root=0) for i in range(scheme.num_chunks))
 
 
 def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme, num_bytes: float) -> MessageCost:

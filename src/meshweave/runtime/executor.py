@@ -30,7 +30,7 @@ class Meter(Protocol):
     def freed(self, index: int, node: fx.Node) -> None: ...
 
 
-class Recorder(Protocol):
+class TaskRecorder(Protocol):
     """Told when tasks ran: see tracing.Recorder."""
 
     def mark(self) -> Any: ...
@@ -49,7 +49,7 @@ class Executor(Protocol):
 
     meter: Meter | None
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: TaskRecorder | None) -> None:
         """Tell a recorder of every task from now on, or nobody."""
         ...
 
@@ -264,7 +264,7 @@ def fill(value: Any, env: Env) -> Any:
 class Communicator(Protocol):
     """What the communications of one device become where the process holds only that."""
 
-    recorder: Recorder | None
+    recorder: TaskRecorder | None
 
     def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
         """Begin a collective or a transfer. `args` are those of the node without its operand."""
@@ -285,12 +285,12 @@ class SerialExecutor:
     meter: Meter | None = None
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
-    _recorder: Recorder | None = None
+    _recorder: TaskRecorder | None = None
 
     def __post_init__(self) -> None:
         self._fresh = environment(self.compiled, self.device)
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: TaskRecorder | None) -> None:
         self._recorder = self.communicator.recorder = recorder
 
     def environment(self) -> list[Env]:

@@ -23,7 +23,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, reduce_scatter
-from meshweave.runtime.executor import Recorder
+from meshweave.runtime.executor import TaskRecorder
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import Messages, bytes_of
 from meshweave.runtime.watch import await_work
@@ -54,7 +54,7 @@ class ClusterCommunicator:
     is_native: bool
     check: Callable[[], None] = lambda: None
     timeout: timedelta = TIMEOUT
-    recorder: Recorder | None = None
+    recorder: TaskRecorder | None = None
     num_started: int = 0
     num_waited: int = 0
     open: set[Pending] = field(default_factory=set)

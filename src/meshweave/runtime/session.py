@@ -38,7 +38,7 @@ _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state",
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SessionSettings:
     """What a session keeps and checks. `accumulate` is the number of microbatches of a step, `backend` what compiles
     the compute between communications, `weights` a folder of files that parameters begin with."""
 
@@ -62,7 +62,7 @@ class Session:
         self,
         roles: Sequence[RankGraph],
         world: World,
-        settings: Settings,
+        settings: SessionSettings,
         meter: Meter | None = None,
         share: Session | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from meshweave.engine.lower import Copy, lower
+from meshweave.engine.lower import ChannelCopy, lower
 from meshweave.engine.machine import Action, Done, EventMachine, Failed, Idle, Release, Run
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.collectives import TABLE, transfer
@@ -26,8 +26,8 @@ from meshweave.runtime.executor import (
     Compiled,
     Env,
     Meter,
-    Recorder,
     Task,
+    TaskRecorder,
     environment,
     failed,
     fill,
@@ -153,9 +153,9 @@ class LocalExecutor:
         self._workers = Workers(2 * len(self.devices))
         self._meter_lock, self._turns = Lock(), Turns()
         self._pass = _Pass([])
-        self._recorder: Recorder | None = None
+        self._recorder: TaskRecorder | None = None
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: TaskRecorder | None) -> None:
         self._recorder = recorder
 
     def environment(self) -> list[Env]:
@@ -312,7 +312,7 @@ class LocalExecutor:
         operands = (now.envs[i][task.out] for i, task in map(self._at, copy.sources))
         return sum(x.nbytes for x in operands if isinstance(x, Tensor)) <= INLINE_BYTES
 
-    def _copy(self, now: _Pass, copy: Copy) -> None:
+    def _copy(self, now: _Pass, copy: ChannelCopy) -> None:
         starts, waits = [self._at(t) for t in copy.sources], [self._at(t) for t in copy.targets]
         operands = [now.envs[i][task.out] for i, task in starts]
         i, task = (starts or waits)[0]
@@ -341,7 +341,7 @@ class LocalExecutor:
                 now.envs[i][start.out] = None
                 self._tell(i, start, None)
 
-    def _received(self, copy: Copy, operands: Sequence[Tensor], i: int) -> Tensor:
+    def _received(self, copy: ChannelCopy, operands: Sequence[Tensor], i: int) -> Tensor:
         entry, device = self.ranks[i].graph.transfers[copy.key], self.devices[i]
         sent = {message.sender: x for message, x in zip(copy.messages, operands, strict=True)}
 

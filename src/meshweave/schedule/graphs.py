@@ -11,7 +11,6 @@ from meshweave.interop.gloo import let_gathers_overlap_in
 from meshweave.interop.graphs import lazy_module_like
 from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import copied_graph
-from meshweave.ir.values import Values
 from meshweave.problem.figures import Agree
 from meshweave.problem.prices import Cost, costs_of
 from meshweave.schedule.decide import OrderOptions
@@ -67,12 +66,8 @@ def overlap_graph(
     groups: Mapping[str, Sequence[int]] | None = None,
     options: OrderOptions | None = None,
     agree: Agree | None = None,
-    values: Mapping[fx.Node, Values] | None = None,
 ) -> OverlapReport:
-    """As `overlap`, in place: for passes that are handed a graph. It is changed only when all has been decided.
-
-    `values`: what every node makes, where its meta does not say it.
-    """
+    """As `overlap`, in place: for passes that are handed a graph. It is changed only when all has been decided."""
     with without_collector():
-        program = graph_program(graph, groups, values)
+        program = graph_program(graph, groups)
         return order_program(program, costs_of(cost), memory_cap_bytes, options, agree)

@@ -26,7 +26,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassedPartial:
     """An axis over which the operands of way `mode` are partial, with reduce op `op`, and so is every result."""
 
     mode: int
@@ -43,7 +43,7 @@ class Own:
 
 _TICKS = 10**15  # costs are compared in femtoseconds, so that sums taken in another order are still ties
 
-Role = Shard | Pass | Own | None  # None: the axis repeats the work
+Role = Shard | PassedPartial | Own | None  # None: the axis repeats the work
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ def realize(
 ) -> Assignment:
     """The Assignment of `roles`; axes of one factor cut in the order in which they are listed."""
     cuts: dict[int, tuple[list[str], int]] = {}
-    passes: list[tuple[str, Pass]] = []
+    passes: list[tuple[str, PassedPartial]] = []
     owners = _owners(rule, roles)
     for axis, role in roles:
         if isinstance(role, Shard):
             cuts.setdefault(role.factor, ([], rule.unit(role.factor, role.unit)))[0].append(axis)
-        elif isinstance(role, Pass):
+        elif isinstance(role, PassedPartial):
             passes.append((axis, role))
 
     def cut(dims: Dims) -> tuple[DimSharding, ...]:
@@ -137,7 +137,7 @@ def proposals(rule: Rule, axis: str, layouts_of: Sequence[Sequence[Layout]]) -> 
             roles += [own for entry in owning if (own := _own(rule, i, *entry[1:])) not in (None, *roles)]
             op = dict(layout.partial).get(axis)
             modes = [m for m, mode in enumerate(rule.linear) if i in mode.operands and op in mode.ops]
-            roles += [p for p in (Pass(m, op) for m in modes if op is not None) if p not in roles]
+            roles += [p for p in (PassedPartial(m, op) for m in modes if op is not None) if p not in roles]
     return [*roles, None]
 
 

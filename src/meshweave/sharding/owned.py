@@ -12,7 +12,7 @@ from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of, tensor_input
 from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.ops import move
-from meshweave.sharding.assign import Assignment, Own, Pass, Price, realize
+from meshweave.sharding.assign import Assignment, Own, PassedPartial, Price, realize
 from meshweave.sharding.forms import Forms
 from meshweave.sharding.registry import result_specs, row_for
 
@@ -123,7 +123,7 @@ def _summed(graph: fx.Graph, leave: fx.Node) -> None:
         if len(factors) != 1 or not rule.can_own(factors[0]):
             continue
         own, axes = Own(factors[0], owned.owned[0][2]), owned.owned_axes
-        passed = [isinstance(assignment.role(axis), Pass) for axis in axes]
+        passed = [isinstance(assignment.role(axis), PassedPartial) for axis in axes]
         if not all(passed) or any(factors[0] in dim for result in rule.results for dim in result):
             continue
         option = _owning(user, [(axis, own if axis in axes else role) for axis, role in assignment.roles])

@@ -17,6 +17,7 @@ from meshweave.simulate.lives import Ledger, Life, LifetimeRules
 from meshweave.simulate.result import LiveTensor
 from meshweave.simulate.tasks import RoleTasks, Tasks
 
+_SHOWN = 40  # tensors at the peak, the largest first
 _STEPS = 3  # after which an allocator asks for nothing more, where all steps are alike
 
 
@@ -38,7 +39,6 @@ def memory_of(
     times: Times,
     holding: LifetimeRules,
     expandable_segments: bool = False,
-    num_at_peak: int = 40,
 ) -> MemoryUse:
     """Memory of role `index`. Where kernels are fused, updates are in place; else (as our executor does) the new tensor
     stands beside the old one. The inputs of a communication live until it has been waited for."""
@@ -57,7 +57,7 @@ def memory_of(
     alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
     lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
     gradients = _gradients(role)
-    shown = tuple(_live_tensor(life, gradients) for life in alive[:num_at_peak])
+    shown = tuple(_live_tensor(life, gradients) for life in alive[:_SHOWN])
     reserved = reserved_bytes(_allocations(lives), expandable_segments)
     curve = tuple(zip(moments, levels, strict=True))
     return MemoryUse(curve, peak, curve[at][0] if curve else 0.0, reserved, lasting, shown)

@@ -316,9 +316,8 @@ class _TaskLowering:
         seconds = collective_seconds(self.profile, node, row, mesh, axes, size)
         usage = self.profile.usage(row.cost_name, mesh, axes) if seconds else ()
         received = self.profile.bytes_received(row.cost_name, count, row.cost_bytes(node, count, size))
-        return SimulatedTask(
-            "copy", node, tuple(roles), seconds, starts[0].microbatch, None, usage, row.name, group, received
-        )
+        microbatch = starts[0].microbatch
+        return SimulatedTask("copy", node, tuple(roles), seconds, microbatch, None, usage, row.name, group, received)
 
     def transferred(self, key: str, roles: Sequence[int], start: SimulatedTask) -> SimulatedTask:
         """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""
