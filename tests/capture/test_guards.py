@@ -235,6 +235,29 @@ def test_autocast_around_a_step_or_compile_is_no_silent_no(options: dict[str, An
             run.step(DATA[0])
 
 
+class OfDefaultDtype(Model):
+    """Makes a tensor of the default dtype in forward."""
+
+    def forward(self, x: Tensor, s: float = 1.0, more: Tensor | None = None) -> Tensor:
+        return super().forward(x, s, more) + torch.zeros(1)
+
+
+@pytest.mark.parametrize(("model", "is_read"), [(Model, False), (OfDefaultDtype, True)])
+def test_another_default_dtype_counts_where_forward_makes_tensors_of_it(model: type[nn.Module], is_read: bool) -> None:
+    run = Run.of(model(), DATA[0])
+    run.step(DATA[0])
+    torch.set_default_dtype(torch.float64)
+    try:
+        if is_read:
+            with pytest.raises(StepError, match="default dtype has changed"):
+                run.step(DATA[0])
+        else:
+            run.step(DATA[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    run.step(DATA[0])
+
+
 # At compile
 
 

@@ -92,6 +92,7 @@ class Guards:
     def __init__(self, contract: Contract, autocast: torch.dtype | None, rebind: Rebind) -> None:
         self.contract, self.autocast, self.rebind = contract, autocast, rebind
         self.batch = contract.batch
+        self.default_dtype = torch.get_default_dtype()
         self.forms = forms_of(self.batch.rest)
         self.asking = tuple(tensor.requires_grad for tensor in self.batch.tensors)
         self._unread: set[str] = set()  # places that the step is known not to read
@@ -114,6 +115,7 @@ class Guards:
     def check(self, batch: Batch) -> None:
         """Raises StepError (LayoutError for its tensors) where the step that was compiled is not the one asked for."""
         check_autocast(self.autocast)
+        self._check_default_dtype()
         forms = forms_of(batch.rest)
         if batch.names != self.batch.names or not alike(forms, self.forms):
             self._check_batch(batch, forms)
@@ -123,6 +125,22 @@ class Guards:
             self._check_model()
         if self.hooks != hooks_of_all_modules():
             raise _changed("the hooks of all modules", "those when the step was compiled", "others")
+
+    def _check_default_dtype(self) -> None:
+        """Whether the step would be another with the default dtype as it is now."""
+        now = torch.get_default_dtype()
+        if now is self.default_dtype:
+            return
+        difference = self.contract.difference(self.batch)
+        if difference is not None:
+            raise StepError(
+                "the default dtype has changed since the step was compiled, and forward makes tensors of it",
+                where=difference.where,
+                got=f"{now}: {difference.got} for {difference.expected}",
+                expected=str(self.default_dtype),
+                hint=f"call the step under torch.set_default_dtype({self.default_dtype}); or {_AGAIN}",
+            )
+        self.default_dtype = now
 
     # the batch
 
