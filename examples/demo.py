@@ -36,7 +36,7 @@ class LiveBytes:
     now: int = 0
     peak: int = 0
 
-    def made(self, index: int, node: fx.Node, value: Any) -> None:
+    def on_value(self, index: int, node: fx.Node, value: Any) -> None:
         if index != 0:
             return
         tensors = value if isinstance(value, (tuple, list)) else [value]

@@ -99,7 +99,8 @@ class CompilerProcess:
             process.stdin.flush()
         with process.stdout as lines:
             for line in lines:
-                self.finished.add(self.functions[int(line)].key)
+                if line.strip().isdigit():  # not what a library prints
+                    self.finished.add(self.functions[int(line)].key)
         process.wait()
         with suppress(OSError):
             process.stdin.close()
