@@ -27,7 +27,7 @@ def built_in_chunks(build: Build, step: StepGraph, pipeline: Pipeline, costs: Co
     Rows of experts are sorted over all tokens, so once they are placed nothing goes row by row any more: such a step is
     written in chunks before that, and every chunk has a sort and a dispatch of its own.
     """
-    split = next((one for one in pipeline.passes if isinstance(one, Split)), None)
+    split = next((each for each in pipeline.passes if isinstance(each, Split)), None)
     if split is None or not has_experts(step):
         return build(step, pipeline)
     began = time.monotonic()

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.interop import inductor
 from meshweave.ir.ops import KERNELS
+from meshweave.regions.compiler import RegionCompiler
 from meshweave.regions.process import CompilerProcess, dump, load
 from meshweave.regions.trace import Form, RegionCall, RegionFunction
 
@@ -116,6 +119,20 @@ def test_a_compiler_that_crashes_leaves_its_region_as_it_is(
     assert losses == pytest.approx(eager_losses(x, 3), rel=1e-6)
     assert "ended with signal 9" in caplog.text
     assert None in step.session.compiler.compiled.values()
+
+
+def test_a_process_that_ends_between_two_graphs_of_a_step_is_looked_for_again() -> None:
+    """The first graph was left op by op: the step has to be built once more."""
+    process = CompilerProcess(())
+    compiler = RegionCompiler("auto", lambda flag: flag, _processes={frozenset({"of the first graph"}): process})
+    with ThreadPoolExecutor(1) as pool:
+        end = Event()
+        pool.submit(end.wait)
+        process._reader = next(iter(pool._threads))
+        assert compiler._compiles_beside((), CPU)
+        end.set()
+    assert not compiler._compiles_beside((), CPU)
+    assert compiler.is_waiting
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,7 @@ BackendName = Literal["eager", "inductor", "auto"]
 BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "auto")
 Functions = Mapping[int, RegionFunction]  # of one region, by device
 
+T = TypeVar("T")
 _NOTES = logging.getLogger("meshweave")
 _SHOWN = 40  # names of ops in a note
 
@@ -122,9 +123,8 @@ class RegionCompiler:
                 return plain
             if self.backend == "auto" and verdict is None and self._compiles_beside(functions, device):
                 return plain
-            pairs = list(zip(regions, functions, strict=True))
-            first = int(self.begin * len(pairs))
-            failed = [r for r, its in (*pairs[first:], *pairs[:first]) if not self._compiles(r, its)]
+            pairs = self._in_own_order(list(zip(regions, functions, strict=True)))
+            failed = [r for r, its in pairs if not self._compiles(r, its)]
             if not self.any_rank(bool(failed)):
                 break
             if self.any_rank(not failed):  # ranks that compile other regions would not stay replicas
@@ -145,16 +145,21 @@ class RegionCompiler:
         distinct = {f.key: f for its in functions for f in its.values() if f.key not in self.compiled}
         keys = frozenset(distinct)
         if keys and keys not in self._processes:
-            ordered, first = list(distinct.values()), int(self.begin * len(distinct))
-            self._processes[keys] = process = CompilerProcess((*ordered[first:], *ordered[:first]))
+            self._processes[keys] = process = CompilerProcess(self._in_own_order(list(distinct.values())))
             try:
                 process.start()
             except Exception as error:  # no process to be had, options that cannot be handed over: compiled here
                 _NOTES.info("regions are compiled in this process (%s: %s)", type(error).__name__, error)
-        self.is_waiting = self.any_rank(self.is_busy)
-        if not self.is_waiting and keys:
+        waits = self.any_rank(self.is_busy)
+        self.is_waiting |= waits  # the process may end before the next graph of the step is asked for
+        if not waits and keys:
             self._note_crash(self._processes[keys])
-        return self.is_waiting
+        return waits
+
+    def _in_own_order(self, items: list[T]) -> list[T]:
+        """The items from where this process begins to the end, then those before."""
+        first = int(self.begin * len(items))
+        return [*items[first:], *items[:first]]
 
     @property
     def is_busy(self) -> bool:

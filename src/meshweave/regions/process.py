@@ -25,7 +25,7 @@ from meshweave.interop.ops import find_operator, is_operator
 from meshweave.ir.ops import KERNELS
 from meshweave.regions.trace import RegionFunction
 
-_NICE = 10  # training goes first
+_NICE = 10
 _HEADER_BYTES = 8
 _OPS_OF_KERNELS = {id(kernel): op for op, kernel in KERNELS.items()}
 
@@ -120,11 +120,16 @@ class CompilerProcess:
             self._reader.join()
 
 
+def give_way() -> None:
+    """Let training go first: before this thread, on Linux, and the processes that it starts."""
+    with suppress(OSError):
+        os.nice(_NICE)
+
+
 def main() -> None:
     """Compile what stands on stdin; print the number of each region when it is through."""
     out, sys.stdout = sys.stdout, sys.stderr  # what a compiler prints is no number
-    with suppress(OSError):
-        os.nice(_NICE)
+    give_way()
     size = int.from_bytes(sys.stdin.buffer.read(_HEADER_BYTES), "big")
     inductor = load_inductor()
     settings, functions = load(sys.stdin.buffer.read(size))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
@@ -15,11 +14,11 @@ from torch import fx
 from meshweave.interop.lazy import load_inductor
 from meshweave.ir.rank import RankGraph
 from meshweave.regions.compiler import BackendName, Planned, RegionCompiler
+from meshweave.regions.process import give_way
 from meshweave.runtime.cluster import on_any
 from meshweave.runtime.executor import Fuse, Fused, Step
 from meshweave.runtime.world import World
 
-_NICE = 10
 _LOOK_AGAIN = 1.2
 _LEAST_ELEMENTS = (
     1_000_000  # an update of fewer moves no bytes to speak of, and such models seldom have regions that pay
@@ -63,8 +62,7 @@ def prepare_compiler(backend: BackendName, world: World, num_elements: int) -> N
     find = load_inductor().find_instructions
 
     def beside() -> None:
-        with suppress(OSError):
-            os.nice(_NICE)  # of this thread and what it starts, on Linux
+        give_way()
         find()
 
     if sys.platform == "linux":
