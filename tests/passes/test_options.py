@@ -18,6 +18,7 @@ from meshweave.passes import (
     PASSES,
     Carry,
     Decompose,
+    Keep,
     MeshProgram,
     Overlap,
     Pass,
@@ -35,9 +36,9 @@ from meshweave.passes.base import STAGES
     [
         (None, ()),
         ("none", ()),
-        ("exact", (Carry(), Overlap())),
-        ("default", (Split(), Decompose(), Overlap())),
-        ("default,split=4", (Split((4,)), Decompose(), Overlap())),
+        ("exact", (Keep(), Carry(), Overlap())),
+        ("default", (Keep(), Split(), Decompose(), Overlap())),
+        ("default,split=4", (Keep(), Split((4,)), Decompose(), Overlap())),
         ("overlap,split", (Split(), Overlap())),
         ("overlap, split=4 ,recompute=selective", (Recompute("selective"), Split((4,)), Overlap())),
         ("prefetch=2,carry=1,decompose", (Prefetch(2), Decompose(), Carry(1))),
@@ -54,9 +55,9 @@ def test_short_forms_are_the_same_list() -> None:
     )
     listed = [Overlap(bucket=False), Carry(3), Decompose(), Split((2,)), Prefetch(1), Recompute("full")]
     assert set(pipeline_of(listed).passes) == set(short.passes)
-    assert [one.name for one in short.passes] == [name for name in PASSES if name != "ring"]  # a plan's, see Plan.cp
+    assert [one.name for one in short.passes] == [name for name in PASSES if name not in ("ring", "keep")]
     assert pipeline_of(split=True).passes == (Split(),)
-    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("exact").passes
+    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("carry,overlap").passes
     assert pipeline_of("overlap", memory_cap_bytes=1 << 30).passes == (Overlap(),)
 
 

@@ -30,6 +30,10 @@ def gain_row(program: Program, before: Simulation, after: Simulation) -> dict[st
             for r in program.overlap
         ],
         "variants": [{"name": v.name, "seconds": v.seconds, "reason": v.reason} for v in program.optimized.variants],
+        "kept": [
+            {"num_kept": kept.num_kept, "num_repeated": kept.num_repeated, "kept_bytes": kept.kept_bytes}
+            for kept in program.optimized.reports.get("keep", ())
+        ],
         "taken": program.optimized.name,
         "taken_apart": [
             {"name": row.name, "op": row.op, "group": row.group, "way": row.way, "num_steps": row.num_steps}
@@ -50,6 +54,8 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
     )
     if program.optimized.variants:
         yield f"  taken: {program.optimized.name}; of {'; '.join(map(str, program.optimized.variants))}"
+    for i, kept in enumerate(program.optimized.reports.get("keep", ())):
+        yield f"  role {i}: {kept}"
     for i, split in enumerate(program.optimized.splits):
         yield f"  role {i}: {str(split).splitlines()[0]}"
     for i, rings in enumerate(program.optimized.rings):

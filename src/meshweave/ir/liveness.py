@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
@@ -26,12 +27,35 @@ def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:
     return list(accumulate(changes[:-1]))
 
 
-def peak_bytes(role: RankGraph) -> int:
-    """The most that the first device of a role holds in the last microbatch of a step, which holds the most.
+@dataclass(frozen=True, slots=True)
+class RoleLiveness:
+    """The storages of the first device of a role, in the last microbatch of a step, in which most of them live.
 
     Every storage lives from the op that makes it to its last use, as in `runtime.executor`; operands of communications
-    live until these have been waited for.
+    live until these have been waited for. Moments count the ops of the graph, symbols left out.
     """
+
+    values: Mapping[fx.Node, Sequence[Value]]
+    ranges: Mapping[int, LiveRange]  # by storage
+    num_moments: int
+
+    def storage_of(self, node: fx.Node) -> int:
+        """That of a node with one result."""
+        (value,) = self.values[node]
+        return value.storage
+
+    def levels(self) -> list[int]:
+        """The bytes that live at each moment."""
+        return live_bytes(self.ranges.values(), self.num_moments)
+
+
+def peak_bytes(role: RankGraph) -> int:
+    """The most that the first device of a role holds at once (`RoleLiveness`)."""
+    return max(role_liveness(role).levels())
+
+
+def role_liveness(role: RankGraph) -> RoleLiveness:
+    """When the storages of a role live, in the order of its graph."""
     values = local_values(role).values
     nodes = [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
     begin, end, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
@@ -52,7 +76,7 @@ def peak_bytes(role: RankGraph) -> int:
     for (kind, _), node in zip(role.outputs, next(iter(reversed(role.graph.nodes))).args[0], strict=True):  # type: ignore[arg-type]
         if kind not in ("acc", "grad"):
             end.update((x.storage, never) for x in values[node])  # type: ignore[index]
-    return max(live_bytes(((begin[s], end[s], size) for s, size in sizes.items()), never))
+    return RoleLiveness(values, {s: (begin[s], end[s], size) for s, size in sizes.items()}, never)
 
 
 def _used(node: fx.Node, values: dict[fx.Node, tuple[Value, ...]]) -> list[Value]:

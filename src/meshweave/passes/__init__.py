@@ -6,6 +6,7 @@ from meshweave.passes.candidates import Budget, ProgramVariant
 from meshweave.passes.carry import Carry
 from meshweave.passes.decompose import Decompose
 from meshweave.passes.graph_program import GraphProgram
+from meshweave.passes.keep import Keep
 from meshweave.passes.options import PASSES, pass_list, pipeline_of
 from meshweave.passes.overlap import Overlap
 from meshweave.passes.pipeline import Optimized, Pipeline, prove
@@ -21,6 +22,7 @@ __all__ = [
     "Carry",
     "Decompose",
     "GraphProgram",
+    "Keep",
     "MeshProgram",
     "Optimized",
     "Overlap",

@@ -77,7 +77,8 @@ class ProgramCandidate(Generic[Q]):
         reports_by_pass = {**self.reports, done_pass.name: reports}
         if done_pass.stage == "ordered":
             return replace(self, program=program, reports=reports_by_pass)
-        name = self.name if _is_same(program.graphs, self.program.graphs) else _joined(self.name, done_pass.label)
+        is_same = done_pass.numerics == "exact" or _is_same(program.graphs, self.program.graphs)
+        name = self.name if is_same else _joined(self.name, done_pass.label)
         return ProgramCandidate(name, program, program, reports_by_pass)
 
 

@@ -13,6 +13,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.passes.base import Pass
 from meshweave.passes.carry import Carry
 from meshweave.passes.decompose import Decompose
+from meshweave.passes.keep import Keep
 from meshweave.passes.overlap import Overlap
 from meshweave.passes.pipeline import Pipeline
 from meshweave.passes.prefetch import Prefetch
@@ -26,12 +27,13 @@ from meshweave.schedule.decide import OrderOptions
 
 # All passes that a text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {
-    each_pass.name: each_pass for each_pass in (Recompute, Prefetch, RingAttention, Split, Decompose, Carry, Overlap)
+    each_pass.name: each_pass
+    for each_pass in (Recompute, Prefetch, Keep, RingAttention, Split, Decompose, Carry, Overlap)
 }
 GROUPS = {
-    "exact": ("carry", "overlap"),  # those that change no value
+    "exact": ("keep", "carry", "overlap"),  # those that change no value
     # All that are taken by gain but carry: what a script writes to a parameter through `.data` is not seen by it.
-    "default": ("split", "decompose", "overlap"),
+    "default": ("keep", "split", "decompose", "overlap"),
 }
 PassesArgument = str | Sequence[Pass[Any]] | None
 
@@ -69,8 +71,9 @@ def pipeline_of(
 
 def pass_list(requested: PassesArgument) -> tuple[Pass[Any], ...]:
     """The passes of a list, or of a text: names with commas between, in any order, each with a value for its first
-    option where one is due, and names for several: "none", "exact" (carry, overlap) and "default" (split, decompose,
-    overlap; where a plan cuts sequences also ring). What is named by itself replaces what a name for several brings.
+    option where one is due, and names for several: "none", "exact" (keep, carry, overlap) and "default" (keep, split,
+    decompose, overlap; where a plan cuts sequences also ring). What is named by itself replaces what a name for several
+    brings.
 
         "overlap"   "default,split=4"   "recompute=selective,prefetch=1"   "overlap,my_passes.py:Fuse"
 

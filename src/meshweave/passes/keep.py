@@ -1,0 +1,43 @@
+"""Results of collectives kept for a second use, as a pass over rank graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+from meshweave.check.same import check_same
+from meshweave.gathers.keep import KeepReport, keep
+from meshweave.hardware import Costs
+from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
+from meshweave.schedule.decide import default_cap
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Pass[MeshProgram]):
+    """What a collective has brought is kept for the next equal collective, as parameters gathered in forward are for
+    backward (`reshard_after_forward=False` of FSDP2, block by block), where memory is free in between.
+
+    `share` is how much of what memory has left above the peak of the step may be used so: the scheduler needs the rest
+    to gather ahead. What it has left is what the cap says; where the caller names none, 5% of the peak or 512 MiB,
+    whichever is more, but no more than the machine has.
+    """
+
+    name: ClassVar[str] = "keep"
+    numerics: ClassVar[Numerics] = "exact"
+    stage: ClassVar[Stage] = "written"
+    share: float = 0.5
+
+    def run(self, program: MeshProgram, costs: Costs) -> tuple[MeshProgram, tuple[KeepReport, ...]]:
+        def limit_of(peak: int) -> int:
+            cap = program.memory_cap_bytes
+            if cap is None:
+                cap = int(min(default_cap(peak), costs.usable_bytes or inf))
+            return peak + int(max(0, cap - peak) * self.share)
+
+        pairs = [keep(role, limit_of) for role in program.roles]
+        roles, reports = tuple(role for role, _ in pairs), tuple(report for _, report in pairs)
+        for before, after in zip(program.roles, roles, strict=True):
+            check_same(before, after)
+        is_same = all(new is old for new, old in zip(roles, program.roles, strict=True))
+        return program if is_same else replace(program, roles=roles), reports
