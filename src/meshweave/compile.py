@@ -288,8 +288,8 @@ def compile(
         layers once; "auto": compiled where that is measured to be faster and saves in 1,000 steps what compiling takes,
         by a process beside the first steps; on virtual devices eager. Values then differ from eager's by rounding
         (docs/regions.md).
-    passes: what the step goes through, as a list of `meshweave.passes` or as text: "exact" (keep, carry, overlap: values
-        stay the same to the bit), "default" (keep, split, decompose, overlap: sums may round otherwise), "none",
+    passes: what the step goes through, as a list of `meshweave.passes` or as text: "exact" (keep, carry, overlap:
+        values stay the same to the bit), "default" (keep, split, decompose, overlap: sums may round otherwise), "none",
         "default,split=4,recompute=full". The arguments recompute, prefetch, overlap, decompose and split are short
         forms of the same list. Where none of them is given (recompute aside), a job of several processes whose costs
         are a machine profile has "default", and keeps what is simulated fastest (split and decompose where they gain
