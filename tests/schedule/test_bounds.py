@@ -28,6 +28,7 @@ def problem_of(rows: Sequence[Row], startup: float = 0.0) -> Problem:
         made.channel.append(channel)
         made.seconds.append(0.0 if is_start else seconds)
         made.copy.append(seconds if is_start else 0.0)
+        made.host.append(0.0)
         made.startup.append(startup if is_start else 0.0)
         made.usage.append(())
         made.deps.append(deps)

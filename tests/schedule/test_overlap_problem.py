@@ -20,7 +20,7 @@ from meshweave.simulate.clock import Times, Work
 
 def problem_of(seed: int, num_items: int = 24, levels: bool = False) -> Problem:
     """Random kernels and communications in two channels; every communication is waited for."""
-    rng = random.Random(seed)
+    rng, hosts = random.Random(seed), random.Random(1000 + seed)
     made = Problem(channels=["a", "b"])
     for i in range(num_items):
         is_start = rng.random() < 0.4
@@ -32,6 +32,7 @@ def problem_of(seed: int, num_items: int = 24, levels: bool = False) -> Problem:
         made.channel.append(rng.randrange(2) if is_start else -1)
         made.seconds.append(0.0 if is_start else rng.choice([0.0, 1.0, 2.0, 3.0]))
         made.copy.append(rng.choice([0.5, 1.0, 4.0]) if is_start else 0.0)
+        made.host.append(hosts.choice([0.0, 0.0, 0.5]) if is_start else 0.0)
         made.startup.append(0.25 if is_start else 0.0)
         made.usage.append((("net", rng.choice([0.5, 1.0])),) if is_start and levels else ())
         made.is_waited.append(is_start)
@@ -62,7 +63,8 @@ def on_machine(problem: Problem, order: Order, slowdown: float) -> Times:
     work, lines, copies = Work(), [list[int]() for _ in problem.channels], dict[int, int]()
     for x in order:
         is_kernel = x >= 0 and problem.channel[x] < 0
-        work.add(problem.seconds[x] if is_kernel else 0.0, [~x] if x < 0 else [], is_kernel=is_kernel)
+        own = problem.host[~x] if x < 0 else problem.seconds[x] if is_kernel else 0.0
+        work.add(own, [~x] if x < 0 else [], is_kernel=is_kernel)
     for number, x in enumerate(order):
         if x >= 0 and problem.channel[x] >= 0:
             copies[x] = work.add(problem.copy[x], [number], problem.usage[x])
@@ -89,7 +91,8 @@ def test_an_order_takes_as_long_as_on_the_event_machine(seed: int) -> None:
         elif x >= 0:
             assert (played.begin[x], played.end[x]) == pytest.approx((expected.starts[at], expected.ends[at]))
     busy = sum(played.end[x] - played.begin[x] for x, c in enumerate(shared.channel) if c < 0)
-    assert busy + sum(b - a for _, a, b in played.stalls) == pytest.approx(played.seconds)
+    waiting = sum(b - a for _, a, b in played.stalls)
+    assert busy + sum(shared.host) + waiting == pytest.approx(played.seconds)
 
 
 def orders_of(problem: Problem, done: tuple[int, ...] = ()) -> Iterator[list[int]]:
@@ -122,6 +125,7 @@ def test_the_bound_is_reached_where_streams_fill() -> None:
         problem.channel.append(channel)
         problem.seconds.append(0.0 if channel >= 0 else seconds)
         problem.copy.append(seconds if channel >= 0 else 0.0)
+        problem.host.append(0.0)
         problem.startup.append(0.0)
         problem.usage.append(())
         problem.deps.append(deps)

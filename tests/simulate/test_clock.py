@@ -182,7 +182,7 @@ def test_time_is_between_the_longest_stream_and_the_sum(program: Program, slower
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> tuple[list[int], list[float], list[int], list[float]]:
+def orders(draw: st.DrawFn) -> tuple[list[int], list[float], list[int], list[float], list[float]]:
     """An order as `makespan` reads it: kernels, starts on two channels, waits that stand anywhere or nowhere."""
     order: list[int] = []
     channel = [draw(st.sampled_from([-1, -1, 0, 1])) for _ in range(draw(st.integers(1, 25)))]
@@ -192,17 +192,18 @@ def orders(draw: st.DrawFn) -> tuple[list[int], list[float], list[int], list[flo
         if open_starts and draw(st.booleans()):
             order.append(~draw(st.sampled_from(open_starts)))
     seconds = [draw(SECONDS) if c < 0 else 0.0 for c in channel]
-    return order, seconds, channel, [draw(SECONDS) if c >= 0 else 0.0 for c in channel]
+    copies, hosts = ([draw(SECONDS) if c >= 0 else 0.0 for c in channel] for _ in range(2))
+    return order, seconds, channel, copies, hosts
 
 
 @given(orders(), st.booleans())
 def test_one_pass_takes_as_long_where_nothing_slows(
-    program: tuple[list[int], list[float], list[int], list[float]], uses_links: bool
+    program: tuple[list[int], list[float], list[int], list[float], list[float]], uses_links: bool
 ) -> None:
-    order, seconds, channel, copies = program
+    order, seconds, channel, copies, hosts = program
     n = len(seconds)
     numbers = {x: k for k, x in enumerate(order)}
-    tasks = [kernel(seconds[x]) if x >= 0 and channel[x] < 0 else mark() for x in order]
+    tasks = [kernel(hosts[~x] if x < 0 else seconds[x]) if x < 0 or channel[x] < 0 else mark() for x in order]
     needs = [[len(order) + ~x] if x < 0 else [] for x in order]
     tasks += [copy(copies[i], (f"link {channel[i]}", 1.0)) if uses_links else Task(copies[i]) for i in range(n)]
     needs += [[numbers[i]] for i in range(n)]
@@ -210,6 +211,6 @@ def test_one_pass_takes_as_long_where_nothing_slows(
     for i in (i for i in range(n) if channel[i] < 0):  # tasks that stand for nothing
         lines.append([len(order) + i])
     work = work_of(tasks, needs)
-    found = makespan(order, seconds, channel, copies, 2)
+    found = makespan(order, seconds, channel, copies, hosts, 2)
     assert play(work, [list(range(len(order))), *lines], 1, by_levels(1.0)).seconds == found
     assert play_on_machine(work, [list(range(len(order))), *lines], 1, by_levels(1.0)).seconds == pytest.approx(found)

@@ -166,6 +166,11 @@ class Merger:
         target, channel = self.reading.nodes[start].target, self.reading.problem.channel[start]
         return self.costs.curves[str(target), channel]
 
+    def host(self, start: int) -> Curve:
+        """Seconds that the wait for such a collective takes of the stream, over the same bytes."""
+        target, channel = self.reading.nodes[start].target, self.reading.problem.channel[start]
+        return self.costs.hosts[str(target), channel]
+
     def size(self, start: int) -> float:
         """Bytes of the larger end of a collective."""
         if start not in self.sizes:

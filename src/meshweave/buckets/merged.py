@@ -132,6 +132,7 @@ class MergedWriter:
         problem.waits.append(waits)
         problem.channel.append(p.channel[i])
         problem.copy.append(p.copy[i])
+        problem.host.append(p.host[i])
         problem.startup.append(p.startup[i])
         problem.usage.append(p.usage[i])
         problem.allocs.append(p.allocs[i])
@@ -147,6 +148,7 @@ class MergedWriter:
         problem.waits.append(tuple(sorted(set(waits))))
         problem.channel.append(-1)
         problem.copy.append(0.0)
+        problem.host.append(0.0)
         problem.startup.append(0.0)
         problem.usage.append(())
         problem.allocs.append(ends[0])
@@ -178,6 +180,7 @@ class MergedWriter:
         start = self.add(Item("start", b, b), name, 0.0, (pack,), (), ((whole,), (handed,)))
         self.problem.channel[start], self.problem.usage[start] = p.channel[first], p.usage[first]
         self.problem.copy[start] = max(merger.curve(first)(moved), max(p.copy[c] for c in bucket))
+        self.problem.host[start] = merger.host(first)(moved)
         self.problem.startup[start] = max(p.startup[c] for c in bucket)
         self.problem.is_waited[start] = True
         for c in bucket:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.collectives import PERMUTE, RECEIVED, Collective
+from meshweave.ir.collectives import PERMUTE, RECEIVED, TRANSFER, Collective
 from meshweave.ir.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ def collective_seconds(
     if not priced_bytes and row.name == PERMUTE.name:
         return 0.0
     return profile.seconds(row.cost_name, mesh, axes, priced_bytes)
+
+
+def host_seconds(profile: MachineProfile, row: Collective, mesh: Mesh, axes: Sequence[str], seconds: float) -> float:
+    """What of a collective's `seconds` the waiting caller spends itself, once the bytes are there: sums and copies of a
+    runtime on a processor."""
+    if profile.fusion != "none" or not seconds or row.name in (PERMUTE.name, TRANSFER.name):
+        return 0.0
+    return profile.host_seconds(row.cost_name, mesh, axes, seconds)
 
 
 def bad_figure(name: str, got: float, expected: str, where: str) -> MeshweaveError:

@@ -29,11 +29,12 @@ class CostNumbers:
 
 @dataclass(frozen=True, slots=True)
 class MergeCosts:
-    """What merging is priced with. `moved` are bytes handed in by item, `curves` by (op, channel), `copy_rate` in bytes
-    read and written per second."""
+    """What merging is priced with. `moved` are bytes handed in by item; by (op, channel) `curves` are the seconds of
+    the channel, `hosts` those of the stream; `copy_rate` in bytes read and written per second."""
 
     moved: dict[int, float]
     curves: dict[tuple[str, int], Curve]
+    hosts: dict[tuple[str, int], Curve]
     copy_rate: float
 
 
@@ -55,7 +56,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     kinds: dict[tuple[str, int], int] = {}
     for i in reading.rows:
         kinds.setdefault((str(reading.nodes[i].target), problem.channel[i]), i)
-    curves = [prices.curve(i) for i in kinds.values()]
+    curves = [curve for i in kinds.values() for curve in (prices.curve(i), prices.host(i))]
     mine = [*problem.seconds, *own.values(), *moved.values(), *map(float, problem.sizes), prices.copy_rate()]
     mine += [s for curve in curves for s in curve.seconds]
     mine += [dict(prices.usage(i)).get(level, 0.0) for i in own for level in LEVELS]
@@ -65,8 +66,12 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     moved = {i: next(numbers) for i in moved}
     problem.sizes = [int(next(numbers)) for _ in problem.sizes]
     copy_rate = next(numbers)
-    measured = {key: Curve(tuple(next(numbers) * factor for _ in SIZES)) for key in kinds}
+    pairs = [[Curve(tuple(next(numbers) * factor for _ in SIZES)) for _ in range(2)] for _ in kinds]
+    measured, hosts = (dict(zip(kinds, each, strict=True)) for each in zip(*pairs, strict=True)) if kinds else ({}, {})
     problem.copy = [own.get(i, 0.0) for i in range(problem.num_items)]
+    problem.host = [0.0] * problem.num_items
+    for i in own:
+        problem.host[i] = hosts[str(reading.nodes[i].target), problem.channel[i]](moved[i])
     problem.startup = [0.0] * problem.num_items
     problem.usage = [()] * problem.num_items
     for i in own:
@@ -76,7 +81,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
         if row.bucket:
             curve = measured[str(reading.nodes[i].target), problem.channel[i]]
             problem.startup[i] = max(problem.copy[i] - moved[i] * curve.least, 0.0)
-    return MergeCosts(moved, measured, copy_rate)
+    return MergeCosts(moved, measured, hosts, copy_rate)
 
 
 def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:

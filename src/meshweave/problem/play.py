@@ -28,7 +28,7 @@ def seconds_of(problem: Problem, order: Order, slowdown: Slowdown | None = None)
     """The makespan of `order`: until the compute stream and every channel are done."""
     if slowdown is not None and any(problem.usage):
         return _times(problem, order, slowdown).seconds
-    return clock.makespan(order, problem.seconds, problem.channel, problem.copy, len(problem.channels))
+    return clock.makespan(order, problem.seconds, problem.channel, problem.copy, problem.host, len(problem.channels))
 
 
 def play(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> Played:
@@ -37,7 +37,7 @@ def play(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> Pl
     is_start = [c >= 0 for c in problem.channel]
     begin = tuple(times.starts[n + i if start else i] for i, start in enumerate(is_start))
     end = tuple(times.ends[n + i if start else i] for i, start in enumerate(is_start))
-    return Played(times.seconds, begin, end, tuple(times.starts[:n]), tuple(_stalls(order, is_start, begin, end)))
+    return Played(times.seconds, begin, end, tuple(times.starts[:n]), tuple(_stalls(problem, order, begin, end)))
 
 
 def _times(problem: Problem, order: Order, slowdown: Slowdown) -> clock.Times:
@@ -45,7 +45,7 @@ def _times(problem: Problem, order: Order, slowdown: Slowdown) -> clock.Times:
     n, channel = problem.num_items, problem.channel
     none: list[tuple[tuple[str, float], ...]] = [()] * n
     work = clock.Work(
-        seconds=[*problem.seconds, *problem.copy, *[0.0] * n],
+        seconds=[*problem.seconds, *problem.copy, *reversed(problem.host)],
         needs=_needs(n),
         usage=[*none, *problem.usage, *none],
         roles=[(0,)] * (3 * n),
@@ -66,7 +66,7 @@ def _needs(n: int) -> list[Sequence[int]]:
 
 
 def _stalls(
-    order: Order, is_start: Sequence[bool], begin: Sequence[float], end: Sequence[float]
+    problem: Problem, order: Order, begin: Sequence[float], end: Sequence[float]
 ) -> Iterator[tuple[int, float, float]]:
     """Where the stream stands still: at a wait, and behind its last entry, where it waits for what began first."""
     now = 0.0
@@ -75,9 +75,10 @@ def _stalls(
             if end[~x] > now:
                 yield ~x, now, end[~x]
                 now = end[~x]
-        elif not is_start[x]:
+            now += problem.host[~x]
+        elif problem.channel[x] < 0:
             now = end[x]
-    left = sorted((x for x in order if x >= 0 and is_start[x] and end[x] > now), key=lambda c: begin[c])
+    left = sorted((c for c in problem.starts if end[c] > now), key=lambda c: begin[c])
     for until in sorted({end[c] for c in left}):
         yield next(c for c in left if begin[c] <= now < end[c]), now, until
         now = until

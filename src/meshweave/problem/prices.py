@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.collectives import collective_seconds
+from meshweave.hardware.collectives import collective_seconds, host_seconds
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import MemoryWork, Work
 from meshweave.ir.aliases import is_view_op
@@ -53,14 +53,19 @@ class Curve:
         return max(min(last, *(s / size for s, size in zip(self.seconds, SIZES, strict=True))), 0.0)
 
 
+_NOTHING = Curve((0.0,) * len(SIZES))
+
+
 class Prices(Protocol):
-    """What the scheduler asks of the costs of one program. `notes`: what a reader must know of them."""
+    """What the scheduler asks of the costs of one program. `notes`: what a reader must know of them. What the caller of
+    a communication does itself, once the bytes are there, is in `host`, and neither in `start` nor in `curve`."""
 
     @property
     def notes(self) -> tuple[str, ...]: ...
     def compute(self, node: fx.Node) -> float: ...
     def start(self, item: int, num_bytes: float) -> float: ...
     def curve(self, item: int) -> Curve: ...
+    def host(self, item: int) -> Curve: ...
     def usage(self, item: int) -> tuple[tuple[str, float], ...]: ...
     def copy_rate(self) -> float: ...
 
@@ -153,6 +158,9 @@ class CallablePrices:
         slope = max((last - first) / (high - low), 0.0) if high > low else first / low if low else 0.0
         base = max(first - slope * low, 0.0)
         return Curve(tuple(base + slope * size for size in SIZES))
+
+    def host(self, item: int) -> Curve:
+        return _NOTHING
 
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:
         return ()
@@ -264,16 +272,25 @@ class ProfilePrices:
 
     def start(self, item: int, num_bytes: float) -> float:
         node = self.reading.nodes[item]
-        return self.simulated.seconds[node] if self.simulated is not None else self.collective(item, num_bytes)
+        return self.simulated.seconds[node] if self.simulated is not None else self.parts(item, num_bytes)[0]
 
-    def collective(self, item: int, num_bytes: float) -> float:
+    def parts(self, item: int, num_bytes: float) -> tuple[float, float]:
+        """Seconds of the links, and of the caller."""
         row, node = self.reading.rows[item], self.reading.nodes[item]
-        return collective_seconds(self.profile, node, row, *self.reading.program.group_of(node), num_bytes)
+        mesh, axes = self.reading.program.group_of(node)
+        seconds = collective_seconds(self.profile, node, row, mesh, axes, num_bytes)
+        host = host_seconds(self.profile, row, mesh, axes, seconds)
+        return seconds - host, host
 
     def curve(self, item: int) -> Curve:
         if self.reading.nodes[item].target is transfer:  # it is never merged
             return Curve((self.start(item, 0.0),) * len(SIZES))
-        return Curve(tuple(self.collective(item, size) for size in SIZES))
+        return Curve(tuple(self.parts(item, size)[0] for size in SIZES))
+
+    def host(self, item: int) -> Curve:
+        if self.reading.nodes[item].target is transfer:
+            return _NOTHING
+        return Curve(tuple(self.parts(item, size)[1] for size in SIZES))
 
     def usage(self, item: int) -> tuple[tuple[str, float], ...]:
         node = self.reading.nodes[item]

@@ -16,10 +16,11 @@ class Problem:
     """Items 0 .. n-1 of a compute stream. Lists are by item unless said.
 
     An item is a kernel, which takes `seconds`, or the start of a communication, which takes the stream no time and its
-    channel `copy` seconds (`channel` -1: a kernel). `deps` are the items that stand before it, `waits` the starts whose
-    communication is complete before it. It makes the storages `allocs` and reads or writes the storages `uses`; a
-    communication holds both until its wait. A storage is freed after its last use unless `kept`; `base_bytes` are
-    those of storages that live before the first item. `order` is the order of the graph.
+    channel `copy` seconds (`channel` -1: a kernel). The wait for it takes the stream `host` seconds once the channel
+    is done, as where a processor sums up what has arrived. `deps` are the items that stand before it, `waits` the
+    starts whose communication is complete before it. It makes the storages `allocs` and reads or writes the storages
+    `uses`; a communication holds both until its wait. A storage is freed after its last use unless `kept`; `base_bytes`
+    are those of storages that live before the first item. `order` is the order of the graph.
 
     `rate` is the share of its channel's time that a communication's `copy` spends on bytes, the rest is start-up.
     """
@@ -30,6 +31,7 @@ class Problem:
     waits: list[tuple[int, ...]] = field(default_factory=list)
     channel: list[int] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
     startup: list[float] = field(default_factory=list)
     usage: list[tuple[tuple[str, float], ...]] = field(default_factory=list)
     allocs: list[tuple[int, ...]] = field(default_factory=list)

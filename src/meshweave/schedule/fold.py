@@ -55,7 +55,7 @@ def fold(problem: Problem) -> Folded:
     number = {i: n for n, i in enumerate(kept)}
     members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
     folded = Problem(sizes=problem.sizes, kept=problem.kept, before=problem.before, channels=problem.channels)
-    for name in ("names", "channel", "copy", "startup", "usage", "is_waited"):
+    for name in ("names", "channel", "copy", "host", "startup", "usage", "is_waited"):
         values = getattr(problem, name)
         setattr(folded, name, [values[i] for i in kept])
     folded.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]

@@ -311,6 +311,7 @@ class _Scheduler:
     def settle(self, start: int) -> None:
         """Put the wait for a communication here; what it held alone is free."""
         self.is_settled[start] = True
+        self.now = max(self.now, self.end[start]) + self.outline.problem.host[start]
         self.order.append(~start)
         counts, sizes = self.counts, self.outline.problem.sizes
         for s in self.outline.holds[start]:

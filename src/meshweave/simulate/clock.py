@@ -261,18 +261,24 @@ def play(work: Work, streams: Sequence[Sequence[int]], num_roles: int, slowdown:
 
 
 def makespan(
-    order: Sequence[int], seconds: Sequence[float], channel: Sequence[int], copy: Sequence[float], num_channels: int
+    order: Sequence[int],
+    seconds: Sequence[float],
+    channel: Sequence[int],
+    copy: Sequence[float],
+    host: Sequence[float],
+    num_channels: int,
 ) -> float:
     """The seconds of `play` for one role whose communications slow nothing, in one pass over the order of its stream.
 
     An entry i of `order` is a kernel of `seconds[i]`, or starts the communication i, of `copy[i]`, on `channel[i]` (-1:
-    a kernel); ~i waits for that.
+    a kernel); ~i waits for that, and then takes `host[i]` itself.
     """
     free, end, now = [0.0] * num_channels, [0.0] * len(seconds), 0.0
     for x in order:
         if x < 0:
             if end[~x] > now:
                 now = end[~x]
+            now += host[~x]
         elif channel[x] < 0:
             now += seconds[x]
         else:

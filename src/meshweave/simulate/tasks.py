@@ -16,10 +16,10 @@ from torch import fx
 from meshweave.engine.machine import Schedule
 from meshweave.engine.match import Channel, agreed
 from meshweave.errors import VerifyError
-from meshweave.hardware.collectives import collective_seconds
+from meshweave.hardware.collectives import collective_seconds, host_seconds
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import MemoryWork
-from meshweave.ir.collectives import STARTS, TABLE, WAIT, transfer
+from meshweave.ir.collectives import STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
@@ -286,10 +286,10 @@ class _TaskLowering:
 
     def split(self, copy: SimulatedTask) -> tuple[SimulatedTask, float]:
         """A copy without what the waiting role does of it, and that: sums and copies of a runtime on a processor."""
-        if self.profile.fusion != "none" or not copy.seconds or copy.op in ("transfer", "permute"):
+        if copy.op == TRANSFER.name:
             return copy, 0.0
         mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
-        host = self.profile.host_seconds(TABLE[copy.node.target].cost_name, mesh, axes, copy.seconds)
+        host = host_seconds(self.profile, TABLE[copy.node.target], mesh, axes, copy.seconds)
         return replace(copy, seconds=copy.seconds - host), host
 
     def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
