@@ -66,13 +66,15 @@ def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
 # What every member of a group gets, from the operands of all members in the order of the group.
 
 
-def reduce_in_order(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Reduce in the order of the group: sums of half-precision values are taken in float32."""
+def reduce_in_order(parts: Sequence[Tensor], op: str, into: Tensor | None = None) -> Tensor:
+    """Reduce in the order of the group: sums of half-precision values are taken in float32. A sum may be written into
+    the memory of `into`, one of the first two parts, which nobody reads afterwards."""
     if op == "sum":
         wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
         if len(parts) == 1:
             return parts[0].clone()
-        total = parts[0].to(wide) + parts[1]  # two reads and a write: a copy to add to would be three more
+        # Two reads and a write: a copy to add to would be three more.
+        total = torch.add(parts[0].to(wide), parts[1], out=into if wide is parts[0].dtype else None)
         for part in parts[2:]:
             total += part
         return total.to(parts[0].dtype)

@@ -22,6 +22,7 @@ from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.allocator import keep_freed_memory
 from meshweave.runtime.calls import calls_of_job
 from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
@@ -263,9 +264,11 @@ def _local_rank() -> int:
 
 def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
     """This process's part of the mesh: this rank of torch.distributed where it is initialised, else all of it."""
-    if dist.is_available() and dist.is_initialized():
-        return ClusterWorld(mesh, device)
-    return LocalWorld(mesh, device)
+    is_job = dist.is_available() and dist.is_initialized()
+    world: World = ClusterWorld(mesh, device) if is_job else LocalWorld(mesh, device)
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    return world
 
 
 def on_any(world: World, flag: bool) -> bool:

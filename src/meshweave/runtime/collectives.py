@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from meshweave.ir.collectives import (
 )
 from meshweave.ir.sparse import rows_of
 from meshweave.runtime.background import Job
-from meshweave.runtime.buffers import Buffers
 from meshweave.runtime.messages import Message, Messages, bytes_of
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -45,7 +44,6 @@ class Group:
     order: tuple[int, ...]
     is_sorted: bool
     messages: Messages | None = None  # where collectives are done by messages
-    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def size(self) -> int:
@@ -81,12 +79,11 @@ class Group:
 @dataclass(eq=False, slots=True)
 class Pending:
     """A started communication. `kept_alive` are buffers that must live until it is done; `finish` makes the value of
-    them, and `release` is called when it has."""
+    them, once."""
 
     works: tuple[Any, ...]
     kept_alive: tuple[Tensor, ...]
     finish: Callable[[], Tensor | None]
-    release: Callable[[], None] | None = None
     is_done: bool = False
     value: Tensor | None = None
 
@@ -100,11 +97,16 @@ def _all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 
 def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """All-reduce in one round: every member receives the operands of all others and reduces them."""
-    out = group.buffers.take((group.size - 1, *x.shape), x)
-    received = dict(zip(group.others, out.unbind(0), strict=True))
+    received = {i: torch.empty_like(x) for i in group.others}
     works = _gather(group, x, list(received.items()))
-    parts = [received.get(i, x) for i in range(group.size)]
-    return Pending(works, (x, out), lambda: reduce_in_order(parts, args[0]), lambda: group.buffers.give_back(out))
+    return _reduced(group, works, x, received, args[0])
+
+
+def _reduced(group: Group, works: tuple[Any, ...], own: Tensor, received: Mapping[int, Tensor], op: str) -> Pending:
+    """What reduces the own part and those received, by member, into the memory of one of these."""
+    parts = [received.get(i, own) for i in range(group.size)]
+    into = received.get(0, received.get(1))
+    return Pending(works, (own, *received.values()), lambda: reduce_in_order(parts, op, into))
 
 
 def _gather(
@@ -132,11 +134,9 @@ def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 def reduce_scatter(group: Group, x: Tensor, op: str) -> Pending:
     """An exchange of equal blocks, then a local reduction: as many bytes as a ring, in one round."""
     blocks = x.chunk(group.size) if x.shape[0] else (x,) * group.size
-    out = group.buffers.take((group.size - 1, *blocks[0].shape), x)
-    received = dict(zip(group.others, out.unbind(0), strict=True))
+    received = {i: torch.empty_like(blocks[i]) for i in group.others}
     works = group.begin(list(received.items()), [(i, blocks[i]) for i in group.others])
-    parts = [received.get(i, blocks[i]) for i in range(group.size)]
-    return Pending(works, (x, out), lambda: reduce_in_order(parts, op), lambda: group.buffers.give_back(out))
+    return _reduced(group, works, blocks[group.own], received, op)
 
 
 def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:

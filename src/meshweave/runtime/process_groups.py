@@ -139,7 +139,6 @@ class ClusterCommunicator:
         def second() -> None:
             wait_all(first.works)
             whole[own].copy_(first.finish()[0])  # type: ignore[index]
-            group.buffers.give_back(first.kept_alive[1])
             others = [(i, group.order[i]) for i in group.others]
             received, sent = [(rank, whole[i]) for i, rank in others], [(rank, whole[own]) for _, rank in others]
             wait_all(messages.post(tag, received, sent))
@@ -249,9 +248,7 @@ class ClusterCommunicator:
             self.num_waited += 1
             self.open.discard(pending)
             pending.value = pending.finish()
-            if pending.release is not None:
-                pending.release()
-            pending.kept_alive, pending.is_done, pending.release = (), True, None
+            pending.kept_alive, pending.is_done = (), True
         return pending.value
 
     def _await(self, work: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import fx
 from meshweave.buckets.merge import Merger
 from meshweave.buckets.write import rewrite
 from meshweave.errors import MeshweaveError
-from meshweave.problem.play import live_at_peak, peak_of, play
+from meshweave.problem.play import live_at_peak, peak_of, play, seconds_of
 from meshweave.problem.problem import Order
 from meshweave.problem.read import Reading
 from meshweave.problem.scenarios import SCENARIOS
@@ -20,6 +20,7 @@ from meshweave.schedule.bounds import bound_of
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.schedule.search import OrderCandidate, OrderChoice, OrderSearch, choose
+from meshweave.schedule.waits import sunk_waits
 from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
@@ -109,9 +110,23 @@ def decide(
         raise _no_order(merger.reading, search.least, cap)
     names = {name for name, _ in known}
     choice = choose(candidates, slowdown, options.choose, sum(c.name in names for c in candidates))
+    choice = _patient(choice, slowdown, cap)
     report = _report(search, choice, before, notes)
     rewrite(merger.reading, choice.chosen.merged, choice.chosen.order)
     return report
+
+
+def _patient(choice: OrderChoice, slowdown: Slowdown | None, cap: float) -> OrderChoice:
+    """The choice with its waits as late as memory allows (`sunk_waits`), where that takes no longer at the costs as
+    said."""
+    chosen = choice.chosen
+    problem = chosen.merged.problem
+    order = tuple(sunk_waits(problem, chosen.order, slowdown))
+    seconds, peak = seconds_of(problem, order, slowdown), peak_of(problem, order)
+    if peak > cap or seconds > chosen.seconds[0]:
+        return choice
+    later = replace(chosen, order=order, seconds=(seconds, *chosen.seconds[1:]), peak=peak)
+    return replace(choice, chosen=later, candidates=tuple(later if c is chosen else c for c in choice.candidates))
 
 
 def _report(search: OrderSearch, choice: OrderChoice, before: int, notes: tuple[str, ...]) -> OverlapReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,10 +14,10 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.problem.figures import Agree, priced
 from meshweave.problem.prices import CostModel
-from meshweave.problem.problem import Problem
 from meshweave.problem.read import Reading, read
 from meshweave.schedule.decide import OrderOptions, decide
 from meshweave.schedule.report import OverlapReport
+from meshweave.schedule.waits import with_waits
 
 
 def order_program(
@@ -83,22 +83,8 @@ def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
     for k, names in enumerate(options.orders):
         if strange := [name for name in names if name not in number and name not in free]:
             raise MeshweaveError(f"order {k} names no node of the graph", got=strange[0])
-        order = _with_waits(problem, [number[name] for name in names if name in number])
+        order = with_waits(problem, [number[name] for name in names if name in number])
         if wrong := problem.check(order):
             raise MeshweaveError(f"order {k} is no order of the graph", got=wrong)
         orders.append(order)
     return orders
-
-
-def _with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
-    """An order with the waits that it leaves out, each before the first item that needs it."""
-    complete: list[int] = []
-    waited = {~x for x in order if x < 0}
-    for x in order:
-        if x >= 0:
-            for c in problem.waits[x]:
-                if c not in waited:
-                    waited.add(c)
-                    complete.append(~c)
-        complete.append(x)
-    return [*complete, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]

@@ -1,0 +1,55 @@
+"""Where the waits for communications stand in an order of items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from meshweave.problem.play import play
+from meshweave.problem.problem import Problem
+from meshweave.simulate.clock import Slowdown
+
+_MARGIN = 2.0  # a wait stands where the communication is done although it takes so many times as long as said
+
+
+def with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
+    """An order of items with the waits that it leaves out, each before the first item that needs it, or at the end."""
+    complete: list[int] = []
+    waited = {~x for x in order if x < 0}
+    for x in order:
+        if x >= 0:
+            for c in problem.waits[x]:
+                if c not in waited:
+                    waited.add(c)
+                    complete.append(~c)
+        complete.append(x)
+    return [*complete, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]
+
+
+def sunk_waits(problem: Problem, order: Sequence[int], slowdown: Slowdown | None) -> list[int]:
+    """The order of items with waits where they block nothing even if communication takes twice as long as said, and
+    release memory as soon as that allows. One that is needed earlier stands before what needs it."""
+    items = [x for x in order if x >= 0]
+    played = play(problem.slower(_MARGIN), with_waits(problem, items), slowdown)
+    complete: list[int] = []
+    under_way: list[tuple[float, int]] = []  # (end, start)
+    waited: set[int] = set()
+
+    def wait(start: int) -> None:
+        if start not in waited:
+            waited.add(start)
+            complete.append(~start)
+
+    for x in items:
+        is_start = problem.channel[x] >= 0
+        now = played.issued[x] if is_start else played.begin[x]
+        while under_way and under_way[0][0] <= now:
+            wait(heappop(under_way)[1])
+        for start in problem.waits[x]:
+            wait(start)
+        complete.append(x)
+        if is_start and problem.is_waited[x]:
+            heappush(under_way, (played.end[x], x))
+    for _, start in sorted(under_way):
+        wait(start)
+    return complete
