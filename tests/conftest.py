@@ -1,7 +1,10 @@
 """Tests run beside each other: one thread each keeps them from fighting over the cores."""
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -17,10 +20,18 @@ settings.register_profile("all", max_examples=300, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties are tried on fewer examples where the slow tests are left out. Ctrl-C is not ignored."""
+    """Properties are tried on fewer examples where the slow tests are left out. Ctrl-C is not ignored. What is cached
+    on disk is of this run alone, and shared by its processes."""
+    if not hasattr(config, "workerinput"):
+        os.environ["MESHWEAVE_CACHE"] = tempfile.mkdtemp(prefix="meshweave-tests-")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["MESHWEAVE_CACHE"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is marked is left out

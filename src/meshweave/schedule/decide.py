@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf, isfinite
 from typing import Literal
 
@@ -18,8 +19,9 @@ from meshweave.problem.read import Reading
 from meshweave.problem.scenarios import SCENARIOS
 from meshweave.schedule.bounds import bound_of
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
+from meshweave.schedule.recall import Decision, entry_of, keep, recalled
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
-from meshweave.schedule.search import OrderCandidate, OrderChoice, OrderSearch, choose
+from meshweave.schedule.search import OrderCandidate, OrderSearch, choose
 from meshweave.schedule.waits import sunk_waits
 from meshweave.simulate.clock import Slowdown
 
@@ -104,43 +106,70 @@ def decide(
         cap = max(before, min(cap, ceiling))
     known = [(INPUT, problem.order), *orders]
     search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
-    candidates = search.run(known)
-    if not candidates:
-        assert search.least is not None, "it is kept where nothing fits"
-        raise _no_order(merger.reading, search.least, cap)
-    names = {name for name, _ in known}
-    choice = choose(candidates, slowdown, options.choose, sum(c.name in names for c in candidates))
-    choice = _patient(choice, slowdown, cap)
-    report = _report(search, choice, before, notes)
-    rewrite(merger.reading, choice.chosen.merged, choice.chosen.order)
+    decision, searched = _decided(search, known, options.choose)
+    report = _report(decision, searched, search, before, notes)
+    rewrite(merger.reading, decision.chosen.merged, decision.chosen.order)
     return report
 
 
-def _patient(choice: OrderChoice, slowdown: Slowdown | None, cap: float) -> OrderChoice:
-    """The choice with its waits as late as memory allows (`sunk_waits`), where that takes no longer at the costs as
-    said."""
-    chosen = choice.chosen
-    problem = chosen.merged.problem
-    order = tuple(sunk_waits(problem, chosen.order, slowdown))
-    seconds, peak = seconds_of(problem, order, slowdown), peak_of(problem, order)
-    if peak > cap or seconds > chosen.seconds[0]:
-        return choice
-    later = replace(chosen, order=order, seconds=(seconds, *chosen.seconds[1:]), peak=peak)
-    return replace(choice, chosen=later, candidates=tuple(later if c is chosen else c for c in choice.candidates))
+def _decided(
+    search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str
+) -> tuple[Decision, Callable[[], OrderSearch]]:
+    """The decision, as it was taken in an earlier start where that is on disk, and the search behind it, which is done
+    when somebody asks for it. Raises NoOrderError where nothing fits."""
+    entry, trouble = entry_of(search, orders, rule), ""
+    if entry is not None:
+        decision, trouble = recalled(entry, search)
+        if decision is not None:
+
+            @cache
+            def searched() -> OrderSearch:
+                search.run(orders)
+                return search
+
+            return decision, searched
+    decision = _sought(search, orders, rule)
+    if entry is not None:
+        trouble = "; ".join(filter(None, (trouble, keep(entry, decision))))
+    return replace(decision, note=f"the order was sought anew: {trouble}" if trouble else ""), lambda: search
 
 
-def _report(search: OrderSearch, choice: OrderChoice, before: int, notes: tuple[str, ...]) -> OverlapReport:
-    problem, chosen, slowdown = search.merger.reading.problem, choice.chosen, search.slowdown
-    as_given = play(problem, problem.order, slowdown)
-    rows = (
+def _sought(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> Decision:
+    candidates = search.run(orders)
+    if not candidates:
+        assert search.least is not None, "it is kept where nothing fits"
+        raise _no_order(search.merger.reading, search.least, search.cap)
+    names = {name for name, _ in orders}
+    choice = choose(candidates, search.slowdown, rule, sum(c.name in names for c in candidates))
+    chosen = _patient(choice.chosen, search.slowdown, search.cap)
+    rows = [
         CandidateRow(
             c.name,
             tuple((s.name, seconds) for s, seconds in zip(SCENARIOS, c.seconds, strict=True)),
             c.peak,
-            c is chosen,
+            c is choice.chosen,
         )
         for c in choice.candidates
-    )
+    ]
+    return Decision(chosen, tuple(rows), choice.regret)
+
+
+def _patient(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> OrderCandidate:
+    """The candidate with its waits as late as memory allows (`sunk_waits`), where that takes no longer at the costs as
+    said."""
+    problem = chosen.merged.problem
+    order = tuple(sunk_waits(problem, chosen.order, slowdown))
+    seconds, peak = seconds_of(problem, order, slowdown), peak_of(problem, order)
+    if peak > cap or seconds > chosen.seconds[0]:
+        return chosen
+    return replace(chosen, order=order, seconds=(seconds, *chosen.seconds[1:]), peak=peak)
+
+
+def _report(
+    decision: Decision, searched: Callable[[], OrderSearch], search: OrderSearch, before: int, notes: tuple[str, ...]
+) -> OverlapReport:
+    problem, chosen, slowdown = search.merger.reading.problem, decision.chosen, search.slowdown
+    as_given = play(problem, problem.order, slowdown)
     return OverlapReport(
         as_given.seconds,
         chosen.seconds[0],
@@ -150,15 +179,15 @@ def _report(search: OrderSearch, choice: OrderChoice, before: int, notes: tuple[
         before,
         chosen.peak,
         int(search.cap),
-        choice.regret,
+        decision.regret,
         Deferred(lambda: collective_rows(search.merger, chosen, slowdown)),
-        Deferred(lambda: merge_rows(search, chosen)),
-        tuple(rows),
-        notes,
+        Deferred(lambda: merge_rows(searched(), chosen)),
+        decision.rows,
+        (*notes, *filter(None, [decision.note])),
     )
 
 
-def _no_order(reading: Reading, least: OrderCandidate, cap: int) -> NoOrderError:
+def _no_order(reading: Reading, least: OrderCandidate, cap: float) -> NoOrderError:
     """The error where nothing fits: a peak under which an order is found again, and what lives there."""
     problem = least.merged.problem
     at, live = live_at_peak(problem, least.order)
