@@ -20,7 +20,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
-from meshweave.passes import Carry, GraphProgram, Overlap, Pass, ProgramVariant, pipeline_of
+from meshweave.passes import Carry, GraphProgram, Keep, Overlap, Pass, ProgramVariant, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import PassesArgument
@@ -175,8 +175,8 @@ def graph_passes(
     what names no pass, or one over whole steps."""
     overlap = options or (OverlapOptions() if passes is None else None)
     pass_list = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
-    # Carry works from step to step: it is of no graph by itself.
-    pass_list = tuple(graph_pass for graph_pass in pass_list if not isinstance(graph_pass, Carry))
+    # They work from step to step, and from forward to backward: names for several passes bring them, no graph has them.
+    pass_list = tuple(graph_pass for graph_pass in pass_list if not isinstance(graph_pass, (Carry, Keep)))
     if whole_step := [graph_pass.name for graph_pass in pass_list if graph_pass.scope == "step"]:
         raise MeshweaveError(
             "this pass is of whole training steps, which torch.compile does not see",
