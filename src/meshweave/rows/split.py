@@ -139,8 +139,10 @@ def split_program(
     where nothing is split, with the reason in the report. The program's own graph is used up.
 
     dims: {name of a node: dim or (dim, outer)}, one value whose rows are known. Without it rows are the first dims of
-        the program's batch; where that is not known they are looked for: the batch of attention, else that of batched
-        matmuls, else the first dim of an input, whichever covers most multiplications.
+        the program's batch, or, where that has fewer sequences than chunks, the second: positions, with attention
+        whole. Where devices of a group each have a block of the rows, a chunk has a part of each block, if more
+        collectives are in chunks so. Where the batch is not known rows are looked for: the batch of attention, else
+        that of batched matmuls, else the first dim of an input, whichever covers most multiplications.
     fuse_sums: whether a gradient of a weight is added to that of the chunk before by the matmul itself (addmm), which
         rounds the sum to the matmul's dtype per chunk; else chunks are added in float32.
 
@@ -149,12 +151,13 @@ def split_program(
     every device of a role stays whole, and what devices of other roles take part in.
     """
     graph, added = program.graph, _describe(program)
+    ways: list[Mapping[str, Dim] | None] = [dims]
     if dims is None and program.batch is not None:
-        dims = {n.name: 0 for n in program.batch if _has_rows(n, num_chunks)}
-        if not dims:
+        ways = [*_batch_rows(program, num_chunks)]
+        if not ways:
             reason = f"no input of the batch has rows for {num_chunks} equal chunks"
             return None, SplitReport(False, num_chunks, reason)
-    chosen = _chosen(graph, num_chunks, dims)
+    chosen = _most_communication(graph, num_chunks, ways)
     if chosen is None or not chosen[1].num_collectives:
         reason = "no value has rows that come apart into equal chunks"
         if chosen is not None:
@@ -224,9 +227,36 @@ def _describe(program: DeviceProgram) -> tuple[str, ...]:
     return (FIXED, "val") if is_role else (FIXED, "spec")
 
 
-def _has_rows(node: fx.Node, count: int) -> bool:
+def _batch_rows(program: DeviceProgram, count: int) -> Iterator[Mapping[str, Dim]]:
+    """The rows of the batch that may be cut: one after the other, then inside the blocks of the groups that there
+    are."""
+    groups = (program.group_of(n) for n in program.graph.nodes if n.target in COLLECTIVES)
+    sizes = sorted({mesh.flat_size(axes) for mesh, axes in groups})
+    for dim in (0, 1):
+        cuts = [Cut(dim, outer, count) for outer in (1, *sizes)]
+        fitting = [{n.name: (dim, cut.outer) for n in program.batch or () if _has_rows(n, cut)} for cut in cuts]
+        yield from (rows for rows in fitting if rows)
+        if fitting[0]:
+            return
+
+
+def _has_rows(node: fx.Node, cut: Cut) -> bool:
     spec = node.meta.get("spec")
-    return "val" in node.meta and isinstance(spec, Spec) and bool(spec.shape) and fits(Cut(0, 1, count), spec.shape)
+    return "val" in node.meta and isinstance(spec, Spec) and fits(cut, spec.shape)
+
+
+def _most_communication(
+    graph: fx.Graph, count: int, ways: Sequence[Mapping[str, Dim] | None]
+) -> tuple[str, Regions] | None:
+    """The way to cut that has most collectives in chunks, the first of equals."""
+    best: tuple[str, Regions] | None = None
+    for dims in ways:
+        chosen = _chosen(graph, count, dims)
+        if chosen is not None and (best is None or chosen[1].num_collectives > best[1].num_collectives):
+            best = chosen
+        if best is not None and not any(node.target in COLLECTIVES for node in best[1].refused):
+            break
+    return best
 
 
 def _spec_of(val: Any) -> Any:

@@ -1,0 +1,93 @@
+"""Which rows of a step are cut: those of the batch, parts of the blocks that devices have, or positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training import assert_equals_eager, batches
+from torch import nn
+
+import meshweave as mw
+from meshweave.rows import SplitOptions, SplitReport
+from meshweave.train_step import TrainStep
+
+ALWAYS = SplitOptions((2,), "always")
+
+
+class Blocks(nn.Module):
+    """Layers of tensor parallelism whose norms each device does for rows of its own, a block of them."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.up = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+        self.norm = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down, norm in zip(self.up, self.down, self.norm, strict=True):
+            x = x + mw.replicate(norm(mw.repartition(down(up(x).relu()), dim=self.dim, axis="tp")), axis="tp")
+        return x
+
+
+PLAN = mw.Plan.tp("tp", {"up.*": "colwise", "down.*": "rowwise"})
+
+
+def report_of(step: TrainStep) -> SplitReport:
+    (report,) = step.program.optimized.splits
+    assert report.is_taken, str(report)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "rows"),
+    [
+        ((4, 6, 16), 0, "dim 0 of batch_x inside 2"),
+        ((4, 6, 16), 1, "dim 0 of batch_x"),
+    ],
+)
+def test_a_chunk_has_a_part_of_the_block_of_each_device(shape: tuple[int, ...], dim: int, rows: str) -> None:
+    torch.manual_seed(0)
+    model = Blocks(dim).double()
+    data = [{k: v.double() for k, v in batch.items()} for batch in batches(2, shape, shape)]
+    step = assert_equals_eager(model, data, "tp=2", plan=PLAN, split=ALWAYS)
+    report = report_of(step)
+    assert report.rows == rows
+    assert report.num_collectives > 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).view(*x.shape[:2], 4, 4).transpose(1, 2) for w in (self.q, self.k, self.v))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(heads.transpose(1, 2).flatten(2))
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def test_of_one_sequence_the_positions_are_cut() -> None:
+    """Attention stays whole: its keys are those of all positions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention()).double()
+    data = [{"input": batch["x"].double(), "y": batch["y"].double()} for batch in batches(2, (1, 8, 16), (1, 8, 16))]
+    plan = mw.Plan.tp("tp", {"*.[qkv]": "colwise", "*.up": "colwise", "*.o": "rowwise", "*.down": "rowwise"})
+    report = report_of(assert_equals_eager(model, data, "tp=2", plan=plan, split=ALWAYS))
+    assert report.rows == "dim 1 of batch_input"
+    assert report.num_collectives > 4
+    assert any("attention" in whole.op for whole in report.whole)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 16), (3, 7, 16)])
+def test_rows_that_make_no_equal_chunks_stay_whole(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention()).double()
+    data = [{"input": batch["x"].double(), "y": batch["y"].double()} for batch in batches(2, shape, shape)]
+    plan = mw.Plan.tp("tp", {"*.[qkv]": "colwise", "*.up": "colwise", "*.o": "rowwise", "*.down": "rowwise"})
+    step = assert_equals_eager(model, data, "tp=2", plan=plan, split=ALWAYS)
+    (report,) = step.program.optimized.splits
+    assert not report.is_taken
+    assert "no input of the batch has rows for 2 equal chunks" in report.reason
