@@ -60,8 +60,7 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
     kept = _kept(repeats, live, levels, limit_bytes)
     for repeat in reversed(kept):
         repeat.later.replace_all_uses_with(repeat.earlier)
-    if kept:
-        own.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        _erase(own, repeat.later)
     num_bytes = sum(repeat.num_bytes for repeat in kept)
     report = KeepReport(len(kept), len(repeats), num_bytes, peak, max(levels), limit_bytes)
     return (own if kept else role), report
@@ -112,6 +111,21 @@ def _needed(numbers: dict[fx.Node, int]) -> set[fx.Node]:
 def _is_own(role: RankGraph, wait: fx.Node) -> bool:
     (start,) = wait.all_input_nodes
     return start.target in COLLECTIVES and role.has_all_of(str(start.args[-1]))
+
+
+def _erase(role: RankGraph, wait: fx.Node) -> None:
+    """Take out a collective that nobody waits for any more, and what only it needed; what other roles take part in
+    stays."""
+    unused = [wait]
+    while unused:
+        node = unused.pop()
+        start = node.all_input_nodes[0] if node.target is WAIT else node
+        is_shared = start.target in STARTS and not (
+            start.target in COLLECTIVES and role.has_all_of(str(start.args[-1]))
+        )
+        if node.op == "call_function" and not node.users and not is_shared:
+            unused += node.all_input_nodes
+            role.graph.erase_node(node)
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
