@@ -80,7 +80,7 @@ BAD: list[tuple[dict[str, Any], type[mw.MeshweaveError], str]] = [
     ({"mesh": {2: 2}}, mw.MeshError, "cannot name an axis"),
     ({"mesh": 2}, mw.MeshError, "not a mesh"),
     ({"mesh": ("dp", 2)}, mw.MeshError, "not a mesh"),
-    ({"plan": "x"}, mw.PlanError, "'x' is no part of a plan"),
+    ({"plan": "x"}, mw.PlanError, "'x' is not a scheme of plans"),
     ({"plan": {"up": "[{dp}, {}]"}}, mw.PlanError, "not a plan"),
     ({"device": "meta"}, mw.MeshError, "cannot run on this device"),
     ({"device": "cuda:99"}, mw.MeshError, "cannot run on this device"),

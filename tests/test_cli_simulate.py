@@ -142,7 +142,7 @@ def test_bad_input(net: str, arguments: tuple[str, ...], expected: str) -> None:
 def test_explain_of_nothing(net: str) -> None:
     result = run("explain", net, "--mesh", "fsdp=4", "--why", "layers.9")
     assert result.exit_code == 2
-    assert "no communication is named so" in result.output
+    assert "no communication matches" in result.output
 
 
 def test_a_profile_with_a_wrong_figure_names_its_line(net: str, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("output", "what"),
-    [("machine.json", "a profile is a TOML file"), ("none/machine.toml", "there is no such directory")],
+    [("machine.json", "not a TOML file"), ("none/machine.toml", "there is no such directory")],
 )
 def test_an_output_that_cannot_be(tmp_path: Path, output: str, what: str) -> None:
     done = CliRunner().invoke(app(), ["-o", str(tmp_path / output)])

@@ -72,7 +72,7 @@ def test_every_pass_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"passes": "faster"}, "no such pass"),
+        ({"passes": "faster"}, "unknown pass"),
         ({"passes": "overlap,overlap"}, "asked for twice"),
         ({"passes": "split=2,split=4"}, "asked for twice"),
         ({"passes": "default,default"}, "asked for twice"),
@@ -84,7 +84,7 @@ def test_every_pass_says_what_it_is() -> None:
         ({"passes": "overlap=2"}, "takes no value"),
         ({"passes": [Overlap]}, "no list of passes"),
         ({"passes": 3}, "no list of passes"),
-        ({"memory_cap_bytes": 0}, "no size"),
+        ({"memory_cap_bytes": 0}, "not a size"),
         ({"memory_cap_bytes": 5, "overlap": False}, "kept by the scheduler"),
     ],
 )

@@ -215,7 +215,7 @@ def test_unknown_devices_globs_and_contradictions_are_errors() -> None:
         resolve(Plan.on({"second": "pp=2"}), MLP(), mesh)
     with pytest.raises(PlanError, match="the plan names no module of the model"):
         resolve(Plan.on({"secnd": 0}), MLP(), mesh)
-    with pytest.raises(PlanError, match="the plan puts second on two sets of devices") as clash:
+    with pytest.raises(PlanError, match="the plan assigns second to two sets of devices") as clash:
         resolve(Plan.on({"second": 0}) + Plan.on({"sec*": 1}), MLP(), mesh)
     assert clash.value.got == "[0] and [1]"
 

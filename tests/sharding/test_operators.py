@@ -336,7 +336,7 @@ def test_combining_what_is_not_cut_names_the_line() -> None:
 
 def test_reducing_what_is_not_partial_names_the_line() -> None:
     error = fails(lambda m, x: mw.reduction(x, "a"), LayoutError, "reduction over 'a' does not fit the value")
-    assert error.hint == "there is nothing to add up over it"
+    assert error.hint == "the value is not partial over it"
     error = fails(lambda m, x: mw.reduction(mw.repartition(x, dim=0, axis="a"), "a"), LayoutError, "reduction over 'a'")
     assert error.hint == "call combine"
 

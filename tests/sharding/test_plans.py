@@ -150,7 +150,7 @@ def test_a_layout_over_an_axis_that_the_mesh_lacks_is_an_error() -> None:
     ("style", "hint"), [("colwize", "did you mean colwise?"), ("row_wise", "did you mean rowwise?"), ("zzz", "")]
 )
 def test_a_style_that_does_not_exist_shows_its_neighbours(style: str, hint: str) -> None:
-    with pytest.raises(PlanError, match=f"'{style}' is no style") as error:
+    with pytest.raises(PlanError, match=f"'{style}' is not a style") as error:
         Plan.tp("tp", {"*.up_proj": style})
     assert error.value.where == "*.up_proj"
     assert (error.value.expected, error.value.hint) == ("colwise, rowwise, sequence, replicate", hint)
@@ -325,7 +325,7 @@ def test_a_hugging_face_plan_is_read_from_the_model() -> None:
     [
         (None, "the model has no Hugging Face tp plan"),
         ({"layers.*.up_proj": "ep_router"}, "tp style 'ep_router' is not supported"),
-        ({"blocks.*.up_proj": "colwise"}, "the model's tp plan names none of its modules"),
+        ({"blocks.*.up_proj": "colwise"}, "the model's tp plan matches none of its modules"),
     ],
 )
 def test_a_hugging_face_plan_that_cannot_be_followed_is_an_error(styles: Any, message: str) -> None:

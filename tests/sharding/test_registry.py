@@ -271,7 +271,7 @@ def _specs(*shapes: tuple[int, ...]) -> list[Spec]:
         ("m k -> m k", [(2, 3)], [(2, 3), (2,)], "number of tensors"),
         ("m k, k n -> m n", [(2, 3), (4,)], [(2, 4)], "number of dims"),
         ("m k, k n -> m n", [(2, 3), (4, 5)], [(2, 5)], "factor k has two sizes"),
-        ("(a b) -> (a b)", [(6,)], [(6,)], "cannot be told"),
+        ("(a b) -> (a b)", [(6,)], [(6,)], "are not determined"),
         ("a (b c), b -> a b c", [(2, 6), (4,)], [(2, 4, 2)], "does not divide"),
         ("a 1 -> a", [(2, 3)], [(2,)], "size 1"),
         ("a a -> a", [(3, 3)], [(3,)], "twice in one tensor"),

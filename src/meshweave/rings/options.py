@@ -48,7 +48,7 @@ class DecomposeOptions:
             return cls()
         if not isinstance(options, DecomposeOptions):
             raise MeshweaveError(
-                "decompose says neither whether nor how",
+                "invalid value of decompose",
                 got=repr(options),
                 expected="True, False or DecomposeOptions(...)",
             )
