@@ -262,7 +262,7 @@ def test_entries_of_a_batch_in_one_memory_are_not_written_into() -> None:
 
     x, y = _data()[0]
     model = Model(lambda m, x: m.b(m.a(x)))
-    with pytest.raises(CaptureError, match="'0' and '2' of the batch lie in one memory"):
+    with pytest.raises(CaptureError, match="'0' and '2' of the batch share memory"):
         mw.compile(
             model,
             loss=_square,

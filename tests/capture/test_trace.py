@@ -240,7 +240,7 @@ def test_a_loss_that_branches_on_data_names_its_own_line() -> None:
     ],
 )
 def test_a_loss_that_is_not_one_number_is_an_error(loss: Callable[..., Any], got: str) -> None:
-    with pytest.raises(CaptureError, match="the loss is not one number") as error:
+    with pytest.raises(CaptureError, match="the loss is not a single number") as error:
         captured(nn.Linear(4, 4), {"input": torch.ones(3, 4)}, loss)
     assert error.value.got == got
     assert error.value.expected == "a floating-point tensor with one element"
@@ -263,7 +263,7 @@ def _row_sum(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"), [({"x": 3}, "the batch holds no tensor"), ((), "the batch holds no tensor")]
+    ("batch", "message"), [({"x": 3}, "the batch contains no tensor"), ((), "the batch holds no tensor")]
 )
 def test_a_batch_without_tensors_is_an_error(batch: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):

@@ -137,7 +137,11 @@ def test_random_numbers_go_by_positions() -> None:
         ("gather", Shape(tokens=6), "in its order: 6 positions do not divide by 2 x 2"),
         ("gather", Shape(mask="none"), "in its order: no attention has a causal mask"),
         ("heads", Shape(), "in its order: devices that exchange heads have equal work already"),
-        ("auto", Shape(tokens=8192, size=32, key_heads=4), "in its order: devices that exchange heads have equal work already"),
+        (
+            "auto",
+            Shape(tokens=8192, size=32, key_heads=4),
+            "in its order: devices that exchange heads have equal work already",
+        ),
         ("auto", Shape(tokens=512, key_heads=1), "from head and tail"),
     ],
 )

@@ -75,8 +75,8 @@ def _read(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> Non
 
 # What axis names without a usual meaning commonly stand for.
 _USUAL = {
-    "ep": "it is expert parallelism for models that have parameters stacked over experts, known by a Hugging Face "
-    "expert plan or as those of modules named experts; parameters of other names: "
+    "ep": "it means expert parallelism for models with parameters stacked over experts, found by a Hugging Face "
+    "expert plan or in modules named experts; parameters of other names: "
     'mw.Plan({"*.NAME": "[{ep}, {}, {}]"}) + mw.Plan.dp("ep")',
 }
 
@@ -260,7 +260,7 @@ def _place(resolved: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, 
                 f"the plan assigns {name} to two sets of devices",
                 where=glob,
                 got=f"{list(home.devices)} and {list(where.devices)}",
-                hint="let one glob name it",
+                hint="let a single glob match it",
             )
 
 
