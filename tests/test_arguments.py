@@ -76,7 +76,7 @@ def test_meshes_and_plans_in_every_form(options: dict[str, Any]) -> None:
 
 
 BAD: list[tuple[dict[str, Any], type[mw.MeshweaveError], str]] = [
-    ({"mesh": {"dp": "two"}}, mw.MeshError, "the size of axis 'dp' is no number"),
+    ({"mesh": {"dp": "two"}}, mw.MeshError, "the size of axis 'dp' is not a number"),
     ({"mesh": {2: 2}}, mw.MeshError, "cannot name an axis"),
     ({"mesh": 2}, mw.MeshError, "not a mesh"),
     ({"mesh": ("dp", 2)}, mw.MeshError, "not a mesh"),

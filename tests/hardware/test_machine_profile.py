@@ -160,7 +160,7 @@ def test_compute_slows_while_links_are_busy() -> None:
 
 def test_what_it_does_not_know_is_never_free() -> None:
     mesh = Mesh("a=2,b=8")
-    with pytest.raises(MeshweaveError, match=r"there is no cost for 'broadcast'\n  where: profile h100"):
+    with pytest.raises(MeshweaveError, match=r"no known cost of 'broadcast'\n  where: profile h100"):
         H100.seconds("broadcast", mesh, ("a",), 8)
     for size in (-1, math.nan):
         with pytest.raises(MeshweaveError, match="local_bytes is not a cost"):

@@ -133,7 +133,7 @@ def test_what_dtensor_refuses(source, target, shape, message):
 
 def test_an_order_of_axes_that_dtensor_cuts_in_other_pieces():
     found = plans("[{b,a}]", "[{}]", mesh=Mesh("a=3,b=2"), shape=(7,))
-    assert {plan.refusal for plan in found.values()} == {"DTensor would hold other pieces of dim 0"}
+    assert {plan.refusal for plan in found.values()} == {"DTensor would have other pieces of dim 0"}
 
 
 def test_dtensor_stays_on_its_mesh():

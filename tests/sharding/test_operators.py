@@ -384,7 +384,7 @@ def test_dims_and_axes_that_cannot_be_are_told_before_anything_runs() -> None:
 def test_devices_that_the_mesh_lacks_name_the_line() -> None:
     error = fails(lambda m, x: mw.on(x, Mesh("", devices=[7])), MeshError, "names devices that the mesh lacks")
     assert error.got == "7"
-    with pytest.raises(MeshError, match="a device stands twice in the mesh"):
+    with pytest.raises(MeshError, match="a device is twice in the mesh"):
         Mesh("a=2", devices=[1, 1])
 
 

@@ -52,9 +52,8 @@ class StandIns:
         for index, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 stand_in = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-                stand_in.__dict__.update(
-                    vars(p)
-                )  # users' attributes on parameters: its own learning rate, no weight decay
+                # users' attributes on parameters: its own learning rate, no weight decay
+                stand_in.__dict__.update(vars(p))
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
         state: defaultdict[Any, Any] = defaultdict(dict)

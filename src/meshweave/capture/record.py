@@ -160,9 +160,8 @@ class Record:
         if not is_random(func) and not any(self._is_computed(t) for t in (*operands, *results)):
             self._note_constants(func, operands, results)
             return
-        self._note_constants(
-            func, operands, [t for t in results if not isinstance(t, FakeTensor)]
-        )  # result of new_zeros
+        # result of new_zeros
+        self._note_constants(func, operands, [t for t in results if not isinstance(t, FakeTensor)])
         targets = list(_targets(func, args, kwargs))
         entry = (func, self._canonical(args, targets), self._canonical(kwargs, targets) if kwargs else ())
         self._check(entry, where)

@@ -35,9 +35,8 @@ from meshweave.ir.ops import square_sum
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 
 
-Part = Literal[
-    "train", "loss", "outputs"
-]  # the part of a step: all of it, forward with loss, or forward's return value
+# the part of a step: all of it, forward with loss, or forward's return value
+Part = Literal["train", "loss", "outputs"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,9 +115,8 @@ class Calls:
         self.now = Posted()
         self.watches: list[Health] = []  # of the worlds that are open
         self._before: tuple[str, Any] = ("", ())
-        self._chosen: dict[
-            str, tuple[str, ...]
-        ] = {}  # for each name of a call, the choice of the latest call of that name
+        # for each name of a call, the choice of the latest call of that name
+        self._chosen: dict[str, tuple[str, ...]] = {}
         self._met = ""
 
     @contextmanager

@@ -23,9 +23,8 @@ class Update:
     ranks: Sequence[Compiled]
     envs: Sequence[Env]
     scalars: Mapping[str, Tensor]
-    replaced: list[dict[int, list[tuple[Key, int]]]] = field(
-        default_factory=list
-    )  # per device: slot -> the value's kind and name
+    # per device: slot -> the value's kind and name
+    replaced: list[dict[int, list[tuple[Key, int]]]] = field(default_factory=list)
     new: dict[Key, list[Any]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -66,9 +65,8 @@ class Update:
                 self.keep(i, slot)
         renewed: dict[Key, list[Tensor]] = {}
         for key, piece in buffers:
-            renewed.setdefault(key, []).append(
-                piece.clone()
-            )  # it may be a view of the batch, which belongs to the caller
+            # it may be a view of the batch, which belongs to the caller
+            renewed.setdefault(key, []).append(piece.clone())
         self.state.pieces.update(renewed)
 
 

@@ -32,10 +32,8 @@ from meshweave.sharding.sequences import has_sequence, rule_or_none, sequence_le
 aten = torch.ops.aten
 ours = torch.ops.meshweave
 
-_CAUSAL_AT: dict[Any, int] = {
-    ours.attention.default: 4,
-    ours.attention_backward.default: 7,
-}  # the position of the argument `is_causal`
+# the position of the argument `is_causal`
+_CAUSAL_AT: dict[Any, int] = {ours.attention.default: 4, ours.attention_backward.default: 7}
 _BY_HEADS = "devices that exchange heads have equal work already"
 _NATURAL = frozenset[int]()
 _In = frozenset[int]  # the dims of a value that are in the new order

@@ -58,9 +58,8 @@ class _Placer:
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, list[Copy]] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout | None, ...]]] = field(default_factory=dict)
-    homes: dict[tuple[fx.Node, int], Layout] = field(
-        default_factory=dict
-    )  # results that are moved right after their op
+    # results that are moved right after their op
+    homes: dict[tuple[fx.Node, int], Layout] = field(default_factory=dict)
     items: dict[fx.Node, Input] = field(default_factory=dict)
     decided: dict[Any, Assignment] = field(default_factory=dict)
     due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved right after their op
