@@ -57,7 +57,7 @@ def test_a_peer_that_refuses_says_why():
     result = call("[{a}, {}]", "[{}, {}] partial(sum: a)", *LARGE)
     assert result.exit_code == 0, result.output
     assert "to_partial(sum) over a from dim 0" in result.output
-    assert result.output.count("none: DTensor makes no value partial (sum: a)") == 4
+    assert result.output.count("none: DTensor cannot make a value partial (sum: a)") == 4
 
 
 def test_nothing_to_do():
@@ -72,7 +72,7 @@ def test_another_mesh():
     held = answer(result)
     assert [step["kind"] for step in held["steps"]] == ["transfer"]
     assert held["bytes_received"] == 64 * 32 * 4
-    assert {peer["refusal"] for peer in held["peers"]} == {"DTensor does not redistribute from one mesh to another"}
+    assert {peer["refusal"] for peer in held["peers"]} == {"DTensor does not redistribute between meshes"}
     assert "on a=4 -> c=2 on [4, 5]" in result.stderr
 
 

@@ -564,5 +564,5 @@ def test_equal_inputs_give_equal_graphs() -> None:
 
 @pytest.mark.parametrize("carry", [-1, True, "all", 1.5])
 def test_bad_numbers_of_blocks(carry: Any) -> None:
-    with pytest.raises(MeshweaveError, match="carry is no number of blocks"):
+    with pytest.raises(MeshweaveError, match="carry is not a number of blocks"):
         mw.OverlapOptions(carry=carry).check()

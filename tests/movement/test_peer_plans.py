@@ -139,7 +139,7 @@ def test_an_order_of_axes_that_dtensor_cuts_in_other_pieces():
 def test_dtensor_stays_on_its_mesh():
     other = Mesh("a=2,b=4", devices=range(8, 16))
     found = peer_plans(Layout.parse("[{a}]", MESH), Layout.parse("[{a}]", other), (8,), torch.float32, PROFILE)
-    assert {plan.refusal for plan in found} == {"DTensor does not redistribute from one mesh to another"}
+    assert {plan.refusal for plan in found} == {"DTensor does not redistribute between meshes"}
 
 
 @pytest.mark.parametrize("spec", ["a=2,b=4", "a=2,b=2,c=2"])

@@ -468,7 +468,7 @@ def test_bad_input() -> None:
         decompose_graph(gm, groups={"g": (0, 1, 2)}, rank=0, options=always())
     with pytest.raises(MeshweaveError, match="no algorithm 'tree' for all_gather"):
         decompose_graph(gm, groups=groups, rank=0, options=always(all_gather="tree"))
-    with pytest.raises(MeshweaveError, match="a cost is no duration"):
+    with pytest.raises(MeshweaveError, match="a cost is not a duration"):
         decompose_graph(gm, cost=by_name({}, -1.0), groups=groups, rank=0)
 
 

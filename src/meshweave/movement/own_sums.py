@@ -1,10 +1,9 @@
-"""Sums over each token's experts, and their gradients, of the rows alone that a device owns.
+"""Sums over each token's experts, and their gradients, over only the rows that a device owns.
 
-Models put the rows that experts give back in the order of tokens, by the inverse of the permutation that has sorted
-them, and add up those of a token. On devices that own rows this would make all rows, zeros but for the own ones. To
-look rows up at the inverse of a permutation is to add them at the permutation itself, and a sum over the k rows of
-each token adds them at the permutation divided by k: that needs the own rows only. The gradient looks up at the same
-places.
+Models put the experts' results in token order, by the inverse of the permutation that sorted them, and add up those of
+a token. On devices that own rows this would compute all rows, zeros except the own rows. A lookup at the inverse of a
+permutation equals an addition at the permutation itself, and a sum over the k rows of each token adds at the
+permutation divided by k: that needs only own rows. The gradient is a lookup at the same indices.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ ours = torch.ops.meshweave
 
 
 def own_sums(step: StepGraph) -> StepGraph:
-    """The placed graph with such sums, and their gradients, of own rows. The order of a token's rows is another: that
-    of their experts."""
+    """The placed graph with such sums, and their gradients, over own rows. The rows of a token are added in another
+    order: that of their experts."""
     graph = step.graph
     before = len(graph.nodes)
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
@@ -43,7 +42,7 @@ def own_sums(step: StepGraph) -> StepGraph:
 
 
 def _sum(graph: fx.Graph, node: fx.Node) -> None:
-    """leave_rows -> index at an inverse -> view [tokens, k, width] -> sum over k, as one sum at places."""
+    """Rewrite leave_rows -> index at an inverse -> view [tokens, k, width] -> sum over k as a single sum at indices."""
     view, dims, *rest = _args(node)
     is_plain = dims == [1] and not any(rest) and not node.kwargs
     lookup = _args(view)[0] if view.target is aten.view.default and is_plain else None
@@ -70,7 +69,7 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
-    """expand [tokens, k, width] -> view -> sum at an inverse on zeros -> enter_rows, as a lookup at places."""
+    """Rewrite expand [tokens, k, width] -> view -> sum at an inverse on zeros -> enter_rows as a lookup at indices."""
     value, ends, dim = _args(enter)
     put = _args(value)[0] if value.target is ops.move else value
     if put.target is not aten.index_put.default or dim != 0 or len(_args(put)) != 4 or len(_args(put)[1]) != 1:
@@ -106,7 +105,7 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _three(shape: Sequence[int]) -> tuple[int, int, int]:
-    """A shape of three dims; none that fits anything for others."""
+    """A shape of three dims; a shape that matches nothing for other ranks."""
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (-1, -1, -1)
 
 
@@ -117,13 +116,13 @@ def _root(value: fx.Node) -> fx.Node:
 
 
 def is_zeros(value: fx.Node) -> bool:
-    """Whether a value is made of zeros, wherever it has been moved since."""
+    """Whether a value is a tensor of zeros, possibly moved."""
     root = _root(value)
     return root.target is aten.full.default and bool(_args(root)[1] == 0)
 
 
 def _inverted(index: fx.Node) -> fx.Node | None:
-    """The permutation whose inverse an index is: the order in which a sort has put all rows. The inverse is written
+    """The permutation whose inverse an index is: the order of a sort of all rows. The inverse is written
     (`inverse[order] = arange`), or sorted once more."""
     root = _root(index)
     if _is_order(root):
@@ -140,7 +139,7 @@ def _inverted(index: fx.Node) -> fx.Node | None:
 
 
 def _is_order(value: fx.Node) -> bool:
-    """Whether a value is where a sort has put all elements of one dim."""
+    """Whether a value is the permutation of a sort of all elements of a dim."""
     is_item = value.target is operator.getitem and _args(value)[1] == 1
     sorts = (aten.sort.default, aten.sort.stable)
     return is_item and _args(value)[0].target in sorts and len(spec_of(value).shape) == 1
@@ -152,7 +151,7 @@ def _is_descending(sort: fx.Node) -> bool:
 
 
 def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx.Node:
-    """The tokens of the sorted rows, of which each token has `count`."""
+    """The token of each sorted row; each token has `count` rows."""
     if count == 1:
         return order
     for user in order.users:
@@ -164,7 +163,7 @@ def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx
 
 
 def _entered(graph: fx.Graph, places: fx.Node, ends: fx.Node, rows: Layout) -> fx.Node:
-    """The places of the rows that devices own, which lie as `rows`."""
+    """The indices of the rows that devices own, in the layout of `rows`."""
     whole = Layout(rows.mesh, (rows.dims[0],)).normalized(spec_of(places).shape)
     if places.meta["layout"] != whole:
         moved = graph.call_function(ops.move, (places, str(whole)))
@@ -174,7 +173,7 @@ def _entered(graph: fx.Graph, places: fx.Node, ends: fx.Node, rows: Layout) -> f
 
 
 def _owning(node: fx.Node, layout: Layout, operand: int) -> Assignment:
-    """The assignment of a lookup or a sum of rows that lie as `layout`: those of an operand, or of the result."""
+    """The assignment of a lookup or a sum of rows in `layout`: the layout of an operand, or of the result."""
     rule = row_for(node).rule(node)
     dims = rule.operands[operand] if operand >= 0 else rule.results[0]
     roles: list[tuple[str, Role]] = []
