@@ -509,7 +509,7 @@ def test_a_reduction_of_the_dim_of_the_chunks_is_left() -> None:
         return [call(MM, call(aten.sum.dim_IntList, gathered(call, x, 2), [0], True), w)]
 
     role = program(mw.Mesh(d=2), {"x": (values["x"], "[{d}, {}]"), "w": (values["w"], "[{}, {}]")}, build)
-    assert reasons(role, always(all_gather="direct")) == ["sum_dim_int_list: what is cut is reduced over"]
+    assert reasons(role, always(all_gather="direct")) == ["sum_dim_int_list: the cut dim is reduced over"]
 
 
 @pytest.mark.parametrize("shape", [(24, 6), (3, 8, 6)])

@@ -31,7 +31,7 @@ _COPY_RATE = 1.5e12  # bytes/s of a copy if no op of the graph shows one: half o
 _FASTEST = 8e12  # bytes/s that no device memory exceeds: HBM3E of a B200 (NVIDIA Blackwell data sheet, 2024)
 _LARGE = 1 << 20  # bytes above which an op's launch time is negligible
 _COPIED = 1 << 28  # bytes of the timed copy
-_QUANTILE = 0.75  # percentile of the rates of ops: some move less than they seem to, others are slower than a copy
+_QUANTILE = 0.75  # quantile of the rates of ops: some move less than they seem to, others are slower than a copy
 
 
 @dataclass(frozen=True, slots=True)
