@@ -51,7 +51,7 @@ def test_pieces_of_several_sizes_are_gathered_and_it_says_so() -> None:
     assert permutes(step, "forward") == 0
     (report,) = step.program.optimized.reports["ring"]
     assert [row.reason for row in report.rows] == [
-        "its pieces of the sequence are of several sizes: the group does not divide it"
+        "its pieces of the sequence have several sizes: the group does not divide it"
     ] * 2
 
 

@@ -189,7 +189,7 @@ def test_blocks_are_no_part_of_the_order() -> None:
 
 
 def test_options_that_say_nothing() -> None:
-    with pytest.raises(MeshweaveError, match="a batch is split in two chunks or more"):
+    with pytest.raises(MeshweaveError, match="a batch is split into two or more chunks"):
         backend(split=1)
     with pytest.raises(MeshweaveError, match="invalid value of split"):
         backend(split="two")  # type: ignore[arg-type]
