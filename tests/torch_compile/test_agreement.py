@@ -71,14 +71,14 @@ def test_a_rank_with_another_graph_is_named_on_every_rank() -> None:
         "  where: rank 2\n"
         "  got: graph other on rank 2\n"
         "  expected: graph one, as on rank 0\n"
-        "  hint: where ranks run different graphs (stages of a pipeline), pass ranks=, those with this one"
+        "  hint: if ranks run different graphs (stages of a pipeline), pass ranks=, those with this graph"
     }
 
 
 def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
     found = together(lambda a: a.figures(CostNumbers("f", ()), settings=f"factor={2 if a.rank == 1 else 1}"))
     assert errors(found) == {
-        "ranks were given different options\n"
+        "ranks have different options\n"
         "  where: rank 1\n"
         "  got: factor=2 on rank 1\n"
         "  expected: factor=1, as on rank 0\n"

@@ -94,9 +94,8 @@ class _TaskLowering:
     passes: list[Passes]
     narrow: Sequence[Narrow] = ()
     is_buffered: bool = False
-    loss_exchange: Sequence[
-        frozenset[fx.Node]
-    ] = ()  # by role the nodes that send losses between stages, after all microbatches
+    # by role the nodes that send losses between stages, after all microbatches
+    loss_exchange: Sequence[frozenset[fx.Node]] = ()
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
     priced: dict[str, SimulatedTask] = field(default_factory=dict)  # of transfers, by key
