@@ -138,7 +138,7 @@ def own() -> dict[str, Tensor]:
             {"x": torch.ones(4, 4, requires_grad=True)},
             "requires_grad of the batch entry 'x'",
         ),
-        (Tensor.is_contiguous, {"x": torch.ones(4, 8)[:, ::2]}, "asks how an entry of the batch lies in memory"),
+        (Tensor.is_contiguous, {"x": torch.ones(4, 8)[:, ::2]}, "depends on the strides of a batch entry"),
         (lambda x: x.mul_(2), dict.fromkeys(("x", "y"), torch.ones(4, 4)), "shares memory with another"),
     ],
 )

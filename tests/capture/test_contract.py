@@ -370,8 +370,8 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
     "the last input": (KeepsLastInput, lambda: mse, "does not repeat itself", "model.last: None -> a tensor"),
     "the last output": (KeepsLastOutput, lambda: mse, "a value of the previous step", "of the previous step"),
     "the first batch": (FreezesFirstBatch, lambda: mse, "does not repeat itself", "model.cache['mean']: nothing ->"),
-    "in place": (AddsInPlace, lambda: mse, "in place that is no buffer", "float32[3]"),
-    "in place, of the batch": (AveragesInPlace, lambda: mse, "in place that is no buffer", "float32[4]"),
+    "in place": (AddsInPlace, lambda: mse, "in place that is not a buffer", "float32[3]"),
+    "in place, of the batch": (AveragesInPlace, lambda: mse, "in place that is not a buffer", "float32[4]"),
     "a list of tensors": (ListOfTensors, lambda: mse, "changes the Python state", "where: model.history["),
     "a dataclass": (DataclassState, lambda: mse, "does not repeat itself", "model.memory.level: 0.0 -> 1.0"),
     "a class attribute": (ClassAttribute, lambda: mse, "changes the Python state", "ClassAttribute.num"),
@@ -400,7 +400,7 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
     "slots": (CountsInSlots, lambda: mse, "changes the Python state", "model.counter.num"),
     "p.data": (ClampsData, lambda: mse, "replaces its parameter 'linear.weight'", "other values by .data"),
     "a new parameter": (ReplacesParameter, lambda: mse, "replaces its parameter 'linear.weight'", "another tensor"),
-    "a frozen average": (AveragesInModule, lambda: mse, "in place that is no buffer", "aten.lerp_"),
+    "a frozen average": (AveragesInModule, lambda: mse, "in place that is not a buffer", "aten.lerp_"),
     "a lazy module": (Lazy, lambda: mse, "has no shape yet", "linear.weight"),
     "nonlocal": (Base, counting_loss, "changes the Python state", "variable num in the closure of counting_loss"),
     "a counter of backward": (CountsInBackward, lambda: mse, "does not repeat itself", "model.num: 0 -> 1"),
@@ -410,8 +410,8 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
         "a value of the previous step",
         "model.last: None -> a tensor",
     ),
-    "in place, of gradients": (AddsGradientsInPlace, lambda: mse, "in place that is no buffer", "aten.add_.Tensor"),
-    "a loss with a buffer": (Base, CentredLoss, "in place that is no buffer", "float32[4]"),
+    "in place, of gradients": (AddsGradientsInPlace, lambda: mse, "in place that is not a buffer", "aten.add_.Tensor"),
+    "a loss with a buffer": (Base, CentredLoss, "in place that is not a buffer", "float32[4]"),
 }
 
 
@@ -607,7 +607,7 @@ def test_an_autocast_inside_the_model_casts_a_parameter_at_each_use() -> None:
 def test_a_parameter_that_no_optimizer_updates_may_not_change_in_place(of_optimizer: str) -> None:
     model = NormalizesWeight()
     optimizer = sgd([model.get_parameter(of_optimizer)]) if of_optimizer else None
-    with pytest.raises(CaptureError, match="in place that is no buffer"):
+    with pytest.raises(CaptureError, match="in place that is not a buffer"):
         mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh="")
 
 

@@ -263,7 +263,7 @@ def _row_sum(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"), [({"x": 3}, "the batch contains no tensor"), ((), "the batch holds no tensor")]
+    ("batch", "message"), [({"x": 3}, "the batch contains no tensor"), ((), "the batch contains no tensor")]
 )
 def test_a_batch_without_tensors_is_an_error(batch: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
@@ -716,7 +716,7 @@ def test_a_pooling_to_one_pixel_in_channels_last_equals_eager(mesh: str) -> None
 def test_a_fake_tensor_of_another_capture_is_an_error() -> None:
     with FakeTensorMode():
         kept = torch.ones(4)
-    with pytest.raises(CaptureError, match="neither gets nor computes") as error:
+    with pytest.raises(CaptureError, match="neither an input nor computed") as error:
         captured(Calls(lambda x, w: x * w * kept), batches(1, (3, 4), (3, 4))[0])
     assert "test_trace.py:" in error.value.where
 

@@ -79,7 +79,7 @@ def test_every_pass_says_what_it_is() -> None:
         ({"passes": "default", "overlap": True}, "asked for twice"),
         ({"passes": [Split(), Split((4,))]}, "asked for twice"),
         ({"passes": "split=1"}, "two chunks or more"),
-        ({"passes": "recompute=most"}, "no way to recompute"),
+        ({"passes": "recompute=most"}, "not a recomputation policy"),
         ({"passes": "carry=all"}, "no number of blocks"),
         ({"passes": "overlap=2"}, "takes no value"),
         ({"passes": [Overlap]}, "no list of passes"),
