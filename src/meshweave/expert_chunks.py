@@ -11,7 +11,7 @@ from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.verify import verify_step
 from meshweave.passes import MeshProgram, Pipeline, Split
-from meshweave.passes.candidates import AS_IT_IS, ProgramVariant
+from meshweave.passes.candidates import AS_IT_IS, ProgramVariant, fastest
 from meshweave.program import Program
 from meshweave.rows import SplitReport
 from meshweave.rows.captured import has_experts, split_captured
@@ -56,19 +56,14 @@ def _built(build: Build, step: StepGraph, pipeline: Pipeline) -> Program | NoOrd
 def _fastest(tried: list[tuple[str, Program | NoOrderError, SplitReport]], costs: Costs, least_gain: float) -> Program:
     """The fastest of the programs. The first is not in chunks; the others have to be faster by `least_gain`."""
     seconds = [_seconds(program, costs) for _, program, _ in tried] if len(tried) > 1 else [0.0]
-    handicap = [1.0, *(1.0 / (1.0 - least_gain) for _ in tried[1:])]
-    at = min(range(len(tried)), key=lambda i: seconds[i] * handicap[i])
+    at, variants, reason = fastest([label for label, _, _ in tried], seconds, least_gain)
     label, program, report = tried[at]
     if isinstance(program, NoOrderError):
         raise program
     if len(tried) == 1:
         return _named(program, label, report)
-    variants = tuple(
-        ProgramVariant(name, took) if took < math.inf else ProgramVariant(name, reason="does not fit under the cap")
-        for (name, _, _), took in zip(tried, seconds, strict=True)
-    )
     if label == AS_IT_IS:
-        report = tried[-1][2].left("the program is not faster with it: " + "; ".join(map(str, variants)))
+        report = tried[-1][2].left(reason)
     report = replace(report, seconds_before=seconds[0], seconds_after=seconds[at] if at else min(seconds[1:]))
     return _named(program, label, report, variants)
 

@@ -119,28 +119,35 @@ def run_passes(
     if len(candidates) == 1 and not untried:
         chosen, variants = candidates[0], tuple[ProgramVariant, ...]()
     else:
-        chosen, variants = _fastest(candidates, costs, least_gain)
+        chosen, variants = _fastest_candidate(candidates, costs, least_gain)
     if chosen.unfit is not None:
         raise chosen.unfit
     return chosen, (*variants, *untried.values())
 
 
-def _fastest(
+def fastest(
+    names: Sequence[str], seconds: Sequence[float], least_gain: float
+) -> tuple[int, tuple[ProgramVariant, ...], str]:
+    """The index of the fastest program, the time of each, and why a pass of the others is not taken. Programs that are
+    not `AS_IT_IS` have to be faster by `least_gain`; if none fits (infinite seconds), the first."""
+    variants = tuple(
+        ProgramVariant(name, took) if took < math.inf else ProgramVariant(name, reason="does not fit under the cap")
+        for name, took in zip(names, seconds, strict=True)
+    )
+    handicap = [1.0 if name == AS_IT_IS else 1.0 / (1.0 - least_gain) for name in names]
+    at = min(range(len(names)), key=lambda i: seconds[i] * handicap[i])
+    return at, variants, "the program is not faster with it: " + "; ".join(map(str, variants))
+
+
+def _fastest_candidate(
     candidates: Sequence[ProgramCandidate[Q]], costs: Any, least_gain: float
 ) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
-    """The fastest candidate and the time of each. Its reports say why passes of other candidates were not taken. If
-    none fits, the first."""
-    variants: list[ProgramVariant] = []
-    for candidate in candidates:
-        seconds = candidate.program.seconds(costs) if candidate.unfit is None else math.inf
-        reason = "" if seconds < math.inf else "does not fit under the cap"
-        variants.append(ProgramVariant(candidate.name, 0.0 if reason else seconds, reason))
-    handicap = [1.0 if variant.name == AS_IT_IS else 1.0 / (1.0 - least_gain) for variant in variants]
-    at = min(range(len(variants)), key=lambda i: (variants[i].reason, variants[i].seconds * handicap[i]))
+    """The fastest candidate and the time of each. Its reports say why passes of other candidates were not taken."""
+    seconds = [each.program.seconds(costs) if each.unfit is None else math.inf for each in candidates]
+    at, variants, reason = fastest([each.name for each in candidates], seconds, least_gain)
     chosen = candidates[candidates[0].program.agreed(at)]
-    reason = "the program is not faster with it: " + "; ".join(map(str, variants))
     rejected: dict[str, tuple[Report, ...]] = {}
     for candidate in candidates:
         for name, reports in candidate.reports.items():
             rejected.setdefault(name, tuple(report.left(reason) for report in reports))
-    return replace(chosen, reports={**rejected, **chosen.reports}), tuple(variants)
+    return replace(chosen, reports={**rejected, **chosen.reports}), variants
