@@ -16,7 +16,7 @@ from meshweave.interop.lazy import load_inductor
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
-from meshweave.ir.values import local_values, ragged
+from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
 from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
@@ -98,7 +98,8 @@ class RegionCompiler:
         plain: list[list[Planned]] = [list(part) for part in parts]
         if self.backend == "eager":
             return plain
-        local = {d: local_values(role, d) for d in devices}
+        lead = role.devices[0] if self.backend == "auto" else devices[0]  # all devices of a role judge by its first
+        local = {d: local_values(role, d) for d in {*devices, lead}}
         values = local[devices[0]].values
         sized = ragged(role)  # compiled shapes are static
         refused = {
@@ -111,12 +112,11 @@ class RegionCompiler:
             steps = cut(parts, kept, values, lambda node: node not in refused)
             steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)
             regions = [step for part in steps for step in part if isinstance(step, Region)]
-            if too_small := self._too_small(role, regions, device):
+            its = {d: [region_function(r, x.values, x.symbols, device) for r in regions] for d, x in local.items()}
+            if too_small := self._too_small(regions, [function.key for function in its[lead]], local[lead].values):
                 refused.update(too_small)
                 continue
-            functions = [
-                {d: region_function(r, x.values, x.symbols, device) for d, x in local.items()} for r in regions
-            ]
+            functions = [{d: its[d][i] for d in devices} for i in range(len(regions))]
             verdict = self._known_verdict(functions)
             if verdict is False:
                 return plain
@@ -226,17 +226,16 @@ class RegionCompiler:
         written = tuple(place[region.written[n]] if n in region.written else -1 for n in region.outputs)
         return Runner(by_device, tuple(strides), written)
 
-    def _too_small(self, role: RankGraph, regions: Sequence[Region], device: torch.device) -> set[fx.Node]:
-        """The nodes of regions that may not save in STEPS steps what compiling them takes, summed over equal regions:
-        values that stay in registers, and calls of ops. Judged by the role's first device, so that all its devices
-        decide equally."""
-        if self.backend == "inductor" or not regions:
+    def _too_small(
+        self, regions: Sequence[Region], keys: Sequence[str], values: Mapping[fx.Node, Values]
+    ) -> set[fx.Node]:
+        """The nodes of regions that may not save in STEPS steps what compiling them takes, summed over regions of equal
+        keys: values that stay in registers, and calls of ops."""
+        if self.backend == "inductor":
             return set()
-        first = local_values(role)
-        keys = [region_function(region, first.values, first.symbols, device).key for region in regions]
         saved = dict.fromkeys(keys, 0.0)
         for key, region in zip(keys, regions, strict=True):
-            saved[key] += saved_seconds(region, first.values) * STEPS
+            saved[key] += saved_seconds(region, values) * STEPS
         pairs = zip(keys, regions, strict=True)
         return {node for key, region in pairs if saved[key] <= COMPILE_S for node in region.nodes}
 
