@@ -34,6 +34,10 @@ class Spec:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    @property
+    def is_integer(self) -> bool:
+        return not self.dtype.is_floating_point and not self.dtype.is_complex and self.dtype != torch.bool
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
 
@@ -166,6 +170,19 @@ def argument(node: fx.Node, position: int) -> Any:
         return node.args[position]
     arguments = arguments_of(node.target) if is_operator(node.target) else []
     return node.kwargs.get(arguments[position].name) if position < len(arguments) else None
+
+
+def row_index(node: fx.Node) -> fx.Node | None:
+    """The only index, 1-d and of integers, along dim 0 of a lookup or of an indexed sum; None for any other."""
+    args: Any = node.args
+    is_select = node.target is torch.ops.aten.index_select.default
+    if len(args) <= 1 + is_select:  # passed by name
+        return None
+    indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
+    if len(indices) != 1 or indices[0] is None:
+        return None
+    spec = spec_of(indices[0])
+    return indices[0] if spec.is_integer and len(spec.shape) == 1 else None
 
 
 def place_of(node: fx.Node) -> str:

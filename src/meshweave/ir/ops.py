@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from meshweave.ir import attention as kernels
 from meshweave.ir import random
@@ -32,6 +32,7 @@ __all__ = [
     "round_parts",
     "square_sum",
     "uniform",
+    "unmoved",
 ]
 
 aten = torch.ops.aten
@@ -66,6 +67,13 @@ def move(x: Tensor, target: str, readers: Tensor | None = None, share: float = 1
     of the node and of its operand are the two layouts.
     """
     raise AssertionError("a move is expanded before it runs")
+
+
+def unmoved(value: fx.Node) -> fx.Node:
+    """The value that a chain of moves begins with."""
+    while value.target is move:
+        value = value.args[0]  # type: ignore[assignment]
+    return value
 
 
 @define_op("pin")

@@ -76,8 +76,7 @@ def _keys_agree(graph: fx.Graph) -> Findings:
     for node in graph.nodes:
         if node.target in BY_ROWS:
             ends: Any = tensor_inputs(node)[-1]
-            while ends.target is ops.move:
-                ends = ends.args[0]
+            ends = ops.unmoved(ends)
             if ends_of.setdefault(key_of(node), ends) is not ends:
                 yield node, f"has other ends than other ops with the key {key_of(node)}"
 

@@ -107,7 +107,7 @@ class _Arranger:
         layout: Layout = _source(operand).meta["layout"]
         options = []
         for light in reversed(chain):
-            option = _taking(light, layout)
+            option = _on(light, [layout])
             if option is None:
                 return None
             options.append(option)
@@ -191,7 +191,7 @@ class _Arranger:
                 copy_meta(user, new)
             else:
                 new = self._again(user, value, None)
-        option = _taking(new, value.meta["layout"])
+        option = _on(new, [value.meta["layout"]])
         if option is None:
             self.graph.erase_node(new)
             return None
@@ -228,7 +228,7 @@ class _Arranger:
         moves: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if node.target is ops.move and _phase(node) < 2 and not (_is_station(node) or _is_station(_source(node))):
-                moves.setdefault(_root(node), []).append(node)
+                moves.setdefault(ops.unmoved(node), []).append(node)
         for root, several in moves.items():
             if len(several) > 1:
                 self._share(root, several)
@@ -369,23 +369,12 @@ def _is_station(node: fx.Node) -> bool:
     return node.target is ops.move and all(user.target is ops.move for user in node.users)
 
 
-def _root(move: fx.Node) -> fx.Node:
-    while move.target is ops.move:
-        move = _source(move)
-    return move
-
-
 def _phase(node: fx.Node) -> int:
     return PARTS[origin_of(node).phase]
 
 
 def _is_light(node: fx.Node) -> bool:
     return (node.target in CASTS or node.target in VIEWS) and len(tensor_inputs(node)) == 1
-
-
-def _taking(op: fx.Node, layout: Layout) -> Assignment | None:
-    """The op's assignment with its operand in `layout`, if it accepts that on every axis."""
-    return _on(op, [layout])
 
 
 def _on(op: fx.Node, layouts: Sequence[Layout]) -> Assignment | None:
@@ -399,7 +388,7 @@ def _giving(op: fx.Node, layout: Layout) -> Assignment | None:
     """The op's assignment that gives its result `layout`."""
     (x,), rule = tensor_inputs(op), row_for(op).rule(op)
     if op.target in CASTS:
-        option = _taking(op, layout)
+        option = _on(op, [layout])
     else:
         option = None if layout.partial else follow_result(rule, layout, [spec_of(x)], [spec_of(op)])
     return option if option is not None and option.results[0] == layout else None

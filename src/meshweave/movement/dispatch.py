@@ -19,7 +19,7 @@ from torch import fx
 
 from meshweave.ir import ops
 from meshweave.ir.collectives import SPARSE_GATHER, SPARSE_SCATTER
-from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, row_index, spec_of
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, nested_chunk
@@ -136,7 +136,7 @@ class _Writer:
     def read_by(self, node: fx.Node, user: fx.Node) -> Path | None:
         if user.target is ours.enter_rows.default and user.args[2] == 0:
             return _sorted_rows(user.args[1], user.meta["layout"], spec_of(node))
-        if user.target in _LOOKUPS and user.args[0] is node and _indices(user):
+        if user.target in _LOOKUPS and user.args[0] is node and row_index(user):
             return _at_places(self.read(user), user, spec_of(node))
         if user.target in _SAME_ROWS or (user.target is ops.move and self.is_slice(user)):
             return self.read(user)
@@ -226,20 +226,10 @@ def _sorted_rows(ends: Any, layout: Layout, spec: Spec) -> Path:
     return Path(ends, layout, spec.shape[0], prod(spec.shape[1:]))
 
 
-def _indices(node: fx.Node) -> list[fx.Node]:
-    """The only index along dim 0 at which an op looks up, or adds, rows; else nothing."""
-    args: Any = node.args
-    if node.target is aten.index_select.default and args[1] == 0:
-        indices = [args[2]]
-    else:
-        indices = list(args[1]) if node.target in (aten.index.Tensor, aten.index_put.default) else []
-    is_plain = len(indices) == 1 and len(spec_of(indices[0]).shape) == 1 and spec_of(indices[0]).dtype != torch.bool
-    return indices if is_plain else []
-
-
 def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
     """The path to rows of a table at an index that `path` leads to, possibly with owned places only."""
-    (at,), width = _indices(node), prod(table.shape[1:])
+    at, width = row_index(node), prod(table.shape[1:])
+    assert at is not None, "the caller has checked it"
     if at.target is ours.enter_rows.default:
         return replace(_sorted_rows(at.args[1], at.meta["layout"], spec_of(at)), width=width, places=at.args[0])  # type: ignore[arg-type]
     is_free = path is not None and path.places is None and path.width == width and not at.meta["layout"].owned
@@ -258,7 +248,7 @@ def _grouped(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> 
 
 def _looked_up(path: Path | None, node: fx.Node, rows: Spec) -> Path | None:
     """A path to rows at an index along dim 0, looked up or added there."""
-    (at,) = _indices(node) or (None,)
+    at = row_index(node)
     if path is None or path.places is not None or at is None or prod(rows.shape[1:]) != path.width:
         return None
     return None if at.meta["layout"].owned else replace(path, steps=(*path.steps, ("lookup", at)))
@@ -275,7 +265,7 @@ def _made(node: fx.Node) -> Path | None:
         many = spec_of(args[0]).shape
         summed = {d % len(many) for d in args[1]}
         return _grouped(_made(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many)))
-    if _adds_on_zeros(node) and _indices(node):
+    if _adds_on_zeros(node) and row_index(node):
         return _at_places(_made(args[2]), node, spec_of(node))
     return _looked_up(_made(args[0]), node, spec_of(args[0])) if node.target in _LOOKUPS else None
 

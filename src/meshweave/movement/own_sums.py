@@ -17,7 +17,7 @@ from torch import fx
 
 from meshweave.interop.ops import arguments_of
 from meshweave.ir import ops
-from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, row_index, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.sharding.assign import Assignment, Own, Role, Shard, realize
 from meshweave.sharding.owned import by_rows
@@ -48,8 +48,7 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
     lookup = _args(view)[0] if view.target is aten.view.default and is_plain else None
     if lookup is None or lookup.target is not aten.index.Tensor or len(spec_of(view).shape) != 3:
         return
-    leave, indices = _args(lookup)
-    order = _inverted(indices[0]) if len(indices) == 1 else None
+    leave, order = _args(lookup)[0], _inverted(row_index(lookup))
     if order is None or leave.target is not ours.leave_rows.default or len(spec_of(leave).shape) != 2:
         return
     rows, ends, _ = _args(leave)
@@ -72,10 +71,10 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     """Rewrite expand [tokens, k, width] -> view -> sum at an inverse on zeros -> enter_rows as a lookup at indices."""
     value, ends, dim = _args(enter)
     put = _args(value)[0] if value.target is ops.move else value
-    if put.target is not aten.index_put.default or dim != 0 or len(_args(put)) != 4 or len(_args(put)[1]) != 1:
+    if put.target is not aten.index_put.default or dim != 0 or len(_args(put)) != 4:
         return
-    zeros, (index,), view, is_added = _args(put)
-    order = _inverted(index)
+    zeros, _, view, is_added = _args(put)
+    order = _inverted(row_index(put))
     expand = _args(view)[0] if view.target is aten.view.default else view
     if order is None or not is_added or not is_zeros(zeros) or expand.target is not aten.expand.default:
         return
@@ -109,33 +108,28 @@ def _three(shape: Sequence[int]) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (-1, -1, -1)
 
 
-def _root(value: fx.Node) -> fx.Node:
-    while value.target is ops.move:
-        value = _args(value)[0]
-    return value
-
-
 def is_zeros(value: fx.Node) -> bool:
     """Whether a value is a tensor of zeros, possibly moved."""
-    root = _root(value)
+    root = ops.unmoved(value)
     return root.target is aten.full.default and bool(_args(root)[1] == 0)
 
 
-def _inverted(index: fx.Node) -> fx.Node | None:
+def _inverted(index: fx.Node | None) -> fx.Node | None:
     """The permutation whose inverse an index is: the order of a sort of all rows. The inverse is written
     (`inverse[order] = arange`), or sorted once more."""
-    root = _root(index)
-    if _is_order(root):
+    root = ops.unmoved(index) if index is not None else None
+    if root is not None and _is_order(root):
         if _is_descending(_args(root)[0]):
             return None
-        order = _root(_args(_args(root)[0])[0])
+        order = ops.unmoved(_args(_args(root)[0])[0])
         return order if _is_order(order) else None
-    if root.target is not aten.index_put.default or any(_args(root)[3:]) or len(_args(root)[1]) != 1:
+    if root is None or root.target is not aten.index_put.default or any(_args(root)[3:]):
         return None
-    _, (order,), numbers, *_ = _args(root)
-    order, numbers = _root(order), _root(numbers)
+    at, numbers = row_index(root), ops.unmoved(_args(root)[2])
     is_count = numbers.target is aten.arange.start_step and _args(numbers) == (0, *spec_of(root).shape, 1)
-    return order if is_count and _is_order(order) and spec_of(order).shape == spec_of(root).shape else None
+    if at is None or not is_count or not _is_order(ops.unmoved(at)):
+        return None
+    return ops.unmoved(at) if spec_of(at).shape == spec_of(root).shape else None
 
 
 def _is_order(value: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 
 from meshweave.chunks.cut import Cut, NoCut, Shape
 from meshweave.ir.collectives import WAIT, communicates
-from meshweave.ir.graph import argument, spec_of, tensor_inputs
+from meshweave.ir.graph import argument, row_index, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, RANK_CHANGES, RESHAPES
 from meshweave.rows.way import End, RowRule
 
@@ -78,7 +78,7 @@ def way_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
         raise NoCut("counts of the rows of a chunk are used as those of all")
     if not isinstance(cut, Sorted):
         return plain(node, end, cut)
-    if cut.into is not None and (node.target not in _SAME_VALUES or not _is_integer(node)):
+    if cut.into is not None and (node.target not in _SAME_VALUES or not spec_of(node).is_integer):
         raise NoCut("positions of rows are used as numbers")
     if node.target is WAIT or communicates(node.target):
         raise NoCut("it communicates rows in another order")
@@ -152,7 +152,7 @@ def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 def _lookup(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     """Rows of a table: of a whole table at sorted numbers, or of a table in chunks at positions of its rows."""
-    at = _index(node)
+    at = row_index(node)
     if at is None or end.is_result or tensor_inputs(node)[end.index] is not at or not isinstance(cut, Sorted):
         return None
     table, result = tensor_inputs(node)[0], _rows(cut, cut.order)
@@ -168,7 +168,7 @@ def _lookup(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 def _put(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     """Rows that are added, or written, at positions of the rows of a chunk."""
-    at, args = _index(node), node.args
+    at, args = row_index(node), node.args
     if at is None or not isinstance(cut, Sorted) or end.is_result or tensor_inputs(node)[end.index] is not at:
         return None
     if cut.into is None:
@@ -197,22 +197,6 @@ def _numbers(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 def _counts_up(node: fx.Node, size: int) -> bool:
     return node.target is aten.arange.start_step and node.args == (0, size, 1)
-
-
-def _index(node: fx.Node) -> fx.Node | None:
-    """The only index along dim 0 of a lookup, or of an indexed sum."""
-    args: Any = node.args
-    is_select = node.target is aten.index_select.default
-    if len(args) <= 1 + is_select:  # passed by name
-        return None
-    indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
-    is_plain = len(indices) == 1 and indices[0] is not None
-    return indices[0] if is_plain and len(spec_of(indices[0]).shape) == 1 and _is_integer(indices[0]) else None
-
-
-def _is_integer(node: fx.Node) -> bool:
-    dtype = spec_of(node).dtype
-    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 # how many rows each expert has
