@@ -351,18 +351,14 @@ class Session:
         if kind in ("param", "buffer") and not self.progress.num_done:
             self.bindings.take_over(self.state)
         named = {name for rank in self.roles for its_kind, name in rank.outputs if its_kind == kind}
-        wanted = [
-            (item, layout)
-            for item, layout in self.state.items
-            if item.kind == source and (pieces is None or item.name in named)
-        ]
-        pieces_of = {
-            item.name: self.state.pieces[kind, item.name] if pieces is None else pieces.get(item.name, [])
-            for item, _ in wanted
-        }
-        is_here = all(self.world.has_whole(layout) for _, layout in wanted)
+        items = [pair for pair in self.state.items if pair[0].kind == source]
+        if pieces is None:
+            wanted = [(*pair, self.state.pieces[kind, pair[0].name]) for pair in items]
+        else:
+            wanted = [(*pair, pieces.get(pair[0].name, [])) for pair in items if pair[0].name in named]
+        is_here = all(self.world.has_whole(layout) for _, layout, _ in wanted)
         with nullcontext() if is_here else self.world.call(_FULL[kind]):
-            return {item.name: self.world.assemble(item.spec, layout, pieces_of[item.name]) for item, layout in wanted}
+            return {item.name: self.world.assemble(item.spec, layout, own) for item, layout, own in wanted}
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""

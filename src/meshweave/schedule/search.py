@@ -159,8 +159,7 @@ class OrderSearch:
         )
 
     def fastest(self) -> list[tuple[str, _Shape, Policy]]:
-        """The methods of the fastest orders so far: under the present limit and in total, those with different times
-        first."""
+        """The methods of the fastest orders so far, under the present limit and overall, distinct times first."""
         most = max(2, _AGAIN // max(1, self.merger.reading.problem.num_items))
         ranked = sorted(self.attempts, key=lambda attempt: attempt[0].seconds[0])
         distinct: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
@@ -292,8 +291,7 @@ class OrderSearch:
         return best[: 3 if self.is_small else 2]
 
     def climb(self) -> None:
-        """Move to the best neighbour of the best candidate (merge two buckets, or split a bucket) within a fixed
-        effort."""
+        """Move to the best neighbour of the best candidate (buckets merged or split) within a fixed effort."""
         left = _STEPS
         current = self.best()
         while True:

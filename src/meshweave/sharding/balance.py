@@ -161,7 +161,7 @@ class _BalanceWriter:
         wanted = {
             factor
             for operand, dims in zip(tensor_inputs(node), rule.operands, strict=True)
-            for factor in (_outer(rule, dims, d) for d in self.usual[operand])
+            for factor in (rule.outermost(dims[d]) for d in self.usual[operand])
         }
         if node.target in _CAUSAL_AT:
             loops = _attention_loops(rule, node)
@@ -174,7 +174,7 @@ class _BalanceWriter:
         if factor < 0 or rule.sizes[factor] != self.length:
             return False
         places = [(dims, d) for dims in (*rule.operands, *rule.results) for d in range(len(dims)) if factor in dims[d]]
-        if any(_outer(rule, dims, d) != factor for dims, d in places):
+        if any(rule.outermost(dims[d]) != factor for dims, d in places):
             return False
         if node.target in _CAUSAL_AT:
             loops = _attention_loops(rule, node)
@@ -224,7 +224,7 @@ class _BalanceWriter:
         rule = rule_or_none(node) if node.op == "call_function" and isinstance(node.meta["spec"], Spec) else None
         if rule is None or node.target in _CAUSAL_AT or origin_of(node).phase == "update":
             return None
-        factors = frozenset(_outer(rule, rule.results[0], d) for d in dims)
+        factors = frozenset(rule.outermost(rule.results[0][d]) for d in dims)
         inside = {f for dim in rule.results[0] for f in dim}
         terms = prod(rule.sizes[f] for operand in rule.operands for dim in operand for f in dim if f not in inside)
         if node.target in PRODUCTS and terms > 1:
@@ -332,14 +332,9 @@ class _Integers:
         return self._by(aten.remainder.Scalar, other)
 
 
-def _outer(rule: Rule, dims: Dims, dim: int) -> int:
-    """The outermost factor of more than one element, whole or not; -1 if there is none."""
-    return next((f for f in dims[dim] if rule.sizes[f] > 1), -1)
-
-
 def _dims_of(rule: Rule | None, dims: Dims, factors: Collection[int]) -> _In:
     """The dims that run along one of these factors."""
-    return frozenset(d for d in range(len(dims)) if rule is not None and _outer(rule, dims, d) in factors)
+    return frozenset(d for d in range(len(dims)) if rule is not None and rule.outermost(dims[d]) in factors)
 
 
 def _attention_loops(rule: Rule, node: fx.Node) -> tuple[int, int]:

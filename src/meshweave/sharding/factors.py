@@ -76,8 +76,12 @@ class Rule:
 
     def outer(self, dims: Dims, dim: int) -> int | None:
         """The factor that sharding `dim` would shard: its outermost factor of more than one element, unless whole."""
-        factor = next((f for f in dims[dim] if self.sizes[f] > 1), None)
-        return None if factor in self.whole else factor
+        factor = self.outermost(dims[dim])
+        return None if factor < 0 or factor in self.whole else factor
+
+    def outermost(self, dim: Dim) -> int:
+        """The outermost factor of a dim of more than one element, whole or not; -1 if there is none."""
+        return next((f for f in dim if self.sizes[f] > 1), -1)
 
     def inner_size(self, dims: Dims, dim: int, factor: int) -> int:
         """Number of elements of `dim` per iteration of its `factor`: the unit in which the dim is then cut."""

@@ -134,9 +134,7 @@ class _Placer:
         key = (node, phase)
         if key not in self.stored:
             source = self._stored_form(tensor_inputs(node)[0], phase)
-            new = self._emit(node, [source.node], phase)
-            new.meta["layout"] = source.layout
-            self.stored[key] = Copy(new, source.layout, phase)
+            self.stored[key] = self._copy(node, [source.node], source.layout, phase)
         return self.stored[key]
 
     def _used_form(self, node: fx.Node, phase: str) -> Copy:
@@ -148,18 +146,13 @@ class _Placer:
         if self.forms.is_stored(node):
             stored = self._stored_form(node, phase)
             target = self.placement.used.get(self.forms.name(node), stored.layout).normalized(spec_of(node).shape)
-            used = self._move(stored, target, node, phase) if target != stored.layout else stored
+            used = self._move(stored, target, node, phase)
         else:
             source = self._used_form(tensor_inputs(node)[0], phase)
             spec = spec_of(source.node)
             option = self._choose(node, [Operand(spec, (source.layout,))], source.layout.mesh)
-            used = (
-                source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
-            )
-            new = self._emit(node, [used.node], phase)
-            new.meta["layout"] = option.results[0]
-            new.meta["assignment"] = option
-            used = Copy(new, option.results[0], phase)
+            operand = self._move(source, option.operands[0], node, phase)
+            used = self._copy(node, [operand.node], option.results[0], phase, option)
         self.used[key] = used
         return used
 
@@ -242,9 +235,8 @@ class _Placer:
             option = follow_result(row_for(node).rule(node), wanted, [spec_of(source)], [spec_of(node)])
             if option.results[0] != wanted:
                 return None
-            new = self._emit(node, [self.fetch(source, option.operands[0], phase)], phase)
-            new.meta.update(layout=wanted, assignment=option)
-            self.abroad[key] = Copy(new, wanted, phase)
+            value = self.fetch(source, option.operands[0], phase)
+            self.abroad[key] = self._copy(node, [value], wanted, phase, option)
         return self.abroad[key]
 
     def _made(self, node: fx.Node, wanted: Layout, phase: str) -> Copy:
@@ -259,13 +251,20 @@ class _Placer:
         known = next(same, None)
         if known is None:
             values = [self.fetch(n, layout, phase) for n, layout in zip(operands, option.operands, strict=True)]
-            new = self._emit(node, values, phase)
-            new.meta.update(layout=plain, assignment=option)
-            known = Copy(new, plain, phase)
+            known = self._copy(node, values, plain, phase, option)
             self.copies.setdefault(node, []).append(known)
-        return known if plain == wanted else self._move(known, wanted, node, phase)
+        return self._move(known, wanted, node, phase)
+
+    def _copy(
+        self, node: fx.Node, values: list[fx.Node], layout: Layout, phase: str, option: Assignment | None = None
+    ) -> Copy:
+        new = self._emit(node, values, phase)
+        new.meta.update({"layout": layout} if option is None else {"layout": layout, "assignment": option})
+        return Copy(new, layout, phase)
 
     def _move(self, source: Copy, target: Layout, value: fx.Node, phase: str) -> Copy:
+        if source.layout == target:
+            return source
         new = self.graph.call_function(ops.move, (source.node, str(target)))
         origin = replace(origin_of(value), phase=phase, source=origin_of(value).source or self.line)
         new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
@@ -285,10 +284,8 @@ class _Placer:
     def _choose(self, node: fx.Node, operands: list[Operand], mesh: Mesh) -> Assignment:
         """The cheapest assignment; decided once for equal nodes (the twins in repeated layers)."""
         fixed = map_nodes(node, lambda n: None)
-        if node in self.sums.operands:  # its layout is that of its operands; it is moved in the last microbatch
-            wanted = operands[0].layouts
-        else:
-            wanted = tuple(layout for layout, _ in self.due.get(node, ()))
+        # A summand of gradients has the layout of its operands; it is moved in the last microbatch.
+        wanted = operands[0].layouts if node in self.sums.operands else tuple(due for due, _ in self.due.get(node, ()))
         proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_made_on_demand, self._layout_of)
         if not wanted:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
@@ -296,9 +293,8 @@ class _Placer:
         key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named)
         if key not in self.decided:
             rule = as_asked(row_for(node).rule(node), self.placement.attention)
-            self.decided[key] = cheapest(
-                rule, mesh, operands, result_specs(node), self.price, wanted, proposed, self.rates
-            )
+            specs = result_specs(node)
+            self.decided[key] = cheapest(rule, mesh, operands, specs, self.price, wanted, proposed, self.rates)
         return self.decided[key]
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
@@ -316,11 +312,10 @@ class _Placer:
         except RuleError as error:
             if error.where:
                 raise
-            raise RuleError(
-                error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}"
-            ) from error
+            got = f"{op_name(node.target)}: {error.got}"
+            raise RuleError(error.what, where=str(origin_of(node)), got=got) from error
         if phase != "update":
-            self.pinned.follow(node, operands, option, self._original)
+            self.pinned.follow(node, operands, option, lambda n: self.copies[n][0].layout)
         values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
         new = self._emit(node, values, origin_of(node).phase)
         new.meta["assignment"] = option
@@ -357,9 +352,6 @@ class _Placer:
         is_said = bool(self.pinned.of(node)) or (self.forms.is_of_parameter(node) and phase != "update")
         return Operand(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
 
-    def _original(self, node: fx.Node) -> Layout:
-        return self.copies[node][0].layout
-
     def _item(self, node: fx.Node) -> None:
         source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
         layout = layouts[node.args[1]]  # type: ignore[index]
@@ -381,9 +373,8 @@ class _Placer:
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
         is_made = self.forms.is_made_on_demand(value)
         source = self._made(value, whole, phase) if is_made else self.copies_in(value, phase)[0]
-        source_layout = target = (
-            translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
-        ).without_owned()
+        layout = source.layout if pin.mesh is not None else translate(source.layout, self.placement.homes[node])
+        source_layout = target = layout.without_owned()
         if not pin.is_operator:
             target = pin.layout(source_layout, bool(is_grad))
         elif self.placement.mesh.num_devices > 1:

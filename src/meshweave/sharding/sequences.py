@@ -21,7 +21,7 @@ from meshweave.capture.batch import batch_size
 from meshweave.errors import PlanError, RuleError
 from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, map_nodes, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, is_pointwise
-from meshweave.sharding.factors import Dim, Rule
+from meshweave.sharding.factors import Rule
 from meshweave.sharding.registry import pointwise, result_specs, row_for
 
 aten = torch.ops.aten
@@ -181,8 +181,8 @@ class _SequenceWriter:
             return [frozenset() for _ in result_specs(new)]
         along: set[int] = set()
         for operand, dims in zip(tensor_inputs(new), rule.operands, strict=True):
-            along |= {_outer(rule, dims[d]) for d in self.marks.get(operand, ())} - {-1}
-        return [frozenset(d for d, dim in enumerate(dims) if _outer(rule, dim) in along) for dims in rule.results]
+            along |= {rule.outermost(dims[d]) for d in self.marks.get(operand, ())} - {-1}
+        return [frozenset(d for d, dim in enumerate(dims) if rule.outermost(dim) in along) for dims in rule.results]
 
 
 def rule_or_none(node: fx.Node) -> Rule | None:
@@ -191,11 +191,6 @@ def rule_or_none(node: fx.Node) -> Rule | None:
         return pointwise(node) if node.target is ours.pin.default else row_for(node).rule(node)
     except RuleError:
         return None
-
-
-def _outer(rule: Rule, dim: Dim) -> int:
-    """The outermost factor of more than one element, -1 if there is none."""
-    return next((f for f in dim if rule.sizes[f] > 1), -1)
 
 
 def _unsplit(shape: Sequence[int]) -> Split:

@@ -284,8 +284,7 @@ class _TaskLowering:
         return self.narrow[number].moved_bytes(start.node, size) if self.narrow else size
 
     def split(self, copy: SimulatedTask) -> tuple[SimulatedTask, float]:
-        """A copy without the part that the waiting role does, and that part: sums and copies of a runtime on a
-        processor."""
+        """A copy without the waiting role's part, and that part: sums and copies of a runtime on a processor."""
         if self.profile.fusion != "none" or not copy.seconds or copy.op in ("transfer", "permute"):
             return copy, 0.0
         mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
