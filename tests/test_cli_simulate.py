@@ -129,7 +129,7 @@ def test_explain_why() -> None:
         (("--mesh", "fsdp=8", "--profile", "h10"), "h100"),
         (("--mesh", "fsdp=8", "--scale", "speed=2"), "changes nothing of a machine"),
         (("--mesh", "fsdp=8", "--scale", "num_devices=4"), "cannot hold"),
-        (("--mesh", "fsdp=8", "--plan", "fsdp:fsdp", "--plan", "dp:fsdp"), "do not pair up"),
+        (("--mesh", "fsdp=8", "--plan", "fsdp:fsdp", "--plan", "dp:fsdp"), "plans and meshes differ"),
         (("--mesh", "fsdp=8", "--report", "/nowhere/x.html"), "cannot be written"),
     ],
 )

@@ -263,5 +263,5 @@ def test_what_a_step_costs_is_simulated() -> None:
 
 
 def test_a_model_without_experts_has_no_expert_plan() -> None:
-    with pytest.raises(mw.PlanError, match="known as stacked over experts"):
+    with pytest.raises(mw.PlanError, match="stacked over experts were found"):
         train(torch.nn.Linear(4, 4), [{"x": torch.zeros(2, 4), "y": torch.zeros(2, 4)}], "ep=2", plan="ep:ep")

@@ -627,7 +627,7 @@ class Scripted(nn.Module):
 @pytest.mark.parametrize("make", [lambda: torch.jit.script(nn.Linear(4, 4)), Scripted], ids=["module", "function"])
 def test_what_is_scripted_is_an_error_with_what_to_write(make: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), make())
-    with pytest.raises(CaptureError, match=r"has been through torch\.jit\.script"):
+    with pytest.raises(CaptureError, match=r"compiled by torch\.jit\.script"):
         mw.compile(Named(model), loss=mse, example=DATA[0], mesh="")
 
 

@@ -214,7 +214,7 @@ def test_every_way_to_run_a_step_is_guarded() -> None:
     run.step.forward(DATA[0])
     run.step.backward()
     run.optimizer.param_groups[0]["maximize"] = True
-    with pytest.raises(StepError, match="another update than was compiled"):
+    with pytest.raises(StepError, match="another update than the compiled one"):
         run.step.update()
     run.optimizer.param_groups[0]["maximize"] = False
     run.step.update()

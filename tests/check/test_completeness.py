@@ -399,7 +399,7 @@ def test_an_output_in_another_layout_than_it_is_said_to_have() -> None:
 
 def test_devices_that_no_role_has() -> None:
     made = program("dp=2")
-    with pytest.raises(VerifyError, match=r"the roles are not the devices(.|\n)*got: \[0\]\n  expected: \[0, 1\]"):
+    with pytest.raises(VerifyError, match=r"the roles do not cover the devices(.|\n)*got: \[0\]\n  expected: \[0, 1\]"):
         check_complete(made.placed, [replace(made.rank, devices=(0,))])
 
 

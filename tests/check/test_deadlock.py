@@ -165,7 +165,7 @@ def test_a_compiled_program_with_two_transfers_in_another_order() -> None:
         "devices 0, 1",
         "devices 2, 3",
     ]
-    assert "do not agree about their next communication" in broken(made, later, 1)
+    assert "disagree about their next communication" in broken(made, later, 1)
 
 
 def _changed(made: Program, change: Callable[[RankGraph], None]) -> list[RankGraph]:

@@ -108,7 +108,7 @@ def test_a_contribution_that_counts_twice_shows() -> None:
     with pytest.raises(VerifyError, match=r"cannot run on the devices' tables(.|\n)*a contribution is counted twice"):
         replay(replace(made, steps=(step,)), SHAPE)
     partial = Layout.parse("[{}, {}] partial(sum: a)", MESH)
-    with pytest.raises(VerifyError, match=r"do not keep the value(.|\n)*a contribution is counted twice"):
+    with pytest.raises(VerifyError, match=r"change the value(.|\n)*a contribution is counted twice"):
         replay(replace(made, target=partial), SHAPE)
 
 

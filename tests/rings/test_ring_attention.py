@@ -74,7 +74,7 @@ def test_a_bias_with_a_gradient_is_done_over_gathered_keys_and_it_says_so() -> N
     (report,) = step.program.optimized.reports["ring"]
     (row,) = report.rows
     assert not row.is_taken
-    assert "a bias that has a gradient" in row.reason
+    assert "a bias with a gradient" in row.reason
 
 
 def test_what_is_recomputed_goes_round_again() -> None:

@@ -174,7 +174,7 @@ COUPLED: dict[str, tuple[Body, str, str]] = {
     "flip": (lambda b, y: b.call("flipped", ATEN.flip.default, y, [0]), "flipped", "works along the whole of dim 0"),
     "slice": (lambda b, y: b.call("front", ATEN.slice.Tensor, y, 0, 0, 4), "front", "works along the whole of dim 0"),
     "dropout": (_dropped, "dropped", "its random numbers are drawn from a single stream"),
-    "bernoulli": (lambda b, y: b.call("drawn", ATEN.bernoulli.p, y, 0.5), "drawn", "drawn in one stream"),
+    "bernoulli": (lambda b, y: b.call("drawn", ATEN.bernoulli.p, y, 0.5), "drawn", "drawn from a single stream"),
     "in place": (_written, "written", "it writes into an operand"),
     "coalesced": (_coalesced, "both", "split before collectives are merged"),
 }
@@ -351,13 +351,13 @@ def test_buffers_that_are_written_into_are_no_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_chunks": 1}, "two chunks or more"),
-        ({"num_chunks": ()}, "two chunks or more"),
-        ({"num_chunks": (2, 4)}, "something to choose by"),
-        ({"dims": {"nobody": 0}}, "names no tensor"),
-        ({"dims": {"x": 5}}, "do not come apart"),
-        ({"dims": {"x": (0, 3)}}, "do not come apart"),
-        ({"num_chunks": 3, "dims": {"x": 0}}, "do not come apart"),
+        ({"num_chunks": 1}, "two or more chunks"),
+        ({"num_chunks": ()}, "two or more chunks"),
+        ({"num_chunks": (2, 4)}, "need a criterion"),
+        ({"dims": {"nobody": 0}}, "does not name a tensor"),
+        ({"dims": {"x": 5}}, "do not divide"),
+        ({"dims": {"x": (0, 3)}}, "do not divide"),
+        ({"num_chunks": 3, "dims": {"x": 0}}, "do not divide"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -157,7 +157,7 @@ def test_what_cannot_be_balanced_is_an_error_where_it_is_asked_for() -> None:
     model, batch, loss = plain(Shape(tokens=6))
     with pytest.raises(PlanError, match="6 positions do not divide by 2 x 2"):
         mw.compile(model, loss=loss, example=batch, mesh="cp=2", plan=Plan.cp("cp", balance="head_tail"))
-    with pytest.raises(PlanError, match="no such balance"):
+    with pytest.raises(PlanError, match="unknown balance"):
         Plan.cp("cp", balance="zigzag")
     assert parse_plan("cp:cp:ring:none") == Plan.cp("cp", "ring", "none")
 

@@ -209,7 +209,7 @@ def test_unknown_devices_globs_and_contradictions_are_errors() -> None:
     with pytest.raises(MeshError, match="the plan names devices that the mesh lacks") as error:
         resolve(Plan.on({"second": [1, 5]}), MLP(), mesh)
     assert (error.value.where, error.value.got) == ("second", "5")
-    with pytest.raises(MeshError, match="a device stands twice"):
+    with pytest.raises(MeshError, match="a device is twice"):
         Plan.on({"second": [1, 1]})
     with pytest.raises(MeshError, match="no index 2 on axis 'pp'"):
         resolve(Plan.on({"second": "pp=2"}), MLP(), mesh)

@@ -155,7 +155,7 @@ def test_an_op_without_a_cost_is_an_error_that_names_it() -> None:
 
 
 def test_an_unknown_way_of_fusing_is_an_error(llama: RankGraph) -> None:
-    with pytest.raises(MeshweaveError, match="unknown way"):
+    with pytest.raises(MeshweaveError, match="unknown fusion mode"):
         kernels_of(llama, local_values(llama), "magic")  # type: ignore[arg-type]
 
 

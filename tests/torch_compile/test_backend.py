@@ -375,7 +375,7 @@ def test_a_graph_from_the_cache_is_the_ordered_one(group: str) -> None:
 def test_what_is_no_compiler_and_no_cost_is_refused() -> None:
     with pytest.raises(MeshweaveError, match=r"unknown inner compiler\n.*'eager'\n.*inductor, aot_eager"):
         backend(inner="eager")
-    with pytest.raises(MeshweaveError, match="no machine profile 'h101'"):
+    with pytest.raises(MeshweaveError, match="unknown machine profile 'h101'"):
         backend(cost="h101")
     with pytest.raises(MeshweaveError, match=r"not a cost\n.*3.0"):
         inductor_pass(cost=3.0)  # type: ignore[arg-type]

@@ -195,7 +195,7 @@ def test_options_that_say_nothing() -> None:
         backend(split="two")  # type: ignore[arg-type]
     with pytest.raises(MeshweaveError, match="invalid value of decompose"):
         backend(decompose="direct")  # type: ignore[arg-type]
-    with pytest.raises(MeshweaveError, match="of whole training steps"):
+    with pytest.raises(MeshweaveError, match="needs whole training steps"):
         backend(passes="overlap,recompute")
     assert backend(decompose=True, split=True).settings.passes == (Split(), Decompose(), Overlap())
     assert backend(passes="exact,split=4").settings.passes == (Split((4,)), Overlap())
