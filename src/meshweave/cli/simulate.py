@@ -20,7 +20,7 @@ from meshweave.cli.job import MeshStepOptions, StepOptions, compiled, parse_byte
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
 from meshweave.cli.screen import Screen, write_text
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import MachineProfile
+from meshweave.hardware import MachineProfile, profile_names
 from meshweave.ir.mesh import Mesh
 from meshweave.program import Program
 from meshweave.report.diff import diff_rows, diff_table
@@ -43,9 +43,9 @@ MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
 class MachineOptions(StepOptions):
     """The machine of a simulated step."""
 
-    profile: Annotated[str, typer.Option("--profile", help="machine: a100, h100, h200, gb200, cpu-gloo, or a file")] = (
-        "h100"
-    )
+    profile: Annotated[
+        str, typer.Option("--profile", help=f"machine: {', '.join(profile_names())}, or a file (profile.toml)")
+    ] = "h100"
     scale: Annotated[
         str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,attention=cudnn")
     ] = ""

@@ -156,7 +156,7 @@ def _not_a_permutation(args: Args, group_size: int) -> str:
     try:
         destinations(args[0], group_size)
     except MeshweaveError as error:
-        return f"is no permutation of its group: {error.got} of {group_size}"
+        return f"is not a permutation of its group: {error.got} of {group_size}"
     return ""
 
 
