@@ -50,7 +50,7 @@ def parse_plan(text: str) -> Plan | None:
                 f"'{part}' is not a scheme of plans",
                 where=f"plan {text}",
                 got=part,
-                expected=f"{near_miss(name, _SCHEMES)}, each as scheme:axis",
+                expected=f"{near_miss(name, _SCHEMES)}, as scheme:axis",
                 hint="for example fsdp:dp+hf_tp:tp, or a .toml or .json file",
             )
         plan = plan + _SCHEMES[name](*arguments)
