@@ -53,7 +53,7 @@ class StepError(MeshweaveError):
 
 
 class OutdatedUpdate(StepError):
-    """The optimizer needs another update than the compiled one: other groups, or an option switched on or off."""
+    """The optimizer needs an update that was not compiled: other groups, or an option switched on or off."""
 
 
 class CheckpointError(MeshweaveError):

@@ -227,7 +227,7 @@ class TrainStep:
         return numbers
 
     def _first_numbers(self, variant: Variant) -> dict[str, float]:
-        """`_numbers`, before anything else of a step runs. If the optimizer needs another update than the compiled one,
+        """`_numbers`, before anything else of a step runs. If the optimizer needs an update that was not compiled,
         the step is compiled again with the same arguments, on the same state."""
         if self.again is None or self.session.progress.num_done:
             return self._numbers(variant)

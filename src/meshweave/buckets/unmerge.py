@@ -50,7 +50,7 @@ class _Unmerger:
         return (parts, results) if wait.target is WAIT and results is not None else ([], [])
 
     def take_apart(self, start: fx.Node) -> None:
-        """Replace a merged collective by single ones."""
+        """Replace a merged collective by its parts."""
         graph, (parts, results) = self.role.graph, self.results(start)
         (wait,) = start.users
         for part, end in zip(parts, results, strict=True):

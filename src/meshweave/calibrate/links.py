@@ -30,7 +30,7 @@ _MOST_SLEEP_S = 0.5
 _WIDTH = 16  # columns of the operands: collectives cut rows
 # Links shaped by a token bucket (those of virtual machines, `tc tbf`) let so many bytes pass at once after a pause, and
 # then their rate: 512 KiB took 2.75 ms on a link of 1 Gbit/s with a bucket of 256 KiB, but 4.4 in a step. A step keeps
-# its link busy, so as many bytes precede the timed ones; negligibly small messages need none.
+# its link busy, so as many bytes precede the measurement; negligibly small messages need none.
 _BUCKET_BYTES = 1 << 20
 _LEAST_LED = 16 << 10
 
@@ -150,7 +150,7 @@ class LinkTimer:
 
 
 def lead_of(received: int) -> int:
-    """How many communications, each of which gives a device so many bytes, precede the timed ones."""
+    """How many communications, each of which gives a device so many bytes, run before the measurement."""
     return math.ceil(_BUCKET_BYTES / received) if received >= _LEAST_LED else 0
 
 

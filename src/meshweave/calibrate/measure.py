@@ -33,7 +33,7 @@ from meshweave.runtime.cluster import ClusterWorld
 
 _KIB, _MIB = 1 << 10, 1 << 20
 # glibc returns a freed block to the system until a block of that size was freed once (M_MMAP_THRESHOLD, mallopt(3): its
-# dynamic limit is 32 MiB); a running step has freed larger ones.
+# dynamic limit is 32 MiB); a running step has freed larger blocks.
 _ALLOCATED_BEFORE = 32 * _MIB - 4096
 _LEAST_POOL = 64 * _MIB  # has room for the operands of any matmul and attention many times
 _SLOWDOWN_BYTES = 4 * _MIB  # received beside compute: the size of a layer's gradients

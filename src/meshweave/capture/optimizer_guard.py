@@ -1,4 +1,4 @@
-"""Checks before every step that the optimizer's parameters and hooks are the compiled ones.
+"""Checks before every step that the optimizer's parameters and hooks are those compiled.
 
 Its options are read by `optimizer_steps.StepNumbers`."""
 

@@ -220,7 +220,7 @@ class OptimizerRecorder(TorchDispatchMode):
 
 
 def _is_number(func: Any, name: str, value: float) -> bool:
-    """Whether an argument is a number that may differ in every step, rather than one that selects what is computed."""
+    """Whether an argument is a number that may differ in every step and does not select what is computed."""
     return name in _places_of_numbers(func) and not (base_of(func) == "pow" and isinstance(value, int))
 
 

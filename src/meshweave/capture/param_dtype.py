@@ -1,4 +1,4 @@
-"""Parameters that the model sees in another dtype than the one in which they are stored and updated."""
+"""Parameters that the model sees in another dtype than that in which they are stored and updated."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _check_ends(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.
 
 
 def _check_order(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.Node]) -> None:
-    """The nodes that are not recomputed keep their order, and removed nodes served only recomputed ones."""
+    """The nodes that are not recomputed keep their order, and removed nodes served only recomputed nodes."""
     place = {n: i for i, n in enumerate(before.graph.nodes)}
     kept = [n for n in after.graph.nodes if not _is_again(n, twins)]
     for first, second in pairwise(kept):

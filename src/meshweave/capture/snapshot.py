@@ -58,7 +58,7 @@ class Snapshot:
     generators: list[Any] = field(default_factory=list)
     caches: list[tuple[Any, int]] = field(default_factory=list)  # functions under functools.cache, and their sizes
     tensors: list[tuple[int, Any, Tensor]] = field(default_factory=list)
-    # The containers again: the empty ones, which are most, and the others with their copies.
+    # The containers again: empty containers, which are most, and the others with their copies.
     empty: list[Any] = field(default_factory=list)
     filled: list[Any] = field(default_factory=list)
     filled_copies: list[Any] = field(default_factory=list)

@@ -306,7 +306,7 @@ class _StepRun:
         return results, {}
 
     def accumulate(self, grads: dict[str, Tensor]) -> None:
-        """Add the gradients of a microbatch to the sums of the earlier ones."""
+        """Add the gradients of a microbatch to the sums of earlier microbatches."""
         for name, gradient in grads.items():
             self.tracker.modules = [name.rpartition(".")[0]]
             grads[name] = self.values.acc[name] + gradient * (1.0 / self.options.accumulate)
@@ -330,7 +330,7 @@ def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, 
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of each leaf that has one, including additions by a `backward()` inside the backward pass."""
+    """The gradient of each leaf that has a gradient, including additions by a `backward()` inside the backward pass."""
     grads = gradients(value, list(leaves.values()))
     parts = {n: [g for g in (grad, leaves[n].grad) if g is not None] for n, grad in zip(leaves, grads, strict=True)}
     return {n: sum(rest, first) for n, (first, *rest) in ((n, p) for n, p in parts.items() if p)}

@@ -86,7 +86,7 @@ class GraphTracer(TorchDispatchMode):
                 result = decomposition(*args, **kwargs)
             if result is not NotImplemented:  # some decline operands that are not of their form
                 return result
-        if reads_data(func):  # an error for a fake tensor, a number for a real one
+        if reads_data(func):  # an error for a fake tensor, a number for a real tensor
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:  # the constant must not change when the result is written
             func = aten.lift_fresh_copy.default

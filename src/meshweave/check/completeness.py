@@ -127,7 +127,7 @@ def _transfer_of(role: RoleReplay, node: fx.Node) -> Transfer:
 
 
 class _Uses:
-    """Which communications contribute to used values: one that no role uses is an error.
+    """Which communications contribute to used values: an unused communication is an error.
 
     Roles may take part in a step of a move for others, or run it in their own groups because others need it in theirs.
     So the k-th communication of a value by the same call is considered in all roles together.

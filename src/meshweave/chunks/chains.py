@@ -89,8 +89,8 @@ def cuttable(node: fx.Node, why: list[str]) -> Kind | None:
 class Downstream:
     """What is computed from a gathered value: views and elementwise ops down to matmuls.
 
-    `cuts` has the cut of every value on the path, the gathered one first, `consumers` the cut of every matmul's result,
-    or "sum" if the products of the chunks are added up. `why` has the reason for others.
+    `cuts` has the cut of every value on the path, the gathered value first, `consumers` the cut of every matmul's
+    result, or "sum" if the products of the chunks are added up. `why` has the reason for others.
     """
 
     cuts: dict[fx.Node, Cut]

@@ -27,7 +27,7 @@ class ChannelCopy:
     """A task of a channel: a collective in a group, or the part of a transfer that a device receives.
 
     `sources` are the tasks that post the operands, in group order (for a transfer's senders in the order of its
-    messages); `targets` the waits that get the results, in group order (a single one for a transfer). A copy between
+    messages); `targets` the waits that get the results, in group order (a transfer has a single target). A copy between
     roles only says what is started.
     """
 

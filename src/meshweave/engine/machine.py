@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Action: these tasks will never run, because they come after one that failed."""
+    """Action: these tasks will never run, because they come after a failed task."""
 
     tasks: tuple[int, ...]
 
@@ -78,7 +78,7 @@ class Schedule:
     """Tasks 0 .. n-1: their order in streams, the tasks of other streams that each needs, and the part of each.
 
     A stream belongs to parts (0, 1, ..., nondecreasing along it) or to none (ANY_PART throughout). `needs` does not
-    repeat that a task comes after the previous one of its stream. Raises VerifyError for anything else.
+    repeat that a task comes after the previous task of its stream. Raises VerifyError for anything else.
     """
 
     streams: tuple[tuple[int, ...], ...]
@@ -283,7 +283,7 @@ class EventMachine:
         return cut
 
     def _release(self, part: int) -> list[Action]:
-        """Allow the tasks of all parts up to `part`, except cancelled ones, to start."""
+        """Allow the tasks of all parts up to `part`, except cancelled tasks, to start."""
         actions: list[Action] = []
         self._level = max(self._level, part)
         parts = self.schedule.parts
@@ -307,7 +307,7 @@ class EventMachine:
         return [task for s, tasks in enumerate(streams) for task in tasks[self._done[s] : self._ends[s]]]
 
     def blockers(self, task: int) -> tuple[int, ...]:
-        """The unfinished tasks that a task waits for: the previous one of its stream, then its needs."""
+        """The unfinished tasks that a task waits for: the previous task of its stream, then its needs."""
         schedule = self.schedule
         stream, index = schedule.stream_of[task], schedule.index_of[task]
         before = schedule.streams[stream][index - 1 : index] if index > self._done[stream] else ()
@@ -318,12 +318,12 @@ class EventMachine:
         return self._done[stream] <= self.schedule.index_of[task] < self._ends[stream]
 
     def cycle(self) -> list[int]:
-        """A cycle of tasks that wait for each other, or nothing: each needs the next one, or comes after it in the same
-        stream; the last one does so with the first. Only valid when nothing runs: then the first unfinished task of
+        """A cycle of tasks that wait for each other, or nothing: each needs the next task, or comes after it in the
+        same stream; the last does so with the first. Only valid when nothing runs: then the first unfinished task of
         every stream blocks it."""
         left = set[int]()  # streams from which no cycle is reached
         for root in range(len(self.schedule.streams)):
-            path, vias = [root], [-1]  # streams, and the task of each that the previous one needs
+            path, vias = [root], [-1]  # streams, and the task of each that the previous task needs
             branches = [self._needs_of_head(root)]
             while path:
                 need = next(branches[-1], None)

@@ -73,7 +73,7 @@ class Matches:
     def _missing(
         self, channel: Channel, number: int, there: Start, devices: tuple[int, ...], process: int
     ) -> VerifyError:
-        """The error for a process that has fewer starts than another, with the last one that it has."""
+        """The error for a process that has fewer starts than another, with the last start that it has."""
         numbered = self.table[channel]
         last = numbered[number - 1].get(process) if number else None
         return VerifyError(

@@ -1,4 +1,4 @@
-"""From the placed graph to rank graphs: global shapes become local ones, moves become collectives and transfers."""
+"""From the placed graph to rank graphs: global shapes become local shapes, moves become collectives and transfers."""
 
 from __future__ import annotations
 

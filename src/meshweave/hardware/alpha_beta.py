@@ -100,7 +100,7 @@ class AlphaBeta:
                     f"the profile has no bandwidth for axis '{axis}'",
                     where=f"mesh {mesh}",
                     got=f"bandwidths of {', '.join(table) or 'no axis'}",
-                    expected=f"one for '{axis}'",
+                    expected=f"a value for '{axis}'",
                     hint=f"add it: AlphaBeta(bandwidth={{..., '{axis}': 50e9}}), or pass a single number for all axes",
                 )
         if not table:

@@ -65,7 +65,7 @@ def _per_byte(op: str, group_size: int) -> float:
 
 
 def between(points: Sequence[Point], features: Sequence[float], amount: float) -> float:
-    """Seconds of a shape among measured ones: `amount` (flops) / a rate between those of the nearest points.
+    """Seconds of a shape among measured shapes: `amount` (flops) / a rate between those of the nearest points.
 
     A point is its features, its amount and its seconds. Distances are between the logarithms of features; logarithms of
     rates are averaged, weighted by the inverse square of the distance, so that a measured shape has its own rate.

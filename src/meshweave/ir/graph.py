@@ -224,7 +224,7 @@ def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def graph_text(graph: fx.Graph, *, layouts: bool = True) -> str:
-    """A line per node: name, value, layout if it has one, op and operands. Stable, so that tests can pin it."""
+    """A line per node: name, value, layout (if any), op and operands. Stable, so that tests can pin it."""
     return "\n".join(_lines(graph, layouts)) + "\n"
 
 

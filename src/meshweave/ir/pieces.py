@@ -73,7 +73,7 @@ class Box:
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
 
     def contains(self, other: Box) -> bool:
-        """Whether the other box, even if empty, begins and ends inside this one."""
+        """Whether the other box, even if empty, begins and ends inside this box."""
         pairs = zip(self.offset, self.size, other.offset, other.size, strict=True)
         return all(a <= b and b + t <= a + s for a, s, b, t in pairs)
 

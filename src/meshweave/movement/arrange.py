@@ -234,7 +234,7 @@ class _Arranger:
                 self._share(root, several)
 
     def _share(self, root: fx.Node, moves: list[fx.Node]) -> None:
-        """Move the copies of a value along the cheapest tree over their layouts and intermediate ones."""
+        """Move the copies of a value along the cheapest tree over their layouts and intermediate layouts."""
         spec, wanted = spec_of(root), [_Copy.of(move) for move in moves]
         start = _Copy(root.meta["layout"], -1, root)
         now = sum(self.price_of(move) for move in moves)
@@ -328,7 +328,7 @@ class _Pulled:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A layout in which a value is needed, the phase since which it is, and its move, if there is one yet."""
+    """A layout in which a value is needed, the phase since which it is, and its move (if any)."""
 
     layout: Layout
     phase: int

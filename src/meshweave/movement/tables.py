@@ -1,7 +1,7 @@
 """A device's array as a table: its elements, and the contributions that their values sum up.
 
 Arrays stay products of a table per dim whatever is done to them, so a table costs no more for a large tensor than for a
-small one.
+small tensor.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class _GraphReader:
         self.sources[node] = (frozenset((start,)), frozenset((start,)))
 
     def is_landed(self, operand: fx.Node) -> bool:
-        """Whether a wait is for a finished communication, or for one that an earlier graph began."""
+        """Whether a wait is for a communication that has finished or that an earlier graph began."""
         while operand in self.reading.free and operand.target is not WAIT and operand.all_input_nodes:
             operand = operand.all_input_nodes[0]
         return operand.target is WAIT or operand.op in ("placeholder", "get_attr")

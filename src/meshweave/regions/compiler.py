@@ -157,7 +157,7 @@ class RegionCompiler:
         return waits
 
     def _in_own_order(self, items: list[T]) -> list[T]:
-        """The items from this process's start position to the end, then the earlier ones."""
+        """The items from this process's start position to the end, then the items before it."""
         first = int(self.begin * len(items))
         return [*items[first:], *items[:first]]
 

@@ -170,7 +170,7 @@ def written_in_place(
     steps: Sequence[Sequence[Step]], renewed: Mapping[fx.Node, fx.Node], values: Mapping[fx.Node, Values]
 ) -> list[list[Step]]:
     """The items with updates in place: `renewed` are new values by the inputs that they replace. A new value is written
-    into the old one's memory if no item after its region reads that, and both have the same form."""
+    into the old value's memory if no item after its region reads that, and both have the same form."""
     order = [step for part in steps for step in part]
     last: dict[int, Step] = {}  # by storage, its last reader
     for step in order:

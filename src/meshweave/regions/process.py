@@ -63,7 +63,7 @@ def load(data: bytes) -> Any:
 class CompilerProcess:
     """A process that compiles regions one after the other, beginning with the first of `functions`. `finished` are the
     keys of those that are done, including failures in Python; complete when it has ended. The region at which it
-    crashed, and later ones, are not among them."""
+    crashed, and later regions, are not among them."""
 
     functions: Sequence[RegionFunction]
     finished: set[str] = field(default_factory=set)

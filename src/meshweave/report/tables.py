@@ -169,7 +169,8 @@ def milliseconds_text(seconds: float) -> str:
 
 
 def plain_table(*columns: str) -> Table:
-    """A plain table; a column that begins with > is aligned to the right, one with ~ is folded on a narrow terminal."""
+    """A plain table; a column that begins with > is aligned to the right, a column with ~ is folded on a narrow
+    terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"

@@ -36,7 +36,7 @@ def trace_json(simulations: Sequence[Simulation]) -> str:
         flows = list(writer.flows(num_flows))
         num_flows += len(flows) // 2
         events += flows
-    # Outer slices before inner ones, and both ends of an arrow after their slices.
+    # Outer slices before inner slices, and both ends of an arrow after their slices.
     events.sort(key=lambda e: (e["ts"], e["ph"] != "X", -e.get("dur", 0.0)))
     shown = {"displayTimeUnit": "ms", "otherData": {"steps": [_source(s) for s in simulations]}}
     return json.dumps({**shown, "traceEvents": names + events}, separators=(",", ":"), allow_nan=False)

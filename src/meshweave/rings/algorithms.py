@@ -26,7 +26,7 @@ OWN = Index(1, 0)
 class RingStep:
     """A step on device r.\n\n`chunk` is what the step computes on: in a gather the received chunk (or its own), in a
     reduction the chunk of which it computes its part, in an all-to-all the device whose chunk was received. Its message
-    goes from r to r + `shift`; a step with a shift of 0 has none, and one with a `root` is a broadcast from there.
+    goes from r to r + `shift`; a step with a shift of 0 has none, a step with a `root` is a broadcast from there.
 
     A gather's message carries the chunk of step `of`, and arrives for this step. A reduction's carries the step's part,
     plus the received messages of the steps `adds`; in a step without a message that sum is the result. An all-to-all's

@@ -22,7 +22,7 @@ from meshweave.rings.rewrite import Products, RingScheme, erase_unused, finish, 
 @dataclass(slots=True)
 class ExchangeRegion:
     """What is computed from the chunks of an all-to-all, up to `back`, the start of the inverse all-to-all. `cuts` has
-    the cut of every value on the path, the received one first; `kept` are those with other readers."""
+    the cut of every value on the path, the received value first; `kept` are those with other readers."""
 
     cuts: dict[fx.Node, Cut]
     back: fx.Node

@@ -1,7 +1,7 @@
 """Represents blocks of a group in any graph by a single op each, to join or to cut them.
 
 A graph of torch.compile cuts and joins the blocks of a collective along dims other than 0 by split and cat; these
-become join_blocks and deal_blocks, for which the tables of cuts have rows. The remaining ones are lowered to slices and
+become join_blocks and deal_blocks, for which the tables of cuts have rows. The remaining ops are lowered to slices and
 a cat.
 """
 

@@ -107,7 +107,7 @@ def write_reduce(
 
 
 def _summed(done: _Emission, step: RingStep, own: fx.Node, wide: torch.dtype) -> fx.Node:
-    """The own part and the received ones, added up in group order."""
+    """This device's part and the received parts, added up in group order."""
     parts, numbers = [own], [done.number(step)]
     for earlier in step.adds:
         numbers.append(done.write.index(done.ring, Index(1, -done.steps[earlier].shift)))
@@ -116,7 +116,7 @@ def _summed(done: _Emission, step: RingStep, own: fx.Node, wide: torch.dtype) ->
 
 
 def blocks_of(write: ChunkWriter, x: fx.Node, ring: Ring) -> Produce:
-    """Returns the blocks that x is stacked of along dim 0, one for each device."""
+    """Returns the blocks that x is stacked of along dim 0, a block per device."""
     return lambda number: write.call(local_ops.take_chunk, x, 0, 1, ring.size, number)
 
 

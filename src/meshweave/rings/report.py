@@ -33,9 +33,9 @@ class RingRow:
 
 @dataclass(frozen=True, slots=True)
 class DecomposeReport:
-    """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: first those merged into an equal one, then
-    in order. The gather of a decomposed all-reduce follows it. For any graph with costs also the seconds of the whole
-    graph before and after, each in its best order; else 0."""
+    """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: first those merged into an equal
+    collective, then in order. The gather of a decomposed all-reduce follows it. For any graph with costs also the
+    seconds of the whole graph before and after, each in its best order; else 0."""
 
     rows: tuple[RingRow, ...]
     seconds_before: float = 0.0

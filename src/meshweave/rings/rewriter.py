@@ -48,7 +48,7 @@ class RingChoice:
         return tuple(chain.consumers) if isinstance(chain, Downstream) else tuple(chain.matmuls)
 
 
-# Among the choices for a start: the chosen one, and the reason if it is not taken after all ("": it is taken).
+# Among the choices for a start: that chosen, and the reason if it is not taken after all ("": it is taken).
 Pick = Callable[[fx.Node, Sequence[RingChoice]], tuple[int, str]]
 
 
@@ -57,7 +57,7 @@ def first(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
 
 
 def by_gain(margin: float) -> Pick:
-    """Among the choices whose gain is within the margin of the best, the one with the fewest steps (each has costs
+    """Among the choices whose gain is within the margin of the best, that with the fewest steps (each has costs
     beyond the estimate, and nodes in the graph), the first of equals; not taken if it does not gain the margin."""
 
     def pick(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
@@ -86,7 +86,7 @@ class RingRewriter:
     order_of_sums: str = ""  # over a group, if it differs from the algorithm's
     decisions: list[int] = field(default_factory=list)
     write: ChunkWriter = field(init=False)
-    # all-to-alls that were decomposed with an earlier one
+    # all-to-alls that were decomposed with an earlier all-to-all
     returned: dict[fx.Node, RingRow] = field(default_factory=dict)
     halves: list[fx.Node] = field(default_factory=list)  # gathers of decomposed all-reduces
 

@@ -55,7 +55,7 @@ class Exchange:
 
     def exchange(self, own_answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
         """What `judge` returns, on the lowest rank, for the values of all ranks; values are JSON.
-        Raises MeshweaveError: the judge's, or one that names the rank that failed or the missing ranks."""
+        Raises MeshweaveError: the judge's error, or an error that names the rank that failed or the missing ranks."""
         try:
             key = self._turn()
             if self.rank == self.ranks[0]:

@@ -47,8 +47,9 @@ def dtensor_of(piece: Tensor | None, item: Input, layout: Layout, device_type: s
 def replace_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, replaced: Mapping[Tensor, Tensor]
 ) -> None:
-    """Replace old parameters by new ones in every module that has them, so that tied weights stay tied, in the groups
-    of the optimizer and in its state. (A plain tensor cannot become a DTensor in place, because DTensor has slots.)"""
+    """Replace old parameters by new parameters in every module that has them, so that tied weights stay tied, in the
+    groups of the optimizer and in its state. (A plain tensor cannot become a DTensor in place, because DTensor has
+    slots.)"""
     for module in model.modules():
         for name, old in list(own_parameters(module).items()):
             if old is not None and old in replaced:
@@ -247,7 +248,7 @@ def accept_full_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> None
 
 
 def _cut(value: Tensor, layout: Layout, like: DTensor) -> Tensor:
-    """This rank's piece of a full tensor, as a DTensor like another one."""
+    """This rank's piece of a full tensor, as a DTensor like another DTensor."""
     rank = torch.distributed.get_rank()
     if rank not in layout.mesh:
         return like.detach()

@@ -150,8 +150,8 @@ def compile_tasks(
     is_last: bool = True,
     fuse: Fuse | None = None,
 ) -> Compiled:
-    """The tasks of a role's graph, in the last microbatch of a step or in an earlier one. `fuse(parts, kept)` says
-    which nodes of each part run together, given the values `kept` that outlive the step."""
+    """The tasks of a role's graph, in the last microbatch of a step or in an earlier microbatch. `fuse(parts, kept)`
+    says which nodes of each part run together, given the values `kept` that outlive the step."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     parts = _parts(nodes)
     if not is_last:

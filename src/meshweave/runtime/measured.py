@@ -200,7 +200,7 @@ class _Role:
 
 def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event]:
     """Events in order of time. A channel runs its communications one by one: each begins when it has been posted and
-    the earlier ones are done (where a backend works on several at once, they end at nearly the same time)."""
+    the earlier communications are done (where a backend works on several at once, they end at nearly the same time)."""
     free: dict[tuple[bool, str], float] = {}
     queued = []
     for event in events:

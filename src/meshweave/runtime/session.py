@@ -197,8 +197,8 @@ class Session:
         return self._losses[-1].value.clone()
 
     def backward(self) -> None:
-        """Backward of the microbatch that ran forward. Its gradients are added to the earlier ones; the last microbatch
-        reduces their sums over the mesh."""
+        """Backward of the microbatch that ran forward. Its gradients are added to those of earlier microbatches; the
+        last microbatch reduces their sums over the mesh."""
         self.progress.check("backward")
         with self._attempt("backward"):
             self._running.run(BACKWARD)
@@ -264,7 +264,7 @@ class Session:
 
     @contextmanager
     def _attempt(self, part: str) -> Iterator[None]:
-        """A part of a step; a failure ends the step, and the next one begins afresh."""
+        """A part of a step; a failure ends the step, and the next step begins afresh."""
         try:
             with self.world.guard():
                 yield
@@ -281,7 +281,7 @@ class Session:
         return value.detach().clone()
 
     def _held(self, kind: str) -> dict[str, list[Tensor]]:
-        """Outputs of a kind by name: a piece per local device that has one."""
+        """Outputs of a kind by name: a piece for each local device that has it."""
         values: dict[str, list[Tensor]] = {}
         for rank, env in zip(self.ranks, self._envs, strict=True):
             for (its_kind, name), slot in outputs(rank):

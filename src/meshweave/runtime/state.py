@@ -35,7 +35,7 @@ class State:
 
     `numbers` are the optimizer's scalars of each parameter (step counts and the like), by parameter and slot; `options`
     those of its groups; `resting` is optimizer state of frozen parameters, which is in checkpoints but in no program.
-    During an update old pieces are released one by one as new ones appear; `torn` is set meanwhile. A state that an
+    During an update old pieces are released singly as new pieces appear; `torn` is set meanwhile. A state that an
     interrupted update left torn raises errors.
     """
 

@@ -1,4 +1,4 @@
-"""The update of a step: each new value replaces the old one, whose memory is freed, as soon as it is computed."""
+"""The update of a step: each new value replaces the old value, whose memory is freed, as soon as it is computed."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Watch:
         self._store.set(f"beat/{self.rank}", json.dumps([self._beat, calls.write()]))
 
     def _differs(self, other: Posted) -> bool:
-        """Whether a rank is in another call than this one; that is then declared."""
+        """Whether a rank is in another call than this rank; that is then declared."""
         num = self.calls.now.differs_from(other)
         if num is None:
             num = other.differs_from(self.calls.now)

@@ -133,7 +133,7 @@ def _beside(problem: Problem, heads: Sequence[float], tails: Sequence[float], ow
 
 
 def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> list[int]:
-    """Kernels along the longest path, each of which needs the previous one."""
+    """Kernels along the longest path, each of which needs the previous kernel."""
     channel = problem.channel
     if not own:
         return []
@@ -149,7 +149,7 @@ def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own
 
 
 def _preempted(heads: Sequence[float], work: Sequence[float], tails: Sequence[float]) -> float:
-    """The makespan of a machine that always runs, among arrived jobs, the one with the longest tail."""
+    """The makespan of a machine that always runs, among arrived jobs, that with the longest tail."""
     left = list(work)
     arrivals = sorted(range(len(heads)), key=lambda i: heads[i])
     ready: list[tuple[float, int]] = []

@@ -15,7 +15,7 @@ _HORIZON = 64  # items beyond the window whose memory is considered
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a candidate order is computed. window: by how many items a kernel may overtake an earlier one. 0 keeps the
+    """How a candidate order is computed. window: by how many items a kernel may overtake an earlier item. 0 keeps the
     order of kernels. factor: communications are assumed to last that many times as long. ahead: how many seconds of
     compute before its use a communication that needs memory (a gather) may start at the earliest. fit: gaps are filled
     by the longest kernel that fits. by_path: gathers are ordered by longest remaining path, not by first use. feeds:
@@ -150,7 +150,7 @@ class _Scheduler:
             self.queue(i, self.outline.problem.channel[i])
 
     def pick(self) -> tuple[int, float]:
-        """The next kernel, and when it runs: among ready kernels that with the longest remaining path, else the one
+        """The next kernel, and when it runs: among ready kernels that with the longest remaining path, else that
         that waits least; -1 if there is none. A start that waits for a communication may come before it."""
         self.arrive()
         while not self.ready and self.chained and (not self.pending or self.chained[0][0] < self.pending[0][0]):
@@ -165,7 +165,7 @@ class _Scheduler:
 
     def fitting(self) -> int:
         """The first of the kernels that can run now; if a more urgent kernel becomes ready soon, the longest that is
-        done by then; -1 if it is better to wait for the urgent one."""
+        done by then; -1 if it is better to wait for the urgent kernel."""
         first = self.ready[0]
         if not self.policy.fit or not self.pending or self.pending[0][1] >= first:
             return self.ranked[first]

@@ -341,7 +341,7 @@ def _size(size: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OrderChoice:
-    """The chosen candidate, all of them as judged under every scenario, and the worst-case loss of the chosen one
+    """The chosen candidate, all of them as judged under every scenario, and the worst-case loss of the chosen order
     against the best of each scenario."""
 
     chosen: OrderCandidate
@@ -350,7 +350,7 @@ class OrderChoice:
 
 
 def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str, protected: int) -> OrderChoice:
-    """Among the candidates almost as fast as the fastest under nominal costs, the one with the least worst-case regret
+    """Among the candidates almost as fast as the fastest under nominal costs, that with the least worst-case regret
     over the scenarios; with `rule` "nominal" the fastest.
 
     The first `protected` candidates are the caller's orders: the chosen order is never slower than any of them under
@@ -381,7 +381,7 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
 
 
 def _distinct(ranked: Sequence[OrderCandidate], most: int) -> list[OrderCandidate]:
-    """The first `most` that differ in order or buckets, and the careful ones, which are not the fastest."""
+    """The first `most` that differ in order or buckets, and the careful orders, which are not the fastest."""
     distinct: dict[tuple[int, ...], OrderCandidate] = {}
     for c in ranked:
         if len(distinct) < most or "communication x" in c.name:

@@ -204,7 +204,7 @@ class _BalanceWriter:
             new.meta["origin"] = replace(origin_of(like), phase=origin_of(self.current).phase)
         return new
 
-    # Values in another order than the one in which they are computed.
+    # Values in another order than that in which they are computed.
 
     def version(self, node: fx.Node, dims: _In) -> fx.Node:
         """The value with exactly these of its dims in the new order."""

@@ -159,7 +159,7 @@ def _is_zeros(node: Any) -> bool:
 
 
 def _index_put(node: fx.Node) -> Rule:
-    """Only dims beside the indexed ones are free: writes of several positions to the same element have to meet there.
+    """Only dims that are not indexed are free: writes of several positions to the same element have to meet there.
 
     Where values are added to zeros (the gradient of a lookup) the positions are a loop that is summed over; of a single
     indexed dim each device may sum its own rows.

@@ -254,8 +254,8 @@ def _blocks(arguments: Mapping[str, Any], queries: int, keys: int) -> tuple[tupl
 def _most_work(
     queries: int, keys: int, num_devices: int, owner: tuple[int, int], starts: tuple[int, ...]
 ) -> tuple[tuple[int, int, bool], ...]:
-    """Among devices with `queries` each, the blocks of the one with the most pairs; device r has the keys of (sign * r
-    + shift) mod n, with `owner` (sign, shift)."""
+    """Among devices with `queries` each, the blocks of the device with the most pairs; device r has the keys of (sign *
+    r + shift) mod n, with `owner` (sign, shift)."""
     sign, shift = owner
     options = []
     for r in range(num_devices):

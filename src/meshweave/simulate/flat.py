@@ -2,7 +2,7 @@
 
 A gather writes into a buffer of its own stream, and parameters are copied out of it where compute waits for it. In
 forward the buffer is kept until the next gather has been copied out, parameters of a block until their last use in the
-block. A reduce-scatter's input is kept until the next one is issued; gradients are allocated in the memory of its
+block. A reduce-scatter's input is kept until the next is issued; gradients are allocated in the memory of its
 stream (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.5 to 2.13). The
 parameters that `fully_shard` of the whole model leaves to its root (embedding, last norm and head, if only blocks are
 wrapped) form a group, `blocks+root`: gathered together before forward, never resharded after it (`_lazy_init` of

@@ -277,7 +277,7 @@ def is_compiled(origin: Origin, fusion: Fusion) -> bool:
 def kernels_of(
     role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False, update: str = "fused"
 ) -> tuple[list[Kernel], Local]:
-    """The kernels of a role in execution order, and its values, with equal ones merged.
+    """The kernels of a role in execution order, and its values, of which equal values are merged.
     `with_views`: a view is a kernel that moves nothing, as for a processor that runs the ops itself. Raises
     MeshweaveError for an op without a cost."""
     if fusion not in get_args(Fusion):
@@ -313,7 +313,7 @@ def _equal_ops(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _as_one(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
-    """The values with equal ones in the same storage."""
+    """The values, with equal values in the same storage."""
     moved: dict[int, int] = {}
     for node, first in same.items():
         for mine, its in zip(local.values[node], local.values[first], strict=True):

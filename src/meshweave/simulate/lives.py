@@ -125,7 +125,7 @@ class Ledger:
         for (kind, _), node in returned.items():
             if kind not in ("grad", "acc"):
                 self.lasting |= {x.storage for x in self.of_role.local.values[node]}
-        if self.fusion == "ops":  # a new tensor is allocated, and the old one freed after its last use
+        if self.fusion == "ops":  # a new tensor is allocated, and the old tensor freed after its last use
             for old in self.replaced.values():
                 self.lives[old, -1].end = 0.0
 

@@ -41,7 +41,7 @@ def memory_of(
     expandable_segments: bool = False,
 ) -> MemoryUse:
     """Memory of role `index`. If kernels are fused, updates are in place; else (as in meshweave's executor) the new
-    tensor exists beside the old one. The inputs of a communication live until its wait."""
+    tensor exists beside the old tensor. The inputs of a communication live until its wait."""
     role = tasks.roles[index]
     ledger = Ledger(tasks, role, times, holding)
     ledger.run()

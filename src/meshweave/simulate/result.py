@@ -31,9 +31,9 @@ class Span:
     """A task that ran: a kernel (an op or a fused chain) of a role's compute stream, or a communication of a channel.
 
     Times are in seconds from the start of the step. `exposed_seconds` is the part of a communication during which its
-    role computes nothing; if several run, it is attributed to the one that the role waits for, else divided. `needs`
-    are the spans that it had to wait for, `index` is its own index in `Simulation.spans`. `bytes` are received over
-    links by a communication, moved in device memory by a kernel. `names` are its graph nodes.
+    role computes nothing; if several run, it is attributed to the communication that the role waits for,
+    else divided. `needs` are the spans that it had to wait for, `index` is its own index in `Simulation.spans`. `bytes`
+    are received over links by a communication, moved in device memory by a kernel. `names` are its graph nodes.
     """
 
     index: int
