@@ -317,8 +317,7 @@ class TrainStep:
         return dict(dtensors_from_pieces(self.session.pieces(kind), self.session.world.device.type))
 
     def save(self, path: str) -> None:
-        """Write a torch.distributed.checkpoint. A crash during the write leaves the previous contents of `path`
-        intact."""
+        """Write a torch.distributed.checkpoint. After a crash during the write `path` has its previous contents."""
         with self.session.world.call("save"):
             self._take_numbers()
             self.session.save(path)

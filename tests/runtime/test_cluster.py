@@ -173,7 +173,7 @@ def job_phases(pipe: Connection) -> dict[str, Any]:
     losses = []
     for batch in data:
         losses.append(float(parts.forward(batch)))
-        with pytest.raises(StepError, match="update is not what comes next"):
+        with pytest.raises(StepError, match="update is out of order"):
             parts.update()
         parts.backward()
         parts.update()
