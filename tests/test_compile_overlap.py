@@ -142,7 +142,7 @@ def test_memory_cap() -> None:
         ({"overlap": True, "profile": None}, "AlphaBeta"),
         ({"memory_cap_bytes": 1 << 30, "profile": mw.AlphaBeta()}, "machine profile"),
         ({"memory_cap_bytes": 1 << 30, "overlap": False}, "overlap=False"),
-        ({"memory_cap_bytes": 0}, "no size"),
+        ({"memory_cap_bytes": 0}, "not a size"),
         ({"overlap": mw.OverlapOptions(choose="best")}, "regret or nominal"),
     ],
 )
@@ -213,5 +213,5 @@ def test_sizes() -> None:
     sizes = {"40GB": 40 * 10**9, "37.5GiB": int(37.5 * 2**30), "1e9": 10**9, "512 mib": 2**29, "7": 7}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     for text in ("", "GB", "4 lightyears", "1.2.3GB", "-4GB"):
-        with pytest.raises(MeshweaveError, match="no size"):
+        with pytest.raises(MeshweaveError, match="not a size"):
             parse_bytes(text)

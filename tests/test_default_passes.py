@@ -90,7 +90,7 @@ def test_what_there_is_no_time_for_is_said_and_left() -> None:
             assert not any(asked)
         else:
             assert tried == ["as it is"]
-            assert set(reasons.values()) == {"", "not tried: -1 s were over"}
+            assert set(reasons.values()) == {"", "not tried: the -1 s were used up"}
         assert len(found.overlap) == 1
 
 

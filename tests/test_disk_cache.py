@@ -56,7 +56,7 @@ def test_a_directory_that_takes_nothing_costs_a_note(tmp_path: Path, monkeypatch
     entry = CacheEntry(tmp_path / "file", "key")
     with entry.lock():
         assert entry.read()[0] == ""
-        assert "it could not be kept" in entry.write(TEXT)
+        assert "it could not be stored" in entry.write(TEXT)
 
     def full(number: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_is_an_error_before_the_update_or_let_through(
 def test_a_backward_pass_by_mistake_is_told_what_to_write() -> None:
     step, _ = compiled()
     for loss in (step(rows(0)), step.evaluate(rows(0))):
-        with pytest.raises(StepError, match=r"leave loss\.backward\(\), optimizer\.step\(\)"):
+        with pytest.raises(StepError, match=r"remove loss\.backward\(\), optimizer\.step\(\)"):
             loss.backward()
         assert type(loss + 1) is type(loss.detach()) is type(copy.deepcopy(loss)) is Tensor
         file = io.BytesIO()

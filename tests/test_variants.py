@@ -197,7 +197,7 @@ def test_the_program_used_longest_ago_makes_room(caplog: pytest.LogCaptureFixtur
         6,
         7,
     ]  # not the first, which has the state
-    assert "that for ids [4, 5], labels [4, 5], used longest ago, is given up" in caplog.text
+    assert "the least recently used, for ids [4, 5], labels [4, 5], is dropped" in caplog.text
     assert "ids dim 1: 4, 8" in caplog.text
     gone = [weakref.ref(v.session) for v in step.variants.all[1:]]
     for length in (5, 9, 6):

@@ -81,7 +81,7 @@ __all__ = [
     "simulate",
 ]
 
-# What needs DTensor, which takes a second to import.
+# These names need DTensor, which takes a second to import.
 _ON_DEMAND = {"shard_in_graph": "meshweave.torch_compile.fsdp"}
 
 

@@ -1,4 +1,4 @@
-"""`python -m meshweave` is the command `meshweave`."""
+"""`python -m meshweave` runs the command `meshweave`."""
 
 from meshweave.cli import main
 

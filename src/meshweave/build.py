@@ -1,4 +1,5 @@
-"""From a model to the program of its step: capture, placement, movement, expansion and passes, verified after each."""
+"""Build the program of a training step from a model: capture, placement, movement, expansion and passes. The verifier
+runs after each."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ from meshweave.sharding.search import choose_tp
 from meshweave.sharding.sequences import keep_sequences_apart
 
 Progress = Callable[[str], None]
-Placing = Callable[..., StepGraph]  # `place`, by the costs at hand
+Placing = Callable[..., StepGraph]  # `place` with these costs
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a step is compiled for: the mesh, the plan that says how (None: the usual one of the mesh's axes), and the
-    costs by which moves are chosen."""
+    """What a step is compiled for: the mesh, the plan (None: the default plan of the mesh's axes), and the costs by
+    which moves are chosen."""
 
     mesh: Mesh
     plan: Plan | None
@@ -56,7 +57,7 @@ class Target:
 
 
 def move_price(planner: PlanMove) -> Price:
-    """Seconds of a move by its plan."""
+    """Seconds of a move, from its plan."""
 
     @cache
     def price(source: Layout, target: Layout, spec: Spec) -> float:
@@ -72,7 +73,7 @@ def _planner(costs: Costs, device_bytes: int | None) -> PlanMove:
 
 
 def _proving(planner: PlanMove) -> PlanMove:
-    """The planner's plans, each proven before it is taken for the first time."""
+    """The planner, which proves each plan before its first use."""
     return lambda source, target, shape, dtype: proven(planner(source, target, shape, dtype), shape)
 
 
@@ -87,9 +88,9 @@ def build_program(
     progress: Progress = lambda stage: None,
     like: Program | None = None,
 ) -> Program:
-    """Capture, place, plan, expand, optimize; the verifier runs after each and after every pass of `pipeline`.
-    `progress(stage)` is called as each begins. `like` is a program of the same model, on whose state this one runs: its
-    choices and its layouts of parameters are kept."""
+    """Capture, place, plan, expand, optimize; the verifier runs after each stage and after every pass of `pipeline`.
+    `progress(stage)` is called as a stage begins. `like` is a program of the same model whose state the new program
+    shares: its choices and parameter layouts are kept."""
     pipeline = pipeline or Pipeline()
     mesh, costs = target.mesh, target.costs
     progress("capture")
@@ -141,7 +142,8 @@ def build_program(
 
 
 def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, placing: Placing) -> tuple[StepGraph, str]:
-    """The step with its sequence apart, and in the order in which devices have equal work; and which and why."""
+    """The step with its sequence dim split off and reordered so that devices have equal work; also the order and its
+    reason."""
     if not resolved.context_axes:
         return captured, ""
     apart = verify_step(keep_sequences_apart(captured, resolved.context_axes))
@@ -156,7 +158,7 @@ def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, placing:
 
 
 def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:
-    """The pipeline with ring attention, where the plan asks for it, or leaves it open and ways are compared anyway."""
+    """The pipeline with ring attention, if the plan asks for it, or leaves it open and variants are compared anyway."""
     if resolved.attention == "ring":
         return pipeline.having(RingAttention("always"))
     is_open = resolved.context_axes and resolved.attention == "auto"
@@ -175,7 +177,7 @@ def _with_choices(
     progress: Progress,
     like: Program | None,
 ) -> Resolved:
-    """The plan with what it leaves open chosen, as `like` has it if that is given."""
+    """The plan with its open choices settled, as in `like` if that is not None."""
     model, named = source.model, axes_of_operators(captured, mesh)
     usual_stages(resolved, model, mesh, named)
     check_axes(resolved, mesh, named)
@@ -187,7 +189,7 @@ def _with_choices(
     def place_with(found: Resolved, decided: dict[Any, Any]) -> StepGraph:
         return placing(captured, decide(found, captured, mesh, units, homes), decided=decided)
 
-    # Without a plan, an axis that operators in the model use is theirs.
+    # Without a plan, operators in the model keep the axes that they use.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
         resolved = choose_tp(model, captured, resolved, axis, place_with, price)
     return resolved

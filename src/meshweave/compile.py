@@ -1,4 +1,4 @@
-"""The public entry point: model, mesh and plan in, a training step out."""
+"""The public entry point: compiles a model, a mesh and a plan into a training step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """The arguments of `compile`, which says what they mean."""
+    """The arguments of `compile`; its docstring says what they mean."""
 
     model: nn.Module
     loss: Loss
@@ -83,7 +83,7 @@ class CompileOptions:
     progress: Callable[[str], None]
 
     def checked(self) -> OptimizerSpec | None:
-        """The optimizer as it is captured. Raises MeshweaveError for arguments that make no step."""
+        """The optimizer to capture. Raises MeshweaveError for arguments that do not define a step."""
         check_not_compiled(self.model)
         check_shapes(self.model)
         check_loss(self.loss)
@@ -129,11 +129,11 @@ class CompileOptions:
 
     @property
     def leaves_passes_open(self) -> bool:
-        """Whether no pass is asked for that is chosen by gain."""
+        """Whether `passes` asks for no pass that is chosen by gain."""
         return self.passes is None and not self.prefetch and self.overlap is self.decompose is self.split is None
 
     def texts(self, mesh: Mesh, plan: Plan | None) -> Any:
-        """What all ranks must have alike, as text."""
+        """The options on which all ranks must agree, as text."""
         arguments = {
             "batch": self.batch,
             "on_different_weights": self.on_different_weights,
@@ -150,7 +150,7 @@ class CompileOptions:
         return argument_texts(self.model, self.optimizer, self.example, calls, same)
 
     def build(self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str) -> Build:
-        """What compiles a program for a batch."""
+        """A function that compiles a program for a batch."""
         source = StepSource(self.model, self.loss, self.forward)
 
         def build(example: Any, part: Part, count: int, like: Program | None) -> Program:
@@ -162,7 +162,7 @@ class CompileOptions:
         return build
 
     def compiled(self) -> TrainStep:
-        """The step, with its state on the world that is there."""
+        """The compiled step, with its state on the current world."""
         check_new_tensors()
         with together(self.device) as ranks:
             mesh, plan = Mesh.of(self.mesh), plan_of(self.plan)
@@ -172,7 +172,7 @@ class CompileOptions:
             align_weights(self.model, self.optimizer, ranks, world, self.on_different_weights)
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
-            with world.guard():  # ranks measure and choose together
+            with world.guard():  # all ranks measure and choose together
                 chosen = costs_for(self.profile, world, self.progress)
                 prepare_compiler(self.session.backend, world, sum(x.numel() for x in self.model.parameters()))
                 pipeline = self.pipeline
@@ -198,16 +198,16 @@ class CompileOptions:
             return step
 
 
-# Messages between chunks suffer more from a machine that others use than is simulated (docs/overlap.md), and costs that
-# are measured once are off by some percent on another day. On a quiet machine a step simulated 9% faster (rows in
-# chunks) or 7% (rings) was measured 4% and 6% faster: tensor parallelism, batch 4, 2 processes, Gloo at 1 Gbit/s.
+# Messages between chunks suffer more from other load on the machine than the simulator predicts (docs/overlap.md), and
+# measured costs vary by some percent from day to day. On a quiet machine a step simulated 9% faster (rows in chunks) or
+# 7% (rings) measured 4% and 6% faster: tensor parallelism, batch 4, 2 processes, Gloo at 1 Gbit/s.
 _LEAST_GAIN = 0.08
 
 
 def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:
-    """The pipeline of a step for which nobody named a pass that is chosen by gain: "default" where there is real
-    communication whose costs are known, tried for so many seconds; else as it is. What is written anew rounds sums
-    otherwise: it has to gain `_LEAST_GAIN`."""
+    """The pipeline of a step whose caller named no pass that is chosen by gain: "default" within a time budget if there
+    is real communication with known costs, else unchanged. Rewritten sums round differently, so a rewrite has to gain
+    at least `_LEAST_GAIN`."""
     if not world.is_distributed or world.mesh.num_devices == 1 or not isinstance(costs, MachineProfile):
         return pipeline
     own = {each_pass.name for each_pass in pipeline.passes}
@@ -258,72 +258,74 @@ def compile(
     on_different_weights: Literal["broadcast", "error"] = "broadcast",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> TrainStep:
-    """A training step of `model` on `mesh`.
+    """Compile a training step of `model` on `mesh`.
 
-    model: any nn.Module, also on the meta device (its parameters are then made piece by piece from `seed`).
+    model: any nn.Module, also on the meta device (its parameters are then initialised piece by piece from `seed`).
     loss: (outputs, batch) -> scalar. With accumulation it should be a mean: microbatches are averaged.
     example: dict, tuple, list or dataclass of tensors, or a nest of them, with the global shapes (see `batch`) and
         dtypes of every batch. The model is called with the keys (fields) that its forward names, or with the leading
         items of a tuple; `forward(model, batch)` says otherwise.
-    optimizer: any optimizer whose step() updates each parameter by its gradient and state: those of torch.optim but for
+    optimizer: any optimizer whose step() updates each parameter by its gradient and state: those of torch.optim except
         LBFGS and SparseAdam, subclasses, your own; or a list of several over disjoint parameters. Its param_groups are
         read at every step, so schedulers work. Without one, the step computes loss and gradients.
     mesh, plan: "dp=2,tp=2", {"dp": 2, "tp": 2} or a Mesh; a `Plan`, or its text ("fsdp:dp+hf_tp:tp", a file). Without a
-        plan the axes dp, fsdp, cp, tp and pp mean the usual.
+        plan the axes dp, fsdp, cp, tp and pp have their usual meaning.
     clip_grad_norm: clip by global norm. accumulate: microbatches per step. autocast: dtype of the forward pass.
-    accumulate_in: where gradients of microbatches are added up. "whole": as backward gives them, so that devices reduce
-        them once a step, and hold whole what fsdp stores in shards; "shards": reduce-scattered over what shards the
-        parameter in each microbatch; "auto": whole, unless a device would hold more than memory_cap_bytes or, without
-        it, than the machine profile's memory. `program.accumulation` and `meshweave plan` say which it was.
-    reduce_after_cast: cast before a sum over devices where its result is cast to a smaller dtype: rounds each part.
-    recompute: what the backward pass makes again instead of keeping it, in each repeated block of the model. "none";
-        "full": all but what enters a block; "selective": all but attention, every second matmul, sums over devices.
-    param_dtype: cast floating-point parameters to this dtype before the forward pass. What is stored, gradients as they
-        are summed over devices, and optimizer state stay in the parameters' own dtype; batch and buffers stay theirs.
-    profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of one ("h100") or its file.
-        Without one (or "auto") a job of several processes takes that of its GPUs where it is known, else measures
-        machine and links once (about 10 s) and keeps the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
-        and virtual devices, which have no links, use it. `program.costs_from` says which it was.
-    backend: what runs the compute between communications. "eager": op by op; "inductor": compiled, regions of twin
-        layers once; "auto": compiled where that is measured to be faster and saves in 1,000 steps what compiling takes,
-        by a process beside the first steps; on virtual devices eager. Values then differ from eager's by rounding
-        (docs/regions.md).
-    passes: what the step goes through, as a list of `meshweave.passes` or as text: "exact" (keep, carry, overlap:
-        values stay the same to the bit), "default" (keep, split, decompose, overlap: sums may round otherwise), "none",
+    accumulate_in: where gradients of microbatches are added up. "whole": unsharded, so that devices reduce them once a
+        step but store whole gradients where fsdp stores shards; "shards": reduce-scattered in each microbatch over the
+        axes that shard the parameter; "auto": whole, unless a device would then exceed memory_cap_bytes or, without it,
+        the machine profile's memory. `program.accumulation` and `meshweave plan` report the choice.
+    reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
+    recompute: which values of each repeated block the backward pass recomputes. "none"; "full": all but the block's
+        inputs; "selective": all but attention, every second matmul and sums over devices.
+    param_dtype: cast floating-point parameters to this dtype before the forward pass. Stored parameters, gradients in
+        sums over devices, and optimizer state keep the parameters' own dtype; batch and buffers keep theirs.
+    profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of a profile ("h100") or its
+        file. Without it (or with "auto") a job of several processes uses the known profile of its GPUs, else measures
+        machine and links once (about 10 s) and caches the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
+        and virtual devices, which have no links, use it. `program.costs_from` reports the choice.
+    backend: what runs the compute between communications. "eager": op by op; "inductor": compiled, equal regions of
+        repeated layers once; "auto": compiled by a background process during the first steps, where that is measured to
+        be faster and 1,000 steps save the compile time; on virtual devices eager. Compiled values differ from eager
+        ones by rounding (docs/regions.md).
+    passes: the passes over the step, as a list of `meshweave.passes` or as text: "exact" (keep, carry, overlap: values
+        stay the same to the bit), "default" (keep, split, decompose, overlap: sums may round differently), "none",
         "default,split=4,recompute=full". The arguments recompute, prefetch, overlap, decompose and split are short
-        forms of the same list. Where none of them is given (recompute aside), a job of several processes whose costs
-        are a machine profile has "default", and keeps what is simulated fastest (split and decompose where they gain
-        8%), be it the plain step; virtual devices, on which nothing is hidden, have "none". `program.optimized` says
-        what was compared.
-    passes_seconds: no further way to write such a step is tried after so long, if "default" was not asked for.
-    prefetch: how many blocks ahead parameters are gathered: hides their gathers, holds that many more blocks whole.
+        forms of the same list. Without any of them (recompute aside), a job of several processes whose costs are a
+        machine profile uses "default" and keeps the variant that simulates fastest (split and decompose where they gain
+        8%), possibly the plain step; virtual devices, which hide no communication, use "none". `program.optimized`
+        lists the variants compared.
+    passes_seconds: no further variant of the step is tried after so many seconds, unless the caller asked for
+        "default".
+    prefetch: how many blocks ahead parameters are gathered. This hides gathers and keeps that many more blocks whole.
     overlap: order the step and merge collectives, so that communication runs beside compute (see `OverlapOptions`). It
-        needs a machine profile, by which it is never slower than it was; values are the same to the bit.
-    memory_cap_bytes: no device holds more at once: parameters, optimizer state, batch and all that the step makes. It
-        implies overlap, and is an error, naming the least possible and the tensors, where no order keeps under it.
-    decompose: take collectives beside matmuls apart into messages between chunks of the matmuls, where the whole step
-        is simulated faster so (see `DecomposeOptions`; it needs a machine profile, but with when="always"). Gathers
-        stay exact; sums over devices may round otherwise.
+        needs a machine profile; the simulated step is never slower than before. Values are the same to the bit.
+    memory_cap_bytes: the most that may be live on a device at once: parameters, optimizer state, batch and all values
+        of the step. It implies overlap. If no order stays under the cap, the error names the least possible peak and
+        its tensors.
+    decompose: decompose collectives beside matmuls into messages between chunks of the matmuls, where the whole step
+        then simulates faster (see `DecomposeOptions`; needs a machine profile, except with when="always"). Gathers stay
+        exact; sums over devices may round differently.
     split: run the rows of a device's batch in chunks (a number of them, True: 2 or 4), so that the tensor-parallel
-        communication of one hides under the compute of another; where the simulated step is faster so (see
-        `SplitOptions`). Sums over rows are added chunk by chunk, and may round otherwise.
+        communication of a chunk hides under the compute of another, where the step then simulates faster (see
+        `SplitOptions`). Sums over rows are added chunk by chunk and may round differently.
     check_finite: raise before the update when the loss is NaN or infinite.
     batch: on several processes, whether `example` is the global batch, the same on every rank, or ("local") the rows
         of this rank alone, as DistributedSampler makes them (see docs/ranks.md).
-    on_different_weights: where ranks hold other weights, buffers or optimizer state than the first rank, its are copied
-        to all ("broadcast", with a warning), or it is an error.
-    shapes: further batches of which only the shapes count, each compiled for at once. Batches of other shapes are
-        compiled for when first seen; all run on one state. max_programs: how many programs a step may have.
-    pad: by entry of the batch the value that fills it up, at the end of its dims, to the next shape that is compiled
-        ({"input_ids": 0, "labels": -100}). What filled rows and tokens do to the loss is the loss's affair.
+    on_different_weights: if ranks start with other weights, buffers or optimizer state than rank 0, copy those of rank
+        0 to all ("broadcast", with a warning), or raise ("error").
+    shapes: further batches to compile for at once; only their shapes count. A batch of another shape is compiled for
+        when first seen. All programs share the same state. max_programs: the most programs of a step.
+    pad: for each entry of the batch, the value that pads the ends of its dims up to the next compiled shape
+        ({"input_ids": 0, "labels": -100}). The loss has to ignore padded rows and tokens.
 
-    weights: a folder of safetensors files, as `save_pretrained` of Hugging Face writes it, that parameters and buffers
-        begin with, of a model on the meta device, too: every process reads its pieces alone, file by file.
+    weights: a folder of safetensors files, as `save_pretrained` of Hugging Face writes it, with the initial parameters
+        and buffers, also of a model on the meta device. Every process reads only its own pieces, file by file.
 
-    Runs on virtual devices in this process, or as one rank of a job: where torch.distributed is initialised, or
-    torchrun started several processes (then it is initialised here). Ranks must agree on all of the above but for the
-    values of the example; a rank that differs or fails is an error on every rank.
-    Raises MeshError, PlanError, CaptureError or RuleError, each naming the line or name at fault.
+    Runs on virtual devices in this process, or as a rank of a job if torch.distributed is initialised or torchrun
+    started several processes (then it is initialised here). Ranks must agree on all arguments except the values of the
+    example; a rank that differs or fails is an error on every rank.
+    Raises MeshError, PlanError, CaptureError or RuleError, each with the offending line or name.
     """
     arguments = locals()
     return CompileOptions(**arguments | {"optimizer": optimizer_of(optimizer)}).compiled()

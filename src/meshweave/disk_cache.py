@@ -1,4 +1,4 @@
-"""What was measured once, on disk: profiles of machines and links, and which regions are worth compiling."""
+"""Measurements cached on disk: profiles of machines and links, and which regions are worth compiling."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from typing import Any
 
 import torch
 
-_LOCK_S = 60.0  # longer than a calibration takes: a job that waited so long measures for itself
+_LOCK_S = 60.0  # longer than a calibration takes; a job that has waited this long measures for itself
 _POLL_S = 0.1
 
 
 def cache_directory() -> Path:
-    """Where meshweave keeps what it can make again: $MESHWEAVE_CACHE, else `meshweave` in the user's caches."""
+    """The directory of cached data that meshweave can recreate: $MESHWEAVE_CACHE, else `meshweave` in the user's
+    caches."""
     if own := os.environ.get("MESHWEAVE_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshweave"
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:
-    """What figures that are measured on a device hang on: the host, its machine, the device, threads of a CPU."""
+    """What measured figures depend on: the host, its machine, the device, threads of a CPU."""
     cuda = device.type == "cuda"
     return {
         "host": platform.node(),
@@ -41,9 +42,9 @@ def machine_of(device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The text that is kept for `key` (what it depends on, as text), in a file of its own.
+    """A text stored under `key` (what it depends on, as text), in a file of its own.
 
-    The file holds a digest of the rest, the key, and the text: data alone, nothing in it is executed.
+    The file contains a digest of the rest, the key and the text. It is data only: nothing in it is executed.
     """
 
     directory: Path
@@ -55,7 +56,7 @@ class CacheEntry:
         return self.directory / f"{sha256(self.key.encode()).hexdigest()[:24]}{self.suffix}"
 
     def read(self) -> tuple[str, str]:
-        """The text, and what is wrong with the entry; both empty where there is none."""
+        """The text, and what is wrong with the entry; both empty if there is no entry."""
         try:
             text = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -69,7 +70,7 @@ class CacheEntry:
         return kept, ""
 
     def write(self, text: str) -> str:
-        """Keep a text, whole or not at all. Returns why it could not be kept, else nothing."""
+        """Store a text atomically. Returns why it could not be stored, else an empty text."""
         rest = f"# {json.dumps(self.key)}\n{text}"
         temporary = ""
         try:
@@ -84,16 +85,14 @@ class CacheEntry:
             if temporary:
                 with suppress(OSError):
                     os.unlink(temporary)
-            return f"it could not be kept ({error})"
+            return f"it could not be stored ({error})"
         return ""
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time has the entry, so that two jobs do not measure beside each other.
-
-        Where that is not to be had (no directory, no locks on it, a holder that takes too long) the entry is used
-        without: writes are whole in any case.
-        """
+        """Lock the entry for this process, so that two jobs do not measure at the same time. If it cannot be locked (no
+        directory, no lock support, another holder that takes too long) the entry is used without a lock: writes are
+        atomic in any case."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             number = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
@@ -107,12 +106,12 @@ class CacheEntry:
             yield
         finally:
             with suppress(OSError):
-                fcntl.flock(number, fcntl.LOCK_UN)  # closing does not, where a process was forked meanwhile
+                fcntl.flock(number, fcntl.LOCK_UN)  # closing does not release it if a process was forked meanwhile
             os.close(number)
 
 
 def _locked(number: int) -> bool:
-    """Whether the lock is ours now, or cannot be had on this file system at all."""
+    """Whether this process has the lock now, or the file system supports none."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,10 @@
-"""The errors that a user can meet. Each says where, what was found, what was expected and what to do."""
+"""The errors that a user can meet. Each says where it happened, what was got, what was expected and what to do."""
 
 from __future__ import annotations
 
 
 class MeshweaveError(Exception):
-    """A mistake that the user can mend.
+    """A mistake that the user can fix.
 
     `where` names the place (a source line, a tensor, a file), `got` and `expected` state the facts and
     `hint` is the next step to take. Empty parts are left out of the message.
@@ -36,23 +36,24 @@ class CaptureError(MeshweaveError):
 
 
 class RuleError(MeshweaveError):
-    """An operator without a sharding rule, or one used in a way that its rule does not cover."""
+    """An op without a sharding rule, or an op used in a way that its rule does not cover."""
 
 
 class PlanError(MeshweaveError):
-    """A plan that names nothing, contradicts itself or asks for what the model cannot give."""
+    """A plan that matches nothing, contradicts itself or asks for what the model does not support."""
 
 
 class VerifyError(MeshweaveError):
-    """A graph that breaks an invariant of its stage: a bug of ours or of a registered rule."""
+    """A graph that breaks an invariant of its stage: a bug in meshweave or in a registered rule."""
 
 
 class StepError(MeshweaveError):
-    """A training step that failed while it ran. The state of the last completed step is intact unless said."""
+    """A training step that failed while it ran. The state of the last completed step is intact unless the message says
+    otherwise."""
 
 
 class OutdatedUpdate(StepError):
-    """The optimizer calls for another update than was compiled: other groups, or an option switched on or off."""
+    """The optimizer needs an update that was not compiled: other groups, or an option switched on or off."""
 
 
 class CheckpointError(MeshweaveError):

@@ -1,4 +1,4 @@
-"""Steps with experts in chunks of rows: written so before they are placed, and compared as whole programs."""
+"""Steps of experts in chunks of rows: split before placement, and compared as whole programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.verify import verify_step
 from meshweave.passes import MeshProgram, Pipeline, Split
-from meshweave.passes.candidates import AS_IT_IS, ProgramVariant
+from meshweave.passes.candidates import AS_IT_IS, ProgramVariant, fastest
 from meshweave.program import Program
 from meshweave.rows import SplitReport
 from meshweave.rows.captured import has_experts, split_captured
@@ -21,11 +21,11 @@ Build = Callable[[StepGraph, Pipeline], Program]
 
 
 def built_in_chunks(build: Build, step: StepGraph, pipeline: Pipeline, costs: Costs, num_devices: int) -> Program:
-    """What `build` makes of the step, or of the step in chunks of each device's rows, where the pipeline splits it and
-    it has experts: whichever is faster in simulation, unless it is to be split always. `num_devices` share the batch.
+    """The program that `build` returns for the step, or for the step in chunks of each device's rows if the pipeline
+    splits it and it has experts: whichever simulates faster, unless the split is unconditional.
 
-    Rows of experts are sorted over all tokens, so once they are placed nothing goes row by row any more: such a step is
-    written in chunks before that, and every chunk has a sort and a dispatch of its own.
+    `num_devices` share the batch. Rows of experts are sorted over all tokens, so after placement no op works row by
+    row. Such a step is therefore split before placement, and every chunk has its own sort and dispatch.
     """
     split = next((each for each in pipeline.passes if isinstance(each, Split)), None)
     if split is None or not has_experts(step):
@@ -46,7 +46,7 @@ def built_in_chunks(build: Build, step: StepGraph, pipeline: Pipeline, costs: Co
 
 
 def _built(build: Build, step: StepGraph, pipeline: Pipeline) -> Program | NoOrderError:
-    """The program, or why it cannot be run under its cap."""
+    """The program, or the reason why it cannot run under its memory cap."""
     try:
         return build(step, pipeline)
     except NoOrderError as error:
@@ -54,21 +54,16 @@ def _built(build: Build, step: StepGraph, pipeline: Pipeline) -> Program | NoOrd
 
 
 def _fastest(tried: list[tuple[str, Program | NoOrderError, SplitReport]], costs: Costs, least_gain: float) -> Program:
-    """The fastest of the programs, of which the first is not in chunks; others have to be faster by `least_gain`."""
+    """The fastest of the programs. The first is not in chunks; the others have to be faster by `least_gain`."""
     seconds = [_seconds(program, costs) for _, program, _ in tried] if len(tried) > 1 else [0.0]
-    handicap = [1.0, *(1.0 / (1.0 - least_gain) for _ in tried[1:])]
-    at = min(range(len(tried)), key=lambda i: seconds[i] * handicap[i])
+    at, variants, reason = fastest([label for label, _, _ in tried], seconds, least_gain)
     label, program, report = tried[at]
     if isinstance(program, NoOrderError):
         raise program
     if len(tried) == 1:
         return _named(program, label, report)
-    variants = tuple(
-        ProgramVariant(name, took) if took < math.inf else ProgramVariant(name, reason="does not fit under the cap")
-        for (name, _, _), took in zip(tried, seconds, strict=True)
-    )
     if label == AS_IT_IS:
-        report = tried[-1][2].left("the program is not faster with it: " + "; ".join(map(str, variants)))
+        report = tried[-1][2].left(reason)
     report = replace(report, seconds_before=seconds[0], seconds_after=seconds[at] if at else min(seconds[1:]))
     return _named(program, label, report, variants)
 
@@ -80,7 +75,7 @@ def _seconds(program: Program | NoOrderError, costs: Costs) -> float:
 
 
 def _named(program: Program, label: str, report: SplitReport, variants: tuple[ProgramVariant, ...] = ()) -> Program:
-    """The program, which says what it is called and what became of its rows."""
+    """The program, with its name and the outcome of the split in its reports."""
     optimized = program.optimized
     name = (
         optimized.name if label == AS_IT_IS else label if optimized.name == AS_IT_IS else f"{label}, {optimized.name}"

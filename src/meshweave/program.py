@@ -1,4 +1,4 @@
-"""A compiled training step as data: its graphs, where everything is placed, what it rests on."""
+"""A compiled training step as data: its graphs, its placement, and its assumptions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meshweave.sharding.plans import Resolved
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled training step at its three stages. Nothing in it grows with the number of devices.
+    """A compiled training step at its three stages. Its size does not grow with the number of devices.
 
-    `optimized` holds the rank graphs, before and after the passes that were asked for.
+    `optimized` has the rank graphs before and after the passes.
     """
 
     captured: StepGraph
@@ -31,16 +31,16 @@ class Program:
     options: CaptureOptions
     contract: Contract
     optimizer: OptimizerSpec | None = None
-    accumulation: str = ""  # where gradients of several microbatches are added up, and why there
-    sequence: str = ""  # in which order devices hold pieces of a sequence, and why
-    costs: Costs | None = None  # that it was planned by
-    costs_from: str = ""  # which they are, and where they come from
-    recompute: str = "none"  # what backward makes again, as `mw.compile` has it
-    resolved: Resolved | None = None  # the plan as it was read, with what was chosen for weights that it left open
+    accumulation: str = ""  # where gradients of several microbatches are added up, and the reason
+    sequence: str = ""  # in which order devices store pieces of a sequence, and the reason
+    costs: Costs | None = None  # the costs that it was planned with
+    costs_from: str = ""  # which costs these are, and where they come from
+    recompute: str = "none"  # what backward recomputes, as in `mw.compile`
+    resolved: Resolved | None = None  # the plan as parsed, with the choices for weights that it left open
 
     @property
     def roles(self) -> tuple[RankGraph, ...]:
-        """What every role runs."""
+        """The rank graph of every role."""
         return self.optimized.roles
 
     @property
@@ -50,7 +50,7 @@ class Program:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided that no plan names: where gradients are added up, in which order a sequence is held."""
+        """Decisions that no plan states: where gradients are added up, in which order a sequence is stored."""
         return tuple(note for note in (self.accumulation, self.sequence) if note)
 
     @property
@@ -60,7 +60,7 @@ class Program:
 
     @property
     def overlap(self) -> tuple[OverlapReport, ...]:
-        """By role what the scheduler did; nothing where it did not run."""
+        """The scheduler's report for each role; empty if it did not run."""
         return self.optimized.overlap
 
     @property
@@ -69,5 +69,5 @@ class Program:
 
     @property
     def rank(self) -> RankGraph:
-        """The rank graph of the first role: of every device, where all do the same."""
+        """The rank graph of the first role: that of every device if all run the same."""
         return self.roles[0]

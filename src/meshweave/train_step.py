@@ -1,4 +1,4 @@
-"""A compiled step as a user has it: batches in, losses out; parameters, state and checkpoints."""
+"""A compiled step as the user sees it: batches in, losses out; parameters, state and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PARTS = "forward, backward or update"
 class TrainStep:
     """A compiled training step: call it with a batch, get the loss.
 
-    `program` holds the graphs, `metrics` the numbers of the last step (loss, grad_norm).
+    `program` has the graphs, `metrics` the numbers of the last step (loss, grad_norm).
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class TrainStep:
         shapes: ShapeOptions | None = None,
         again: Callable[[], TrainStep] | None = None,
     ) -> None:
-        """`shapes` say how programs for other batches are compiled; `again()` compiles the step anew, for model and
-        optimizer as they are then."""
+        """`shapes` says how programs for other batches are compiled; `again()` compiles the step anew for the current
+        model and optimizer."""
         self.again = again
         self.model, self.optimizer = model, optimizer
         note_untrained(model, optimizer)
@@ -87,12 +87,12 @@ class TrainStep:
 
     @property
     def program(self) -> Program:
-        """The program of the example."""
+        """The program of the example batch."""
         return self.variants.first.program
 
     @property
     def session(self) -> Session:
-        """What runs the program of the example, and has the state."""
+        """The session that runs the program of the example and owns the state."""
         return self.variants.first.session
 
     @property
@@ -103,12 +103,12 @@ class TrainStep:
         """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss: a 0-dim tensor
         without gradient, of its own memory on the step's device.
 
-        A batch of another shape, another number of microbatches (`accumulate`), `model.train()`, `model.eval()` have
-        programs of their own on the same state, compiled when first seen. Where parameters were frozen or unfrozen
-        (`requires_grad_`), or the optimizer calls for another update, the step is compiled again.
+        A batch of another shape, another number of microbatches (`accumulate`), `model.train()`, `model.eval()` each
+        have a program of their own on the same state, compiled when first needed. Where parameters were frozen or
+        unfrozen (`requires_grad_`), or the optimizer needs another update, the step is compiled again.
 
-        Raises LayoutError for a batch that is not like the example or one shape too many, StepError for a loss that is
-        not finite and where model, batch or optimizer are no longer what was compiled (docs/capture.md).
+        Raises LayoutError for a batch that does not match the example or exceeds the number of shapes, StepError for a
+        loss that is not finite and if model, batch or optimizer have changed since compilation (docs/capture.md).
         """
         with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as checked:
             variant, micros, numbers = self._prepared(checked, accumulate)
@@ -120,8 +120,8 @@ class TrainStep:
         """Train on one batch as a call does, and measure when every task and communication ran on every device.
 
         The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
-        all ranks call it, and all get the whole picture. The first steps of a process are slower than the others.
-        Waits for compute that is compiled beside the steps (`wait_for_compiler`).
+        all ranks call it, and all get the times of all ranks. The first steps of a process are slower than the others.
+        It first waits for background compilation (`wait_for_compiler`).
         """
         with self._call("trace", batch) as checked:
             variant, micros, numbers = self._prepared(checked)
@@ -131,19 +131,19 @@ class TrainStep:
         return timeline
 
     def wait_for_compiler(self) -> None:
-        """Wait until the compute that `backend="auto"` compiles beside the first steps is there, and measured: the next
-        step uses it where it is faster. Without this call steps begin to use it when it is there. All ranks call it."""
+        """Wait until the compute that `backend="auto"` compiles in the background is compiled and measured: the next
+        step uses it where it is faster. Without this call steps begin to use it once it is ready. All ranks call it."""
         with self.session.world.call("wait_for_compiler"):
             for variant in self.variants.all:
                 variant.session.compile_regions(is_awaited=True)
 
     def evaluate(self, batch: Any, *, training: bool = False) -> Tensor:
-        """The loss of a batch, with `model.eval()` (or, for `training`, in the modes that the modules are in). Nothing
-        is updated, neither parameters nor buffers. On a cluster all ranks call it."""
+        """The loss of a batch, with `model.eval()` (or, for `training`, with the current modes of the modules). Neither
+        parameters nor buffers are updated. On a cluster all ranks call it."""
         return loss_value(self._forward_alone(batch, "loss", training)[0])
 
     def forward_only(self, batch: Any, *, training: bool = False) -> Any:
-        """What the model returns for a batch, its tensors whole on every process; the batch needs no labels. Modes and
+        """The model's outputs for a batch, as whole tensors on every process; the batch needs no labels. Modes and
         state are as in `evaluate`."""
         return self._forward_alone(batch, "outputs", training)[1]
 
@@ -160,8 +160,8 @@ class TrainStep:
     def forward(self, batch: Any) -> Tensor:
         """Forward and loss of one microbatch (the batch, unless gradients are accumulated); returns its loss.
 
-        `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does.
-        Each raises StepError when it is not what comes next; a failure ends the step.
+        `forward`, `backward` (for each microbatch) and `update` together do to the bit what calling the step does. Each
+        raises StepError when it is called out of order; a failure ends the step.
         """
         with self._call(_PARTS, batch) as checked:
             self._first_numbers(self.variants.first)
@@ -171,19 +171,19 @@ class TrainStep:
             return loss_value(self.session.forward(dict(zip(checked.names, checked.tensors, strict=True))))
 
     def backward(self) -> None:
-        """Gradients of the microbatch that went forward, reduced over the mesh."""
+        """Gradients of the microbatch that went through `forward`, reduced over the mesh."""
         with self.session.world.call(_PARTS):
             self.session.backward()
 
     def update(self) -> None:
-        """New parameters and optimizer state, when every microbatch has gone backward."""
+        """New parameters and optimizer state, after every microbatch's backward."""
         with self.session.world.call(_PARTS):
             self.session.update(self._numbers())
             self._stepped(self.variants.first)
 
     @contextmanager
     def _call(self, name: str, batch: Any) -> Iterator[Batch]:
-        """A call on a batch, which every rank makes with the same shapes."""
+        """Run a call on a batch; every rank makes this call with the same shapes."""
         world, rows = self.session.world, self.variants.first.rows
         with world.guard():
             checked = Batch.of(batch)
@@ -213,12 +213,12 @@ class TrainStep:
         if variant.updated != first.updated:
             known = self.variants
             numbers = self._first_numbers(variant)
-            if self.variants is not known:  # it was compiled again
+            if self.variants is not known:  # the step was compiled again
                 variant, micros = self._micros(batch, accumulate)
         return variant, micros, numbers
 
     def _numbers(self, variant: Variant | None = None) -> dict[str, float]:
-        """What the optimizer's code computes for the next step of a program, from its options as they are now."""
+        """The numbers that the optimizer's code computes for the next step of a program from its current options."""
         if self.optimizer_guard is None or self.numbers is None:
             return {}
         self.optimizer_guard.check()
@@ -227,8 +227,8 @@ class TrainStep:
         return numbers
 
     def _first_numbers(self, variant: Variant) -> dict[str, float]:
-        """`_numbers`, before anything else of a step is done. Where the optimizer calls for another update than was
-        compiled, the step is compiled again, as it was asked for, on the same state."""
+        """`_numbers`, before anything else of a step runs. If the optimizer needs an update that was not compiled,
+        the step is compiled again with the same arguments, on the same state."""
         if self.again is None or self.session.progress.num_done:
             return self._numbers(variant)
         try:
@@ -247,7 +247,7 @@ class TrainStep:
         return is_idle and any(p.requires_grad != trains for p, trains in self._trains)
 
     def _renew(self, why: str) -> None:
-        """Compile again, for model and optimizer as they are now."""
+        """Compile again, for the current model and optimizer."""
         assert self.again is not None
         self.session.world.choose(f"compiles again: {why}")
         _LOG.warning("the step is compiled again: %s", why)
@@ -257,7 +257,7 @@ class TrainStep:
         self.session.state.num_steps = num_steps
 
     def _take_over(self) -> None:
-        """What the user has loaded into the optimizer, or written into its state, counts from now on."""
+        """Use, from now on, the state that the user has loaded into the optimizer or written to it."""
         if self.optimizer is None or self._own_state is None or self.numbers is None or self.session.progress.num_done:
             return
         if self._own_state.take_over(self.session.state):
@@ -275,15 +275,15 @@ class TrainStep:
             self._publish()
 
     def _publish(self, others: Collection[str] = ()) -> None:
-        """Bring the optimizer's state into `optimizer.state`: that of parameters which have taken a step, and tensors
-        of `others`."""
+        """Copy the optimizer's state into `optimizer.state`: that of parameters that have taken a step, and tensors of
+        `others`."""
         if self._own_state is not None and self.numbers is not None:
             stepped = self.numbers.stepped
             self._own_state.publish(self.session.state, self.numbers.kept(stepped), stepped.union(others))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of the last step. On CUDA this waits for it."""
+        """The numbers of the last step. On CUDA this waits for the step."""
         return {name: float(value) for name, value in self._last.session.values.items()}
 
     @property
@@ -317,15 +317,15 @@ class TrainStep:
         return dict(dtensors_from_pieces(self.session.pieces(kind), self.session.world.device.type))
 
     def save(self, path: str) -> None:
-        """Write a torch.distributed.checkpoint. A crash on the way leaves what was at `path` as it was."""
+        """Write a torch.distributed.checkpoint. After a crash during the write `path` has its previous contents."""
         with self.session.world.call("save"):
             self._take_numbers()
             self.session.save(path)
 
     def save_pretrained(self, folder: str, *, max_file_bytes: int = 5 << 30) -> None:
         """Write the parameters and persistent buffers as safetensors files, and the model's `config` where it has one:
-        a folder that `from_pretrained` and `mw.compile(weights=folder)` take. On a cluster all ranks call it; no rank
-        has more than one whole tensor at a time, and the first writes.
+        a folder that `from_pretrained` and `mw.compile(weights=folder)` take. On a cluster all ranks call it; a rank
+        has at most a single whole tensor at a time, and the first rank writes.
         """
         with self.session.world.call("save_pretrained"):
             is_first = self.session.world.devices[0] == self.session.world.mesh.devices[0]
@@ -341,7 +341,7 @@ class TrainStep:
                         save(folder)
 
     def _whole(self, wanted: Sequence[tuple[Input, Layout]]) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters and buffers, put together as each is asked for. All processes ask for all of them."""
+        """Full parameters and buffers, each assembled when it is read. All processes read all of them."""
         state, world = self.session.state, self.session.world
         for item, layout in wanted:
             yield item.name, world.assemble(item.spec, layout, state.pieces[item.kind, item.name])
@@ -352,8 +352,8 @@ class TrainStep:
 
         The future is done when the checkpoint is at `path`: wait for it (`.result()`) before
         `torch.distributed.destroy_process_group()`. The next `save`, `async_save` or `load` waits for it, and so does
-        the end of the program. An error of the thread is a CheckpointError; it is logged when it occurs, and raised
-        by `.result()` and by that next call.
+        the end of the program. An error in the thread is a CheckpointError: logged when it occurs, raised by
+        `.result()` and by that next call.
         """
         with self.session.world.call("async_save"):
             self._take_numbers()
@@ -367,9 +367,9 @@ class TrainStep:
             self.session.state.numbers = self.numbers.values() | {name: kept for name, (_, kept) in rests.items()}
 
     def load(self, path: str) -> None:
-        """Continue from a checkpoint of the same model, saved on any mesh, whichever parameters were frozen then.
-        Options of the optimizer's groups (lr, ...) are those of the checkpoint, as `optimizer.load_state_dict` has it.
-        Nothing in it is unpickled as code."""
+        """Continue from a checkpoint of the same model, saved on any mesh, with any parameters frozen. Options of the
+        optimizer's groups (lr, ...) come from the checkpoint, as with `optimizer.load_state_dict`. No code in it is
+        unpickled."""
         with self.session.world.call("load"):
             fresh = self.session.load(path)
             for variant in self.variants.all:
@@ -387,12 +387,12 @@ class TrainStep:
                 self._renew("some parameters have taken no step in the checkpoint")
 
     def explain(self) -> list[MoveRow]:
-        """Every move of the step: why, from, to, steps, bytes, seconds. `str(table(rows))` prints it."""
+        """Every move of the step: reason, layouts from and to, steps, bytes, seconds. `str(table(rows))` prints it."""
         return move_rows(self.program.placed, self.program.mesh)
 
 
 def _initial_values(state: State, model: nn.Module, settings: SessionSettings) -> Iterator[tuple[str, Tensor]]:
-    """The values of parameters and buffers, but for those that files have, which are read right away."""
+    """The initial values of parameters and buffers, except those in weight files, which are read directly."""
     if settings.weights is None:
         return materialize(model, settings.seed)
     files = WeightFiles.of(settings.weights, model)

@@ -1,5 +1,5 @@
-"""The programs of one step: one for each shape of the batch, number of microbatches, mode of the modules and part of
-the step that is asked for. All run on one state."""
+"""The programs of a step: one for each batch shape, number of microbatches, module modes and part of the step. All
+share the same state."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session
 from meshweave.runtime.world import World
 
-# (example, part, accumulate, program on whose state it runs)
+# (example, part, accumulate, the program whose state it shares)
 Build = Callable[[Any, Part, int, Program | None], Program]
-Mode = tuple[bool, ...]  # of every module whether it trains
+Mode = tuple[bool, ...]  # training mode of every module
 _NOTES = logging.getLogger("meshweave")
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """Which shapes of batches a step takes. `build` compiles a program; without it there is one shape. `limit`: the
-    most programs that a step has; `pad`: by entry of the batch the value that fills it up to the next shape for which
-    there is a program; an entry that it lacks is not filled."""
+    """Which shapes of batches a step takes.
+
+    `build` compiles a program; without it there is only the example's shape. `limit`: the most programs of a step;
+    `pad`: for each entry of the batch, the value that pads it up to the next shape that has a program; entries not
+    listed are not padded."""
 
     build: Build | None = None
     limit: int = 8
@@ -41,7 +43,7 @@ class ShapeOptions:
 
 @dataclass(slots=True)
 class Variant:
-    """One program with its session and guards. `modes` are those in which it is known to hold."""
+    """A program with its session and guards. `modes` are the module modes in which it is known to be valid."""
 
     program: Program
     session: Session
@@ -50,14 +52,14 @@ class Variant:
     rows: RowsCheck | None = None
     number: int = 1
     last_use: int = 0
-    updated: frozenset[str] = field(init=False)  # parameters that it changes
+    updated: frozenset[str] = field(init=False)  # the parameters that it changes
 
     def __post_init__(self) -> None:
         self.updated = frozenset(self.program.captured.updated)
 
     @property
     def shown(self) -> str:
-        """The shapes that it takes."""
+        """The shapes that it takes, as text."""
         return shapes_text((item.name, item.spec.shape) for item in self.batch)
 
     @property
@@ -70,23 +72,23 @@ class Variant:
 
     @property
     def batch(self) -> list[Input]:
-        """The batch inputs of the captured step: those of one microbatch."""
+        """The batch inputs of the captured step: those of a microbatch."""
         return [item for item in self.program.captured.inputs if item.kind == "batch"]
 
     @property
     def outputs(self) -> dict[str, Spec]:
-        """What the model returns, by name."""
+        """The model's outputs, by name."""
         step = self.program.captured
         pairs = zip(step.outputs, step.output_values, strict=True)
         return {name: spec_of(node) for (kind, name), node in pairs if kind == "output"}
 
     def local_shape(self, item: Input) -> tuple[int, ...]:
-        """What of a batch tensor the first device that is held here takes."""
+        """The local shape of a batch tensor on the first device of this process."""
         layout = self.program.placement.layout("batch", item.name, item.spec)
         return layout.box_of(item.spec.shape, self.session.world.devices[0]).size
 
     def fits(self, micro: Mapping[str, Tensor], is_local: bool | None) -> bool:
-        """Whether a microbatch has the shapes of this program: on a cluster the global ones, those of this rank
+        """Whether a microbatch matches the shapes of this program: on a cluster the global shapes, this rank's
         (`is_local`), or either (None)."""
         either = (True, False) if is_local is None else (is_local,)
         kinds = either if self.session.world.is_distributed else (False,)
@@ -103,7 +105,7 @@ class Variants:
     def __init__(self, model: nn.Module, first: Variant, options: ShapeOptions) -> None:
         self.options = options
         self._modules = list(model.modules())
-        self.is_local: bool | None = None  # whether batches are those of this rank alone; None before the first one
+        self.is_local: bool | None = None  # whether batches are this rank's alone; None before the first batch
         self._num_uses, self._num_compiled = 0, 1
         first.modes.add(self.mode)
         self.all = [first]
@@ -129,11 +131,11 @@ class Variants:
         accumulate: int | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[Variant, Batch]:
-        """The program for a batch, and the batch, padded where that was asked for. Its guards have been checked.
+        """The program for a batch, and the batch, padded if `pad` asks for it. Its guards have been checked.
 
-        `groups` of the optimizer are compared over the ranks, as the batch is. Raises LayoutError for a batch of
-        another dtype or number of dims than the example, and for one program too many; StepError where something else
-        has changed than shapes and modes.
+        The optimizer's `groups` are compared over the ranks, as the batch is. Raises LayoutError for a batch of another
+        dtype or number of dims than the example, and when there would be more than `limit` programs; StepError if
+        anything but shapes and modes has changed.
         """
         count = self.first.accumulate if accumulate is None else accumulate
         is_trained = part == "train"
@@ -163,18 +165,18 @@ class Variants:
         return [v for v in self._alike(part, accumulate) if v.fits(micro, self.is_local)]
 
     def compare(self, variant: Variant, batch: Batch, parts: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Compare over the ranks what they hand in, in `parts` microbatches; first of all the sizes, by which they
-        choose a program."""
+        """Compare over the ranks the batches that they pass, in `parts` microbatches; sizes first, because ranks choose
+        a program by them."""
         if variant.rows is None or not {item.name for item in variant.batch} <= set(batch.names):
             return
-        if self.is_local is False:  # then fewer rows are those of all ranks
+        if self.is_local is False:  # then the batch has the rows of all ranks
             variant.rows.warned = True
         variant.rows.check(batch, parts, groups)
 
     def _holds(self, variant: Variant, batch: Batch, mode: Mode) -> bool:
-        """Whether a program compiled in another mode does the same in this one."""
+        """Whether a program compiled in another mode does the same in this mode."""
         if self.options.build is None:
-            return True  # its guards say so, or raise
+            return True  # its guards tell, or raise
         try:
             variant.guards.check(batch)
         except StepError:
@@ -186,7 +188,7 @@ class Variants:
         first = self.first
         if self.options.build is None or (part != "outputs" and not self._is_like_the_example(batch)):
             first.guards.check(batch)
-            return first  # which says what it takes
+            return first  # its error lists the expected entries
         if self.options.limit < 2:
             raise LayoutError(
                 "this step has one program, and may have no other",
@@ -226,19 +228,19 @@ class Variants:
         return variant
 
     def _give_one_up(self, batch: Batch) -> None:
-        """Drop the program that was used longest ago, the first aside, which has the state; it is compiled again when
-        its shape comes back."""
+        """Drop the least recently used program, except the first, which owns the state; it is compiled again when its
+        shape comes back."""
         oldest = min(self.all[1:], key=lambda v: v.last_use)
         self.all.remove(oldest)
         _NOTES.warning(
-            "%d programs are as many as this step may have: that for %s, used longest ago, is given up. %s",
+            "this step may have at most %d programs: the least recently used, for %s, is dropped. %s",
             self.options.limit,
             oldest.shown,
             self._advice(batch),
         )
 
     def _advice(self, batch: Batch) -> str:
-        """Which few shapes would do: the sizes that vary, rounded up to powers of two."""
+        """Which few shapes would be enough: the sizes that vary, rounded up to powers of two."""
         shapes = [dict(batch.shapes), *({i.name: i.spec.shape for i in v.batch} for v in self.all)]
         sizes = {
             (name, dim): {its[name][dim] for its in shapes if name in its and len(its[name]) > dim}
@@ -255,8 +257,9 @@ class Variants:
         )
 
     def _example(self, batch: Batch) -> Any:
-        """The batch as an example of global shapes: where ranks hand in their own rows, as many times those as the rows
-        of the first example are cut into. LayoutError where no batch has shown yet which of the two ranks hand in."""
+        """The batch as an example of global shapes. If ranks pass their own rows, sizes are multiplied as the rows of
+        the first example are cut. LayoutError if no earlier batch has shown whether ranks pass global or local
+        batches."""
         shapes = {item.name: (item.spec.shape, self.first.local_shape(item)) for item in self.first.batch}
         is_cut = any(whole != local for whole, local in shapes.values())
         if not (self.first.session.world.is_distributed and is_cut) or self.is_local is False:
@@ -287,7 +290,7 @@ class Variants:
         )
 
     def _padded(self, batch: Batch, part: Part, accumulate: int) -> Batch:
-        """The batch, filled up to the smallest shapes of a program that hold it where that was asked for."""
+        """The batch, padded to the smallest program shapes that contain it if `pad` asks for it."""
         if not self.options.pad or accumulate != 1:
             return batch
         micro = _first_micro(batch, accumulate)
@@ -313,7 +316,7 @@ class Variants:
 
 
 def rows_check(program: Program, world: World) -> RowsCheck | None:
-    """What compares the batches that ranks hand in; None where one process has all devices."""
+    """The check that compares the batches of ranks; None if a process has all devices."""
     if not world.is_distributed:
         return None
     specs = {item.name: item.spec for item in program.captured.inputs if item.kind == "batch"}

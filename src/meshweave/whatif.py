@@ -1,4 +1,4 @@
-"""A program on any machine: the public entry to the simulator, and how two simulations compare."""
+"""Simulates a program on any machine: the public entry to the simulator, and how two simulations compare."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def simulate(
     expandable_segments: bool = False,
 ) -> Simulation:
     """One training step of a compiled program (`step.program`) on a machine: time, exposed communication with its
-    reasons, memory with the tensors at the peak. Deterministic, and as dear as its roles: devices cost nothing.
+    reasons, memory with the tensors at the peak. Deterministic. The cost of the simulation grows with the number of
+    roles, not of devices.
 
-    profile: a MachineProfile, the name of one ("h100"), or its file.
+    profile: a MachineProfile, the name of a profile ("h100"), or its file.
     fusion: "ops" (every op a kernel, as meshweave's own runtime), "eager" (PyTorch's kernels) or "compiled" (chains
         fused, as torch.compile), "blocks" (compiled in repeated blocks, eager elsewhere) or "blocks+loss" (and the
         loss); by default what the profile says of its machine.
     pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
-    matmul_dtype: as float8 training: matmuls of repeated blocks in this dtype.
-    buckets: "blocks" or a number of bytes: which collectives run as one, to predict a system that flattens parameters
+    matmul_dtype: the dtype of matmuls in repeated blocks, as in float8 training.
+    buckets: "blocks" or a number of bytes: which collectives are merged, to predict a system that flattens parameters
         (FSDP: "blocks", its flat buffers are in the memory; "blocks+root" where embedding, last norm and head are left
-        to the root module) or gradients (DDP: 25 * 2**20). Ours run one by one, or as `overlap` has merged them.
-    expandable_segments: whether PYTORCH_CUDA_ALLOC_CONF says so, for `reserved_bytes`.
+        to the root module) or gradients (DDP: 25 * 2**20). "none": as the program has them, merged by `overlap` or not.
+    expandable_segments: whether PYTORCH_CUDA_ALLOC_CONF sets them, for `reserved_bytes`.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, an op or dtype without a cost.
     """
@@ -63,6 +64,6 @@ def simulate(
 
 
 def best_of(simulations: Sequence[Simulation]) -> int:
-    """The index of the best: the most tokens per second among those that fit in memory, else among all."""
+    """Index of the best simulation: the most tokens per second among those that fit in memory, else among all."""
     fitting = [i for i, simulation in enumerate(simulations) if not simulation.verdict] or list(range(len(simulations)))
     return max(fitting, key=lambda i: (simulations[i].tokens_per_s_per_gpu * simulations[i].num_devices, -i))

@@ -59,7 +59,7 @@ def test_costs_that_are_named_are_taken(tmp_path: Path) -> None:
     assert costs_for("h100", world) == automatic.ChosenCosts(load_profile("h100"), "profile h100, as asked")
     (tmp_path / "machine.toml").write_text(TEXT)
     assert costs_for(str(tmp_path / "machine.toml"), world).costs == load_profile("cpu-gloo")
-    with pytest.raises(MeshweaveError, match="no machine profile 'h1000'"):
+    with pytest.raises(MeshweaveError, match="unknown machine profile 'h1000'"):
         costs_for("h1000", world)
 
 
@@ -84,7 +84,7 @@ def test_devices_are_known_by_name(device: str, expected: str | None) -> None:
 def test_an_entry_of_another_format_is_not_used(tmp_path: Path) -> None:
     entry = CacheEntry(tmp_path, "key")
     entry.write(TEXT.replace("launch_s", "launching_s"))
-    assert "no profile of this version ('launching_s' is unknown)" in automatic._kept(entry)[1]
+    assert "not a profile of this version ('launching_s' is unknown)" in automatic._kept(entry)[1]
 
 
 # Jobs
@@ -153,9 +153,9 @@ def test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used(
     ]
     assert first["again"] == []
     measured, kept, damaged, changed, impossible = first["origins"]
-    assert re.match(r"measured on this machine in \d+ s, kept in ", measured)
-    assert re.match(r"measured on this machine: \d+-.*, kept in ", kept)
-    assert re.match(r"measured on this machine in \d+ s \(.* is damaged\), kept in ", damaged)
+    assert re.match(r"measured on this machine in \d+ s, cached in ", measured)
+    assert re.match(r"measured on this machine: \d+-.*, cached in ", kept)
+    assert re.match(r"measured on this machine in \d+ s \(.* is damaged\), cached in ", damaged)
     assert re.match(r"measured on this machine in \d+ s \(a gather takes .* times as long as .* says\)", changed)
     assert impossible == "alpha-beta: this machine could not be measured (MeshweaveError: no clock)"
     assert first["costs"] == str(AlphaBeta())

@@ -106,7 +106,7 @@ def test_what_holds_no_tensor_says_what_may() -> None:
             self.x = torch.ones(2)
 
     for batch in (Own(), Rows(1, 2), Rows):  # type: ignore[arg-type]
-        with pytest.raises(CaptureError, match="the batch holds no tensor") as error:
+        with pytest.raises(CaptureError, match="the batch contains no tensor") as error:
             Batch.of(batch)
         assert "dict, tuple, list or dataclass" in error.value.expected
 
@@ -138,8 +138,8 @@ def own() -> dict[str, Tensor]:
             {"x": torch.ones(4, 4, requires_grad=True)},
             "requires_grad of the batch entry 'x'",
         ),
-        (Tensor.is_contiguous, {"x": torch.ones(4, 8)[:, ::2]}, "asks how an entry of the batch lies in memory"),
-        (lambda x: x.mul_(2), dict.fromkeys(("x", "y"), torch.ones(4, 4)), "lies in one memory with another"),
+        (Tensor.is_contiguous, {"x": torch.ones(4, 8)[:, ::2]}, "depends on the strides of a batch entry"),
+        (lambda x: x.mul_(2), dict.fromkeys(("x", "y"), torch.ones(4, 4)), "shares memory with another"),
     ],
 )
 def test_what_a_model_asks_of_a_tensor_is_as_in_the_example(asked: Any, change: Any, message: str) -> None:

@@ -368,10 +368,10 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
         "where: model.inner.num\n  got: 1 after one step",
     ),
     "the last input": (KeepsLastInput, lambda: mse, "does not repeat itself", "model.last: None -> a tensor"),
-    "the last output": (KeepsLastOutput, lambda: mse, "a value of the step before", "of the step before"),
+    "the last output": (KeepsLastOutput, lambda: mse, "a value of the previous step", "of the previous step"),
     "the first batch": (FreezesFirstBatch, lambda: mse, "does not repeat itself", "model.cache['mean']: nothing ->"),
-    "in place": (AddsInPlace, lambda: mse, "in place that is no buffer", "float32[3]"),
-    "in place, of the batch": (AveragesInPlace, lambda: mse, "in place that is no buffer", "float32[4]"),
+    "in place": (AddsInPlace, lambda: mse, "in place that is not a buffer", "float32[3]"),
+    "in place, of the batch": (AveragesInPlace, lambda: mse, "in place that is not a buffer", "float32[4]"),
     "a list of tensors": (ListOfTensors, lambda: mse, "changes the Python state", "where: model.history["),
     "a dataclass": (DataclassState, lambda: mse, "does not repeat itself", "model.memory.level: 0.0 -> 1.0"),
     "a class attribute": (ClassAttribute, lambda: mse, "changes the Python state", "ClassAttribute.num"),
@@ -393,20 +393,25 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
     "numpy.random": (DrawsWithNumpy, lambda: mse, "random numbers outside of PyTorch", "a generator of numpy"),
     "a generator": (DrawsWithGenerator, lambda: mse, "random numbers outside of PyTorch", "a generator of numpy"),
     "the time": (ReadsTheTime, lambda: mse, "does not repeat itself", "test_contract.py"),
-    "cached noise": (CachesNoise, lambda: mse, "a value of the step before", "test_contract.py"),
+    "cached noise": (CachesNoise, lambda: mse, "a value of the previous step", "test_contract.py"),
     "a buffer that grows": (BufferGrows, lambda: mse, "shape or the dtype of the buffer 'kept'", "(2, 4) after a step"),
-    "a buffer from None": (LateBuffer, lambda: mse, "a value of the step before", "model.mean: None -> a tensor"),
+    "a buffer from None": (LateBuffer, lambda: mse, "a value of the previous step", "model.mean: None -> a tensor"),
     "an array": (CountsInArray, lambda: mse, "changes the Python state", "where: model.num.elements\n  got: (1.0,)"),
     "slots": (CountsInSlots, lambda: mse, "changes the Python state", "model.counter.num"),
     "p.data": (ClampsData, lambda: mse, "replaces its parameter 'linear.weight'", "other values by .data"),
     "a new parameter": (ReplacesParameter, lambda: mse, "replaces its parameter 'linear.weight'", "another tensor"),
-    "a frozen average": (AveragesInModule, lambda: mse, "in place that is no buffer", "aten.lerp_"),
+    "a frozen average": (AveragesInModule, lambda: mse, "in place that is not a buffer", "aten.lerp_"),
     "a lazy module": (Lazy, lambda: mse, "has no shape yet", "linear.weight"),
     "nonlocal": (Base, counting_loss, "changes the Python state", "variable num in the closure of counting_loss"),
     "a counter of backward": (CountsInBackward, lambda: mse, "does not repeat itself", "model.num: 0 -> 1"),
-    "the last gradient": (KeepsLastGradient, lambda: mse, "a value of the step before", "model.last: None -> a tensor"),
-    "in place, of gradients": (AddsGradientsInPlace, lambda: mse, "in place that is no buffer", "aten.add_.Tensor"),
-    "a loss with a buffer": (Base, CentredLoss, "in place that is no buffer", "float32[4]"),
+    "the last gradient": (
+        KeepsLastGradient,
+        lambda: mse,
+        "a value of the previous step",
+        "model.last: None -> a tensor",
+    ),
+    "in place, of gradients": (AddsGradientsInPlace, lambda: mse, "in place that is not a buffer", "aten.add_.Tensor"),
+    "a loss with a buffer": (Base, CentredLoss, "in place that is not a buffer", "float32[4]"),
 }
 
 
@@ -602,7 +607,7 @@ def test_an_autocast_inside_the_model_casts_a_parameter_at_each_use() -> None:
 def test_a_parameter_that_no_optimizer_updates_may_not_change_in_place(of_optimizer: str) -> None:
     model = NormalizesWeight()
     optimizer = sgd([model.get_parameter(of_optimizer)]) if of_optimizer else None
-    with pytest.raises(CaptureError, match="in place that is no buffer"):
+    with pytest.raises(CaptureError, match="in place that is not a buffer"):
         mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh="")
 
 
@@ -622,7 +627,7 @@ class Scripted(nn.Module):
 @pytest.mark.parametrize("make", [lambda: torch.jit.script(nn.Linear(4, 4)), Scripted], ids=["module", "function"])
 def test_what_is_scripted_is_an_error_with_what_to_write(make: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), make())
-    with pytest.raises(CaptureError, match=r"has been through torch\.jit\.script"):
+    with pytest.raises(CaptureError, match=r"compiled by torch\.jit\.script"):
         mw.compile(Named(model), loss=mse, example=DATA[0], mesh="")
 
 

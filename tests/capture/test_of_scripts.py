@@ -82,6 +82,6 @@ def test_attention_takes_masks_of_any_number_of_dims(shape: tuple[int, ...], mes
 
 def test_a_cumulative_average_is_refused_by_the_name_of_its_module() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None))
-    with pytest.raises(CaptureError, match="give BatchNorm a momentum that is a number") as error:
+    with pytest.raises(CaptureError, match="give BatchNorm a number as momentum") as error:
         mw.compile(model, loss=lambda out, _: out.mean(), example=(torch.randn(8, 6),), mesh="dp=2")
     assert error.value.where == "module '1'"

@@ -139,7 +139,7 @@ def test_a_switch_is_another_update() -> None:
     set_grads(model, 0)
     ours.step()
     optimizer.param_groups[0]["weight_decay"] = 0.0
-    with pytest.raises(StepError, match=r"another update than was compiled\n  where: AdamW, param_groups\[0\]"):
+    with pytest.raises(StepError, match=r"another update than the compiled one\n  where: AdamW, param_groups\[0\]"):
         ours.step()
 
 
@@ -306,14 +306,14 @@ class Foreign(Lion):
         ),
         (lambda m: Printing(m.parameters()), r"depends on data\n  where: .*test_optimizers\.py:\d+ in look"),
         (lambda m: Noisy(m.parameters()), r"draws random numbers\n  where: .*test_optimizers\.py:\d+ in look"),
-        (lambda m: Together(m.parameters()), "updates parameters together"),
+        (lambda m: Together(m.parameters()), "combines the values of several parameters"),
         (lambda m: FirstOnly(m.parameters()), "'v' depends on the optimizer's other parameters"),
-        (lambda m: Foreign(m.parameters()), r"no parameter, gradient or state of its own\n  where: .*in look"),
+        (lambda m: Foreign(m.parameters()), r"not a parameter, gradient or state of its own\n  where: .*in look"),
         (
             lambda m: torch.optim.SGD(m.parameters(), differentiable=True),
             r"'differentiable' is not supported\n  where: SGD",
         ),
-        (lambda m: torch.optim.AdamW([torch.zeros(3, requires_grad=True)]), "a parameter that the model does not have"),
+        (lambda m: torch.optim.AdamW([torch.zeros(3, requires_grad=True)]), "a parameter that the model lacks"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(build: Callable[[nn.Module], Any], message: str) -> None:

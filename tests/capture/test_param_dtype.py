@@ -132,7 +132,7 @@ def test_no_cast_where_nothing_would_change() -> None:
 
 
 def test_a_dtype_of_integers_is_refused() -> None:
-    with pytest.raises(PlanError, match="param_dtype is no dtype of floating-point numbers") as error:
+    with pytest.raises(PlanError, match="param_dtype is not a floating-point dtype") as error:
         CaptureOptions(param_dtype=torch.int8)
     assert error.value.got == "torch.int8"
 

@@ -238,12 +238,12 @@ DEPENDS = "control flow depends on data|cannot be captured"
         (_rounded, r"other values by \.data"),
         (_as_array, "turns a tensor into a NumPy array"),
         (_address, "address of a tensor"),
-        (_function_of_a_listed_parameter, "parameter 'a.weight' out of a list"),
+        (_function_of_a_listed_parameter, "parameter 'a.weight' from a list"),
         (_array_written, "read-only"),
-        (_tensor_of_an_array, "NumPy array lies in the same memory"),
+        (_tensor_of_an_array, "NumPy array shares the memory"),
         (_handed_over, "DLPack"),
-        (_read_then_written, r"before it does, from a clone\(\)"),
-        (_diagonal, "cannot be written as new tensors"),
+        (_read_then_written, r"before the step writes into it, read a clone\(\)"),
+        (_diagonal, "cannot be expressed by new tensors"),
         (_more_in_every_run, "does not repeat itself"),
         (_hook, "leaves a hook on the parameter 'a.weight'"),
     ],
@@ -262,7 +262,7 @@ def test_entries_of_a_batch_in_one_memory_are_not_written_into() -> None:
 
     x, y = _data()[0]
     model = Model(lambda m, x: m.b(m.a(x)))
-    with pytest.raises(CaptureError, match="'0' and '2' of the batch lie in one memory"):
+    with pytest.raises(CaptureError, match="'0' and '2' of the batch share memory"):
         mw.compile(
             model,
             loss=_square,
@@ -275,7 +275,7 @@ def test_entries_of_a_batch_in_one_memory_are_not_written_into() -> None:
 
 def test_compile_where_tensors_hold_no_data() -> None:
     model, (x, y) = Model(lambda m, x: m.b(m.a(x))), _data()[0]
-    with torch.device("meta"), pytest.raises(CaptureError, match="hold no data"):
+    with torch.device("meta"), pytest.raises(CaptureError, match="have no data"):
         mw.compile(
             model,
             loss=_square,

@@ -142,7 +142,7 @@ def test_multinomial_without_replacement_draws_one_after_the_other() -> None:
 
 
 def test_a_range_of_integers_too_wide_is_an_error() -> None:
-    with GlobalRandom(torch.tensor(1), 0), pytest.raises(CaptureError, match="so wide a range"):
+    with GlobalRandom(torch.tensor(1), 0), pytest.raises(CaptureError, match="such a wide range"):
         torch.empty(4, dtype=torch.int64).random_(-(1 << 63), None)
 
 

@@ -234,10 +234,10 @@ def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(PlanError, match="'most' is no way to recompute") as error:
+    with pytest.raises(PlanError, match="'most' is not a recomputation policy") as error:
         Recompute("most")
     assert error.value.expected == "none, selective, full"
-    with pytest.raises(PlanError, match="no way to recompute"):
+    with pytest.raises(PlanError, match="not a recomputation policy"):
         recompute(captured(nn.Sequential(Layer(), Layer())), "")
 
 
@@ -274,19 +274,19 @@ def kept_after_all(step: StepGraph) -> str:
     for unused in reversed(again(step)):
         if not unused.users:
             step.graph.erase_node(unused)
-    return f"{original.name} .* is kept for .*, which policy 'full' does not allow"
+    return f"{original.name} .* is saved for .*, which policy 'full' does not allow"
 
 
 def in_the_forward_pass(step: StepGraph) -> str:
     node = first(step, aten.tanh.default)
     node.meta["origin"] = replace(origin_of(node), phase="forward")
-    return f"{node.name} .* is no forward op made again"
+    return f"{node.name} .* is not a recomputed forward op"
 
 
 def of_another_module(step: StepGraph) -> str:
     node = first(step, aten.tanh.default)
     node.meta["origin"] = replace(origin_of(node), module="0.up")
-    return f"{node.name} .* is no forward op made again"
+    return f"{node.name} .* is not a recomputed forward op"
 
 
 def another_output(step: StepGraph) -> str:
@@ -307,20 +307,20 @@ def dead(step: StepGraph) -> str:
 def of_no_step(step: StepGraph) -> str:
     node = first(step, aten.tanh.default)
     node.name = "tanh_of_mine"
-    return "tanh_of_mine .* is not of the step without recomputation"
+    return "tanh_of_mine .* is not in the step without recomputation"
 
 
 def another_shape(step: StepGraph) -> str:
     node = first(step, aten.tanh.default)
     node.meta["spec"] = replace(node.meta["spec"], dtype=torch.float64)
-    return f"{node.name} .* makes another value"
+    return f"{node.name} .* has another spec"
 
 
 def later(step: StepGraph) -> str:
     """Two independent forward nodes change places."""
     nodes = [n for n in step.graph.nodes if n.target is aten.permute.default and origin_of(n).phase == "forward"]
     nodes[1].append(nodes[0])
-    return "reads what is made after it|stands after"
+    return "reads a later node|stands after"
 
 
 MUTATIONS = [

@@ -63,7 +63,7 @@ def test_float64_is_of_parameters_and_data(model_file):
     ("ending", "options", "message"),
     [
         (":factry", {}, r"no function 'factry'[\s\S]*expected: factory"),
-        (":wrong", {}, r"returned something else[\s\S]*got: Linear"),
+        (":wrong", {}, r"did not return a model[\s\S]*got: Linear"),
         (":failing", {}, r"failing\(\) failed[\s\S]*my_model\.py:17[\s\S]*ZeroDivisionError"),
         (":other", {"batch": 8}, r"chooses its own batch size[\s\S]*def other\(batch: int = 8\)"),
     ],
@@ -145,8 +145,8 @@ def test_meta_allocates_nothing():
         ("hf:llamma", r"of type 'llamma'[\s\S]*expected: llama"),
         ("hf:llama?hidden_sze=64", r"LlamaConfig has no field 'hidden_sze'[\s\S]*expected: hidden_size"),
         ("hf:llama?hidden_size=65", r"LlamaConfig refuses these values[\s\S]*65"),
-        ("hf:llama?hidden_size", r"no query[\s\S]*field=value"),
-        ("hf:gemma3", r"made of several models[\s\S]*gemma3_text"),
+        ("hf:llama?hidden_size", r"not a query[\s\S]*field=value"),
+        ("hf:gemma3", r"composed of several models[\s\S]*gemma3_text"),
         ("llama", r"neither a file nor a Hugging Face type"),
     ],
 )

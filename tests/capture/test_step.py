@@ -307,9 +307,9 @@ def test_a_batch_that_does_not_divide_into_microbatches_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate": 0}, "accumulate counts microbatches"),
-        ({"clip_grad_norm": 0.0}, "clip_grad_norm is a norm"),
-        ({"clip_grad_norm": float("nan")}, "clip_grad_norm is a norm"),
+        ({"accumulate": 0}, "invalid number of microbatches"),
+        ({"clip_grad_norm": 0.0}, "invalid norm"),
+        ({"clip_grad_norm": float("nan")}, "invalid norm"),
     ],
 )
 def test_options_that_mean_nothing_are_errors(options: dict[str, Any], message: str) -> None:

@@ -240,7 +240,7 @@ def test_a_loss_that_branches_on_data_names_its_own_line() -> None:
     ],
 )
 def test_a_loss_that_is_not_one_number_is_an_error(loss: Callable[..., Any], got: str) -> None:
-    with pytest.raises(CaptureError, match="the loss is not one number") as error:
+    with pytest.raises(CaptureError, match="the loss is not a single number") as error:
         captured(nn.Linear(4, 4), {"input": torch.ones(3, 4)}, loss)
     assert error.value.got == got
     assert error.value.expected == "a floating-point tensor with one element"
@@ -263,7 +263,7 @@ def _row_sum(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"), [({"x": 3}, "the batch holds no tensor"), ((), "the batch holds no tensor")]
+    ("batch", "message"), [({"x": 3}, "the batch contains no tensor"), ((), "the batch contains no tensor")]
 )
 def test_a_batch_without_tensors_is_an_error(batch: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
@@ -716,7 +716,7 @@ def test_a_pooling_to_one_pixel_in_channels_last_equals_eager(mesh: str) -> None
 def test_a_fake_tensor_of_another_capture_is_an_error() -> None:
     with FakeTensorMode():
         kept = torch.ones(4)
-    with pytest.raises(CaptureError, match="neither gets nor computes") as error:
+    with pytest.raises(CaptureError, match="neither an input nor computed") as error:
         captured(Calls(lambda x, w: x * w * kept), batches(1, (3, 4), (3, 4))[0])
     assert "test_trace.py:" in error.value.where
 

@@ -217,7 +217,7 @@ def _drop(rank: RankGraph, start: fx.Node) -> None:
 def test_a_sum_that_is_not_finished_before_an_op_that_is_not_linear() -> None:
     text = broken(program("tp=2"), lambda r: _drop(r, find(r, functional.all_reduce.default)))
     assert text.startswith(
-        "add_tensor_1 (aten.add.Tensor): operand 0 is partial over tp, and the op is not linear in it alone\n"
+        "add_tensor_1 (aten.add.Tensor): operand 0 is partial over tp, and the op is not linear in that operand alone\n"
         "  where: (2) [forward], devices 0, 1\n"
         "  got: [{}, {}] partial(sum: tp), [{}]\n"
         "  expected: every contribution, before the op"
@@ -226,7 +226,7 @@ def test_a_sum_that_is_not_finished_before_an_op_that_is_not_linear() -> None:
 
 def test_a_gradient_that_is_not_summed() -> None:
     text = broken(program("dp=2"), lambda r: _drop(r, find(r, functional.all_reduce.default, 1)))
-    assert "is partial over dp, and the op is not linear in it alone" in text
+    assert "is partial over dp, and the op is not linear in that operand alone" in text
 
 
 def test_a_sum_taken_twice() -> None:
@@ -262,7 +262,7 @@ def test_another_reduction() -> None:
 def test_a_gather_that_is_missing() -> None:
     text = broken(program("fsdp=2"), lambda r: _drop(r, find(r, functional.all_gather_into_tensor.default)))
     assert text == (
-        "permute_default (aten.permute): device 0 does not hold its piece\n"
+        "permute_default (aten.permute): device 0 does not have its piece\n"
         "  where: (0) [forward], devices 0, 1\n"
         "  got: [0:4, 0:3] in an array of [4, 3]\n"
         "  expected: [0:4, 0:6], its piece in [{}, {}]"
@@ -277,7 +277,7 @@ def test_pieces_joined_in_the_wrong_place() -> None:
         join.update_arg(3, 1 - join.args[3])
 
     text = broken(program("fsdp=2,tp=2"), aside)
-    assert "(join_blocks): device 0 does not hold its piece" in text
+    assert "(join_blocks): device 0 does not have its piece" in text
 
 
 def test_a_slice_at_another_offset() -> None:
@@ -286,7 +286,7 @@ def test_a_slice_at_another_offset() -> None:
     with pytest.raises(VerifyError) as error:
         check_complete(step, [rank])
     assert str(error.value) == (
-        "narrow_default (aten.narrow): device 2 does not hold its piece\n"
+        "narrow_default (aten.narrow): device 2 does not have its piece\n"
         "  where: model.py:7 [forward], devices 0, 1, 2, 3\n"
         "  got: [0:4, 0:12] in an array of [4, 12]\n"
         "  expected: [4:8, 0:12], its piece in [{a}, {}]"
@@ -296,7 +296,7 @@ def test_a_slice_at_another_offset() -> None:
 def test_a_slice_beyond_the_end() -> None:
     step, (rank,) = one_move(*_parsed("[{}, {}]", "[{a}, {}]"), (8, 12), MESHES["2x2"])
     find(rank, aten.narrow.default).update_arg(2, 6)
-    with pytest.raises(VerifyError, match=r"cuts out more than there is\n  where: (.|\n)*, device 0\n"):
+    with pytest.raises(VerifyError, match=r"cuts beyond the array\n  where: (.|\n)*, device 0\n"):
         check_complete(step, [rank])
 
 
@@ -362,8 +362,8 @@ def test_an_op_that_takes_a_value_in_the_middle_of_a_move() -> None:
         rank.graph.erase_node(join)
 
     text = broken(program("fsdp=2,tp=2"), early)
-    assert "before it is what move" in text
-    assert "device 0 does not hold its piece" in text
+    assert "before it has the value of move" in text
+    assert "device 0 does not have its piece" in text
 
 
 def test_a_result_that_nobody_uses() -> None:
@@ -372,7 +372,7 @@ def test_a_result_that_nobody_uses() -> None:
         with rank.graph.inserting_before(start):
             rank.graph.call_function(WAIT, (rank.graph.node_copy(start),))
 
-    assert "(_c10d_functional.all_reduce): nobody uses what is communicated" in broken(program("tp=2"), idle)
+    assert "(_c10d_functional.all_reduce): nothing uses the result of a communication" in broken(program("tp=2"), idle)
 
 
 def test_outputs_that_change_places() -> None:
@@ -399,7 +399,7 @@ def test_an_output_in_another_layout_than_it_is_said_to_have() -> None:
 
 def test_devices_that_no_role_has() -> None:
     made = program("dp=2")
-    with pytest.raises(VerifyError, match=r"the roles are not the devices(.|\n)*got: \[0\]\n  expected: \[0, 1\]"):
+    with pytest.raises(VerifyError, match=r"the roles do not cover the devices(.|\n)*got: \[0\]\n  expected: \[0, 1\]"):
         check_complete(made.placed, [replace(made.rank, devices=(0,))])
 
 
@@ -414,13 +414,13 @@ def test_a_transfer_to_other_places() -> None:
         if key in rank.transfers:
             swapped = replace(rank.transfers[key], target=Layout.parse("[{b}, {}]", OTHER))
             rank.transfers[key] = swapped
-    with pytest.raises(VerifyError, match=r"does not hold its piece\n(.|\n)*expected: .*its piece in \[\{a\}, \{\}\]"):
+    with pytest.raises(VerifyError, match=r"does not have its piece\n(.|\n)*expected: .*its piece in \[\{a\}, \{\}\]"):
         check_complete(step, roles)
 
 
 def test_a_role_that_leaves_a_transfer_out() -> None:
     text = broken(program("pp=2"), lambda r: _drop(r, find(r, transfer)), 0)
-    assert text.startswith("roles do not agree about their next communication")
+    assert text.startswith("roles disagree about their next communication")
     assert "device 0 at transfer_1 (transfer t1); device 1 at transfer (transfer t0)" in text
 
 
@@ -444,7 +444,7 @@ def test_roles_that_send_at_different_times() -> None:
         second.append(first)
 
     made = program("pp=2,tp=2")
-    assert broken(made, later, 1).startswith("roles do not agree about their next communication")
+    assert broken(made, later, 1).startswith("roles disagree about their next communication")
 
 
 # symbols

@@ -65,7 +65,7 @@ def test_a_ring_of_roles_that_wait_for_each_other() -> None:
         "    device 1 in transfer over b (transfer), model.py:1 [forward], waits for device 2\n"
         "    device 2 in transfer over c (transfer), model.py:1 [forward], waits for device 3\n"
         "    device 3 in transfer over d (transfer), model.py:1 [forward], waits for device 0\n"
-        "  expected: one order of all communications, which every role keeps to"
+        "  expected: a single order of all communications on every role"
     )
 
 
@@ -165,7 +165,7 @@ def test_a_compiled_program_with_two_transfers_in_another_order() -> None:
         "devices 0, 1",
         "devices 2, 3",
     ]
-    assert "do not agree about their next communication" in broken(made, later, 1)
+    assert "disagree about their next communication" in broken(made, later, 1)
 
 
 def _changed(made: Program, change: Callable[[RankGraph], None]) -> list[RankGraph]:

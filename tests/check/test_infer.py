@@ -41,10 +41,10 @@ def test_what_a_matmul_makes(left: str, right: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("left", "right", "problem"),
     [
-        ("[{}, {a}]", "[{}, {}]", "operand 1 is not cut as the others are"),
-        ("[{}, {a,b}]", "[{b,a}, {}]", "operand 1 is not cut as the others are"),
-        ("[{a}, {}]", "[{}, {a}]", "a would do two things in one op"),
-        ("[{}, {}] partial(sum: a)", "[{}, {a}]", "a would do two things in one op"),
+        ("[{}, {a}]", "[{}, {}]", "operand 1 is not cut like the others"),
+        ("[{}, {a,b}]", "[{b,a}, {}]", "operand 1 is not cut like the others"),
+        ("[{a}, {}]", "[{}, {a}]", "a would do two things in the same op"),
+        ("[{}, {}] partial(sum: a)", "[{}, {a}]", "a would do two things in the same op"),
         ("[{}, {}] partial(sum: a)", "[{}, {}] partial(sum: a)", "operand 0, 1 is partial over a"),
         ("[{}, {}] partial(max: a)", "[{}, {}]", "operand 0 is partial over a"),
     ],
@@ -61,7 +61,7 @@ def test_a_dim_of_one_element_is_cut_as_any_other() -> None:
     cut, whole = (Layout.parse(text, GRID) for text in ("[{a}, {}]", "[{}, {}]"))
     add = rule_from_text("m n, m n -> m n", [one, one], [one])
     assert infer(add, GRID, [(one, cut), (one, cut)], [one]) == (cut,)
-    with pytest.raises(VerifyError, match="operand 1 is not cut as the others are"):
+    with pytest.raises(VerifyError, match="operand 1 is not cut like the others"):
         infer(add, GRID, [(one, cut), (one, whole)], [one])
     total = rule_from_text("m n -> n", [one], [two])
     assert [str(made) for made in infer(total, GRID, [(one, cut)], [two])] == ["[{}] partial(sum: a)"]

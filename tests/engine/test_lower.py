@@ -157,7 +157,7 @@ def test_groups_of_a_permute_do_not_wait_for_each_other() -> None:
 def test_roles_that_differ_in_the_groups_of_a_permute_are_refused() -> None:
     first, second = (turned("[{b}, {}]", "[{}, {b}]", axes) for axes in (("b",), ("a", "b")))
     for make in (lower, lower_roles):
-        with pytest.raises(VerifyError, match="two roles differ in what transfer t0 is") as error:
+        with pytest.raises(VerifyError, match="two roles have different transfers t0") as error:
             make([replace(first, devices=(2, 0)), replace(second, devices=(3, 1))])
         assert error.value.got is not None
         assert error.value.got.endswith("within groups of a, b (so devices 3, 1)")
@@ -301,7 +301,7 @@ def test_roles_that_differ_in_a_transfer_are_refused(make: Any) -> None:
     with pytest.raises(VerifyError) as error:
         make(roles)
     assert str(error.value) == (
-        "two roles differ in what transfer t0 is\n"
+        "two roles have different transfers t0\n"
         "  got: float32[6] from [{}] on device 0 to [{d}] on devices 1, 2 (so devices 1, 2)\n"
         "  expected: float32[5] from [{}] on device 0 to [{d}] on devices 1, 2 (so device 0)"
     )
@@ -323,7 +323,7 @@ def test_a_device_that_takes_part_in_a_transfer_of_others(make: Any) -> None:
     with pytest.raises(VerifyError) as error:
         make(roles)
     assert str(error.value) == (
-        "device 2 takes part in transfer t0, of which it is not\n"
+        "device 2 takes part in transfer t0 but is not a member\n"
         "  where: model.py:1 [forward]\n"
         "  got: transfer = transfer(t0) on device 2\n"
         "  expected: only devices 0, 1"
@@ -341,7 +341,7 @@ def test_a_start_without_a_wait() -> None:
     with pytest.raises(VerifyError) as error:
         lower([graph])
     assert str(error.value) == (
-        "all_reduce has 0 waits\n  where: model.py:2 [forward]\n  expected: one wait for every start"
+        "all_reduce has 0 waits\n  where: model.py:2 [forward]\n  expected: exactly one wait for every start"
     )
 
 

@@ -160,15 +160,15 @@ def test_a_need_of_a_part_that_was_not_released_is_no_circle() -> None:
             ((0, 1), (1,)),
             ((), ()),
             (0, 0),
-            "task 1 stands in two places\n  got: streams 0 and 1\n  expected: each task once in one stream",
+            "task 1 is in two places\n  got: streams 0 and 1\n  expected: each task in exactly one stream",
         ),
         (
             ((0, 0),),
             ((),),
             (0,),
-            "task 0 stands in two places\n  got: streams 0 and 0\n  expected: each task once in one stream",
+            "task 0 is in two places\n  got: streams 0 and 0\n  expected: each task in exactly one stream",
         ),
-        (((0,),), ((), ()), (0, 0), "task 1 stands in no stream\n  expected: each task once in one stream"),
+        (((0,),), ((), ()), (0, 0), "task 1 is in no stream\n  expected: each task in exactly one stream"),
         (((0,),), ((0,),), (0,), "task 0 needs itself"),
         (((0,),), ((7,),), (0,), "task 0 needs an unknown task 7\n  expected: 0 to 0"),
         (
@@ -188,7 +188,7 @@ def test_a_need_of_a_part_that_was_not_released_is_no_circle() -> None:
             ((1, 0),),
             ((), ()),
             (0, 1),
-            "the parts of stream 0 go down\n  got: part 0 of task 0 after part 1 of task 1\n"
+            "the parts of stream 0 decrease\n  got: part 0 of task 0 after part 1 of task 1\n"
             "  expected: parts in their order along every stream",
         ),
         (((0, 1),), ((), ()), (-1, 0), "stream 0 mixes tasks of a part with tasks of none\n  got: [-1, 0]"),
@@ -197,7 +197,7 @@ def test_a_need_of_a_part_that_was_not_released_is_no_circle() -> None:
             ((0,),),
             ((),),
             (0, 0),
-            "a schedule gives every task its needs and its part\n  got: 1 entries in needs, 2 in parts",
+            "a schedule needs an entry in needs and in parts for every task\n  got: 1 entries in needs, 2 in parts",
         ),
     ],
 )

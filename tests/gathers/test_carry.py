@@ -462,17 +462,17 @@ def no_prologue(role: RankGraph) -> None:
 
 
 WRONG: dict[Callable[[RankGraph], None], str] = {
-    another_parameter: "of another value than its parameter",
-    the_old_parameter: "of another value than its parameter",
-    another_op: "not what the prologue makes",
-    no_gather: "not what the prologue makes",
-    one_more_op: "not what the prologue makes",
-    nothing_made: "not what is made for it",
+    another_parameter: "depends on another value than its parameter",
+    the_old_parameter: "depends on another value than its parameter",
+    another_op: "differs from the prologue's value",
+    no_gather: "differs from the prologue's value",
+    one_more_op: "differs from the prologue's value",
+    nothing_made: "differ from the carried outputs",
     not_used: "is not used",
     used_for_another: "another value",
     wrong_alike: "all_gather",
-    another_layout: "not what the placed graph makes of it",
-    no_prologue: "not what is made for it",
+    another_layout: "differs from the placed graph's value",
+    no_prologue: "differ from the carried outputs",
 }
 
 
@@ -493,7 +493,7 @@ def test_a_wrong_merge_of_what_is_carried_is_found() -> None:
     assert {a[0], b[0]} == {"carry"}
     replace_output(role, a, second)
     replace_output(role, b, first)
-    with pytest.raises(VerifyError, match="of another value than its parameter"):
+    with pytest.raises(VerifyError, match="depends on another value than its parameter"):
         check_complete(llama(2).placed, (role,))
 
 
@@ -564,5 +564,5 @@ def test_equal_inputs_give_equal_graphs() -> None:
 
 @pytest.mark.parametrize("carry", [-1, True, "all", 1.5])
 def test_bad_numbers_of_blocks(carry: Any) -> None:
-    with pytest.raises(MeshweaveError, match="carry is no number of blocks"):
+    with pytest.raises(MeshweaveError, match="carry is not a number of blocks"):
         mw.OverlapOptions(carry=carry).check()

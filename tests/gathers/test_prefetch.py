@@ -100,7 +100,7 @@ def test_it_hides_what_it_can() -> None:
 
 
 def test_backwards_in_time_is_an_error() -> None:
-    with pytest.raises(PlanError, match="after they are needed"):
+    with pytest.raises(PlanError, match="to prefetch is negative"):
         mw.compile(Named(), loss=lambda out, _: out.sum(), example=(torch.ones(4, 8),), mesh="fsdp=2", prefetch=-1)
 
 

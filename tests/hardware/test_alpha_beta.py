@@ -57,7 +57,7 @@ def test_a_transfer_between_meshes_has_the_slowest_bandwidth_of_the_profile() ->
         AlphaBeta(bandwidth={}).seconds("transfer", MESH, (), 1000)
     assert str(error.value) == (
         "the profile has no bandwidth\n  where: AlphaBeta\n  got: an empty table\n"
-        "  expected: a bandwidth for every axis, or one number"
+        "  expected: a bandwidth for every axis, or a single number"
     )
 
 
@@ -105,7 +105,7 @@ def test_an_axis_without_bandwidth_is_named() -> None:
 
 
 def test_an_unknown_op_is_never_free() -> None:
-    with pytest.raises(MeshweaveError, match="there is no cost for 'broadcast'"):
+    with pytest.raises(MeshweaveError, match="no known cost of 'broadcast'"):
         PROFILE.seconds("broadcast", MESH, ("a",), 8)
     with pytest.raises(MeshweaveError, match="group_size is not a cost"):
         PROFILE.bytes_received("all_gather", 0, 8)

@@ -81,7 +81,7 @@ def test_equal_files_make_equal_profiles_with_equal_hashes() -> None:
 def test_an_unknown_name_has_near_misses() -> None:
     with pytest.raises(MeshweaveError) as error:
         load_profile("h10")
-    assert "there is no machine profile 'h10'" in str(error.value)
+    assert "unknown machine profile 'h10'" in str(error.value)
     assert "did you mean h100 or h200 or a100?" in str(error.value)
     with pytest.raises(MeshweaveError, match=r"the machine profile cannot be read\n  where: none/there.toml"):
         load_profile("none/there.toml")
@@ -111,7 +111,7 @@ def test_an_unknown_name_has_near_misses() -> None:
             'fusion = "pointwise"',
             'fusion = "all"',
             "fusion",
-            "'fusion' is not one of its values",
+            "'fusion' is not an allowed value",
             "one of pointwise, none",
         ),
         ("bandwidth = 450e9", "bandwith = 450e9", "bandwith", "'links.node.bandwith' is unknown", "one of bandwidth"),
@@ -120,7 +120,7 @@ def test_an_unknown_name_has_near_misses() -> None:
             'kernel = "flash2"',
             "kernel = 2",
             "kernel = 2",
-            "'attention.kernel' is not one of its values",
+            "'attention.kernel' is not an allowed value",
             "text",
         ),
         (

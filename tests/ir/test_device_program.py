@@ -70,7 +70,7 @@ def test_a_graph_of_others_names_its_groups() -> None:
 
 @pytest.mark.parametrize(
     ("size", "groups", "message"),
-    [(2, {"h": (0, 1)}, "is unknown"), (2, None, "is unknown"), (4, {"g": (0, 1)}, "not that of its group")],
+    [(2, {"h": (0, 1)}, "is unknown"), (2, None, "is unknown"), (4, {"g": (0, 1)}, "contradicts its group")],
 )
 def test_a_group_that_is_not_known(size: int, groups: dict[str, tuple[int, ...]] | None, message: str) -> None:
     program = graph_program(gathered(size), groups)

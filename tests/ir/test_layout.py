@@ -210,7 +210,7 @@ def test_text_that_is_not_a_layout(text: str) -> None:
         Layout.parse(text, MESH)
     error = caught.value
     assert (error.where, error.got, error.expected) == ("the text of a layout", repr(text), NOT_A_LAYOUT)
-    assert error.hint == "one pair of braces per tensor dim, with the axes that shard it"
+    assert error.hint == "a pair of braces per tensor dim, with the axes that shard it"
 
 
 @pytest.mark.parametrize(
@@ -218,19 +218,19 @@ def test_text_that_is_not_a_layout(text: str) -> None:
     [
         (
             lambda: Layout.parse("[{tp}, {tp}]", MESH),
-            "axis 'tp' is used twice in one layout|mesh pp=2,dp=3,tp=2|[{tp}, {tp}]|every axis at most once",
+            "axis 'tp' is used twice in a layout|mesh pp=2,dp=3,tp=2|[{tp}, {tp}]|every axis at most once",
         ),
         (
             lambda: Layout.parse("[{tp}] partial(sum: tp)", MESH),
-            "axis 'tp' is used twice in one layout|mesh pp=2,dp=3,tp=2|[{tp}] partial(sum: tp)|every axis at most once",
+            "axis 'tp' is used twice in a layout|mesh pp=2,dp=3,tp=2|[{tp}] partial(sum: tp)|every axis at most once",
         ),
         (
             lambda: Layout.parse("[{}] partial(mul: tp)", MESH),
-            "'mul' is no reduce op|axis 'tp' of mesh pp=2,dp=3,tp=2|mul: tp|one of sum, avg, max, min",
+            "'mul' is not a reduce op|axis 'tp' of mesh pp=2,dp=3,tp=2|mul: tp|one of sum, avg, max, min",
         ),
         (
             lambda: DimSharding(("tp",), 0),
-            "a dim is cut in blocks of at least one element|{tp}|unit 0|1 or more",
+            "a dim is cut in blocks of at least 1 element|{tp}|unit 0|1 or more",
         ),
         (
             lambda: Layout.of(MESH, 1, {1: ["tp"]}),
@@ -239,7 +239,7 @@ def test_text_that_is_not_a_layout(text: str) -> None:
         (
             lambda: Layout.of(MESH, 0, {0: ["tp"]}),
             "there is no dim 0 to shard|a layout on mesh pp=2,dp=3,tp=2|dim 0|"
-            "no sharded dim, for the value has no dims",
+            "no sharded dim, because the value has no dims",
         ),
         (
             lambda: Layout.parse("[{tp}]", MESH).pieces((2, 2)),

@@ -170,7 +170,7 @@ MESH = Mesh("dp=2,tp=2")
         (lambda: Mesh("dp=2", devices=[0]), "the devices do not fill the mesh|mesh dp=2|1 devices|2 devices"),
         (
             lambda: Mesh("dp=2", devices=[1, 1]),
-            "a device stands twice in the mesh|mesh dp=2|repeated: [1]|each device once",
+            "a device is twice in the mesh|mesh dp=2|repeated: [1]|each device once",
         ),
         (lambda: Mesh("dp=2", devices=[0, -1]), "a device id is below 0|mesh dp=2|-1|0 or more"),
         (lambda: MESH.size("pp"), "the mesh has no axis 'pp'|mesh dp=2,tp=2|pp|one of dp, tp"),
@@ -188,7 +188,7 @@ MESH = Mesh("dp=2,tp=2")
         (lambda: MESH.flatten(["dp"], "tp"), "axis 'tp' is named twice|axes tp=2,tp=2|tp, tp|every axis at most once"),
         (
             lambda: MESH.flatten([], "x"),
-            "there is no axis to flatten|mesh dp=2,tp=2|no axes|at least one axis of the mesh",
+            "no axis to flatten|mesh dp=2,tp=2|no axes|at least one axis of the mesh",
         ),
         (lambda: MESH["dp"][2], "no index 2 on axis 'dp'|mesh dp=2,tp=2|2|0 to 1"),
         (lambda: MESH.at(tp=-1), "no index -1 on axis 'tp'|mesh dp=2,tp=2|-1|0 to 1"),

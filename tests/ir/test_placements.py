@@ -191,8 +191,8 @@ ABC = "a=2,b=3,c=2"
         ),
         (
             lambda: Layout.parse("[{c,b}]", MESHES[1]).to_placements((7,)),
-            f"DTensor would hold other pieces of dim 0|layout [{{c,b}}] on mesh {ABC}, shape (7,)|"
-            "7 elements over {c,b}: at {'c': 0, 'b': 2} we hold 0 from 4, DTensor [(6, 1)] as (offset, size)|"
+            f"DTensor would have other pieces of dim 0|layout [{{c,b}}] on mesh {ABC}, shape (7,)|"
+            "7 elements over {c,b}: at {'c': 0, 'b': 2} meshweave has 0 from 4, DTensor [(6, 1)] as (offset, size)|"
             "a size that 6 pieces divide, or the axes in mesh order",
         ),
         (
@@ -205,12 +205,12 @@ ABC = "a=2,b=3,c=2"
         ),
         (
             lambda: Layout.from_placements([_StridedShard(0, split_factor=4), Shard(0), Shard(0)], MESHES[1], 1),
-            f"no order of the mesh axes gives this strided shard|axis 'a' of mesh {ABC}|"
+            f"no order of the mesh axes matches this strided shard|axis 'a' of mesh {ABC}|"
             "_StridedShard(dim=0, sf=4)|a split factor of 1, 3, 6",
         ),
         (
             lambda: Layout.from_placements([Partial("product"), Replicate(), Replicate()], MESHES[1], 1),
-            f"no layout stands for this placement|axis 'a' of mesh {ABC}|Partial(product)|"
+            f"no layout corresponds to this placement|axis 'a' of mesh {ABC}|Partial(product)|"
             "Shard, Replicate or Partial with one of sum, avg, max, min",
         ),
         (

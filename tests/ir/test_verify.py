@@ -90,7 +90,7 @@ def _lost_output(made: Program) -> str:
 def _output_of_many(made: Program) -> str:
     node = made.captured.output_values[0]
     node.meta["spec"] = (spec_of(node),)
-    return "captured graph: an output is no tensor"
+    return "captured graph: an output is not a tensor"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def _waits_for_a_value(made: Program) -> str:
     tanh = first(made.rank.graph, aten.tanh.default)
     with made.rank.graph.inserting_after(tanh):
         wait = made.rank.graph.call_function(WAIT, (tanh,))
-    return f"rank graph: {wait.name} ({op_name(WAIT)}) waits for what is no collective"
+    return f"rank graph: {wait.name} ({op_name(WAIT)}) waits for a value that is not a collective"
 
 
 def _unknown_axis(made: Program) -> str:

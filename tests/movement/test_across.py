@@ -329,7 +329,7 @@ def test_hundreds_of_small_moves_are_priced_in_a_second() -> None:
             "a move cannot make a value partial(avg)\n  where: [{}, {}] partial(avg: dp) -> [{}, {}] partial(avg: dp) "
             "of (8, 8) float32\n  got: [{}, {}] partial(avg: dp)\n"
             "  expected: no partial(avg) on another mesh than the source's\n"
-            "  hint: ask for partial(sum)",
+            "  hint: use partial(sum)",
         ),
         (
             "[{}, {}] partial(avg: dp)",
@@ -338,7 +338,7 @@ def test_hundreds_of_small_moves_are_priced_in_a_second() -> None:
             "the average of integers would be truncated\n"
             "  where: [{}, {}] partial(avg: dp) -> [{}, {}] of (8, 8) int64\n"
             "  got: torch.int64 partial(avg: dp)\n  expected: a floating dtype\n"
-            "  hint: make the value floating, or partial(sum)",
+            "  hint: use a floating-point value, or partial(sum)",
         ),
         (
             "[{}]",

@@ -106,7 +106,7 @@ def test_a_cap_is_kept_and_the_error_names_the_least_that_has_a_plan() -> None:
     """One byte less has no plan; the least has one, which may be slower."""
     tight = 0
     for source, target in random.Random(1).sample(list(itertools.permutations(all_layouts(MESH, 2), 2)), 60):
-        with pytest.raises(LayoutError, match="no plan keeps to the memory cap") as error:
+        with pytest.raises(LayoutError, match="no plan stays under the memory cap") as error:
             plan_move(source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=1)
         least = int(re.search(r"allow (\d+) bytes", str(error.value))[1])  # type: ignore[index]
         made = plan_move(source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=least)
@@ -114,7 +114,7 @@ def test_a_cap_is_kept_and_the_error_names_the_least_that_has_a_plan() -> None:
         free = plan_move(source, target, (512, 512), torch.float32, PROFILE)
         assert free.seconds <= made.seconds * (1 + 1e-9) or made.peak_bytes > 2 * free.peak_bytes
         tight += made.seconds > free.seconds
-        with pytest.raises(LayoutError, match="no plan keeps to the memory cap"):
+        with pytest.raises(LayoutError, match="no plan stays under the memory cap"):
             plan_move(source, target, (512, 512), torch.float32, PROFILE, memory_cap_bytes=least - 1)
     assert tight > 0
 
@@ -122,11 +122,11 @@ def test_a_cap_is_kept_and_the_error_names_the_least_that_has_a_plan() -> None:
 def test_a_cap_holds_between_meshes_too() -> None:
     source, target = Layout.parse("[{}]", Mesh("a=2")), Layout.parse("[{}]", Mesh("b=2", devices=[2, 3]))
     profile = AlphaBeta(bandwidth={"a": 400e9, "b": 400e9, "link": 5e9})
-    with pytest.raises(LayoutError, match="no plan keeps to the memory cap") as error:
+    with pytest.raises(LayoutError, match="no plan stays under the memory cap") as error:
         plan_move(source, target, (1 << 20,), torch.float32, profile, memory_cap_bytes=1 << 20)
     least = int(re.search(r"allow (\d+) bytes", str(error.value))[1])  # type: ignore[index]
     assert plan_move(source, target, (1 << 20,), torch.float32, profile, memory_cap_bytes=least).peak_bytes == least
-    with pytest.raises(LayoutError, match="no plan keeps to the memory cap"):
+    with pytest.raises(LayoutError, match="no plan stays under the memory cap"):
         plan_move(source, target, (1 << 20,), torch.float32, profile, memory_cap_bytes=least - 1)
 
 

@@ -168,5 +168,5 @@ def test_a_strict_plan_of_a_number_reduces_over_everything() -> None:
 
 def test_an_unknown_order_is_refused() -> None:
     layout = Layout.parse("[{a}]", Mesh("a=2"))
-    with pytest.raises(LayoutError, match="'loose' is no order of reductions"):
+    with pytest.raises(LayoutError, match="'loose' is not an order of reductions"):
         plan_move(layout, layout, (4,), torch.float32, order="loose")  # type: ignore[arg-type]

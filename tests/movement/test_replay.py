@@ -105,17 +105,17 @@ def test_a_missing_contribution_shows() -> None:
 def test_a_contribution_that_counts_twice_shows() -> None:
     (step,) = planned("[{}, {}] partial(sum: a)", "[{}, {}]").steps
     made = planned("[{}, {}]", "[{}, {}]")
-    with pytest.raises(VerifyError, match=r"cannot run on what the devices hold(.|\n)*a contribution is counted twice"):
+    with pytest.raises(VerifyError, match=r"cannot run on the devices' tables(.|\n)*a contribution is counted twice"):
         replay(replace(made, steps=(step,)), SHAPE)
     partial = Layout.parse("[{}, {}] partial(sum: a)", MESH)
-    with pytest.raises(VerifyError, match=r"do not keep the value(.|\n)*a contribution is counted twice"):
+    with pytest.raises(VerifyError, match=r"change the value(.|\n)*a contribution is counted twice"):
         replay(replace(made, target=partial), SHAPE)
 
 
 def test_devices_that_reduce_must_hold_the_same_elements() -> None:
     (step,) = planned("[{}, {}] partial(sum: a)", "[{}, {}]").steps
     made = planned("[{a}, {}]", "[{a}, {}]", (8, 6))
-    with pytest.raises(VerifyError, match="the devices that reduce hold different elements"):
+    with pytest.raises(VerifyError, match="the devices that reduce have different elements"):
         replay(replace(made, steps=(step,)), (8, 6))
 
 
@@ -193,12 +193,12 @@ TO_2, TO_3 = [rows(0, 2, 0, 2), rows(1, 2, 2, 2)], [rows(0, 3, 0, 2), rows(1, 3,
     [
         ([*TO_2, TO_3[0]], "device 3 does not receive 4 of elements [0:4, 0:2]"),
         ([*TO_2, *TO_3, TO_2[0]], "message 0 -> 2: elements [0:2, 0:2] arrive twice"),
-        ([TO_2[0], rows(0, 2, 2, 2), *TO_3], "message 0 -> 2: device 0 does not hold elements [2:4, 0:2]"),
-        ([rows(0, 2, 1, 2), TO_2[1], *TO_3], "message 0 -> 2: device 0 does not hold elements [1:3, 0:2]"),
+        ([TO_2[0], rows(0, 2, 2, 2), *TO_3], "message 0 -> 2: device 0 does not have elements [2:4, 0:2]"),
+        ([rows(0, 2, 1, 2), TO_2[1], *TO_3], "message 0 -> 2: device 0 does not have elements [1:3, 0:2]"),
         ([rows(0, 2, 0, 1), TO_2[1], *TO_3], "device 2 does not receive 2 of elements [0:4, 0:2]"),
-        ([TO_2[0], rows(1, 2, 3, 2), *TO_3], "message 1 -> 2: device 1 does not hold elements [3:5, 0:2]"),
-        ([TO_2[0], rows(3, 2, 2, 2), *TO_3], "message 3 -> 2: device 3 holds nothing"),
-        ([*TO_2, *TO_3, rows(0, 1, 0, 2)], "message 0 -> 1: elements [0:2, 0:2] are not of the piece of device 1"),
+        ([TO_2[0], rows(1, 2, 3, 2), *TO_3], "message 1 -> 2: device 1 does not have elements [3:5, 0:2]"),
+        ([TO_2[0], rows(3, 2, 2, 2), *TO_3], "message 3 -> 2: device 3 has nothing"),
+        ([*TO_2, *TO_3, rows(0, 1, 0, 2)], "message 0 -> 1: elements [0:2, 0:2] are not in the piece of device 1"),
     ],
 )
 def test_messages_that_do_not_bring_each_element_once_are_refused(messages: list[Message], got: str) -> None:
@@ -209,7 +209,7 @@ def test_messages_that_do_not_bring_each_element_once_are_refused(messages: list
     with pytest.raises(VerifyError) as error:
         replay(made, (4, 2), lambda step, shape: Routes(tuple(messages)))
     assert str(error.value) == (
-        "the step cannot run on what the devices hold\n  where: step 1: transfer to dp=2 on [2, 3]\n  got: " + got
+        "the step cannot run on the devices' tables\n  where: step 1: transfer to dp=2 on [2, 3]\n  got: " + got
     )
 
 
@@ -218,7 +218,7 @@ def test_what_the_receiver_does_not_want_is_refused() -> None:
     replay(made, (4, 2))
     wrong = Routes((rows(0, 2, 0, 3), rows(1, 3, 2, 2)))
     with pytest.raises(
-        VerifyError, match=r"got: message 0 -> 2: elements \[0:3, 0:2\] are not of the piece of device 2"
+        VerifyError, match=r"got: message 0 -> 2: elements \[0:3, 0:2\] are not in the piece of device 2"
     ):
         replay(made, (4, 2), lambda step, shape: wrong)
 
@@ -228,7 +228,7 @@ def test_a_transfer_that_states_another_source_is_refused() -> None:
     turned = Layout.parse("[{dp}, {}]", Mesh("dp=2", devices=[1, 0]))
     made = crossing("[{dp}, {}]", "[{dp}, {}]")
     lying = replace(made.steps[0], source=turned)
-    with pytest.raises(VerifyError, match=r"got: message 1 -> 2: device 1 does not hold elements \[0:2, 0:2\]"):
+    with pytest.raises(VerifyError, match=r"got: message 1 -> 2: device 1 does not have elements \[0:2, 0:2\]"):
         replay(replace(made, steps=(lying,)), (4, 2))
 
 
@@ -291,7 +291,7 @@ def test_compile_takes_no_plan_that_is_not_proven(monkeypatch: pytest.MonkeyPatc
     options: dict[str, Any] = {"loss": lambda out, batch: out.square().mean(), "example": (x,), "mesh": "dp=2"}
     assert mw.compile(model, **options)((x,)) > 0
     monkeypatch.setattr(compiler, "plan_move", careless)
-    with pytest.raises(VerifyError, match=r"do not keep the value|do not lead|steps end elsewhere"):
+    with pytest.raises(VerifyError, match=r"change the value|do not lead|steps end elsewhere"):
         mw.compile(model, **options)
 
 

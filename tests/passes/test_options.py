@@ -73,20 +73,20 @@ def test_every_pass_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"passes": "faster"}, "no such pass"),
+        ({"passes": "faster"}, "unknown pass"),
         ({"passes": "overlap,overlap"}, "asked for twice"),
         ({"passes": "split=2,split=4"}, "asked for twice"),
         ({"passes": "default,default"}, "asked for twice"),
         ({"passes": "default", "overlap": True}, "asked for twice"),
         ({"passes": [Split(), Split((4,))]}, "asked for twice"),
-        ({"passes": "split=1"}, "two chunks or more"),
-        ({"passes": "recompute=most"}, "no way to recompute"),
-        ({"passes": "carry=all"}, "no number of blocks"),
+        ({"passes": "split=1"}, "two or more chunks"),
+        ({"passes": "recompute=most"}, "not a recomputation policy"),
+        ({"passes": "carry=all"}, "not a number of blocks"),
         ({"passes": "overlap=2"}, "takes no value"),
-        ({"passes": [Overlap]}, "no list of passes"),
-        ({"passes": 3}, "no list of passes"),
-        ({"memory_cap_bytes": 0}, "no size"),
-        ({"memory_cap_bytes": 5, "overlap": False}, "kept by the scheduler"),
+        ({"passes": [Overlap]}, "not a list of passes"),
+        ({"passes": 3}, "not a list of passes"),
+        ({"memory_cap_bytes": 0}, "not a size"),
+        ({"memory_cap_bytes": 5, "overlap": False}, "needs the scheduler"),
     ],
 )
 def test_bad_input(asked: dict[str, Any], message: str) -> None:
@@ -95,7 +95,7 @@ def test_bad_input(asked: dict[str, Any], message: str) -> None:
 
 
 def test_a_negative_number_of_blocks_is_refused() -> None:
-    with pytest.raises(PlanError, match="after they are needed"):
+    with pytest.raises(PlanError, match="to prefetch is negative"):
         compiled(prefetch=-1)
 
 

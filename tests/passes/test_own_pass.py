@@ -80,7 +80,7 @@ def test_in_the_backend_beside_passes_of_ours(group: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [(Impatient(), "wait"), (Doubled(), "what a graph takes or gives")], ids=lambda x: str(x)
+    ("wrong", "message"), [(Impatient(), "wait"), (Doubled(), "the inputs or outputs of a graph")], ids=lambda x: str(x)
 )
 def test_the_backend_verifies_after_each(group: str, wrong: Pass[Any], message: str) -> None:
     with pytest.raises(Exception, match=message) as caught:

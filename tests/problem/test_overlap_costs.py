@@ -40,7 +40,7 @@ def test_any_real_scalar_is_a_duration(number: Any) -> None:
 def test_other_scalars_are_not(value: Any) -> None:
     b = Builder()
     x = b.placeholder("x")
-    with pytest.raises(MeshweaveError, match="a cost is no duration"):
+    with pytest.raises(MeshweaveError, match="a cost is not a duration"):
         overlap(b.done(b.wait("full", b.gather("gather", x))), cost=lambda node: value)
 
 

@@ -389,7 +389,7 @@ def test_a_step_of_which_little_is_known_is_shown_all_the_same(open_page: Open) 
 
 
 def test_a_step_without_roles_is_an_error() -> None:
-    with pytest.raises(MeshweaveError, match="no roles"):
+    with pytest.raises(MeshweaveError, match="without roles"):
         html_page(replace(sample(), roles=(), spans=()))
 
 

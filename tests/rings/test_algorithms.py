@@ -90,7 +90,7 @@ def test_a_step_that_is_wrong_is_found() -> None:
         broken(exchange, 1, shift=2),
     ]
     for row in wrong:
-        with pytest.raises(VerifyError, match="does not do what it promises in a group of 4"):
+        with pytest.raises(VerifyError, match="does not implement its collective in a group of 4"):
             prove(row, 4)
 
 

@@ -73,7 +73,7 @@ def test_experts_between_two_all_to_alls(n: int) -> None:
     assert first.matmuls == ("bmm_default", "bmm_default_1")
     assert first.numerics.startswith("exact: every element is moved once")
     assert second.is_taken
-    assert "it takes back the chunks that all_to_all_single_default brings" in second.reason
+    assert "it returns the chunks of all_to_all_single_default" in second.reason
     if n == 3:  # message k + 1 before chunk k; every chunk is sent back before the next is computed
         step = ["bmm", "bmm", "permute"]
         assert order(made, permute, BMM) == ["permute", *["bmm"] * 2, "permute", *step, *step]
@@ -165,7 +165,7 @@ def test_what_is_left_of_all_to_alls() -> None:
     def alone(call: Call, x: fx.Node, up: fx.Node, down: fx.Node) -> list[fx.Node]:
         return [call(aten.exp.default, dispatched(call, x, 2))]
 
-    for build, reason in ((uneven, "its blocks are of several sizes"), (alone, "no matmul stands beside it")):
+    for build, reason in ((uneven, "its blocks have several sizes"), (alone, "no matmul is beside it")):
         made, report = decompose(experts(2, build)[0], None, always())
         assert [row.reason for row in report.rows] == [reason]
         assert count(made, EXCHANGE) == 1

@@ -89,7 +89,7 @@ def job_permutes(pipe: Connection) -> dict[str, Any]:
                     op = functional.broadcast.default
                     got = comm.wait(comm.collect(op, group, values[position], [source]))
                     assert torch.equal(got, collect(world.mesh, op, axes, values, [source])[position])
-    with pytest.raises(MeshweaveError, match="must bring every member of its group one block"):
+    with pytest.raises(MeshweaveError, match="must send every member of its group exactly one block"):
         comm.permute(comm.group(("a",)), torch.ones(1), (0, 0))
     return {"cases": count, "open": len(comm.open)}
 

@@ -322,7 +322,7 @@ def test_a_wait_for_an_operand_is_moved_before_the_ring_if_it_has_been_started(i
     assert row.is_taken == is_started
     assert num_permutes(made) == is_started
     if not is_started:
-        assert row.reason == "wait_tensor_default_1, which mm_default takes, is made later"
+        assert row.reason == "wait_tensor_default_1, an operand of mm_default, is computed later"
 
 
 # a matmul and a reduction
@@ -509,7 +509,7 @@ def test_a_reduction_of_the_dim_of_the_chunks_is_left() -> None:
         return [call(MM, call(aten.sum.dim_IntList, gathered(call, x, 2), [0], True), w)]
 
     role = program(mw.Mesh(d=2), {"x": (values["x"], "[{d}, {}]"), "w": (values["w"], "[{}, {}]")}, build)
-    assert reasons(role, always(all_gather="direct")) == ["sum_dim_int_list: what is cut is reduced over"]
+    assert reasons(role, always(all_gather="direct")) == ["sum_dim_int_list: the cut dim is reduced over"]
 
 
 @pytest.mark.parametrize("shape", [(24, 6), (3, 8, 6)])
@@ -651,14 +651,14 @@ def reasons(role: RankGraph, options: DecomposeOptions) -> list[str]:
 
 def test_an_axis_of_one_moves_nothing() -> None:
     role, _ = rows_times(1)
-    assert reasons(role, always()) == ["its group is of one device: nothing moves"]
+    assert reasons(role, always()) == ["its group has one device: nothing moves"]
 
 
 def test_what_the_options_leave() -> None:
     role, _ = rows_times(2)
     few = replace(always(), most_devices=1)
-    assert reasons(role, few) == ["its group is of 2 devices, and a ring would have as many steps"]
-    assert reasons(role, always(all_gather=())) == ["the options leave it as it is"]
+    assert reasons(role, few) == ["its group has 2 devices, and a ring would have as many steps"]
+    assert reasons(role, always(all_gather=())) == ["the options exclude it"]
     assert reasons(role, always(all_gather="pipelined", num_chunks=(5,))) == ["5 chunks do not divide [24, 6]"]
 
 
@@ -667,14 +667,14 @@ def test_a_collective_beside_no_matmul() -> None:
     role = program(
         mw.Mesh(d=2), {"x": (x, "[{d}, {}]")}, lambda call, x: [call(aten.relu.default, gathered(call, x, 2))]
     )
-    assert reasons(role, always()) == ["no matmul stands beside it"]
+    assert reasons(role, always()) == ["no matmul is beside it"]
 
 
 def test_a_maximum_is_not_taken_apart() -> None:
     values = {"x": integers(8, 4), "w": integers(4, 4)}
     inputs = {"x": (values["x"], "[{}, {}]"), "w": (values["w"], "[{}, {}]")}
     role = program(mw.Mesh(d=2), inputs, lambda call, x, w: [scattered(call, call(MM, x, w), 2, op="max")])
-    assert reasons(role, always(reduce_scatter="ring")) == ["a max is not taken apart into messages"]
+    assert reasons(role, always(reduce_scatter="ring")) == ["a max cannot be decomposed into messages"]
     _, report = check(role, always(reduce_scatter="pipelined", num_chunks=(2,)), **values)
     assert report.num_taken == 1
 
@@ -733,7 +733,7 @@ def test_the_gate_takes_what_gains_and_says_why_it_leaves_the_rest() -> None:
     _, small = decompose(large(64, 512, 512), profile)
     assert "no gain" in small.rows[0].reason
     assert str(small).startswith(
-        "0 of 1 collectives taken apart\n  all_gather_into_tensor_default (all_gather over d) left"
+        "0 of 1 collectives decomposed\n  all_gather_into_tensor_default (all_gather over d) left"
     )
 
 

@@ -52,10 +52,10 @@ def test_a_shift_and_a_permutation() -> None:
 
 @pytest.mark.parametrize("to", [(0, 0, 1), (0, 1), (1, 2, 3), (0, 1, 2, 3), ()])
 def test_what_is_no_permutation_is_an_error_everywhere(to: tuple[int, ...]) -> None:
-    with pytest.raises(MeshweaveError, match="must bring every member of its group one block") as error:
+    with pytest.raises(MeshweaveError, match="must send every member of its group exactly one block") as error:
         destinations(to, 3)
     assert error.value.expected == "each of 0 to 2 once, in a group of 3"
-    with pytest.raises(VerifyError, match="permute \\(permute\\) is no permutation of its group"):
+    with pytest.raises(VerifyError, match="permute \\(permute\\) is not a permutation of its group"):
         role(to)
     with pytest.raises(MeshweaveError):
         collect(MESH, permute, ("b",), [torch.ones(1)] * 6, [to])
@@ -150,7 +150,7 @@ def test_what_permutes_bring_is_proven() -> None:
     for shifts in ([1, -1], [1, 1, 1], [(1, 0, 2), (1, 0, 2)], [0]):
         assert check_complete(placed(cut), [turned(shifts, cut)]).num_communications == len(shifts)
     for shifts in ([1], [1, 1], [(1, 0, 2)], [(1, 2, 0), 1]):
-        with pytest.raises(VerifyError, match="does not hold its piece"):
+        with pytest.raises(VerifyError, match="does not have its piece"):
             check_complete(placed(cut), [turned(shifts, cut)])
     assert check_complete(placed("[{a}, {}]"), [turned([1], "[{a}, {}]")]).num_communications == 1
 

@@ -51,7 +51,7 @@ def test_pieces_of_several_sizes_are_gathered_and_it_says_so() -> None:
     assert permutes(step, "forward") == 0
     (report,) = step.program.optimized.reports["ring"]
     assert [row.reason for row in report.rows] == [
-        "its pieces of the sequence are of several sizes: the group does not divide it"
+        "its pieces of the sequence have several sizes: the group does not divide it"
     ] * 2
 
 
@@ -74,7 +74,7 @@ def test_a_bias_with_a_gradient_is_done_over_gathered_keys_and_it_says_so() -> N
     (report,) = step.program.optimized.reports["ring"]
     (row,) = report.rows
     assert not row.is_taken
-    assert "a bias that has a gradient" in row.reason
+    assert "a bias with a gradient" in row.reason
 
 
 def test_what_is_recomputed_goes_round_again() -> None:

@@ -176,11 +176,11 @@ def shared(model: Coupled, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
 
 REFUSED: dict[Rows, str] = {
     capacity: "cumsum",
-    fewer: "does not say where the rows of each expert end",
+    fewer: "does not have the ends of each expert's rows",
     neighbours: "whole",
     places: "positions of rows are used as numbers",
-    others: "does not say where the rows of each expert end",
-    descending: "descends",
+    others: "does not have the ends of each expert's rows",
+    descending: "descending",
     maybe_negative: "negative",
     apart: "positions of rows are used as numbers",
 }

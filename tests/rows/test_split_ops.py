@@ -173,8 +173,8 @@ COUPLED: dict[str, tuple[Body, str, str]] = {
     "sort": (lambda b, y: b.item("o", b.call("ranked", ATEN.sort.default, y, 0), 0), "ranked", "the whole of dim 0"),
     "flip": (lambda b, y: b.call("flipped", ATEN.flip.default, y, [0]), "flipped", "works along the whole of dim 0"),
     "slice": (lambda b, y: b.call("front", ATEN.slice.Tensor, y, 0, 0, 4), "front", "works along the whole of dim 0"),
-    "dropout": (_dropped, "dropped", "its random numbers are drawn in one stream"),
-    "bernoulli": (lambda b, y: b.call("drawn", ATEN.bernoulli.p, y, 0.5), "drawn", "drawn in one stream"),
+    "dropout": (_dropped, "dropped", "its random numbers are drawn from a single stream"),
+    "bernoulli": (lambda b, y: b.call("drawn", ATEN.bernoulli.p, y, 0.5), "drawn", "drawn from a single stream"),
     "in place": (_written, "written", "it writes into an operand"),
     "coalesced": (_coalesced, "both", "split before collectives are merged"),
 }
@@ -192,7 +192,7 @@ def test_region_ends_with_a_reason(name: str) -> None:
 def test_blocks_of_several_sizes_stay_whole() -> None:
     _, report = split_batch(program(_uneven), dims={"x": 0})
     assert [(w.name, w.reason) for w in report.whole] == [
-        ("a2a", "its blocks are of several sizes, or of sizes that only the data says")
+        ("a2a", "its blocks have several sizes, or sizes that depend on data")
     ]
 
 
@@ -329,11 +329,11 @@ def test_not_split() -> None:
     b = Builder()
     odd = b.done(b.wait("r", b.reduce("ar", b.placeholder("x", (7, 3)))))
     made, report = split_batch(odd)
-    assert (report.is_taken, report.reason) == (False, "no value has rows that come apart into equal chunks")
+    assert (report.is_taken, report.reason) == (False, "no value has rows that divide into equal chunks")
     assert len(starts(made)) == 1
     b = Builder()
     _, report = split_batch(b.done(b.relu("relu", b.placeholder("x"))))
-    assert report.reason == "no collective stands between ops that go row by row"
+    assert report.reason == "there is no collective between row-wise ops"
 
 
 def test_buffers_that_are_written_into_are_no_rows() -> None:
@@ -351,13 +351,13 @@ def test_buffers_that_are_written_into_are_no_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_chunks": 1}, "two chunks or more"),
-        ({"num_chunks": ()}, "two chunks or more"),
-        ({"num_chunks": (2, 4)}, "something to choose by"),
-        ({"dims": {"nobody": 0}}, "names no tensor"),
-        ({"dims": {"x": 5}}, "do not come apart"),
-        ({"dims": {"x": (0, 3)}}, "do not come apart"),
-        ({"num_chunks": 3, "dims": {"x": 0}}, "do not come apart"),
+        ({"num_chunks": 1}, "two or more chunks"),
+        ({"num_chunks": ()}, "two or more chunks"),
+        ({"num_chunks": (2, 4)}, "need a criterion"),
+        ({"dims": {"nobody": 0}}, "does not name a tensor"),
+        ({"dims": {"x": 5}}, "do not divide"),
+        ({"dims": {"x": (0, 3)}}, "do not divide"),
+        ({"num_chunks": 3, "dims": {"x": 0}}, "do not divide"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:

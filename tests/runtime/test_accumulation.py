@@ -216,7 +216,7 @@ def test_the_choice_follows_memory_and_says_so() -> None:
 
 
 def test_an_unknown_way_is_an_error() -> None:
-    with pytest.raises(mw.PlanError, match="unknown way to add gradients up") as error:
+    with pytest.raises(mw.PlanError, match="unknown value of accumulate_in") as error:
         compiled("dp=2", 2, accumulate_in="halves")
     assert error.value.expected == "auto, whole or shards"
 

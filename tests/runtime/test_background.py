@@ -67,7 +67,7 @@ def test_what_goes_wrong_is_raised_by_the_wait() -> None:
     with pytest.raises(RuntimeError, match="no route"):
         background.add(broken, INLINE_BYTES + 1).wait()
     job = background.add(lambda: [failing], 0)
-    with pytest.raises(RuntimeError, match="not done yet"):
+    with pytest.raises(RuntimeError, match="not done before the timeout"):
         job.wait(timedelta(seconds=0.01))
     failing.done.set()
     with pytest.raises(RuntimeError, match="reset by peer"):

@@ -268,8 +268,8 @@ def test_two_steps_of_one_model_train_it_in_turns(mesh: str) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "another shape": (lambda m: setattr(m.down.bias, "data", torch.zeros(9)), "'down.bias' of the model has become"),
-    "another dtype": (lambda m: m.double(), "of the model has become another"),
+    "another shape": (lambda m: setattr(m.down.bias, "data", torch.zeros(9)), "'down.bias' of the model has changed"),
+    "another dtype": (lambda m: m.double(), "of the model has changed its shape or dtype"),
     "another parameter": (
         lambda m: setattr(m.down, "bias", nn.Parameter(torch.zeros(8))),
         "the parameter 'down.bias' of the model was replaced after compile",

@@ -178,7 +178,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, 
     "option": (
         "fsdp=2",
         option_alone,
-        ("which goes on as compiled", "which compiles again: the optimizer's options call for another update"),
+        ("which goes on as compiled", "which compiles again: the optimizer's options require another update"),
     ),
     "group": ("dp=2", group_alone, ("rank 0: step, which compiles again", "rank 1: step, which goes on as compiled")),
     "forward raises": ("fsdp=2", raise_in_forward, ("no such row",)),

@@ -304,7 +304,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no table": (lambda p: (p / "meshweave.json").unlink(), r"not a meshweave checkpoint\n.*\n  got: no meshw"),
     "cut table": (lambda p: cut(p / "meshweave.json"), r"is damaged\n.*\n  got: meshweave.json: "),
     "foreign table": (edit("format", "x"), "not a meshweave checkpoint"),
-    "version": (edit("version", 99), r"not known here\n.*\n  got: version 99\n  expected: version 1"),
+    "version": (edit("version", 99), r"unknown format version.*\n.*\n  got: version 99\n  expected: version 1"),
     "fields": (edit("info", 3), "has no valid 'info'"),
     "outside": (edit("files", {"../x": 1}), r"names the file '\.\./x'"),
     "no metadata": (lambda p: (p / ".metadata").unlink(), r"is damaged\n.*\n  got: \.metadata is missing"),

@@ -173,7 +173,7 @@ def job_phases(pipe: Connection) -> dict[str, Any]:
     losses = []
     for batch in data:
         losses.append(float(parts.forward(batch)))
-        with pytest.raises(StepError, match="update is not what comes next"):
+        with pytest.raises(StepError, match="update is out of order"):
             parts.update()
         parts.backward()
         parts.update()
@@ -479,7 +479,7 @@ def test_a_rank_that_leaves_between_steps_is_named(start: Callable[..., Job]) ->
     [
         ("a=4", "0,1,2,3", "the mesh is larger than the world"),
         ("a=2", "0,5", "names ranks that the world does not have"),
-        ("a=1", "0", "leaves out ranks of the world"),
+        ("a=1", "0", "omits ranks of the world"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_world(start: Callable[..., Job], spec: str, devices: str, what: str) -> None:

@@ -58,5 +58,7 @@ def test_a_guard_on_one_rank_stops_all(start: Callable[..., Job], changing: str)
         assert outcome["fast"]
         assert "model.alpha: nothing -> 2.0" in outcome["got"]
         own = changing in (str(rank), "all")
-        assert outcome["what"].startswith("the step would not be the one" if own else f"rank {changing} failed")
+        assert outcome["what"].startswith(
+            "the step would differ from the compiled step" if own else f"rank {changing} failed"
+        )
         assert outcome.get("went_on", changing != "all")

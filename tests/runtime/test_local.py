@@ -146,5 +146,5 @@ def test_a_step_cannot_run_on_meta() -> None:
         "a step cannot run on this device",
         "  where: device='meta'",
         "  got: a meta device",
-        "  hint: leave device out, or name cpu or cuda",
+        "  hint: omit device, or pass cpu or cuda",
     ]

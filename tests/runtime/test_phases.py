@@ -74,15 +74,15 @@ def refused(call: Any, what: str, got: str, expected: str) -> StepError:
 def test_parts_out_of_order_say_what_comes_next() -> None:
     step, (batch, *_) = compiled(), data()
     begun = "a step that has not begun"
-    refused(step.backward, "backward is not what comes next in this step", begun, "forward()")
-    refused(step.update, "update is not what comes next in this step", begun, "forward()")
+    refused(step.backward, "backward is out of order in this step", begun, "forward()")
+    refused(step.update, "update is out of order in this step", begun, "forward()")
     step.forward(batch)
     again = partial(step.forward, batch)
-    refused(again, "forward is not what comes next in this step", "after forward", "backward()")
-    refused(step.update, "update is not what comes next in this step", "after forward", "backward()")
+    refused(again, "forward is out of order in this step", "after forward", "backward()")
+    refused(step.update, "update is out of order in this step", "after forward", "backward()")
     step.backward()
-    refused(step.backward, "backward is not what comes next in this step", "after backward", "update()")
-    error = refused(again, "forward is not what comes next in this step", "after backward", "update()")
+    refused(step.backward, "backward is out of order in this step", "after backward", "update()")
+    error = refused(again, "forward is out of order in this step", "after backward", "update()")
     assert error.hint == "a step is forward and backward, then update"
     step.update()
     assert step.num_steps == 1
@@ -94,14 +94,10 @@ def test_each_microbatch_is_counted() -> None:
     step.forward(first)
     step.backward()
     expected = "forward()"
-    error = refused(
-        step.update, "update is not what comes next in this step", "after backward of microbatch 1 of 3", expected
-    )
+    error = refused(step.update, "update is out of order in this step", "after backward of microbatch 1 of 3", expected)
     assert error.hint == "a step is forward and backward for each microbatch, then update"
     step.forward(second)
-    refused(
-        step.update, "update is not what comes next in this step", "after forward of microbatch 2 of 3", "backward()"
-    )
+    refused(step.update, "update is out of order in this step", "after forward of microbatch 2 of 3", "backward()")
     step.backward()
     step.forward(third)
     step.backward()
@@ -114,10 +110,10 @@ def test_nothing_else_comes_in_the_middle_of_a_step(tmp_path: Path) -> None:
     expected = compiled("pp=2,dp=2")
     losses = [expected(batch), expected(other)]
     step.forward(batch)
-    whole = "a whole step cannot come in the middle of a step"
+    whole = "a whole step is not possible in the middle of a step"
     refused(partial(step, batch), whole, "after forward", "backward() first")
     place = str(tmp_path / "ckpt")
-    checkpoint = "a checkpoint cannot come in the middle of a step"
+    checkpoint = "a checkpoint is not possible in the middle of a step"
     refused(partial(step.save, place), checkpoint, "after forward", "backward() first")
     step.backward()
     refused(partial(step.load, place), checkpoint, "after backward", "update() first")

@@ -269,7 +269,7 @@ def job_leaves(pipe: Connection, folder: str) -> dict[str, Any]:
 @pytest.mark.multiprocess
 def test_a_group_that_is_destroyed_meanwhile_is_named_by_the_error(start: Callable[..., Job], tmp_path: Path) -> None:
     for outcome in start(f"{__name__}:job_leaves", 2, str(tmp_path)).finish(60):
-        assert "destroy_process_group() ran while the save was under way" in outcome["text"], outcome
+        assert "destroy_process_group() ran during the save" in outcome["text"], outcome
         assert not outcome["is_there"]
 
 

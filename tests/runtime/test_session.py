@@ -279,7 +279,7 @@ def test_a_batch_of_another_shape_states_both(change: Callable[..., Any], got: s
     with pytest.raises(LayoutError, match="differs from the example") as error:
         step(change(data[0]))
     assert (error.value.got, error.value.expected) == (got, expected)
-    assert "that differ from the example in sizes alone" in error.value.hint
+    assert "that differ from the example only in sizes" in error.value.hint
     assert_same(everything(step), before)
 
 

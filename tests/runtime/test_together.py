@@ -137,7 +137,7 @@ def check_local() -> list[float]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step(rows_of(range(4)))
-    assert len(caught) == (rank == 0)  # "every rank handed in the same rows"
+    assert len(caught) == (rank == 0)  # "every rank passed the same rows"
     return losses
 
 
@@ -257,7 +257,7 @@ def test_a_job_is_joined_and_fits_its_mesh() -> None:
     first, second = job.finish(240)
     assert "errors" in first, first
     assert "larger than the world" in first["errors"][0]
-    assert "leaves out ranks" in first["errors"][1]
+    assert "omits ranks" in first["errors"][1]
     assert first == second
 
 

@@ -139,12 +139,12 @@ def test_what_is_not_there_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with pytest.raises(CheckpointError, match=r"another shape(.|\n)*\[5, 3\](.|\n)*\[3, 5\]"):
         compiled(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(CheckpointError, match=r"no file of weights"):
+    with pytest.raises(CheckpointError, match=r"not a file of weights"):
         compiled(tmp_path)
     save_file({"0.weight": torch.ones(3, 5), "2.bias": torch.ones(1)}, tmp_path / "model.safetensors")
     with caplog.at_level(logging.WARNING):
         step = compiled(tmp_path)
-    assert "3 tensors are initialised, for these are not in it: 0.bias, 1.bias, 1.weight" in caplog.text
+    assert "3 tensors are initialised, because they are not in it: 0.bias, 1.bias, 1.weight" in caplog.text
     assert "1 tensors are not the model's: 2.bias" in caplog.text
     assert torch.equal(step.parameters()["0.weight"], torch.ones(3, 5))
 

@@ -89,7 +89,7 @@ def test_what_ranks_write_differently_is_an_error_on_all(start: Callable[..., Jo
             assert outcome["what"] == "ranks have written different values between two steps"
             assert values[what] in outcome["text"]
         else:
-            assert outcome["what"].startswith("ranks make one call of different things")
+            assert outcome["what"].startswith("ranks choose differently within a call")
 
 
 @pytest.mark.parametrize("what", ["alike", "stages"])

@@ -209,13 +209,13 @@ def test_unknown_devices_globs_and_contradictions_are_errors() -> None:
     with pytest.raises(MeshError, match="the plan names devices that the mesh lacks") as error:
         resolve(Plan.on({"second": [1, 5]}), MLP(), mesh)
     assert (error.value.where, error.value.got) == ("second", "5")
-    with pytest.raises(MeshError, match="a device stands twice"):
+    with pytest.raises(MeshError, match="a device is twice"):
         Plan.on({"second": [1, 1]})
     with pytest.raises(MeshError, match="no index 2 on axis 'pp'"):
         resolve(Plan.on({"second": "pp=2"}), MLP(), mesh)
     with pytest.raises(PlanError, match="the plan names no module of the model"):
         resolve(Plan.on({"secnd": 0}), MLP(), mesh)
-    with pytest.raises(PlanError, match="the plan puts second on two sets of devices") as clash:
+    with pytest.raises(PlanError, match="the plan assigns second to two sets of devices") as clash:
         resolve(Plan.on({"second": 0}) + Plan.on({"sec*": 1}), MLP(), mesh)
     assert clash.value.got == "[0] and [1]"
 

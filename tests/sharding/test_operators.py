@@ -336,7 +336,7 @@ def test_combining_what_is_not_cut_names_the_line() -> None:
 
 def test_reducing_what_is_not_partial_names_the_line() -> None:
     error = fails(lambda m, x: mw.reduction(x, "a"), LayoutError, "reduction over 'a' does not fit the value")
-    assert error.hint == "there is nothing to add up over it"
+    assert error.hint == "the value is not partial over it"
     error = fails(lambda m, x: mw.reduction(mw.repartition(x, dim=0, axis="a"), "a"), LayoutError, "reduction over 'a'")
     assert error.hint == "call combine"
 
@@ -384,7 +384,7 @@ def test_dims_and_axes_that_cannot_be_are_told_before_anything_runs() -> None:
 def test_devices_that_the_mesh_lacks_name_the_line() -> None:
     error = fails(lambda m, x: mw.on(x, Mesh("", devices=[7])), MeshError, "names devices that the mesh lacks")
     assert error.got == "7"
-    with pytest.raises(MeshError, match="a device stands twice in the mesh"):
+    with pytest.raises(MeshError, match="a device is twice in the mesh"):
         Mesh("a=2", devices=[1, 1])
 
 

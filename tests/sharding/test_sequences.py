@@ -110,7 +110,7 @@ def test_heads_that_do_not_divide_are_an_error() -> None:
     model, batch, loss = plain(Shape(key_heads=2))
     with pytest.raises(PlanError, match="key heads do not divide"):
         mw.compile(model, loss=loss, example=batch, mesh="cp=4", plan="cp:cp:heads")
-    with pytest.raises(PlanError, match="no such way"):
+    with pytest.raises(PlanError, match="unknown way"):
         Plan.cp("cp", "head")
 
 

@@ -109,7 +109,7 @@ def test_a_copy_between_roles_needs_both() -> None:
 
 def test_a_deadlock_is_an_error() -> None:
     tasks = [mark(), mark(), copy(1.0)]
-    with pytest.raises(VerifyError, match="wait for ever"):
+    with pytest.raises(VerifyError, match="deadlock"):
         run([[0, 1], [2]], [[2], [], [1]], tasks)
 
 

@@ -140,7 +140,7 @@ def test_channel_when_another_stands_before_it() -> None:
     found, _, _ = step.run()
     assert kinds(found) == [[("channel", 2.0)], [("channel", 2.0)]]
     ahead, behind = (found.reasons[c][0] for c in sorted(found.reasons))
-    assert "stands behind it" in ahead.text
+    assert "comes after it" in ahead.text
     assert "was busy with" in behind.text
 
 

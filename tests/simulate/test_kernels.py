@@ -105,7 +105,7 @@ def test_an_unknown_way_to_update_is_an_error() -> None:
     profile = load_profile("h100").with_update("foreach")
     assert (profile.update, profile.name) == ("foreach", "h100 foreach")
     assert profile.with_update("fused").update == "fused"
-    with pytest.raises(MeshweaveError, match="no way to update"):
+    with pytest.raises(MeshweaveError, match="unknown kind of update"):
         profile.with_update("slow")
 
 
@@ -155,7 +155,7 @@ def test_an_op_without_a_cost_is_an_error_that_names_it() -> None:
 
 
 def test_an_unknown_way_of_fusing_is_an_error(llama: RankGraph) -> None:
-    with pytest.raises(MeshweaveError, match="unknown way"):
+    with pytest.raises(MeshweaveError, match="unknown fusion mode"):
         kernels_of(llama, local_values(llama), "magic")  # type: ignore[arg-type]
 
 

@@ -71,14 +71,14 @@ def test_a_rank_with_another_graph_is_named_on_every_rank() -> None:
         "  where: rank 2\n"
         "  got: graph other on rank 2\n"
         "  expected: graph one, as on rank 0\n"
-        "  hint: where ranks run different graphs (stages of a pipeline), pass ranks=, those with this one"
+        "  hint: if ranks run different graphs (stages of a pipeline), pass ranks=, those with this graph"
     }
 
 
 def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
     found = together(lambda a: a.figures(CostNumbers("f", ()), settings=f"factor={2 if a.rank == 1 else 1}"))
     assert errors(found) == {
-        "ranks were given different options\n"
+        "ranks have different options\n"
         "  where: rank 1\n"
         "  got: factor=2 on rank 1\n"
         "  expected: factor=1, as on rank 0\n"
@@ -192,7 +192,7 @@ def test_groups_that_do_not_fit_are_found() -> None:
     order = ("gather:tp", "sum:dp", "~0", "~1")
     crossed = {**TP, 1: (1, 3)}
     (text,) = errors(prove(dict.fromkeys(range(4), order), (crossed, DP)))
-    assert "do not fit each other\n  where: rank 0, group 0 in order of appearance\n" in text
+    assert "do not match\n  where: rank 0, group 0 in order of appearance\n" in text
     assert "got: ranks [0, 1]; on rank 1 it is [1, 3]" in text
 
 
@@ -207,7 +207,7 @@ def test_messages_between_two_ranks_are_no_part_of_the_proof() -> None:
     made = fx.Graph()
     x = made.placeholder("x")
     made.call_function(functional.isend.default, (x, 1, 0, "tp"))
-    with pytest.raises(MeshweaveError, match="do not meet by their place"):
+    with pytest.raises(MeshweaveError, match="are not matched by order"):
         Agreement(dist.HashStore(), 0, (0, 1), 1.0).prove(made)
 
 

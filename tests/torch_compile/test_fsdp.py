@@ -121,7 +121,7 @@ def test_parameters_are_gathered_in_the_dtype_that_is_asked_for(mesh: DeviceMesh
 
 
 def test_a_mesh_of_two_dims_is_refused(mesh: DeviceMesh) -> None:
-    with pytest.raises(MeshweaveError, match=r"sharded along one dim(.|\n)*a mesh of 2 dims, \('dp', 'tp'\)"):
+    with pytest.raises(MeshweaveError, match=r"sharded along a single dim(.|\n)*a mesh of 2 dims, \('dp', 'tp'\)"):
         shard_in_graph(Net(), mesh)
 
 

@@ -189,13 +189,13 @@ def test_blocks_are_no_part_of_the_order() -> None:
 
 
 def test_options_that_say_nothing() -> None:
-    with pytest.raises(MeshweaveError, match="a batch is split in two chunks or more"):
+    with pytest.raises(MeshweaveError, match="a batch is split into two or more chunks"):
         backend(split=1)
-    with pytest.raises(MeshweaveError, match="split says neither whether nor how"):
+    with pytest.raises(MeshweaveError, match="invalid value of split"):
         backend(split="two")  # type: ignore[arg-type]
-    with pytest.raises(MeshweaveError, match="decompose says neither whether nor how"):
+    with pytest.raises(MeshweaveError, match="invalid value of decompose"):
         backend(decompose="direct")  # type: ignore[arg-type]
-    with pytest.raises(MeshweaveError, match="of whole training steps"):
+    with pytest.raises(MeshweaveError, match="needs whole training steps"):
         backend(passes="overlap,recompute")
     assert backend(decompose=True, split=True).settings.passes == (Split(), Decompose(), Overlap())
     assert backend(passes="exact,split=4").settings.passes == (Split((4,)), Overlap())

@@ -1,1 +1,1 @@
-"""Collectives that run as one: which may be merged, the merged graph, and taken apart again."""
+"""Buckets of collectives: which may be merged, the merged graph, and how a merge is undone."""

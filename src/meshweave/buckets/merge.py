@@ -1,8 +1,8 @@
-"""Collectives of one kind and group as one: which may become one, and the problem in which they are.
+"""Merges collectives of the same kind and group: which may be merged, and the resulting problem.
 
-A merged gather hands in its parts one after the other (one copy before) and takes the results apart (one copy each
-after); a merged reduction puts its parts side by side (one copy before), and its results are views of the whole, but
-for those whose storage the graph may observe (an output, an op in place, `as_strided`): these are copied out.
+The operand of a merged gather is the concatenation of its parts (a copy before), and its results are copied out (a copy
+each after); a merged reduction concatenates its parts side by side (a copy before), and its results are views of the
+whole, except those whose storage the graph may observe (an output, an op in place, `as_strided`): these are copied out.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from meshweave.problem.prices import Curve
 from meshweave.problem.problem import Problem
 from meshweave.problem.read import Reading
 
-_SPAN = 1.5  # parts of a bucket become ready within that many times what its communication takes
+_SPAN = 1.5  # parts of a bucket become ready within this multiple of its communication time
 
 
 @dataclass(slots=True)
 class Merger:
-    """What merging needs to know of a graph: which starts are of one kind, and between which items each may stand."""
+    """What merging needs to know of a graph: which starts are of the same kind, and the range of positions of each."""
 
     reading: Reading
     costs: MergeCosts
     kinds: dict[Any, list[int]] = field(init=False)  # (op, channel, arguments, dtype) -> starts in order
-    preludes: dict[int, tuple[int, ...]] = field(init=False)  # by start: kernels for it alone, which need nothing
+    preludes: dict[int, tuple[int, ...]] = field(init=False)  # by start: kernels for it alone, without operands
     after: dict[int, int] = field(init=False)  # by start: the last item that it needs, -1
     sizes: dict[int, float] = field(default_factory=dict)
     when: list[float] = field(init=False)  # by item: seconds of compute up to it in the graph's order
     before: list[int] = field(init=False)  # by item: a bit for each item that must come before it
-    observed: frozenset[int] = field(init=False)  # storages that must stay as they are
+    observed: frozenset[int] = field(init=False)  # storages that must not change
 
     def __post_init__(self) -> None:
         problem = self.reading.problem
@@ -60,7 +60,7 @@ class Merger:
         self.when = list(accumulate(problem.seconds))
 
     def key(self, start: int) -> Any:
-        """What is equal in starts that may become one; None for one that stays as it is."""
+        """Equal for starts that may be merged; None for a start that must not be."""
         node, row = self.reading.nodes[start], self.reading.rows[start]
         operand = node.args[0] if node.args and not node.kwargs else None
         if not isinstance(operand, fx.Node) or len(self.reading.values[operand]) != 1 or is_symbolic(node, operand):
@@ -70,18 +70,19 @@ class Merger:
             return None
         rest = tuple(str(a) for p, a in enumerate(node.args[1:], 1) if p != row.group)
         dtype = None if row.bucket == "gather" else x.dtype
-        is_last = origin_of(node).phase == "reduce"  # what every microbatch runs stays apart from what the last does
+        # starts of every microbatch are not merged with those of only the last
+        is_last = origin_of(node).phase == "reduce"
         return node.target, self.reading.problem.channel[start], rest, dtype, is_last
 
     def is_waited_alone(self, start: int) -> bool:
-        """Whether waits alone read the result of a start: views of it, and outputs, need the very tensor."""
+        """Whether only waits read the result of a start: views of it, and outputs, need this very tensor."""
         node = self.reading.nodes[start]
         return all(user.target is WAIT for user in node.users) and all(
             x.is_contiguous for x in self.reading.values[node]
         )
 
     def is_copied(self, start: int) -> bool:
-        """Whether the result of a start is copied out of its bucket, instead of being a view of that."""
+        """Whether the result of a start is copied out of its bucket, instead of being a view of the bucket."""
         is_gather = self.reading.rows[start].bucket == "gather"
         return is_gather or any(s in self.observed for s in self.reading.problem.allocs[start])
 
@@ -107,7 +108,7 @@ class Merger:
         return self.reading.values[node][0]
 
     def can_join(self, bucket: Sequence[int], start: int) -> str:
-        """Why a start cannot join a bucket, "" where it can: no part may need another."""
+        """Why a start cannot join a bucket, "" if it can: no part may depend on another."""
         names = self.reading.problem.names
         for c in bucket:
             if self.before[start] >> c & 1 or self.before[c] >> start & 1:
@@ -115,7 +116,7 @@ class Merger:
                 users = self.reading.problem.users()[first]
                 via = next((u for u in users if u != last and self.before[last] >> u & 1), -1)
                 by_way = f", by way of {names[via]}" if via >= 0 else ""
-                return f"{names[last]} needs what {names[first]} makes{by_way}"
+                return f"{names[last]} needs the result of {names[first]}{by_way}"
         return ""
 
     def neighbours(self) -> Iterator[tuple[int, int]]:
@@ -123,9 +124,11 @@ class Merger:
             yield from pairwise(starts)
 
     def buckets(self, gathers: float, reductions: float, ramp: int = 0) -> tuple[Bucket, ...]:
-        """Runs of neighbours of at most so many bytes at the larger end of one. With a `ramp` the first gathers, which
-        nothing hides yet, are smaller: from a 2^ramp-th of the size each run may have twice that of the one before. So
-        are the last ones, if no reductions follow in their group: what needs them has only itself to hide behind.
+        """Runs of neighbours with at most `most` bytes at the larger end.
+
+        With a `ramp` the first gathers, which nothing hides yet, are smaller: from a 2^ramp-th of the size each run may
+        be twice as large as the previous. The last runs are, too, if no reductions follow in their group: their users
+        have nothing else to hide behind.
         """
         result: list[Bucket] = []
         channel = self.reading.problem.channel
@@ -154,15 +157,15 @@ class Merger:
             return f"together {total / 1e6:.1f} MB, more than {most / 1e6:.0f} MB"
         apart = self.when[start] - self.when[run[0]]
         if apart > span:
-            return f"{apart * 1e3:.3f} ms of compute lie between them, more than {span * 1e3:.3f} ms"
+            return f"{apart * 1e3:.3f} ms of compute are between them, more than {span * 1e3:.3f} ms"
         return self.can_join(run, start)
 
     def span(self, start: int, most: float) -> float:
-        """Seconds of compute that parts of a bucket of `most` bytes may lie apart."""
+        """Seconds of compute between parts of a bucket of `most` bytes at most."""
         return _SPAN * self.curve(start)(most) if most < inf else inf
 
     def curve(self, start: int) -> Curve:
-        """Seconds of a collective of the kind of `start` over the bytes that a rank hands in."""
+        """Seconds of a collective of the kind of `start` as a function of a rank's operand bytes."""
         target, channel = self.reading.nodes[start].target, self.reading.problem.channel[start]
         return self.costs.curves[str(target), channel]
 
@@ -172,15 +175,15 @@ class Merger:
         return self.costs.hosts[str(target), channel]
 
     def size(self, start: int) -> float:
-        """Bytes of the larger end of a collective."""
+        """Bytes at the larger end of a collective."""
         if start not in self.sizes:
             results = self.reading.values[self.reading.nodes[start]]
             self.sizes[start] = max(self.costs.moved[start], float(sum(x.bytes for x in results)))
         return self.sizes[start]
 
     def merged(self, buckets: Sequence[Bucket]) -> Merged:
-        """The problem in which each bucket is one communication. Buckets that cannot stand beside the others, because
-        their parts need each other by way of them, are left out."""
+        """The problem in which each bucket is a communication. Buckets whose parts depend on each other through other
+        buckets are omitted."""
         candidates = list(buckets)
         while True:
             writer = MergedWriter(self, tuple(candidates))
@@ -191,13 +194,13 @@ class Merger:
 
 
 def is_symbolic(*nodes: fx.Node) -> bool:
-    """Whether a size of what nodes make is a symbol: what is written into a graph would hold for one size only."""
+    """Whether a size of the nodes is symbolic: constants written into a graph would be right for a single size only."""
     values = [node.meta.get("val") for node in nodes]
     return any(isinstance(x, torch.Tensor) and any(type(size) is not int for size in x.shape) for x in values)
 
 
 def _ancestors(problem: Problem) -> list[int]:
-    """By item the items that it needs, directly or not, as bits of a number."""
+    """By item the items that it needs, directly or indirectly, as bits of a number."""
     ancestors = [0] * problem.num_items
     for i, deps in enumerate(problem.deps):
         bits = 0

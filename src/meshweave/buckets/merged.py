@@ -1,4 +1,4 @@
-"""The problem in which some collectives are one: its items, and what each of them stands for."""
+"""The problem in which some collectives are merged: its items, and their origin."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshweave.problem.problem import Problem
 if TYPE_CHECKING:
     from meshweave.buckets.merge import Merger
 
-Bucket = tuple[int, ...]  # starts, in the order in which their parts stand
-Ends = tuple[tuple[int, ...], Sequence[int]]  # storages that a kernel makes, and that it uses
+Bucket = tuple[int, ...]  # starts, in the order of their parts
+Ends = tuple[tuple[int, ...], Sequence[int]]  # storages that a kernel allocates, and that it uses
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What an item of a merged problem is: item `of` of the graph, or of bucket `bucket` its `pack`, its `start` or the
+    """An item of a merged problem: item `of` of the graph, or, for bucket `bucket`, its `pack`, its `start` or the
     `unpack` of its part `of`."""
 
     kind: str  # "node", "pack", "start", "unpack"
@@ -27,7 +27,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A problem whose item i is `items[i]`; `buckets` are those of starts of the graph."""
+    """A problem whose item i is `items[i]`; `buckets` contain starts of the graph."""
 
     problem: Problem
     items: tuple[Item, ...]
@@ -36,22 +36,22 @@ class Merged:
 
 @dataclass(slots=True)
 class MergedWriter:
-    """Writes items in the order of the graph, a bucket behind the last that its parts need. What needs something that
-    is not there yet waits for it."""
+    """Writes items in the order of the graph, a bucket after the last dependency of its parts. Items whose dependencies
+    are missing wait for them."""
 
     merger: Merger
     buckets: tuple[Bucket, ...]
     problem: Problem = field(default_factory=Problem)
     items: list[Item] = field(default_factory=list)
     of: dict[int, int] = field(default_factory=dict)  # start -> its bucket
-    number: list[int] = field(default_factory=list)  # by item of the graph: what stands for its result, -1
+    number: list[int] = field(default_factory=list)  # by item of the graph: the item that computes its result, -1
     begun: dict[int, int] = field(default_factory=dict)  # start of the graph -> its communication
     packed: dict[int, int] = field(default_factory=dict)  # results that are still to be copied out of their bucket
-    storage: dict[int, int] = field(default_factory=dict)  # of parts of reductions -> that of the whole
+    storage: dict[int, int] = field(default_factory=dict)  # by storage of a part of a reduction: that of the whole
     waiting: dict[int, list[int]] = field(default_factory=dict)  # unit -> units that wait for it
 
     def run(self) -> Merged | None:
-        """The merged problem; None where buckets wait for each other (then `stuck` names one)."""
+        """The merged problem; None if buckets wait for each other (then `stuck` names one of them)."""
         source, merger = self.merger.reading.problem, self.merger
         self.problem.sizes, self.problem.kept = list(source.sizes), list(source.kept)
         self.problem.before, self.problem.channels = list(source.before), source.channels
@@ -77,11 +77,12 @@ class MergedWriter:
         return Merged(self.problem, tuple(self.items), self.buckets)
 
     def stuck(self) -> int:
-        """The last bucket that waits."""
+        """The last waiting bucket."""
         return max(~u for units in self.waiting.values() for u in units if u < 0)
 
     def enter(self, unit: int) -> None:
-        """Write item `unit`, or bucket ~unit, once all is there that it needs, and then what has waited for it."""
+        """Write item `unit`, or bucket ~unit, if its dependencies are written, and then everything that waited for
+        it."""
         stack = [unit]
         while stack:
             entry = stack.pop()
@@ -96,7 +97,7 @@ class MergedWriter:
             stack += reversed(self.waiting.pop(entry, ()))
 
     def missing(self, unit: int) -> int | None:
-        """A unit that this one needs and that is not there."""
+        """A missing dependency of this unit."""
         problem, number = self.merger.reading.problem, self.number
         if unit >= 0:
             for d in problem.deps[unit]:
@@ -140,7 +141,7 @@ class MergedWriter:
         problem.is_waited.append(p.is_waited[i])
 
     def add(self, item: Item, name: str, seconds: float, deps: Sequence[int], waits: Sequence[int], ends: Ends) -> int:
-        """Enter a kernel that merging adds; its storages are `ends`."""
+        """Add a kernel for merging; its storages are `ends`."""
         problem = self.problem
         problem.names.append(name)
         problem.seconds.append(seconds)
@@ -187,7 +188,7 @@ class MergedWriter:
             self.begun[c] = self.number[c] = start
 
     def unpack(self, c: int) -> None:
-        """Take result c out of its bucket."""
+        """Copy result c out of its bucket."""
         b = self.packed.pop(c)
         p, start = self.merger.reading.problem, self.begun[c]
         seconds = 2 * sum(p.sizes[s] for s in p.allocs[c]) / self.merger.costs.copy_rate
@@ -201,7 +202,8 @@ class MergedWriter:
         return len(self.problem.sizes) - 1
 
     def order(self) -> list[int]:
-        """The order in which the items were written, each wait where it was, those of buckets at their first use."""
+        """The order in which the items were written, with waits in their places, those of buckets at their first
+        use."""
         problem, waited, entries = self.merger.reading.problem, set[int](), list[int]()
         after: dict[int, list[int]] = {}
         last = -1

@@ -1,5 +1,4 @@
-"""What a graph may see of a tensor besides its elements: the storage that it lives in, its offset there, its
-neighbours."""
+"""What a graph may observe of a tensor besides its elements: its storage, its offset there, its neighbours."""
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ from meshweave.ir.from_role import begin
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.values import Values
 
-# Namespaces whose ops see elements alone, and the ops there that do not: they name an offset into the storage, exchange
-# or resize it, or need an offset that is a multiple of a larger element.
+# Namespaces whose ops see only elements, and the exceptions among them: ops that use an offset into the storage,
+# exchange or resize it, or need an offset that is a multiple of a larger element.
 _PLAIN = ("aten", "prims", "meshweave")
 _SEEING = re.compile(r"as_strided|storage|resize|^set(_|$)|_nested|view_as_complex")
 _INDIFFERENT = frozenset({WAIT, operator.getitem, begin, *SYMBOLS})
 
 
 def observed_storages(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> frozenset[int]:
-    """The storages that must stay as they are: those of outputs, those that an op writes, and those of an operand of
-    an op that sees more than elements, or of which nothing is known. A tensor in any other may as well be a view into
-    a larger storage."""
+    """The storages that must not be replaced by views: those of outputs, those that an op writes, and those of an
+    operand of an op that may see more than elements. A tensor in any other storage may become a view into a larger
+    storage."""
     storages = set[int]()
     for node in graph.nodes:
         is_plain = node.op in ("placeholder", "get_attr") or (node.op == "call_function" and _sees_elements(node))
@@ -44,7 +43,7 @@ def _sees_elements(node: fx.Node) -> bool:
 
 @cache
 def _is_plain(target: Any) -> bool:
-    """Whether an op reads the elements of its operands, or makes a view of them relative to where they are."""
+    """Whether an op only reads the elements of its operands, or makes a view relative to them."""
     if not is_operator(target):
         return target in _INDIFFERENT
     if target is WAIT:

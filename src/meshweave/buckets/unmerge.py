@@ -1,8 +1,8 @@
-"""Merged collectives of rank graphs taken apart again: what a merge did is proven element by element.
+"""Undoes merged collectives of rank graphs: a merge is so proven element by element.
 
-`check.completeness` follows one value through each communication. A merged one carries several, side by side, so it is
-undone before the check: every part becomes the collective that it stands for, if offsets, sizes and shapes are exactly
-those of a merge; anything else stays, and the check says what is wrong with it.
+`check.completeness` follows a single value through each communication. A merged collective carries several, so it is
+undone before the check: every part becomes its own collective, if offsets, sizes and shapes are exactly those of a
+merge; anything else stays, and the check reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MERGED = frozenset(row.op for row in OURS if row.bucket)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One operand of a merged collective: its node, what it is, and its units (elements, or bytes) on a row of the
+    """An operand of a merged collective: its node, its value, and its units (elements, or bytes) per row of the
     whole."""
 
     node: fx.Node
@@ -37,10 +37,10 @@ class _Part:
 class _Unmerger:
     role: RankGraph
     values: Mapping[fx.Node, Values]
-    varying: frozenset[fx.Node]  # nodes whose shape is not the same on every device of the role
+    varying: frozenset[fx.Node]  # nodes whose shape differs between devices of the role
 
     def results(self, start: fx.Node) -> tuple[list[_Part], list[fx.Node]]:
-        """The parts of a merged collective, and per part the node that is its result; none where it is not merged."""
+        """The parts of a merged collective, and for each part its result node; empty if it is not merged."""
         size = self.size(start)
         parts = self.parts(start.args[0], size if start.target is _SCATTER else 1)
         if parts is None or len(start.users) != 1:
@@ -50,7 +50,7 @@ class _Unmerger:
         return (parts, results) if wait.target is WAIT and results is not None else ([], [])
 
     def take_apart(self, start: fx.Node) -> None:
-        """Put single collectives in the place of a merged one."""
+        """Replace a merged collective by its parts."""
         graph, (parts, results) = self.role.graph, self.results(start)
         (wait,) = start.users
         for part, end in zip(parts, results, strict=True):
@@ -64,7 +64,7 @@ class _Unmerger:
         self.erase(results)
 
     def erase(self, ends: Collection[fx.Node]) -> None:
-        """Erase these nodes and what only led to them."""
+        """Erase these nodes and what only they used."""
         waiting = list(ends)
         while waiting:
             node = waiting.pop()
@@ -79,7 +79,7 @@ class _Unmerger:
         return mesh.flat_size(axes)
 
     def parts(self, whole: Any, rows: int) -> list[_Part] | None:
-        """The operands of a merged collective in their order, laid out by rows; None where it is none."""
+        """The operands of a merged collective in order, laid out by rows; None if it is not merged."""
         if rows > 1:
             whole = _through(whole, aten.view.default, [-1])
         if not isinstance(whole, fx.Node) or whole.target is not aten.cat.default:
@@ -92,7 +92,7 @@ class _Unmerger:
         return [p for p in parts if p is not None] if all(parts) and len(parts) > 1 else None
 
     def part(self, flat: fx.Node, rows: int) -> _Part | None:
-        """What was laid flat into a row, or into `rows` of them."""
+        """The value that was flattened into a row, or into `rows` rows."""
         shape = self.values[flat][0].shape
         as_bytes = None if rows > 1 else _through(flat, aten.view.dtype, torch.uint8)
         shown = flat if as_bytes is None else as_bytes
@@ -108,8 +108,8 @@ class _Unmerger:
         return _Part(node, x, units // rows)
 
     def part_results(self, wait: fx.Node, parts: list[_Part], size: int) -> list[fx.Node] | None:
-        """Per part the node that is its result, where the whole is cut exactly at the ends of the parts; `size`: how
-        many devices' rows of parts it has."""
+        """For each part its result node, if the whole is cut exactly at the ends of the parts; `size`: the number of
+        devices whose rows it contains."""
         total = sum(p.units for p in parts)
         shown = wait
         if size > 1:
@@ -130,7 +130,7 @@ class _Unmerger:
         return results if not cuts else None
 
     def end(self, cut: fx.Node, part: _Part, size: int) -> fx.Node | None:
-        """What is made of the columns of one part: the shape and dtype that its own collective would give."""
+        """The final value from the columns of a part: with the shape and dtype of its own collective's result."""
         node = _onward(cut, aten.clone.default)
         if node is None and size == 1:
             node = cut
@@ -162,13 +162,13 @@ _STEPS = frozenset(
 
 
 def _through(node: Any, target: Any, argument: Any) -> fx.Node | None:
-    """The operand of a node that is `target` with this argument."""
+    """The operand of a node that calls `target` with this argument."""
     is_it = isinstance(node, fx.Node) and node.target is target and node.args[1:] == (argument,)
     return node.args[0] if is_it else None
 
 
 def _onward(node: fx.Node | None, target: Any, argument: Any = None) -> fx.Node | None:
-    """The only user of a node, where it is `target`, with this argument if one is said."""
+    """The only user of a node, if it calls `target`, with this argument if not None."""
     if node is None or len(node.users) != 1:
         return None
     (user,) = node.users
@@ -181,8 +181,7 @@ def _is_cut(node: fx.Node, dim: int) -> bool:
 
 
 def unmerged(role: RankGraph) -> RankGraph:
-    """The role with every merged collective as the collectives that it stands for, in a graph of its own; the role
-    itself where it has none."""
+    """The role with every merged collective replaced by its parts, in a new graph; the role itself if it has none."""
     if not _packed(role):
         return role
     copy = copied(role)
@@ -193,7 +192,7 @@ def unmerged(role: RankGraph) -> RankGraph:
 
 
 def merged_results(role: RankGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """By start of a merged collective the nodes that stand for the results of its parts."""
+    """By start of a merged collective, the nodes with the results of its parts."""
     if not _packed(role):
         return {}
     unmerger = _Unmerger(role, local_values(role).values, varying(role))
@@ -202,7 +201,7 @@ def merged_results(role: RankGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
 
 def _packed(role: RankGraph) -> list[fx.Node]:
-    """The collectives that several things may be laid together for."""
+    """The collectives that operands may be packed for."""
     packed = []
     for node in (n for n in role.graph.nodes if n.target in _MERGED):
         inner = _through(node.args[0], aten.view.default, [-1])

@@ -1,4 +1,4 @@
-"""An order and its buckets written into an fx graph."""
+"""Writes an order and its buckets into an fx graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COPIED = ("origin", "stack_trace", "nn_module_stack", "move", "original_aten", 
 
 @dataclass(slots=True)
 class _Bucket:
-    """The nodes that a bucket is made of. `parts[c]` are those after its wait that make the result of start c."""
+    """The nodes of a bucket. `parts[c]` are those after its wait that compute the result of start c."""
 
     pack: list[fx.Node] = field(default_factory=list)
     start: list[fx.Node] = field(default_factory=list)
@@ -37,9 +37,9 @@ class _BucketWriter:
     reading: Reading
     merged: Merged
     buckets: list[_Bucket] = field(default_factory=list)
-    operands: dict[int, Value] = field(default_factory=dict)  # of starts that are merged
+    operands: dict[int, Value] = field(default_factory=dict)  # starts that are merged
     copied: frozenset[int] = field(default=frozenset())  # starts whose results are copied out of their bucket
-    bare: dict[fx.Node, Any] = field(default_factory=dict)  # what operands are, on the meta device
+    bare: dict[fx.Node, Any] = field(default_factory=dict)  # operands as meta tensors
 
     def run(self, order: Order) -> None:
         graph = self.reading.graph
@@ -68,7 +68,7 @@ class _BucketWriter:
                     cursor = buckets
 
     def nodes(self, x: int) -> Sequence[fx.Node]:
-        """The nodes of one entry of an order."""
+        """The nodes of an entry of an order."""
         item = self.merged.items[x if x >= 0 else ~x]
         if item.kind == "node":
             return (self.reading.nodes[item.of],) if x >= 0 else self.reading.waits[item.of]
@@ -118,12 +118,11 @@ class _BucketWriter:
     def part(
         self, into: list[fx.Node], c: int, whole: fx.Node, dtype: torch.dtype, offset: int, length: int, size: int
     ) -> None:
-        """Result c out of a whole of `dtype` that has been waited for: a view, or a copy, as a gather's columns always
-        are."""
+        """Result c out of a whole of `dtype` after its wait: a view, or a copy, which a gather's columns always are."""
         reading = self.reading
         old = reading.nodes[c]
         buckets = reading.values[old][0]
-        dim = 1 if size > 1 or len(whole.args) > 1 else 0  # columns of a gather, in a group of one too
+        dim = 1 if size > 1 or len(whole.args) > 1 else 0  # columns of a gather, even in a group of one
         part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length))
         if c in self.copied:
             part = self.call(into, old, aten.clone.default, (part,), _CONTIGUOUS)
@@ -137,7 +136,7 @@ class _BucketWriter:
                     part.meta.setdefault(key, value)
             wait.replace_all_uses_with(part)
             reading.graph.erase_node(wait)
-        for again in [user for user in part.users if user.target is WAIT]:  # it has been waited for
+        for again in [user for user in part.users if user.target is WAIT]:  # its wait is done
             again.replace_all_uses_with(part)
             reading.graph.erase_node(again)
         reading.graph.erase_node(old)
@@ -151,7 +150,7 @@ class _BucketWriter:
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
         node = self.reading.graph.call_function(target)
-        node.args = args  # a graph looks through what a node is created with, one by one
+        node.args = args  # a graph inspects the arguments of a new node, one by one
         if kwargs:
             node.kwargs = kwargs
         node.meta |= {key: like.meta[key] for key in _COPIED if key in like.meta}
@@ -162,8 +161,8 @@ class _BucketWriter:
 
 
 def _idle(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
-    """Free nodes that stand right behind what they need, so that they hold no memory: those that nothing needs which
-    has a place, and parts of tuples, of which some may be used and others not."""
+    """Free nodes that come right after their operands, so that they occupy no memory: those that no placed node needs,
+    and parts of tuples, of which only some may be used."""
     idle: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node in needed:
@@ -174,7 +173,7 @@ def _idle(graph: fx.Graph, needed: set[fx.Node]) -> set[fx.Node]:
 
 
 def _followers(node: fx.Node, idle: set[fx.Node], placed: set[fx.Node]) -> Iterator[fx.Node]:
-    """The idle nodes that can stand once a node does."""
+    """The idle nodes that can follow a node."""
     stack = [node]
     while stack:
         for user in stack.pop().users:
@@ -185,7 +184,7 @@ def _followers(node: fx.Node, idle: set[fx.Node], placed: set[fx.Node]) -> Itera
 
 
 def _unplaced(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
-    """A node with what it needs and what stands nowhere yet, in order; each is placed when it is returned."""
+    """The unplaced ancestors of a node and itself, in order; each is placed when it is yielded."""
     if node in placed:
         return
     if all([n in placed for n in node.all_input_nodes]):
@@ -206,6 +205,6 @@ def _unplaced(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def rewrite(reading: Reading, merged: Merged, order: Order) -> None:
-    """Put the nodes of a reading's graph in `order`, an order of the merged problem, with its buckets in place of
-    what they merge. Free nodes stand before what first needs them."""
+    """Put the nodes of a reading's graph into `order`, an order of the merged problem, with its buckets instead of
+    their parts. Free nodes come before their first user."""
     _BucketWriter(reading, merged).run(order)

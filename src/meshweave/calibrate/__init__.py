@@ -1,5 +1,5 @@
-"""Measures the machine at hand into a profile file: ops as our executor runs them, communications as our communicator
-makes them, on all processes of a job at the same time."""
+"""Measures this machine into a profile file: ops as meshweave's executor runs them, communications as its communicator
+runs them, on all processes of a job at the same time."""
 
 from meshweave.calibrate.automatic import ALPHA_BETA, AUTO, ChosenCosts, costs_for
 from meshweave.calibrate.figures import ErrorRow

@@ -1,5 +1,5 @@
-"""Costs of the machine at hand without being asked for: known by the name of its devices, kept from an earlier job, or
-measured before the first step."""
+"""Costs of this machine by default: known by the name of its devices, cached by an earlier job, or measured before the
+first step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 3  # of what is kept; another number is another key, as where collectives run otherwise than they did
-# What is kept is used where a gather takes between 1/4 and 4 times as long as it says: 1 and 10 Gbit/s are further
-# apart (8 to 10 times), a machine that others use too is mostly nearer.
+FORMAT = 3  # version of the cache; change it when collectives are implemented differently
+# The cache is used if a gather takes between 1/4 and 4 times its stated time: 1 and 10 Gbit/s differ by more (8 to 10
+# times), load of other users mostly by less.
 _MOST_DRIFT = 4.0
 _PROBE_BYTES = 1 << 20
 _PROBE = Effort(5, 0.5, most_seconds=0.5)
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChosenCosts:
-    """The costs that a program is planned by, and in words where they are from."""
+    """The costs that a program is planned with, and in words where they come from."""
 
     costs: Costs
     origin: str
@@ -45,13 +45,13 @@ class ChosenCosts:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a rank of a job runs: what its figures hang on."""
+    """Where a rank of a job runs: what its figures depend on."""
 
     host: str
     machine: str
     device: str
     threads: int
-    address: str  # by which it reaches the job's first rank: two links of one host have two
+    address: str  # by which it reaches the job's first rank: two links of the same host have two addresses
     per_node: str
 
     @staticmethod
@@ -63,13 +63,13 @@ class Seat:
 def costs_for(
     profile: Costs | str | None, world: World, progress: Callable[[str], None] = lambda stage: None
 ) -> ChosenCosts:
-    """The costs that `profile` means on `world`. All ranks of a job call it together and get the same.
+    """The costs for `profile` on `world`. All ranks of a job call it together and get the same.
 
-    Costs are taken as they are; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and "auto"
-    are, in a job of several processes, the profile of its GPUs where it comes with meshweave, else one that is measured
-    once (about 10 s) and kept in `cache_directory()`, by hosts, devices, addresses, backend, number of processes and
-    versions. Virtual devices of one process have no links: what their moves cost relative to each other is all that
-    there is to choose by, and an AlphaBeta says that.
+    Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and
+    "auto" are, in a job of several processes, the built-in profile of its GPUs if there is one, else a profile that is
+    measured once (about 10 s) and cached in `cache_directory()`, by hosts, devices, addresses, backend, number of
+    processes and versions. Virtual devices of a process have no links: only relative costs of moves matter, for which
+    an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
         costs = load_profile(profile)
@@ -79,7 +79,7 @@ def costs_for(
     if profile is not None and not isinstance(profile, str):
         return ChosenCosts(profile, f"{profile.name}, as asked")
     if not isinstance(world, ClusterWorld) or world.mesh.num_devices == 1:
-        return ChosenCosts(AlphaBeta(), "alpha-beta: devices of one process have no links to measure")
+        return ChosenCosts(AlphaBeta(), "alpha-beta: virtual devices have no links to measure")
     return _of_job(world, progress)
 
 
@@ -99,19 +99,19 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts
             profile = _parsed(text)
             drift = _drift(profile, world)
             if 1 / _MOST_DRIFT <= drift <= _MOST_DRIFT:
-                return ChosenCosts(profile, f"measured on this machine: {profile.version}, kept in {entry.path}")
+                return ChosenCosts(profile, f"measured on this machine: {profile.version}, cached in {entry.path}")
             trouble = f"a gather takes {drift:.2g} times as long as {entry.path} says"
         return _measured(world, entry, trouble, progress)
 
 
 def _kept(entry: CacheEntry) -> tuple[str, str]:
-    """The TOML of the profile that an entry holds, and what is wrong with it; both empty where there is none."""
+    """The TOML of a cached profile, and what is wrong with it; both empty if there is none."""
     text, trouble = entry.read()
     try:
         if text:
             _parsed(text)
     except MeshweaveError as error:
-        return "", f"{entry.path} is no profile of this version ({error.what})"
+        return "", f"{entry.path} is not a profile of this version ({error.what})"
     return text, trouble
 
 
@@ -120,7 +120,8 @@ def _parsed(text: str) -> MachineProfile:
 
 
 def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
-    """Costs measured now and kept; an AlphaBeta where that is not possible. `trouble` is why nothing kept was used."""
+    """Costs measured now and cached; an AlphaBeta if that is not possible. `trouble` is why no cached profile was
+    used."""
     began = time.perf_counter()
     why = f" ({trouble})" if trouble else ""
     progress(f"calibrate{why}")
@@ -136,12 +137,12 @@ def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Ca
         return ChosenCosts(AlphaBeta(), f"alpha-beta: this machine could not be measured ({failures[0]})")
     text = outcomes[0][0]
     with world.guard():
-        kept = _gathered(entry.write(text) if dist.get_rank() == 0 else "")[0] or f"kept in {entry.path}"
+        kept = _gathered(entry.write(text) if dist.get_rank() == 0 else "")[0] or f"cached in {entry.path}"
     return ChosenCosts(_parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
 
 
 def _drift(profile: MachineProfile, world: ClusterWorld) -> float:
-    """How many times as long as the profile says a gather over all ranks takes."""
+    """Measured time of a gather over all ranks relative to the profile."""
     place = Place("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
     size = local_bytes_of("all_gather", place.size, _PROBE_BYTES)
     with world.guard():
@@ -154,7 +155,7 @@ def _drift(profile: MachineProfile, world: ClusterWorld) -> float:
 
 
 def _key(seats: Sequence[Seat]) -> str:
-    """The conditions under which a profile holds, as text."""
+    """The conditions under which a profile is valid, as text."""
     return json.dumps(
         {
             "format": FORMAT,
@@ -166,7 +167,7 @@ def _key(seats: Sequence[Seat]) -> str:
 
 
 def _gathered(own: T) -> list[T]:
-    """What every rank says, by rank. All ranks call it together."""
+    """A value of every rank, by rank. All ranks call it together."""
     received: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(received, own)
     return received

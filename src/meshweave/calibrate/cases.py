@@ -15,14 +15,14 @@ from meshweave.ir import ops
 
 aten = torch.ops.aten
 _MIB = 1 << 20
-# What an op of a step reads was mostly made or read a few MB of traffic earlier: operands are so much apart.
+# Operands of an op in a step were mostly computed or read a few MB of traffic earlier: repetitions are so far apart.
 _APART_BYTES = 4 * _MIB
 _MAX_SETS = 8
 
 
 @dataclass(slots=True)
 class Pool:
-    """Memory that operands are cut from, so that a large one need not be filled for every case."""
+    """Memory that operands are cut from, so that a large operand need not be filled for every case."""
 
     device: torch.device
     num_bytes: int
@@ -30,7 +30,7 @@ class Pool:
     _at: int = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A contiguous tensor of values in [0.5, 1.5): different places until the pool is at its end."""
+        """A contiguous tensor of values in [0.5, 1.5): other memory on each call until the pool is exhausted."""
         size = 1
         for n in shape:
             size *= n
@@ -46,14 +46,15 @@ class Pool:
         return tensor[start : start + size].view(tuple(shape))
 
     def sets(self, num_bytes: int, make: Callable[[], tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
-        """Operands of an op that touches `num_bytes`, as many times as keep repetitions apart."""
+        """Operands of an op that accesses `num_bytes`, in as many copies as keep repetitions apart."""
         count = max(1, min(_MAX_SETS, _APART_BYTES // max(1, num_bytes)))
         return tuple(make() for _ in range(count))
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes of matmuls: all of `sizes` along m, n and k up to `max_flops`, and the `held_out` shapes (m, n, k)."""
+    """Sizes of matmuls: all combinations of `sizes` for m, n and k up to `max_flops`, and the `held_out` shapes (m, n,
+    k)."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -61,8 +62,8 @@ class Grid:
     held_out: tuple[tuple[int, int, int], ...]
 
 
-_VECTORS = ((1, 256, 256), (1, 2048, 2048), (4, 768, 768))  # of one row or few, which no grid has
-# Shapes of models (hidden and MLP sizes, vocabularies), odd, skinny and tall ones, between the sizes of the grids.
+_VECTORS = ((1, 256, 256), (1, 2048, 2048), (4, 768, 768))  # of one or few rows, which no grid has
+# Shapes of models (hidden and MLP sizes, vocabularies), odd, skinny and tall shapes, between the sizes of the grids.
 SHAPES = (
     (128, 256, 688), (256, 2048, 256), (512, 768, 768), (96, 96, 96), (1000, 1000, 100), (257, 129, 65),
     (1, 1024, 1024), (2048, 64, 64), (48, 1536, 512), (768, 768, 256), (100, 5000, 128), (688, 256, 256),
@@ -70,7 +71,7 @@ SHAPES = (
 
 
 def matmul_cases(pool: Pool, grids: Iterable[Grid]) -> Iterator[OpCase]:
-    """Matmuls with operands as they come in a step: x @ w^T forward, g @ w and g^T @ x backward, in turn."""
+    """Matmuls with the operands of a step: x @ w^T forward, g @ w and g^T @ x backward, in turn."""
     for grid in grids:
         name = str(grid.dtype).removeprefix("torch.")
         for m, n, k in product(grid.sizes, repeat=3):
@@ -129,10 +130,8 @@ def _attention(pool: Pool, dtype: torch.dtype, sizes: Sizes, is_causal: bool, is
 
 
 def memory_cases(pool: Pool, sizes: Sequence[int], held_out: Sequence[int]) -> Iterator[OpCase]:
-    """Memory work of every kind that moves about so many bytes, read and written.
-
-    On a CPU two sizes more: right below and above where the result is too large for the C library to keep its memory.
-    """
+    """Memory work of every kind that moves about so many bytes, read and written. On a CPU there are two further sizes:
+    right below and above the size from which the C library returns the result's memory."""
     for row in _MEMORY:
         cliff = [row.streams * size for size in _AT_CLIFF] if pool.device.type == "cpu" and row.writes else []
         kept = [size for size in sizes if not cliff or not cliff[0] < size < cliff[1]]
@@ -151,12 +150,12 @@ def _memory_case(pool: Pool, row: _Row, size: int, is_held_out: bool) -> OpCase:
 
 
 def tiny_cases(pool: Pool) -> Iterator[OpCase]:
-    """What an op costs that has next to nothing to do."""
+    """The cost of an op with almost no work."""
     yield OpCase("launch", aten.add.Tensor, tuple((pool.take((4,)), pool.take((4,))) for _ in range(_MAX_SETS)))
 
 
-_WIDTH = 64  # columns of the two-dimensional operands: a row is 256 bytes of float32, a head
-_HIDDEN = 512  # columns of what is reduced: a hidden size
+_WIDTH = 64  # columns of two-dimensional operands: a row is 256 bytes of float32, a head
+_HIDDEN = 512  # columns of reduced operands: a hidden size
 
 
 def _rows(pool: Pool, count: int) -> Tensor:
@@ -205,7 +204,7 @@ def _looked_up(pool: Pool, count: int) -> tuple[Any, ...]:
 
 
 def _scattered(pool: Pool, count: int) -> tuple[Any, ...]:
-    """The gradient of an embedding with as many rows as there are tokens."""
+    """The gradient of an embedding with as many rows as tokens."""
     rows = max(1, count // _WIDTH)
     return (pool.take((rows, _WIDTH)), _index(pool, rows, rows), rows, -1, False)
 
@@ -222,16 +221,16 @@ def _filled(pool: Pool, count: int) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """An op of memory work: `streams` is how many tensors of the size that `make` is given it touches, `kind` the kind
-    that it is measured for where that is not the simulator's own. One that is not fitted is only held out: its error
-    says how well the ops of the fit stand for its kind."""
+    """An op of memory work: it accesses `streams` tensors of the size passed to `make`; `kind` is the kind that it is
+    measured for if that is not the simulator's. An op that is not fitted is held out: its error shows how well the
+    fitted ops represent its kind."""
 
     label: str
     target: Any
     streams: int
     make: Callable[[Pool, int], tuple[Any, ...]]
     kind: str = ""
-    most_bytes: int = 1 << 40  # slow kinds, whose time is in proportion to their bytes long before
+    most_bytes: int = 1 << 40  # slow kinds, whose time is proportional to bytes at much smaller sizes
     writes: bool = True  # a result of the full size
     is_fitted: bool = True
     weight: float = 1.0
@@ -239,7 +238,7 @@ class _Row:
 
 _AT_CLIFF = (28 * _MIB, 34 * _MIB)  # results: glibc maps blocks above 32 MiB anew every time (mallopt(3))
 _MEMORY = (
-    # An update of AdamW, which most pointwise ops of a step are, has a square root per 9 cheap ones.
+    # An AdamW update, which most pointwise ops of a step belong to, has a square root per 9 cheap ops.
     _Row("pointwise", aten.mul.Tensor, 3, _two, weight=5.0),
     _Row("pointwise", aten.add.Tensor, 3, _two, weight=4.0),
     _Row("pointwise, costly functions", aten.sqrt.default, 2, _one),

@@ -1,4 +1,4 @@
-"""Measured times as a machine profile: the figures of its file, and what they get wrong on points held out."""
+"""Measured times as a machine profile: the figures of its file, and their errors on held-out points."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from meshweave.hardware.schema import DTYPES, KINDS
 from meshweave.hardware.work import Attention, Matmul, MemoryWork
 
 Row = tuple[float, ...]
-_SAME_SIZE = 1.1  # ops of a kind are given so many bytes that they differ by less than sizes do
+_SAME_SIZE = 1.1  # ops of a kind have byte counts that differ by less than the steps between sizes
 W = TypeVar("W", Matmul, Attention)
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What is known of the machine without measuring: bytes of memory of one process, and how much of it is taken
-    before any tensor is."""
+    """Known facts of the machine: memory of a process in bytes, and how much of it is in use before any tensor is."""
 
     name: str
     version: str
@@ -37,7 +36,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """All that was measured. `slowdowns` are by level of links."""
+    """All measurements. `slowdowns` are by level of links."""
 
     ops: tuple[Measured, ...]
     links: tuple[MeasuredLink, ...] = ()
@@ -46,7 +45,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """Relative errors of one class on held-out points: 0.1 is 10%."""
+    """Relative errors of a class on held-out points: 0.1 is 10%."""
 
     label: str
     num_points: int
@@ -57,7 +56,7 @@ class ErrorRow:
 def profile_text(
     machine: MachineFacts, figures: Measurements, places: Sequence[Place]
 ) -> tuple[str, tuple[ErrorRow, ...]]:
-    """The profile's TOML file, and its errors, which stand in it too."""
+    """The profile's TOML file, and its errors, which are in it too."""
     text = _body(machine, figures)
     rows = error_rows(parse_profile(text, machine.name), figures, places)
     tables = [
@@ -65,12 +64,12 @@ def profile_text(
         f"median = {_number(row.median)}\nworst = {_number(row.worst)}\n"
         for row in rows
     ]
-    head = "# Relative errors on points that no figure above was made of: 0.1 is 10%.\n"
+    head = "# Relative errors on points that are not part of the figures above: 0.1 is 10%.\n"
     return text + ("\n" + head + "\n".join(tables) if tables else ""), rows
 
 
 def error_rows(profile: MachineProfile, figures: Measurements, places: Sequence[Place]) -> tuple[ErrorRow, ...]:
-    """Errors of the profile on what was held out, class by class."""
+    """Errors of the profile on held-out points, class by class."""
     errors: dict[str, list[float]] = {}
     for op in figures.ops:
         if op.is_held_out:
@@ -175,16 +174,16 @@ def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str
 
 
 def _host(samples: Sequence[MeasuredLink]) -> tuple[float, float]:
-    """The caller's share of the time, and what it spends at the least: that of the size where it spends least, and over
-    all sizes what it spends beyond that, of the seconds in all."""
+    """The caller's share of the time, and its minimum time: that of the size where it is least, and over all sizes the
+    caller's time beyond that relative to the total seconds."""
     spent = [sample.host * sample.seconds for sample in samples]
     least = min(spent)
     return sum(own - least for own in spent) / sum(sample.seconds for sample in samples), least
 
 
 def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
-    """Bytes and seconds in the order of bytes, each taking at least as long as the one before, of (bytes, seconds,
-    weight). Several ops of nearly one size are one row, of their weighted mean."""
+    """Bytes and seconds in rising order, monotonic in both, from (bytes, seconds, weight). Several ops of nearly the
+    same size form a row, by their weighted mean."""
     groups: list[list[tuple[float, float, float]]] = []
     for row in sorted(rows):
         if groups and row[0] < groups[-1][0][0] * _SAME_SIZE:
@@ -207,7 +206,7 @@ def _points(rows: Iterable[Row]) -> str:
 
 
 def _number(value: float) -> str:
-    """Four digits, as TOML reads them; whole numbers as they are."""
+    """Four digits, in TOML syntax; whole numbers unchanged."""
     if value == int(value) and abs(value) < 1e15:
         return str(int(value))
     return f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Times communications as a step runs them: through the communicator of the cluster, sums and copies included."""
+"""Times communications as in a step: through the cluster's communicator, sums and copies included."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from meshweave.runtime.process_groups import ClusterCommunicator
 _COLLECTIVES = {row.name: (row.op, row.sample) for row in OURS if row.sample}
 OPS = tuple(RECEIVED)
 MOST_SLOWDOWN = 20.0
-_COVER = 2.5  # compute that should hide a communication lasts so many times as long
+_COVER = 2.5  # compute beside a communication lasts so many times as long
 _MOST_SLEEP_S = 0.5
-_WIDTH = 16  # columns of the operands: rows are what collectives cut
+_WIDTH = 16  # columns of the operands: collectives cut rows
 # Links shaped by a token bucket (those of virtual machines, `tc tbf`) let so many bytes pass at once after a pause, and
-# then their rate: 512 KiB took 2.75 ms on a link of 1 Gbit/s with a bucket of 256 KiB, in a step 4.4. A step keeps its
-# link busy, so as many bytes go ahead of what is timed; a message so small that its bytes do not count needs none.
+# then their rate: 512 KiB took 2.75 ms on a link of 1 Gbit/s with a bucket of 256 KiB, but 4.4 in a step. A step keeps
+# its link busy, so as many bytes precede the measurement; negligibly small messages need none.
 _BUCKET_BYTES = 1 << 20
 _LEAST_LED = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A group to measure in: `mesh` flattened over `axes` has groups of `size` on links of `level`, all of which run
-    at once."""
+    """A group to measure in: `mesh` flattened over `axes` has groups of `size` on links of `level`, all of which run at
+    once."""
 
     level: str
     size: int
@@ -56,7 +56,7 @@ class MeasuredLink:
     local_bytes: int
     seconds: float
     is_held_out: bool
-    host: float = 0.0  # share of the seconds that the caller spends in starting and finishing it
+    host: float = 0.0  # share of the seconds that the caller spends on starting and finishing it
 
     @property
     def received(self) -> float:
@@ -65,10 +65,8 @@ class MeasuredLink:
 
 
 def places(num_ranks: int, per_node: int) -> list[Place]:
-    """Groups of every size that halves the node and the job: inside a node, and over nodes with one process of each.
-
-    Ranks r * per_node to (r + 1) * per_node - 1 are on node r, as torchrun numbers them.
-    """
+    """Groups of sizes that halve the node and the job: inside a node, and over nodes with a process of each. Ranks r *
+    per_node to (r + 1) * per_node - 1 are on node r, as torchrun numbers them."""
     candidates = []
     size = per_node
     while size > 1:
@@ -84,14 +82,15 @@ def places(num_ranks: int, per_node: int) -> list[Place]:
 
 
 class LinkTimer:
-    """The communications of this rank. All ranks of the job make one, and time the same things in the same order."""
+    """The communications of this rank. All ranks of the job construct it, and time the same things in the same
+    order."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, peers: Peers) -> None:
         self.rank, self.device, self.peers = rank, device, peers
         self.communicator = ClusterCommunicator(mesh, rank, device.type == "cuda")
 
     def start(self, place: Place, op: str, local_bytes: int) -> Callable[[], Any]:
-        """A function that begins `op` on an operand of about `local_bytes`, and returns what `wait` takes."""
+        """A function that begins `op` on an operand of about `local_bytes`, and returns the argument of `wait`."""
         if op not in _COLLECTIVES:
             return self._message(place, op, local_bytes)
         group = self.communicator.group(place.axes, place.mesh)
@@ -126,7 +125,7 @@ class LinkTimer:
         return self.communicator.wait(started)
 
     def sample(self, start: Callable[[], Any], repeats: int, lead: int = 0) -> float:
-        """Wall time of one communication, the mean of `repeats` that follow each other behind `lead` more."""
+        """Wall time of a communication, the mean of `repeats` successive ones after `lead` others."""
 
         def run(count: int) -> None:
             for _ in range(count):
@@ -139,7 +138,7 @@ class LinkTimer:
         return timed(partial(run, repeats), repeats)
 
     def host_seconds(self, start: Callable[[], Any], seconds: float) -> float:
-        """What the caller does of one communication: starting it, and finishing it when the bytes are there."""
+        """The caller's time in a communication: starting it, and finishing it when the bytes have arrived."""
         self.peers.meet()
         began = time.perf_counter()
         started = start()
@@ -151,7 +150,7 @@ class LinkTimer:
 
 
 def lead_of(received: int) -> int:
-    """How many communications, each of which brings a device so many bytes, go ahead of what is timed."""
+    """How many communications, each of which gives a device so many bytes, run before the measurement."""
     return math.ceil(_BUCKET_BYTES / received) if received >= _LEAST_LED else 0
 
 
@@ -160,7 +159,7 @@ def _rotated(members: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_bytes_of(op: str, size: int, received: int) -> int:
-    """Local input at which a device receives about `received` bytes: ops are measured where they load links alike."""
+    """Local input at which a device receives about `received` bytes: ops are measured at equal loads of links."""
     return max(64 * size, round(received / bytes_received(op, size, 1.0, "calibrate")))
 
 
@@ -168,7 +167,7 @@ def time_links(
     links: LinkTimer, link_places: Sequence[Place], sizes: Sequence[int], held_out: Sequence[int], effort: Effort
 ) -> list[MeasuredLink]:
     """Typical seconds of every op in every place where a device receives about so many bytes; sizes that would take too
-    long are left out. The slowest rank counts."""
+    long are omitted. The slowest rank counts."""
     began = time.perf_counter()
     cases: list[tuple[Place, str, int, bool, Callable[[], Any], int, int, int]] = []
     for place in link_places:
@@ -206,11 +205,12 @@ def time_links(
 
 
 def slowdown(links: LinkTimer, place: Place, compute: Callable[[], Any], effort: Effort, received: int) -> float:
-    """By how much compute is slower while a communication runs beside it, such that a model in which communication
-    takes as long as alone is right in total: compute that takes C alone and T beside a communication that takes D
-    alone has lost T - C in D seconds, so that it ran at 1 - (T - C) / D of its rate. `compute` is a small part of it.
+    """The factor by which compute is slower while a communication runs beside it, such that a model in which
+    communication keeps its own duration has the right total: compute that takes C alone and T beside a communication
+    that takes D alone has lost T - C in D seconds, so it ran at 1 - (T - C) / D of its rate.
 
-    At most MOST_SLOWDOWN: where communication takes the processor away altogether, it would be without bounds.
+    `compute` is a small part of it. At most MOST_SLOWDOWN: if communication takes the whole processor, the factor would
+    be unbounded.
     """
     start = links.start(place, "all_gather", local_bytes_of("all_gather", place.size, received))
     part, whole = (

@@ -1,4 +1,4 @@
-"""What a calibration measures, and how the processes of a job do it together."""
+"""What a calibration measures, and how the processes of a job measure together."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from meshweave.ir.mesh import Mesh
 from meshweave.runtime.cluster import ClusterWorld
 
 _KIB, _MIB = 1 << 10, 1 << 20
-# glibc gives a freed block back to the system until one so large was freed once (M_MMAP_THRESHOLD, mallopt(3): its
-# dynamic limit is 32 MiB); a step that runs has freed larger ones.
+# glibc returns a freed block to the system until a block of that size was freed once (M_MMAP_THRESHOLD, mallopt(3): its
+# dynamic limit is 32 MiB); a running step has freed larger blocks.
 _ALLOCATED_BEFORE = 32 * _MIB - 4096
-_LEAST_POOL = 64 * _MIB  # holds the operands of any matmul and attention many times
-_SLOWDOWN_BYTES = 4 * _MIB  # received beside compute: of the size of a layer's gradients
+_LEAST_POOL = 64 * _MIB  # has room for the operands of any matmul and attention many times
+_SLOWDOWN_BYTES = 4 * _MIB  # received beside compute: the size of a layer's gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ QUICK = MeasurementPlan(
     tuple(_KIB * n for n in (24, 1500)),
     True,
 )
-# What a job measures unasked before its first step: float32, nothing held out, and no more than seconds of it. Of the
-# links the sizes between those that cost their start and those that cost their bytes.
+# What a job measures by default before its first step: float32, nothing held out, for a few seconds at most. For links,
+# the sizes between those dominated by start-up and those dominated by bytes.
 BRIEF = MeasurementPlan(
     Effort(5, 0.06, most_seconds=4.0),
     Effort(5, 0.12, host_rounds=1, most_seconds=4.0),
@@ -106,7 +106,7 @@ _HELD_OUT_ATTENTION: tuple[Sizes, ...] = ((2, 4, 96, 64), (1, 4, 384, 64), (3, 4
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`text` is the profile's file, `errors` what it gets wrong on held-out points, class by class."""
+    """`text` is the profile's file, `errors` its errors on held-out points, class by class."""
 
     text: str
     errors: tuple[ErrorRow, ...]
@@ -120,9 +120,8 @@ def calibrate(
     say: Callable[[str], None] = lambda stage: None,
 ) -> Calibration:
     """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
-    and every rank gets the same result. `command` is what the file says it was made by.
-
-    Raises MeshError where nodes hold different numbers of processes.
+    and every rank gets the same result. `command` is recorded in the file as its origin. Raises MeshError if nodes have
+    different numbers of processes.
     """
     reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
     world = ClusterWorld(Mesh(d=dist.get_world_size()), device) if dist.is_initialized() else None
@@ -180,7 +179,7 @@ def _cases(plan: MeasurementPlan, pool: Pool) -> Iterator[OpCase]:
 
 
 def _beside(pool: Pool, device: torch.device) -> Callable[[], Any]:
-    """A small part of a step: a matmul and what moves memory."""
+    """A small part of a step: a matmul and memory work."""
     aten = torch.ops.aten
     product = OpCase("", aten.mm.default, ((pool.take((256, 256)), pool.take((256, 512))),))
     sums = OpCase("", aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
@@ -209,22 +208,22 @@ def peers_of(world: ClusterWorld) -> Peers:
 
 
 def _per_node(num_ranks: int, peers: Peers) -> int:
-    """Processes of a node, as torchrun says it."""
+    """Processes of a node, from torchrun."""
     own = float(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     (most,), (negated,) = peers.most([own]), peers.most([-own])
     if most != -negated or num_ranks % int(own):
         raise MeshError(
-            "nodes hold different numbers of processes",
+            "nodes have different numbers of processes",
             where="calibrate",
             got=f"{-negated:g} to {most:g}",
-            expected="as many on each",
+            expected="equally many on each",
             hint="start all nodes with the same --nproc-per-node",
         )
     return int(own)
 
 
 def _devices_here(device: torch.device) -> int:
-    """As many processes as have a device of their own on this machine."""
+    """The most processes that can have a device of their own on this machine."""
     if device.type == "cuda":
         return torch.cuda.device_count()
     return max(1, (os.cpu_count() or 1) // torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Single ops as our executor runs them, to be timed."""
+"""Single ops, timed as meshweave's executor runs them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,9 @@ _ALONE = Mesh("")
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """An op to time: `target` on each of `operands` in turn, so that what it reads need not be in a near cache.
-
-    `label` is the class that errors are stated for. A held-out case is no part of the fit. `kind` says what kind of
-    memory work it stands for, where that is not how the simulator classifies the op, and `weight` how much it counts
-    among the ops of the fit that are of one kind and size.
-    """
+    """An op to time: `target` on each of `operands` in turn, so that operands need not be in a near cache. `label` is
+    the class that errors are stated for. A held-out case is not part of the fit. `kind` is the kind of memory work that
+    it represents, if not the simulator's, and `weight` its weight among the fitted ops of the same kind and size."""
 
     label: str
     target: Any
@@ -46,7 +43,7 @@ class OpCase:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`work` took `seconds`, its part of the executor included."""
+    """`work` took `seconds`, including the executor's overhead."""
 
     label: str
     work: Work
@@ -63,11 +60,11 @@ def timed(run: Callable[[], None], repeats: int = 1) -> float:
 
 
 def typical(samples: Sequence[float]) -> float:
-    """The mean of repetitions, of which none counts for more than MOST_MEDIANS medians.
+    """The mean of repetitions, each clipped to MOST_MEDIANS medians.
 
-    A step is a sum of hundreds of ops, so that its median is near the sum of their means: where every tenth repetition
-    takes twice as long (processes that share cores and caches), every step has such ops, and the sum of medians would
-    leave them out. What is far out (another program, a collection of garbage) is cut down.
+    A step is a sum of hundreds of ops, so its median is near the sum of their means: if every tenth repetition takes
+    twice as long (processes that share cores and caches), every step contains such ops, and the sum of medians would
+    miss them. Outliers (another program, garbage collection) are clipped.
     """
     most = MOST_MEDIANS * median(samples)
     return sum(min(seconds, most) for seconds in samples) / len(samples)
@@ -86,7 +83,7 @@ class NoCommunicator:
 
 
 class RepeatedOp:
-    """Repetitions of one op in the executor's own loop: every result is freed before the next op runs, as in a step
+    """Repetitions of an op in the executor's own loop: every result is freed before the next op runs, as in a step
     whose values are used at once."""
 
     def __init__(self, case: OpCase, repeats: int, device: torch.device) -> None:
@@ -100,7 +97,7 @@ class RepeatedOp:
         self.work = self._work(compiled)
 
     def _work(self, compiled: Compiled) -> Work:
-        """What the simulator takes one op for, from the values that it really reads and makes."""
+        """The simulator's work of an op, from its actual operands and results."""
         task = compiled.tasks[FORWARD][0]
         with torch.no_grad():
             result = evaluate(task, self._env, 0)
@@ -119,12 +116,12 @@ class RepeatedOp:
             torch.cuda.synchronize(self.device)
 
     def sample(self) -> float:
-        """Wall time of one op, the mean of the block."""
+        """Wall time of an op, the mean of the block."""
         return timed(self.run, self.repeats)
 
 
 def tensors_of(args: Any) -> list[Tensor]:
-    """The tensors of an op's arguments, those in lists too."""
+    """The tensors among an op's arguments, including lists."""
     tensors: list[Tensor] = []
     map_aggregate(args, lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
     return tensors
@@ -135,7 +132,7 @@ def _value(x: Tensor, storage: int) -> Value:
 
 
 def _graph(case: OpCase, repeats: int) -> RankGraph:
-    """`repeats` independent nodes of one op; node i reads the operands i modulo their number."""
+    """`repeats` independent nodes of an op; node i reads the operands i modulo their number."""
     graph = fx.Graph()
     inputs: list[Input] = []
 
@@ -155,18 +152,19 @@ def _graph(case: OpCase, repeats: int) -> RankGraph:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: `rounds` over all cases at most, at most `case_seconds` in all on one case, and the
-    caller's part of a communication in `host_rounds`. After `most_seconds` of all, three rounds of each are enough."""
+    """How much is measured: at most `rounds` over all cases, at most `case_seconds` in total on a case, and the
+    caller's part of a communication in `host_rounds`. After `most_seconds` in total, three rounds of each are
+    enough."""
 
     rounds: int
     case_seconds: float
-    block_seconds: float = 1e-3  # a block is so long that the clock and the loop around it do not count
+    block_seconds: float = 1e-3  # a block is long enough that the clock and the loop are negligible
     max_repeats: int = 50
     host_rounds: int = 3
     most_seconds: float = math.inf
 
     def turns(self, most: int, began: float, peers: Peers) -> Iterator[int]:
-        """Numbers of the rounds, `most` of them where there is time since `began`: as many on all peers."""
+        """Numbers of the rounds, up to `most` while there is time since `began`: equally many on all peers."""
         for turn in range(most):
             if turn >= LEAST_ROUNDS and self.most_seconds < math.inf:
                 (late,) = peers.most([float(time.perf_counter() - began > self.most_seconds)])
@@ -178,10 +176,7 @@ class Effort:
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The other processes that measure at the same time: `meet` returns when all are there, `mean` and `most` are taken
-    over all, figure by figure.
-
-    Each is called by all of them in one order.
-    """
+    over all, figure by figure. All of them call each in the same order."""
 
     meet: Callable[[], None]
     mean: Callable[[Sequence[float]], list[float]]
@@ -192,8 +187,8 @@ ALONE = Peers(lambda: None, list, list)
 
 
 def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peers: Peers) -> list[Measured]:
-    """Typical seconds of each case. Repetitions of all cases take turns, so that a disturbance hits few of each; where
-    there are peers, all of them run the same case at the same time, and the mean over them counts."""
+    """Typical seconds of each case. Repetitions of all cases take turns, so that a disturbance affects few of each;
+    with peers, all of them run the same case at the same time, and the mean over them counts."""
     began, firsts = time.perf_counter(), []
     for case in cases:
         block = RepeatedOp(case, 1, device)

@@ -1,4 +1,4 @@
-"""Tensors that share memory with a value that the step changes: a compiled step gives each a value of its own."""
+"""Detects tensors that share memory with a value that the step changes: a compiled step gives each its own value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshweave.ir.graph import StepGraph
 
 
 def check_aliases(model: nn.Module, step: StepGraph) -> None:
-    """Raises CaptureError where a trained parameter, or a buffer that forward changes, is seen through a second tensor:
+    """Raises CaptureError if a trained parameter, or a buffer that forward changes, is visible through a second tensor:
     another parameter or buffer, or a constant of the graph (an attribute such as `self.w = self.a.weight.detach()`)."""
     named = {("param", n): p for n, p in model.named_parameters()} | {
         ("buffer", n): b for n, b in model.named_buffers()
@@ -27,14 +27,14 @@ def check_aliases(model: nn.Module, step: StepGraph) -> None:
             seen = f"the {key[0]} '{key[1]}'" if key[0] != "constant" else "a tensor that forward or the loss reads"
             raise CaptureError(
                 f"{seen} shares memory with the {'parameter' if other[0] == 'param' else 'buffer'} '{other[1]}'",
-                got="two tensors on one storage, of which the step changes one",
-                expected="each value once",
+                got="two tensors on the same storage, and the step changes one of them",
+                expected="a storage of its own for each value",
                 hint="use the parameter or buffer itself (tie weights by assigning the same Parameter), or clone it",
             )
 
 
 def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tuple[str, str]]:
-    """The trained parameters, and the buffers whose value at the end is not the one at the start."""
+    """The trained parameters, and the buffers whose final value differs from the initial value."""
     inputs = dict(zip(step.placeholders, step.inputs, strict=True))
     outputs = zip(step.outputs, step.output_values, strict=True)
     buffers = {key for key, value in outputs if key[0] == "buffer" and value not in inputs}
@@ -42,7 +42,7 @@ def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tu
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage, of a DTensor that of its piece; 0 where it has none, as on the meta device, or
+    """The address of a tensor's storage (for a DTensor that of its piece); 0 if it has none, as on the meta device, or
     several, as a sparse tensor."""
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if tensor.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""A batch: the tensors in a nest of dicts, tuples and lists, the rest of it, and what of it a model is called with."""
+"""A batch: the tensors in a nest of dicts, tuples and lists, its other contents, and the model's arguments in it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshweave.interop import pytree
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of a batch by name, what else is in it (`rest`: whole containers where they hold no tensor), and how
-    to put a batch together from other tensors and another rest."""
+    """The tensors of a batch by name, its other contents (`rest`: whole containers if they contain no tensor), and how
+    to rebuild a batch from other tensors and another rest."""
 
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
@@ -36,7 +36,7 @@ class Batch:
         tensors = {name: leaf for name, leaf in values.items() if isinstance(leaf, Tensor)}
         if not tensors:
             raise CaptureError(
-                "the batch holds no tensor",
+                "the batch contains no tensor",
                 got=type(batch).__name__,
                 expected="tensors in a dict, tuple, list or dataclass, or in a nest of them",
             )
@@ -51,7 +51,7 @@ class Batch:
         return tuple((n, tuple(t.shape)) for n, t in zip(self.names, self.tensors, strict=True))
 
     def shared(self) -> tuple[str, ...]:
-        """Names of the tensors that have a storage in common."""
+        """Names of the tensors that share a storage."""
         storages = [storage_of(t) for t in self.tensors]
         return tuple(n for n, storage in zip(self.names, storages, strict=True) if storages.count(storage) > 1)
 
@@ -60,13 +60,12 @@ class Batch:
         return self.join({**self.rest, **dict(zip(self.names, tensors, strict=True))})
 
     def replace(self, rest: Mapping[str, Any]) -> Batch:
-        """The same tensors beside another rest."""
+        """The same tensors with another rest."""
         return Batch(self.names, self.tensors, {**self.rest, **rest}, self.join)
 
     def split(self, parts: int) -> list[tuple[Tensor, ...]]:
-        """The tensors of each of `parts` equal microbatches: cut along dim 0 where they have the batch's size.
-
-        Raises PlanError where the batch does not divide.
+        """The tensors of each of `parts` equal microbatches: cut along dim 0 if they have the batch's size. Raises
+        PlanError if the batch does not divide.
         """
         size = batch_size(t.shape for t in self.tensors) or 0
         if size % parts:
@@ -79,7 +78,7 @@ class Batch:
         return list(zip(*cut, strict=True))
 
     def micros(self, parts: int) -> list[Any]:
-        """The microbatches, each put together as the batch was."""
+        """The microbatches, each with the structure of the batch."""
         return [self.rebuild(tensors) for tensors in self.split(parts)]
 
 
@@ -93,7 +92,7 @@ def _record(part: Any) -> dict[str, Any]:
 
 
 def _opened(part: Any) -> Any:
-    """Dicts in the place of dataclasses that hold tensors, at any depth."""
+    """Dataclasses that contain tensors replaced by dicts, at any depth."""
 
     def opened(leaf: Any) -> Any:
         values = _opened(_record(leaf)) if _is_record(leaf) else None
@@ -103,8 +102,8 @@ def _opened(part: Any) -> Any:
 
 
 def _closed(like: Any, part: Any) -> Any:
-    """`part`, with dataclasses where `like` has them: copies of those of `like` with other values in their fields. What
-    holds no tensor is taken as it is."""
+    """`part`, with dataclasses where `like` has them: copies of those in `like` with other field values. Dataclasses
+    without tensors are reused as they are."""
 
     def is_plain(p: Any) -> bool:
         return not _holds_tensor(_opened(p))
@@ -118,7 +117,7 @@ def _closed(like: Any, part: Any) -> Any:
 def _filled(record: Any, values: Any) -> Any:
     filled = copy(record)
     for name, value in _closed(_record(record), values).items():
-        object.__setattr__(filled, name, value)  # of a frozen one, too
+        object.__setattr__(filled, name, value)  # also sets fields of frozen dataclasses
     return filled
 
 
@@ -131,7 +130,7 @@ def _path_name(path: Sequence[Any]) -> str:
 
 
 def shapes_text(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Shapes of the tensors of a batch as people read them: by name where they have names, `item 1` in a tuple."""
+    """Shapes of the tensors of a batch for people: by name if they have names, `item 1` in a tuple."""
     return ", ".join(f"{_entry_text(name)}{list(shape)}" for name, shape in shapes)
 
 
@@ -140,13 +139,13 @@ def _entry_text(name: str) -> str:
 
 
 def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
-    """Size of dim 0 of the first tensor of a batch that has one."""
+    """Size of dim 0 of the first tensor of a batch that has dims."""
     return next((shape[0] for shape in shapes if len(shape)), None)
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model with what its forward takes of a batch: keys of a dict by name, a tuple by position, fields of a
-    dataclass by name or, where forward knows none of them, the dataclass."""
+    """Call the model with the arguments of its forward in a batch: keys of a dict by name, a tuple by position, fields
+    of a dataclass by name or, if forward knows none of them, the dataclass."""
     if isinstance(batch, Tensor):
         return model(batch)
     parameters = inspect.signature(model.forward).parameters.values()

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model (its layers), found from the modules that the nodes of a captured step come from."""
+"""The repeated blocks of a model (its layers), derived from the modules of the nodes of a captured step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from meshweave.ir.graph import StepGraph, origin_of
 from meshweave.ir.traits import PRODUCTS
 
 aten = torch.ops.aten
-# Layers of one list may differ: one has a mixture of experts where another has a feed-forward, the first of a stage
-# downsamples. They are alike when they share this part of the modules of both; an embedding and a layer share none.
+# Layers of the same list may differ: some have a mixture of experts where others have a feed-forward, the first of a
+# stage downsamples. They count as equal if they share this part of the modules of both; an embedding and a layer share
+# none.
 _ALIKE = 0.5
 
 
@@ -26,7 +27,7 @@ class Blocks:
     _known: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, node: fx.Node) -> str:
-        """The block that a node comes from (a backward node: that its forward op is in), or ""."""
+        """The block that a node comes from (for a backward node: the block of its forward op), or ""."""
         module = origin_of(node).module
         if module not in self._known:
             self._known[module] = next((n for n in self.names if module == n or module.startswith(n + ".")), "")
@@ -34,10 +35,10 @@ class Blocks:
 
 
 def find_blocks(step: StepGraph) -> Blocks:
-    """The outermost indexed modules (`layers.0`, `layers.1`) that have a sibling like themselves.
+    """The outermost indexed modules (`layers.0`, `layers.1`) that have an equal sibling.
 
-    A block is made of several modules or several matmuls; siblings are alike when they share half of the modules under
-    them. Raises PlanError where there is none.
+    A block consists of several modules or several matmuls; siblings are equal if they share half of the modules under
+    them. Raises PlanError if there is none.
     """
     ahead = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase == "forward"]
     matmuls: dict[str, int] = {}
@@ -54,7 +55,7 @@ def find_blocks(step: StepGraph) -> Blocks:
         raise PlanError(
             "the model has no repeated block to recompute",
             got=f"modules {', '.join([m for m in matmuls if m][:8])}" if any(matmuls) else "a model without modules",
-            expected="layers in a list: path.0, path.1, ... of several modules each, at least two of them alike",
+            expected="layers in a list: path.0, path.1, ... of several modules each, at least two of them equal",
             hint='put the layers into an nn.ModuleList or nn.Sequential, or compile with recompute="none"',
         )
     first = {module: i for i, module in reversed(list(enumerate(matmuls)))}
@@ -63,7 +64,7 @@ def find_blocks(step: StepGraph) -> Blocks:
 
 
 def _indexed(modules: Iterable[str]) -> dict[str, dict[str, set[str]]]:
-    """Path of a list -> its items -> the paths inside of an item from which ops come."""
+    """Path of a list -> its items -> the paths inside an item from which ops come."""
     lists: dict[str, dict[str, set[str]]] = {}
     for module in modules:
         parts = module.split(".")

@@ -1,8 +1,8 @@
-"""What a captured step rests on: the model does the same in every step, whatever the numbers in its tensors.
+"""The assumption of a captured step: the model does the same in every step, whatever the numbers in its tensors.
 
-Capture runs forward, loss and backward twice on fake tensors, the second time on the Python state that the first has
-left. Both runs must do the same ops on the same operands, and leave the same state: then every later step does so, too.
-After that the model is put back as it was.
+Capture runs forward, loss and backward twice on fake tensors, the second time on the Python state that the first run
+left. Both runs must run the same ops on the same operands, and leave the same state: then every later step does so,
+too. After that the model is restored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from meshweave.errors import CaptureError, MeshweaveError
 
 _ONCE = "ops, numbers and Python state that are the same in every step"
 _HINT = (
-    "keep what lasts from step to step in a buffer (register_buffer), draw random numbers with torch, and pass what "
-    "depends on the step (a counter, a schedule, a time) in the batch as a tensor"
+    "keep state between steps in a buffer (register_buffer), draw random numbers with torch, and pass values that "
+    "depend on the step (a counter, a schedule, a time) in the batch as tensors"
 )
 
 
@@ -39,15 +39,15 @@ class Contract:
     """The record of a captured step, and how to run it again, up to its gradients, on fake tensors.
 
     `again(record, batch)` runs them; `roots` are the objects whose state they can reach, the model by that name.
-    `batch` is the example, its tensors fake. Of its entries some are `written` in place, and some `strided`: what was
-    asked for may depend on how they lie in memory.
+    `batch` is the example, with fake tensors. Some of its entries are `written` in place, and some are `strided`: the
+    step may depend on their memory layout.
     """
 
     roots: Mapping[str, Any]
     batch: Batch
     inputs: Sequence[Tensor]
     again: Callable[[Record, Batch], None]
-    outputs: ModelOutputs | None = None  # what the model returns, where that is asked for
+    outputs: ModelOutputs | None = None  # what the model returns, if the program returns it
     written: frozenset[str] = frozenset()
     strided: frozenset[str] = frozenset()
     record: Record = field(init=False)
@@ -58,10 +58,8 @@ class Contract:
     @contextmanager
     def checking(self) -> Iterator[None]:
         """The block traces the step into `record`; then forward, loss and backward run again on the state that it left.
-
-        Whatever happens, the Python state and the generators of random numbers are as before at the end. Raises
-        CaptureError, with the user's line, where the second run differs.
-        """
+        In any case Python state and random number generators are restored at the end. Raises CaptureError, with the
+        user's line, if the second run differs."""
         forms = forms_of(self.batch.rest)
         try:
             with self._restoring() as (before, generators):
@@ -73,10 +71,8 @@ class Contract:
             self.record.release()
 
     def difference(self, batch: Batch) -> Difference | None:
-        """Run the step on fake tensors as things are now: the first op that is not the captured one, or None.
-
-        What it does to the Python state is undone.
-        """
+        """Run the step on fake tensors in the present state: the first op that differs from the captured one, or None.
+        Its changes to Python state are undone."""
         record = Record(self._inputs(batch), expected=self.record)
         try:
             with self._restoring() as (before, generators):
@@ -87,19 +83,19 @@ class Contract:
             return difference
         except MeshweaveError as error:
             return Difference(error.where, f"{error.what} ({error.got})", "what was captured")
-        except WasRead as error:  # outside of the run, where the state is compared
+        except WasRead as error:  # outside of the run, which compares the state
             return Difference("", str(error), "what was captured")
         return None
 
     def _inputs(self, batch: Batch) -> list[Tensor]:
-        """The inputs, with the tensors of a batch in the place of the example's."""
+        """The inputs, with the tensors of a batch instead of the example's."""
         own = {id(old): new for old, new in zip(self.batch.tensors, batch.tensors, strict=True)}
         return [own.get(id(tensor), tensor) for tensor in self.inputs]
 
     @contextmanager
     def _restoring(self) -> Iterator[tuple[Snapshot, dict[Any, Any]]]:
-        """At the end of the block Python state is as it was, and so are generators of random numbers: both are yielded
-        as they are before it."""
+        """Restore Python state and random number generators at the end of the block; yields both as they are before
+        it."""
         before = Snapshot.of(self.roots)
         generators = {g: generator_state(g) for g in (*_global_generators(), *before.generators)}
         try:
@@ -111,18 +107,16 @@ class Contract:
 
     def _settle(self, before: Snapshot, first: Record, batch: Batch) -> None:
         """Run the step again on the state that the run `first` has left.
-
-        Raises CaptureError unless it does the same and leaves the same.
-        """
+        Raises CaptureError unless it does the same and leaves the same state."""
         changes = [] if before.is_current() else before.changes()
         between = _canonical(Snapshot.of(self.roots), first) if changes else None
         second = Record(self._inputs(batch), expected=first)
         try:
             self.again(second, batch)
         except Difference as difference:
-            is_stale = "of the step before" in difference.got
+            is_stale = "of the previous step" in difference.got
             raise CaptureError(
-                "the model uses a value of the step before" if is_stale else "the model does not repeat itself",
+                "the model uses a value of the previous step" if is_stale else "the model does not repeat itself",
                 where=difference.where,
                 got=f"in the first run {difference.expected}, in the second {difference.got}"
                 + "".join(f"; the step has changed {change}" for change in changes[:1]),
@@ -162,7 +156,7 @@ def _check_rest(before: Mapping[str, Form], after: Mapping[str, Form]) -> None:
 
 
 def _canonical(snapshot: Snapshot, record: Record) -> dict[str, Any]:
-    # The contents of containers have places of their own.
+    # The contents of containers have their own places.
     return {
         place: type(value) if isinstance(value, _CONTAINERS) else record.canonical(value)
         for place, value in snapshot.leaves()
@@ -170,10 +164,8 @@ def _canonical(snapshot: Snapshot, record: Record) -> dict[str, Any]:
 
 
 def _check_state(before: Snapshot, first: dict[str, Any] | None, second: dict[str, Any]) -> None:
-    """Raises CaptureError where the state after the second run is another than after the first.
-
-    A value that each run computes anew, and the constant that the first run leaves for all others, are the same.
-    """
+    """Raises CaptureError if the state after the second run differs from that after the first. A value that each run
+    computes anew counts as equal to the constant that the first run leaves."""
     if first is None:
         first = {change.place: change.old for change in before.changes()}
         second = {change.place: change.new for change in before.changes()}
@@ -198,7 +190,7 @@ def _alike(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b) or type(a) in _BY_VALUE:
         return False
-    # So have those of other objects, but for values of the standard library: times, fractions, paths.
+    # Also names of other objects, except values of the standard library: times, fractions, paths.
     return type(a).__module__ not in sys.stdlib_module_names or not _has_equality(type(a))
 
 

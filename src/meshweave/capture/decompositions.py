@@ -1,7 +1,7 @@
 """Decompositions applied while tracing: composites that shard better, or only, in parts.
 
-A mean becomes a sum and a division by the global count, so that a mean over a sharded dim is a partial sum;
-log-softmax and cross entropy fall apart into reductions, which is vocabulary-parallel cross entropy.
+A mean becomes a sum and a division by the global count, so that a mean over a sharded dim is a partial sum; log-softmax
+and cross entropy decompose into reductions, which gives vocabulary-parallel cross entropy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _count(x: Tensor, dims: Sequence[int]) -> int:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's reductions add and divide."""
+    """The dtype in which torch's reductions accumulate and divide."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -98,7 +98,7 @@ def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Ten
 
 
 def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Of v * (g / norms), where norms is that of v over all dims but `dim`."""
+    """Backward of v * (g / norms), where norms is that of v over all dims except `dim`."""
     norms = norms.to(g.dtype)
     along = aten.sum.dim_IntList(grad * v, [d for d in range(v.dim()) if d != dim % v.dim()], True)
     return g / norms * (grad - v * (along / (norms * norms))), along / norms
@@ -144,7 +144,7 @@ def _group_norm(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's decomposition, whose form for CPU goes by strides."""
+    """Like torch's decomposition, which depends on strides for CPU."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     var, mean = _var_mean(wide.reshape(batch, groups, channels // groups, inner), [2, 3], correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
@@ -156,7 +156,7 @@ def _group_norm(
 
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """One number where a mask is True: pointwise. Others stay what they are."""
+    """A single number where a mask is True is pointwise. Other cases stay as they are."""
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
         return NotImplemented
@@ -165,8 +165,8 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 
 
 def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """One number at one place of each line along `dim` (one-hot vectors, the backward pass of a loss): pointwise, as
-    Inductor has it too (scatter_upon_const_tensor in torch/_inductor/fx_passes/joint_graph.py, 2.13)."""
+    """A single number at a single position of each line along `dim` (one-hot vectors, the backward pass of a loss) is
+    pointwise; Inductor does the same (scatter_upon_const_tensor in torch/_inductor/fx_passes/joint_graph.py, 2.13)."""
     if not x.dim() or list(index.shape) != [1 if d == dim % x.dim() else s for d, s in enumerate(x.shape)]:
         return NotImplemented
     line = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
@@ -195,7 +195,7 @@ def _trilinear(
     sums: Sequence[int],
     unroll: int = 1,
 ) -> Tensor:
-    """The product of three operands, each with dims of size 1 put in where `expand` says, summed over `sums`."""
+    """The product of three operands, each with dims of size 1 inserted where `expand` says, summed over `sums`."""
     product: Tensor | None = None
     for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)):
         for dim in dims:
@@ -206,7 +206,7 @@ def _trilinear(
 
 
 def _window(*coefficients: float) -> Callable[..., Tensor]:
-    """A window of cosines, as torch's hann_window and its like make it."""
+    """A cosine window, as in torch's hann_window and similar functions."""
 
     def make(size: int, periodic: bool = True, **options: Any) -> Tensor:
         dtype, device = options.get("dtype") or torch.get_default_dtype(), options.get("device")
@@ -224,7 +224,7 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
 
 def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """Loss, and which classes are targets. A line of `target` ends before its first -1, which torch's decomposition
-    (2.13) disregards."""
+    (2.13) ignores."""
     lines, classes = x.reshape(-1, x.shape[-1]), torch.arange(x.shape[-1], device=x.device)
     named = target.reshape(lines.shape)
     end = torch.amin(torch.where(named == -1, classes, len(classes)), -1, keepdim=True)
@@ -238,7 +238,7 @@ def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[
 
 
 def _max_unpool(x: Tensor, indices: Tensor, size: Sequence[int], spatial: int) -> Tensor:
-    """Each plane's values, written where `indices` say, on zeros."""
+    """Each plane's values, written at `indices`, on zeros."""
     planes = x.shape[: x.dim() - spatial]
     flat = torch.zeros((*planes, prod(size)), dtype=x.dtype, device=x.device)
     at, values = (t.reshape(*planes, -1) for t in (indices, x))

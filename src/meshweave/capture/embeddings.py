@@ -1,7 +1,7 @@
-"""Embeddings in parts: bags as lookups and a matmul with the table of which index is in which bag, norms of rows.
+"""Embeddings in parts: bags as lookups and a matmul with the matrix of which index is in which bag, and norms of rows.
 
-The table is made from the offsets in the batch, so bags may be of any size in every step; sums and means shard as
-lookups and matmuls do. The largest of a bag stays one op, which is never cut.
+The matrix is computed from the offsets in the batch, so bags may have any size in every step; sums and means shard as
+lookups and matmuls do. The maximum of a bag stays a single op, which is never sharded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _embedding_bag(
     include_last: bool = False,
     padding: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums and means of the rows of each bag; the largest of a bag (mode 2) stays an op without a rule."""
+    """Sums and means of the rows of each bag; the maximum of a bag (mode 2) stays an op without a rule."""
     if mode == 2 or sparse or scale_grad:
         return NotImplemented
     bag_of = _bag_of(offsets, indices.shape[0], include_last)
@@ -91,7 +91,7 @@ def _embedding_bag_backward(
 
 
 def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """Rows that `indices` name and whose norm is above `max_norm` are scaled to it, each of them once."""
+    """Scale rows that `indices` name and whose norm is above `max_norm` down to it, each of them once."""
     ones = torch.ones_like(indices, dtype=weight.dtype).unsqueeze(-1)
     uses = aten.embedding_dense_backward.default(ones, indices, weight.shape[0], -1, False)
     norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
@@ -102,9 +102,9 @@ def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_typ
 def _sparse_gradient(*_: Any, **__: Any) -> Tensor:
     raise CaptureError(
         "the gradient of an embedding is sparse",
-        got="sparse=True in nn.Embedding or nn.EmbeddingBag, or a sparse tensor made in the model",
-        expected="dense gradients, which is what meshes reduce",
-        hint="sparse=False; SGD without momentum updates the same rows by the same values",
+        got="sparse=True in nn.Embedding or nn.EmbeddingBag, or a sparse tensor created in the model",
+        expected="dense gradients, which meshes can reduce",
+        hint="sparse=False; SGD without momentum then updates the same rows by the same values",
     )
 
 

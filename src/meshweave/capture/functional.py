@@ -1,4 +1,4 @@
-"""A traced graph written once more, without ops that write in place."""
+"""Rewrites a traced graph without ops that write in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshweave.interop.fake import FakeTensor
 
 
 def functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
-    """The same graph without in-place ops. No data is made: what the graph makes of numbers alone is fake here."""
+    """The same graph without in-place ops. No data is allocated: tensors computed from numbers alone are fake here."""
     module, modes = traced.module(), [x.fake_mode for x in inputs if isinstance(x, FakeTensor)]
 
     def again(tracer: GraphTracer, *values: Tensor) -> Sequence[Tensor]:
@@ -23,7 +23,7 @@ def functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
             return torch.func.functionalize(_Replay(module, tracer).run)(*values)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise CaptureError(
-                "what the step writes in place cannot be written as new tensors",
+                "an in-place write of the step cannot be expressed by new tensors",
                 where=tracer.origin.source,
                 got=str(error).splitlines()[0][:200],
                 hint="compute a new tensor in this line: torch.where, torch.cat, torch.diag_embed",
@@ -34,7 +34,7 @@ def functional(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
 
 
 class _Replay(fx.Interpreter):
-    """Runs a graph under a second trace and hands each node's Origin to the nodes that it becomes."""
+    """Runs a graph under a second trace and gives each node's Origin to the nodes that it becomes."""
 
     def __init__(self, module: fx.GraphModule, tracer: GraphTracer) -> None:
         super().__init__(module)

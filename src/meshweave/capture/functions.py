@@ -1,8 +1,8 @@
-"""Functions captured as something else than what torch would make of them.
+"""Functions that are captured in another form than torch's.
 
-Attention becomes one device-neutral op, a matmul over several batch dims keeps them apart, and batch normalisation is
-plain arithmetic (its fused op changes its running statistics behind the graph's back and cannot be sharded over the
-batch).
+Attention becomes a single device-neutral op, a matmul over several batch dims keeps them separate, and batch
+normalisation is plain arithmetic (its fused op changes its running statistics outside the graph and cannot be sharded
+over the batch).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshweave.ir import ops
 
 
 def _autocast(*values: Any) -> tuple[Any, ...]:
-    """Values as autocast would hand them to a matmul: our ops are not on its list."""
+    """Values cast as autocast would for a matmul: meshweave's ops are not on its list."""
     if not torch.is_autocast_enabled("cpu"):
         return values
     dtype = torch.get_autocast_dtype("cpu")
@@ -47,7 +47,7 @@ def _attention(
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     if query.dim() == 4:
         query, key, value = _of_one_batch(query, key, value)
-        if attn_mask is not None and attn_mask.dim() not in (2, 4):  # one for each head
+        if attn_mask is not None and attn_mask.dim() not in (2, 4):  # a mask for each head
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     one_op = query.dim() == 4 and dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
     if one_op:
@@ -56,7 +56,7 @@ def _attention(
 
 
 def _of_one_batch(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Queries, keys and values with the batch that they broadcast to; heads as well, but for groups of heads."""
+    """Queries, keys and values with the batch that they broadcast to; heads as well, except for groups of heads."""
     (batch,) = torch.broadcast_shapes(*(x.shape[:1] for x in (q, k, v)))
     heads = max(k.shape[1], v.shape[1])
     wanted = (q, max(q.shape[1], heads)), (k, heads), (v, heads)
@@ -66,7 +66,7 @@ def _of_one_batch(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def _spelled_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
 ) -> Tensor:
-    """Attention as matmuls and a softmax: what a dropout on the scores, a learnt bias or another rank than 4 need."""
+    """Attention as matmuls and a softmax, for dropout on the scores, a learnt bias or another rank than 4."""
     if q.dim() > 2 and k.shape[-3] != q.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = _matmul(q * scale, k.transpose(-2, -1))
@@ -84,7 +84,8 @@ def _spelled_attention(
 
 
 def _matmul(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Matmul over two or more batch dims as one op: torch would merge them, and only the outermost could be sharded."""
+    """Matmul over two or more batch dims as a single op: torch would merge them, and only the outermost could be
+    sharded."""
     if args or kwargs or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 4:
         return torch.matmul(a, b, *args, **kwargs)
     a, b = _autocast(a, b)
@@ -131,10 +132,8 @@ def _normalized(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """`input` minus its mean over dims `over`, divided by its standard deviation over them; vectors go by dim 1.
-
-    The running statistics take the mean over samples where each sample has its own.
-    """
+    """`input` minus its mean over dims `over`, divided by its standard deviation over them; vectors are along dim 1. If
+    each sample has its own statistics, the running statistics take their mean over samples."""
     wide = [-1 if d == 1 else 1 for d in range(input.dim())]
     x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
     running_mean, running_var = running
@@ -185,7 +184,7 @@ def _functional_instance_norm(
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As one op, whose mask is kept for backward as bool; on a CPU PyTorch spells it with a mask of floats."""
+    """As a single op that saves its mask for backward as bool; PyTorch on CPU uses a mask of floats."""
     if inplace or not training or not 0.0 < p < 1.0:
         return F.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -211,7 +210,7 @@ _LEAVES = frozenset(
 )
 
 
-# Ways to read or change a tensor that no trace can see: what it is, and what to do instead.
+# Ways to read or change a tensor that no trace can see: the description, and what to do instead.
 _ARRAYS = (Tensor.numpy, Tensor.__array__)
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
@@ -220,27 +219,27 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
         "compute a new tensor: x = x + (x.round() - x).detach() has the values of x.round() and the gradient of x",
     ),
     Tensor.data_ptr: ("reads the address of a tensor", "tell tensors apart by a name or a number of your own"),
-    Tensor.numpy: ("turns a tensor into a NumPy array", "compute with torch, or pass what NumPy computes in the batch"),
+    Tensor.numpy: ("turns a tensor into a NumPy array", "compute with torch, or pass NumPy's result in the batch"),
     Tensor.__array__: (
         "turns a tensor into a NumPy array",
-        "compute with torch, or pass what NumPy computes in the batch",
+        "compute with torch, or pass NumPy's result in the batch",
     ),
-    Tensor.__dlpack__: ("hands a tensor over by DLPack", "compute with torch alone"),
+    Tensor.__dlpack__: ("passes a tensor by DLPack", "compute with torch only"),
     torch.utils.dlpack.to_dlpack: (  # type: ignore[attr-defined]
-        "hands a tensor over by DLPack",
-        "compute with torch alone",
+        "passes a tensor by DLPack",
+        "compute with torch only",
     ),
 }
 
 
-# What depends on how a tensor lies in memory.
+# Functions that depend on a tensor's memory layout.
 _OF_STRIDES = frozenset(
     {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset, Tensor.as_strided, torch.as_strided}
 )
 
 
 def _check_seen(func: Any, x: Any) -> None:
-    """CaptureError for what the trace would not see. A constant may be asked for its address and elements."""
+    """CaptureError for accesses that the trace would not see. Address and elements of a constant may be read."""
     if func in (Tensor.data_ptr, *_ARRAYS) and not isinstance(x, FakeTensor):
         return
     what, hint = _PAST_THE_TRACE[func]
@@ -248,14 +247,13 @@ def _check_seen(func: Any, x: Any) -> None:
 
 
 class CapturedFunctions(TorchFunctionMode):
-    """While active, the functions of the table are replaced; everything else passes through.
+    """While active, the functions of the table are replaced; all others pass through.
 
-    So are tensors: `substituted` are pairs of a parameter or buffer as the user has it and the tensor that stands for
-    it in the trace. A function that gets the first, because a closure or a list holds it, runs on the second.
-
-    What would read or change a tensor past the trace is a CaptureError; `protected` are the storages into which no op
-    may write from then on, since an array shows what is in them. `batch` are the names of entries of the batch by the
-    ids of their tensors; `strided` are those that were asked how they lie in memory.
+    Tensors are replaced, too: `substituted` are pairs of a user's parameter or buffer and its substitute in the trace.
+    A function that gets the former, from a closure or a list, runs on the latter. A function that would read or change
+    a tensor outside the trace is a CaptureError; `protected` are the storages into which no op may write from then on,
+    because an array shares their memory. `batch` are the names of entries of the batch by the ids of their tensors;
+    `strided` are those whose memory layout was read.
     """
 
     def __init__(
@@ -274,10 +272,10 @@ class CapturedFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
-            return f"<{args[0].dtype} of shape {tuple(args[0].shape)}>"  # a log is written while the step is captured
+            return f"<{args[0].dtype} of shape {tuple(args[0].shape)}>"  # the step is logged while it is captured
         if func in _OF_STRIDES and id(args[0]) in self._batch:
             self.strided.add(self._batch[id(args[0])])
-        # What becomes of parameters and buffers is looked at when the step has run.
+        # Parameters and buffers are checked when the step has run.
         if func in _PAST_THE_TRACE and not (func == _SET_DATA and id(args[0]) in self._stand_ins):
             _check_seen(func, args[0])
         if not self._are_as_traced((args, kwargs)):
@@ -289,7 +287,7 @@ class CapturedFunctions(TorchFunctionMode):
         return result
 
     def _are_as_traced(self, value: Any) -> bool:
-        """Whether nothing in a value is to be replaced; False, too, for a container of a kind of its own."""
+        """Whether no value inside needs a substitute; also False for an unknown kind of container."""
         if isinstance(value, Tensor):
             return id(value) not in self._substituted
         if type(value) is tuple or type(value) is list:

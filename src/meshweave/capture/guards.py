@@ -1,7 +1,7 @@
-"""What is checked before every step: that model, batch and surroundings are what the captured step rests on.
+"""Guards: the checks before every step that model, batch and surroundings still match the captured step.
 
-Nothing that has changed is ignored. What may be harmless (an attribute, a number in the batch, `model.eval()` where
-nothing asks for it) is tried: forward, loss and backward run again on fake tensors and are compared with the record of
+No change is ignored. Changes that may be harmless (an attribute, a number in the batch, `model.eval()` where no op
+depends on it) are tried: forward, loss and backward run again on fake tensors and are compared with the record of
 capture.
 """
 
@@ -35,8 +35,8 @@ _AGAIN = "compile again for it: step.save(path), mw.compile(...), step.load(path
 
 @dataclass(slots=True)
 class _Marks:
-    """What is compared of tensors: whether they were frozen or given hooks; of those without a name, which are neither
-    parameters nor buffers, whether they were written, too. `names` are by id."""
+    """The properties of tensors that are compared: whether they were frozen or got hooks; for tensors without a name,
+    which are neither parameters nor buffers, also whether they were written. `names` are by id."""
 
     tensors: list[Tensor]
     names: Mapping[int, tuple[str, str]]
@@ -65,7 +65,7 @@ class _Marks:
         return self._flags() == self.flags and self._versions() == self.versions and self._addresses() == self.addresses
 
     def check_flags(self) -> None:
-        """StepError for a tensor that was frozen or unfrozen, or has other hooks."""
+        """StepError for a tensor that was frozen or unfrozen, or whose hooks changed."""
         for tensor, old, new in zip(self.tensors, self.flags, self._flags(), strict=True):
             kind, name = self.names.get(id(tensor), ("tensor", ""))
             if old[0] != new[0] and kind == "param":
@@ -86,8 +86,10 @@ _FLAGS = attrgetter("requires_grad", *TENSOR_HOOKS)
 
 
 class Guards:
-    """The guards of one compiled step. `rebind(kind, name, tensor)` takes the tensor that was assigned to a buffer;
-    `autocast` is the dtype that the step was compiled with."""
+    """The guards of a compiled step.
+
+    `rebind(kind, name, tensor)` takes the tensor that was assigned to a buffer; `autocast` is the dtype that the step
+    was compiled with."""
 
     def __init__(self, contract: Contract, autocast: torch.dtype | None, rebind: Rebind) -> None:
         self.contract, self.autocast, self.rebind = contract, autocast, rebind
@@ -108,12 +110,12 @@ class Guards:
         self.hooks = [dict(hooks) for hooks in hooks_of_all_modules()]
         self.modules = list(model.named_modules())
         self.kinds = [type(module) for _, module in self.modules]
-        # Classes of the user's own are containers of the snapshot.
+        # The user's own classes are containers of the snapshot.
         self.classes = [kind for kind in {*self.kinds} if not is_users(sys.modules.get(kind.__module__))]
         self.forwards = [kind.forward for kind in self.classes]
 
     def check(self, batch: Batch) -> None:
-        """Raises StepError (LayoutError for its tensors) where the step that was compiled is not the one asked for."""
+        """Raises StepError (LayoutError for its tensors) if the compiled step is not the step that this call needs."""
         check_autocast(self.autocast)
         self._check_default_dtype()
         forms = forms_of(batch.rest)
@@ -124,17 +126,17 @@ class Guards:
         if not (self.snapshot.is_current() and self.marks.is_current()):
             self._check_model()
         if self.hooks != hooks_of_all_modules():
-            raise _changed("the hooks of all modules", "those when the step was compiled", "others")
+            raise _changed("the global module hooks", "those when the step was compiled", "others")
 
     def _check_default_dtype(self) -> None:
-        """Whether the step would be another with the default dtype as it is now."""
+        """Whether the step would differ under the present default dtype."""
         now = torch.get_default_dtype()
         if now is self.default_dtype:
             return
         difference = self.contract.difference(self.batch)
         if difference is not None:
             raise StepError(
-                "the default dtype has changed since the step was compiled, and forward makes tensors of it",
+                "the default dtype has changed since the step was compiled, and forward creates tensors of it",
                 where=difference.where,
                 got=f"{now}: {difference.got} for {difference.expected}",
                 expected=str(self.default_dtype),
@@ -172,7 +174,7 @@ class Guards:
         self.batch, self.forms = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join), forms
 
     def _check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whether gradients are asked of tensors; how they lie in memory, where that counts."""
+        """Whether gradients of tensors are requested; and their memory layout, if the step depends on it."""
         asking = tuple(tensors[name].requires_grad for name in self.batch.names)
         if asking != self.asking:
             flags = zip(self.batch.names, self.asking, asking, strict=True)
@@ -189,26 +191,28 @@ class Guards:
         shared = Batch(tuple(tensors), tuple(tensors.values()), {}, dict).shared()
         if written := self.contract.written.intersection(shared):
             raise StepError(
-                "the step writes into an entry of the batch that lies in one memory with another",
+                "the step writes into an entry of the batch that shares memory with another",
                 where=f"entry '{min(written)}'",
-                got=" and ".join(f"'{name}'" for name in shared) + " in one memory",
-                expected="an entry of its own memory, as in the example",
-                hint="clone() what is written into",
+                got=" and ".join(f"'{name}'" for name in shared) + " in shared memory",
+                expected="an entry with its own memory, as in the example",
+                hint="clone() the entry that is written",
             )
         for name, fake in zip(self.batch.names, self.batch.tensors, strict=True):
             if name in self.contract.strided and not _lies_alike(tensors[name], fake):
                 raise StepError(
-                    "the step asks how an entry of the batch lies in memory",
+                    "the step depends on the strides of a batch entry",
                     where=f"entry '{name}'",
                     got=f"strides {tensors[name].stride()} of shape {tuple(tensors[name].shape)}",
                     expected=f"strides as in the example, {fake.stride()} of shape {tuple(fake.shape)}",
-                    hint="pass x.contiguous()" if fake.is_contiguous() else "pass all batches as the example lies",
+                    hint="pass x.contiguous()"
+                    if fake.is_contiguous()
+                    else "pass all batches with the example's strides",
                 )
 
     # the model
 
     def _check_classes(self) -> None:
-        """StepError for a module that is of another class now, and for a class of a package with another forward."""
+        """StepError for a module whose class has changed, and for a class of a package whose forward has changed."""
         if [type(module) for _, module in self.modules] != self.kinds:
             now = ((name, kind, type(module)) for (name, module), kind in zip(self.modules, self.kinds, strict=True))
             name, old, new = next((name, old, new) for name, old, new in now if old is not new)
@@ -242,15 +246,15 @@ class Guards:
         self._refresh()
 
     def _replaced(self, change: StateChange) -> str:
-        """The name of a buffer to which another tensor was assigned. StepError for a parameter."""
+        """The name of a buffer that was assigned another tensor. StepError for a parameter."""
         kind, name = self.marks.names.get(id(change.old), ("", ""))
         if kind != "buffer" or not isinstance(change.new, Tensor):
             raise StepError(
                 f"the {'parameter' if kind == 'param' else 'buffer'} '{name}' of the model was replaced after compile",
                 where=change.place,
                 got=shown(change.new),
-                expected="the same parameter, with whatever values",
-                hint="write into it (load_state_dict, copy_, p.data = ...), as the optimizer still has the old "
+                expected="the same parameter, with any values",
+                hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
                 f"parameter; or {_AGAIN}",
             )
         return name
@@ -264,10 +268,10 @@ class Guards:
     def _try(
         self, changes: Sequence[StateChange], put: Callable[[Sequence[tuple[StateChange, Any]]], Batch | None]
     ) -> None:
-        """Run the step again on fake tensors, as things are now. StepError where it is not what was captured.
+        """Run the step again on fake tensors, in the present state. StepError if it differs from the captured step.
 
-        What it does not read at all is remembered, so that it may change with every step: `put` hands it a value that
-        cannot be read.
+        A value that it does not read at all is remembered, so that it may change with every step: `put` substitutes a
+        value that cannot be read.
         """
         changes = [c for c in changes if not (_is_plain(c.new) and c.place in self._unread)]
         if not changes:
@@ -276,7 +280,7 @@ class Guards:
         if all(_is_plain(c.new) for c in changes):
             try:
                 batch = put([(c, unread) for c in changes])
-            except WasRead:  # what takes the value looks at it: an array
+            except WasRead:  # the code that takes the value inspects it: an array
                 batch = None
             difference = self.contract.difference(batch) if batch is not None else Difference("", "", "")
             put([(c, c.new) for c in changes])
@@ -286,11 +290,11 @@ class Guards:
         difference = self.contract.difference(put([(c, c.new) for c in changes if c.new is not MISSING]) or self.batch)
         if difference is not None:
             raise StepError(
-                "the step would not be the one that was compiled",
+                "the step would differ from the compiled step",
                 where=", ".join(c.place for c in changes[:3]),
                 got=f"{'; '.join(map(str, changes[:3]))}; with it {difference.got} for {difference.expected}",
                 expected="the values when the step was compiled",
-                hint=f"pass what changes in the batch, as a tensor; or {_AGAIN}",
+                hint=f"pass the changing value in the batch, as a tensor; or {_AGAIN}",
             )
 
 
@@ -298,15 +302,15 @@ _TENSORS = ("_parameters", "_buffers")
 
 
 def _lies_alike(x: Tensor, fake: Tensor) -> bool:
-    """Whether two tensors, of which one may have but some rows of the other, have their dims in the same order, with
-    gaps in the same places."""
+    """Whether two tensors, of which one may have a subset of the other's rows, have the same order of dims in memory,
+    with gaps in the same places."""
     if x.is_contiguous() or fake.is_contiguous():
         return x.is_contiguous() and fake.is_contiguous()
     return x.stride() == fake.stride()
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value cannot be told from others by `is` alone."""
+    """Whether a value has no identity that `is` could compare."""
     return not (value is None or value is MISSING or isinstance(value, bool))
 
 
@@ -330,10 +334,10 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises CaptureError for a loss module of torch.nn, which takes (outputs, target) and not (outputs, batch)."""
+    """Raises CaptureError for a loss module of torch.nn, which takes (outputs, target) instead of (outputs, batch)."""
     if isinstance(loss, nn.Module) and type(loss).__module__ == "torch.nn.modules.loss":
         raise CaptureError(
-            "this loss takes outputs and targets",
+            "this loss takes (outputs, targets)",
             where="loss=",
             got=f"torch.nn.{type(loss).__name__}",
             expected="a function of (outputs, batch)",
@@ -342,25 +346,25 @@ def check_loss(loss: Any) -> None:
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """CaptureError for what torch.compile has wrapped: it runs graphs that no tracer sees into."""
+    """CaptureError for modules wrapped by torch.compile, whose graphs no tracer sees into."""
     if not isinstance(model, nn.Module):
-        raise CaptureError("this is not a model", got=type(model).__name__, expected="a torch.nn.Module")
+        raise CaptureError("not a model", got=type(model).__name__, expected="a torch.nn.Module")
     if names := compiled_modules(model):
         raise CaptureError(
-            "the model, or a part of it, has been through torch.compile",
+            "the model, or a part of it, is compiled by torch.compile",
             where=f"module '{names[0]}' ({type(model.get_submodule(names[0])).__name__})",
             got=f"{len(names)} compiled modules",
-            expected="the model as it is written",
-            hint="compile the plain model with meshweave: leave torch.compile(model), model.compile() out",
+            expected="the plain model",
+            hint="pass the plain model to meshweave: remove torch.compile(model), model.compile()",
         )
 
 
 def check_autocast(expected: torch.dtype | None) -> None:
-    """StepError under a torch.autocast other than the one that the step is compiled with, which would be ignored."""
+    """StepError under a torch.autocast other than the step's own, which would be ignored."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != expected:
             raise StepError(
-                "a compiled step does not see torch.autocast around it",
+                "a compiled step ignores torch.autocast around it",
                 got=f"autocast of {device} to {torch.get_autocast_dtype(device)}",
                 expected="no autocast" if expected is None else f"none, or {expected}",
                 hint="compile with autocast=dtype, and call the step outside of torch.autocast",
@@ -368,12 +372,12 @@ def check_autocast(expected: torch.dtype | None) -> None:
 
 
 def check_new_tensors() -> None:
-    """Raises CaptureError where new tensors hold no data: compile makes some that do."""
+    """Raises CaptureError if new tensors have no data: compile creates some that need data."""
     new = torch.empty(0)
     if new.is_meta or isinstance(new, FakeTensor):
         raise CaptureError(
-            "compile is called where new tensors hold no data",
+            "compile is called where new tensors have no data",
             got="a default device meta, or a FakeTensorMode",
-            expected="a model that may be on the meta device, compiled outside of such a block",
+            expected="compile outside of such a block; only the model may be on the meta device",
             hint="leave the block, torch.device('meta') or FakeTensorMode(), before you call compile",
         )

@@ -1,4 +1,4 @@
-"""Losses of torch.nn.functional as capture spells them: without a look at the data, and with shapes that are known."""
+"""Losses of torch.nn.functional in the form for capture: they do not read data, and have static shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
-    """As torch's, which also raises an error for a negative variance; here that counts as `eps`, as 0 does in both."""
+    """Like torch's, which also raises an error for a negative variance; here that counts as `eps`, as 0 does in
+    both."""
     if not isinstance(var, Tensor):
         return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
     if var.shape == input.shape[:-1] and var.shape != input.shape:
@@ -56,9 +57,10 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As torch's, by an op whose results have shapes that no length decides. log_probs [t, n, c] or [t, c], targets
-    [n, s], or those of all sequences one after the other, whose places depend on lengths: CaptureError where these are
-    computed, for the shape of the targets would depend on data."""
+    """Like torch's, by an op whose result shapes do not depend on lengths.
+
+    log_probs [t, n, c] or [t, c], targets [n, s], or those of all sequences concatenated, at offsets that depend on
+    lengths: CaptureError if these are computed, because the shape of the targets would depend on data."""
     is_batched = log_probs.dim() == 3
     if not is_batched:
         log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
@@ -67,11 +69,11 @@ def _ctc_loss(
         targets = pad_sequence(targets.split(each), batch_first=True)
     if targets.dim() != 2:
         raise CaptureError(
-            "the targets of ctc_loss lie one after the other, at places that depend on data",
+            "the targets of ctc_loss are concatenated, at offsets that depend on data",
             where=user_line(),
             got=f"targets {list(targets.shape)} for log_probs {list(log_probs.shape)}",
             expected=f"[{log_probs.shape[1]}, longest]",
-            hint="pass a row of targets for each sequence, filled up to the longest: what is filled in is not read",
+            hint="pass a row of targets for each sequence, padded to the longest: padding is not read",
         )
     wide = log_probs.float() if log_probs.dtype in (torch.bfloat16, torch.float16) else log_probs
     counts = _lengths(target_lengths, targets)
@@ -84,7 +86,7 @@ def _ctc_loss(
 
 
 def _ctc_loss_by_number(*args: Any, **options: Any) -> Tensor:
-    """torch.ctc_loss, which knows reductions by number."""
+    """torch.ctc_loss, whose reduction is a number."""
     arguments = dict(zip(_OF_CTC, args, strict=False)) | options
     number = arguments.pop("reduction", 1)
     return _ctc_loss(**arguments, reduction=("none", "mean", "sum")[number])

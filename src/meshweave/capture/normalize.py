@@ -1,4 +1,4 @@
-"""From the traced graph to the global graph: names, specs, few op kinds, one use of a parameter per phase."""
+"""From the traced graph to the global graph: names, specs, few op kinds, a single use of a parameter per phase."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def normalize(
     constants: Mapping[str, torch.Tensor],
     update: WriteUpdate = lambda normalizer, grads: {},
 ) -> StepGraph:
-    """The global graph of a traced step. `update` writes the end of it, which is not traced: it takes the values that
-    the traced graph returns after `outputs`, and returns more outputs.
+    """The global graph of a traced step. `update` appends the update, which is not traced: it takes the values that the
+    traced graph returns after `outputs`, and returns more outputs.
 
-    Afterwards: every node has a Spec and an Origin; no identities (a functional graph needs no clone); squeezes,
-    selects and transposes are views, slices and permutes; unchanged buffers and unused constants are gone; dead code
-    is gone.
+    Postconditions: every node has a Spec and an Origin; no identities (a functional graph needs no clone); squeezes,
+    selects and transposes are views, slices and permutes; unchanged buffers and unused constants are gone; dead code is
+    gone.
     """
     result = Normalizer(inputs, constants).run(graph, outputs, update)
     result.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
@@ -57,7 +57,7 @@ class Normalizer:
         self.own: dict[tuple[str, str], fx.Node] = {}  # input -> its placeholder
         self.origin = Origin("forward")
         self.lifted: dict[str, fx.Node] = {}
-        self.scalars: dict[Any, fx.Node] = {}  # 0-dim values are made once per phase
+        self.scalars: dict[Any, fx.Node] = {}  # 0-dim values, once per phase
 
     def run(self, old: fx.Graph, outputs: tuple[tuple[str, str], ...], update: WriteUpdate) -> StepGraph:
         sources = [n for n in old.nodes if n.op == "placeholder"]
@@ -125,7 +125,8 @@ class Normalizer:
 
 
 def _without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without those of one device's memory: the graph is device-neutral, strides are the runtime's."""
+    """Options without those about a single device's memory: the graph is device-neutral, the runtime chooses
+    strides."""
     return {
         k: v for k, v in kwargs.items() if k not in ("memory_format", "device", "pin_memory", "layout", "non_blocking")
     }
@@ -179,7 +180,7 @@ def _slice(
 
 
 def _cat(r: Normalizer, spec: Spec, values: Sequence[fx.Node], dim: int = 0) -> fx.Node:
-    """cat of what is not empty: the caches of Hugging Face models begin with an empty tensor."""
+    """cat of the non-empty operands: caches of Hugging Face models begin with an empty tensor."""
     nonempty = [v for v in values if spec_of(v).num_elements]
     if len(nonempty) == 1 and spec_of(nonempty[0]) == spec:
         return nonempty[0]
@@ -228,7 +229,7 @@ def _arange(start: int, step_at: int) -> Callable[..., fx.Node]:
 def _conv_backward(
     r: Normalizer, spec: Any, grad: fx.Node, x: fx.Node, w: fx.Node, bias_sizes: Any, *rest: Any
 ) -> tuple[fx.Node | None, ...]:
-    """One op per gradient: the three depend on different operands, so that they shard differently."""
+    """An op per gradient: the three depend on different operands, so they shard differently."""
     *options, mask = rest
     results: list[fx.Node | None] = [None, None, None]
     for i in range(2):

@@ -1,7 +1,7 @@
-"""Ops with numbers, as ops with 0-dim float64 tensors in the numbers' place: so that numbers are inputs of a graph.
+"""Ops with numbers, rewritten with 0-dim float64 tensors instead, so that numbers are inputs of a graph.
 
-Each row rounds as ATen's kernel does that takes the number: operands of 16 bits are computed in float32 and rounded
-once at the end.
+Each row rounds like the ATen kernel that takes the number: 16-bit operands are computed in float32 and rounded once at
+the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
     """ATen's lerp with a number changes its formula at 0.5 (aten/src/ATen/native/Lerp.h), so that it is exact at both
-    ends. So is this one, which has one formula for numbers that are known only when the step runs."""
+    ends. So is this formula, which also works for numbers known only at run time."""
     return start * (1 - weight) + end * weight
 
 
@@ -74,7 +74,7 @@ def _index_put(x: Tensor, indices: Any, value: Any, accumulate: bool = False) ->
     return aten.index_put(x, list(indices), _like(value, x), accumulate)
 
 
-# Name of an op without overload -> the op on tensors alone.
+# Name of an op without overload -> the op on tensors only.
 ARITHMETIC: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "add": _add,
@@ -106,12 +106,12 @@ ARITHMETIC: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 )
 
 
-# Sums of products of 16 bits are added in float32 and rounded once, on any mesh: Muon multiplies in bfloat16.
+# Sums of 16-bit products are added in float32 and rounded once, on any mesh: Muon multiplies in bfloat16.
 SUMS = frozenset({"mm", "bmm"})
 
 
 def base_of(func: Any) -> str:
-    """The name of an op without namespace and overload, and without the mark of ops that write in place."""
+    """The name of an op without namespace and overload, and without the suffix of in-place ops."""
     return operator_name(func).rstrip("_")
 
 
@@ -120,7 +120,7 @@ def in_place(func: Any) -> bool:
 
 
 def _widened(operands: list[Any]) -> list[Any]:
-    """Floating-point operands in the dtype in which ATen's kernels compute: that of all of them, float32 at least."""
+    """Floating-point operands in the dtype in which ATen's kernels compute: their common dtype, at least float32."""
     dtypes = [x.dtype for x in operands if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
     if not dtypes:
         return operands
@@ -129,7 +129,7 @@ def _widened(operands: list[Any]) -> list[Any]:
 
 
 def scaled(base: str, args: Any, kwargs: Mapping[str, Any], into: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The op by its row, its result in `dtype`; written into a tensor where that is what the op does."""
+    """The op by its row, its result in `dtype`; written into a tensor if the op is in place."""
     result = ARITHMETIC[base](*_widened(list(args)), **kwargs)
     is_comparison = result.dtype == torch.bool
     result = result if result.dtype == dtype or is_comparison else result.to(dtype)

@@ -1,7 +1,7 @@
-"""The update of one parameter as a graph of values: records made functional, and all that a step may do merged in it.
+"""The update of a parameter as a graph of values: records in functional form, with all paths of a step merged.
 
-Values are hash-consed, so that what two records have in common is one value. Where they differ, a `where` chooses; as
-far down as it can, so that of two ways to compute one number the number alone is chosen.
+Values are hash-consed, so that a value common to two records is a single value. Where they differ, a `where` chooses,
+pushed down as far as possible, so that of two ways to compute a number only the number is chosen.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from meshweave.ir.traits import CASTS, is_pointwise
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
-_COPIES = {aten.copy.default, *CASTS}  # element by element, too
+_COPIES = {aten.copy.default, *CASTS}  # elementwise, too
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSource:
-    """Where a number comes from: a variant of the update, a path through it, and its place in that path's record."""
+    """Where a number comes from: a variant of the update, a path through it, and its index in that path's record."""
 
     variant: int
     path: tuple[bool, ...]
     index: int
 
 
-Number = frozenset[UpdateSource]  # of different variants: the number of that which a step takes
+Number = frozenset[UpdateSource]  # for numbers of different variants: that of the current step's variant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateValue:
-    """One value: an op on others, or an input where `target` is None and `args` is its key or its `Number`."""
+    """A value: an op on others, or an input if `target` is None and `args` is its key or its `Number`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -57,7 +57,7 @@ RunOp = Callable[[UpdateValue, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(slots=True)
 class Values:
-    """Makes values, each once."""
+    """Creates values, each once."""
 
     known: dict[Any, UpdateValue] = field(default_factory=dict)
     _merged: dict[Any, UpdateValue] = field(default_factory=dict)
@@ -82,8 +82,8 @@ class Values:
         return self.known[key]
 
     def merge(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue, of_variants: bool) -> UpdateValue:
-        """`where(condition, yes, no)`, pushed down. Between variants two numbers are one input, that of the variant at
-        hand."""
+        """`where(condition, yes, no)`, pushed down. Between variants two numbers are a single input: that of the
+        current variant."""
         if yes is no:
             return yes
         key = (id(condition), id(yes), id(no))
@@ -108,7 +108,7 @@ def _is_number(value: UpdateValue) -> bool:
 
 
 def _may_merge(a: UpdateValue, b: UpdateValue, of_variants: bool) -> bool:
-    """Whether a choice between two values costs next to nothing."""
+    """Whether a choice between two values is cheap."""
     both_numbers = of_variants and _is_number(a) and _is_number(b)
     return both_numbers or all(isinstance(x.spec, Spec) and not x.spec.shape for x in (a, b))
 
@@ -121,7 +121,7 @@ def _same_op(a: UpdateValue, b: UpdateValue) -> bool:
 
 
 def _with_uses(value: UpdateValue, uses: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """The arguments of a value with other values in their place."""
+    """The arguments of a value with substituted values."""
     left = iter(uses)
 
     def replaced(x: Any) -> Any:
@@ -135,7 +135,7 @@ def _with_uses(value: UpdateValue, uses: Sequence[Any]) -> tuple[tuple[Any, ...]
 def values_of(
     values: Values, record: OptimizerRecord, specs: Mapping[Key, Spec], number: Callable[[int], UpdateValue]
 ) -> Outputs:
-    """The outputs of a record, and its branches' conditions under ("condition", place, "")."""
+    """The outputs of a record, and its branches' conditions under ("condition", index, "")."""
     keys = [*record.inputs]
     mode = FakeTensorMode()
     with mode:
@@ -155,7 +155,7 @@ def values_of(
 
 
 def replay(record: OptimizerRecord, inputs: Mapping[Key, Tensor], numbers: Sequence[Tensor]) -> dict[Key, Tensor]:
-    """The run again, on other tensors and numbers, which are left as they are."""
+    """Runs the record on other tensors and numbers, which are not modified."""
     env = {index: inputs[key].clone() for key, index in record.inputs.items()}
     results: dict[Key, Tensor] = {}
 
@@ -203,7 +203,7 @@ def _import(values: Values, graph: fx.Graph, inputs: Sequence[UpdateValue]) -> l
 
 
 def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> Outputs:
-    """The outputs, whichever way branches on data go. `paths` are complete: for every branch both ways."""
+    """The outputs for all branches on data. `paths` are complete: they contain both outcomes of every branch."""
 
     def at(depth: int, chosen: list[tuple[bool, ...]]) -> Outputs:
         if len(chosen) == 1 and len(chosen[0]) == depth:
@@ -216,7 +216,7 @@ def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> O
 
 
 def ordered(outputs: Iterable[UpdateValue]) -> list[UpdateValue]:
-    """All values that outputs need, each after what it uses."""
+    """All values that the outputs need, in topological order."""
     done: dict[UpdateValue, None] = {}
     stack = [(v, False) for v in reversed(list(outputs))]
     while stack:
@@ -232,8 +232,8 @@ def ordered(outputs: Iterable[UpdateValue]) -> list[UpdateValue]:
 
 
 def reshaped(outputs: Outputs, old: Sequence[int], new: Sequence[int]) -> Outputs | None:
-    """The same outputs of tensors of shape `new` instead of `old`; None where an op does not go element by
-    element, or where a shape is that of a number."""
+    """The same outputs for tensors of shape `new` instead of `old`; None if an op is not elementwise, or if a shape is
+    that of a number."""
     env: dict[UpdateValue, UpdateValue] = {}
     if not old or not new:
         return None
@@ -256,7 +256,7 @@ def run_op(value: UpdateValue, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def evaluate(outputs: Mapping[Key, UpdateValue], inputs: Callable[[Any], Any], call: RunOp = run_op) -> dict[Key, Any]:
-    """The outputs of a graph. `inputs(key)` gives what a key or a `Number` stands for, `call` what an op gives."""
+    """The outputs of a graph. `inputs(key)` returns the value of a key or a `Number`, `call` the result of an op."""
     env: dict[UpdateValue, Any] = {}
     for value in ordered(outputs.values()):
         if value.target is None:

@@ -1,5 +1,6 @@
-"""What is checked of the optimizer before every step: its parameters and its hooks are those that were compiled. Its
-options are read by `optimizer_steps.StepNumbers`."""
+"""Checks before every step that the optimizer's parameters and hooks are those compiled.
+
+Its options are read by `optimizer_steps.StepNumbers`."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ _AGAIN = "step.save(path), compile again with it, step.load(path)"
 
 
 class OptimizerGuard:
-    """The guard of the optimizer of one compiled step."""
+    """The guard of a compiled step's optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.params = [list(group["params"]) for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raises OutdatedUpdate for what has changed; PlanError for hooks and options that are not supported."""
+        """Raises OutdatedUpdate for changes; PlanError for hooks and options that are not supported."""
         check_hooks(self.optimizer)
         groups = self.optimizer.param_groups
         if not _equal([group["params"] for group in groups], self.params):
@@ -45,12 +46,13 @@ def _equal(now: Any, before: Any) -> bool:
     """Equal containers of the same tensors."""
     try:
         return bool(now == before)
-    except RuntimeError:  # other tensors, which have no truth value
+    except RuntimeError:  # other tensors, whose comparison has no truth value
         return False
 
 
 def note_untrained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Say which parameters want a gradient, but are in no group of the optimizer: another optimizer would get none."""
+    """Warn about parameters that require gradients but are in no group of the optimizer: another optimizer would get
+    none."""
     if optimizer is None:
         return
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}

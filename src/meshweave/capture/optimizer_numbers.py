@@ -1,4 +1,4 @@
-"""Numbers that depend on data, and the errors for what an optimizer's code cannot do with them."""
+"""Numbers that depend on data, and the errors for unsupported uses of them in an optimizer's code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WRAPPERS = (f"{_OPTIM}/optimizer.py", f"{_OPTIM}/lr_scheduler.py")
 
 
 def user_code_line(frame: FrameType | None = None) -> str:
-    """The innermost line at hand that is an optimizer's: not of meshweave, and of torch only what is in torch.optim."""
+    """The innermost current line of an optimizer's code: not of meshweave, and of torch only torch.optim."""
     frame = frame or sys._getframe(1)
     while frame is not None and not _is_optimizer_code(frame.f_code.co_filename):
         frame = frame.f_back
@@ -30,7 +30,7 @@ def user_code_line(frame: FrameType | None = None) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line of an optimizer that an error went through."""
+    """The innermost line of an optimizer in an error's traceback."""
     trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -51,8 +51,9 @@ def untraceable(what: str, got: str, hint: str) -> CaptureError:
 
 
 class DataNumber:
-    """What `.item()` of a stand-in gives: a number that depends on data. It computes like a float, as a 0-dim float64
-    tensor; where code branches on it, both ways are taken, one record each."""
+    """The result of `.item()` of a stand-in: a number that depends on data.
+
+    It computes like a float, as a 0-dim float64 tensor; where code branches on it, both branches are recorded."""
 
     __slots__ = ("decide", "tensor")
 
@@ -125,7 +126,7 @@ class DataNumber:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """A torch function that is handed such a number: computed with it as a tensor."""
+        """A torch function of such a number computes with it as a tensor."""
         name = func.__name__
         base = name.strip("_").removeprefix("r") if name.startswith("__") else name.rstrip("_")
         base = {"truediv": "div", "itruediv": "div", "imul": "mul", "iadd": "add", "isub": "sub"}.get(base, base)
@@ -143,5 +144,5 @@ def of_data(what: str) -> CaptureError:
     return untraceable(
         "the optimizer computes in Python with a number that depends on data",
         f"{what} of a tensor's .item()",
-        "compute it with tensors: torch.sqrt, torch.where, torch.clamp instead of Python and math",
+        "use tensor ops: torch.sqrt, torch.where, torch.clamp instead of Python and math",
     )

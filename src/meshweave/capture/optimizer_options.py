@@ -1,4 +1,4 @@
-"""The options of an optimizer's groups (lr, betas, what a schedule notes there) as checkpoints keep them."""
+"""The options of an optimizer's groups (lr, betas, entries of a scheduler) as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """By group the options that are plain values, sequences of them or tensors of one number."""
+    """By group, the options that are plain values, sequences of them or tensors of a single number."""
     return [
         {key: _number(value) for key, value in group.items() if key != "params" and _is_plain(_number(value))}
         for group in optimizer.param_groups
@@ -24,14 +24,14 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def put_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Let groups have the options that were saved, as `optimizer.load_state_dict` does. Where there are other groups
-    now, all stay as they are, with a warning."""
-    if not saved:  # of a checkpoint that has none
+    """Set the saved options in groups, as `optimizer.load_state_dict` does. If the groups differ now, all stay
+    unchanged, with a warning."""
+    if not saved:  # from a checkpoint without options
         return
     if len(saved) != len(optimizer.param_groups):
         _LOG.warning(
-            "%s has %d groups of parameters, and had %d when the checkpoint was written: options (lr, ...) stay those "
-            "of now",
+            "%s has %d groups of parameters, and had %d when the checkpoint was written: options (lr, ...) stay as "
+            "they are",
             name_of(optimizer), len(optimizer.param_groups), len(saved),
         )  # fmt: skip
         return

@@ -1,8 +1,8 @@
-"""One run of an optimizer's own `step()`, written down: which ops on which tensors, with which numbers.
+"""A record of a run of an optimizer's own `step()`: which ops on which tensors, with which numbers.
 
-What the code keeps as numbers (options of param_groups, counts of steps, 0-dim tensors of its own) is real, and is
-computed by the code itself: an `OptimizerRecord` holds the numbers that it handed to ops, apart from the ops. Numbers
-differ from step to step, the rest has to stay.
+Numbers of the code (options of param_groups, step counts, its own 0-dim tensors) are real, and the code itself computes
+them: an `OptimizerRecord` has the numbers that were passed to ops, separate from the ops. Numbers differ from step to
+step; everything else has to stay the same.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Num:
-    """A number that the code hands to an op, by its place among the numbers of a record."""
+    """A number that the code passes to an op, by its index among the numbers of a record."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCall:
-    """An op on stand-ins. `results`: the tensors that it gives, and their dtypes."""
+    """An op on stand-ins. `results`: the tensors that it returns, and their dtypes."""
 
     func: Any
     args: tuple[Any, ...]
@@ -52,7 +52,7 @@ class OptimizerCall:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A branch of the code on a tensor: which way this record went."""
+    """A branch of the code on a tensor: which branch this record took."""
 
     condition: Ref
     outcome: bool
@@ -63,8 +63,8 @@ Key = tuple[str, int, str]  # ("param" | "grad" | "state", number of the paramet
 
 @dataclass(slots=True)
 class OptimizerRecord:
-    """What one run did. `inputs` and `outputs` name tensors; numbers stand apart, in the order of their use.
-    `reads_shape`: whether the code looked at a shape, so that its numbers may come of it."""
+    """What a run did. `inputs` and `outputs` name tensors; numbers are separate, in the order of their use.
+    `reads_shape`: whether the code read a shape, so that its numbers may depend on it."""
 
     inputs: dict[Key, int] = field(default_factory=dict)
     calls: list[OptimizerCall | Decision] = field(default_factory=list)
@@ -79,9 +79,9 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A record with the state that it fills with one number taken out: `fills` has these, by key, and `record` has the
-    tensors as inputs. `signature` is all that must not change from step to step. `order` are the numbers of `record`,
-    by their places in the run that it was."""
+    """A record without the ops that fill fresh state with a single number: `fills` has these numbers, by key, and
+    `record` has the tensors as inputs. `signature` is everything that must not change from step to step. `order` maps
+    the numbers of `record` to their indices in the original run."""
 
     record: OptimizerRecord
     fills: Mapping[Key, float]
@@ -89,14 +89,14 @@ class Prepared:
     order: tuple[int, ...]
 
     def again(self, run: OptimizerRecord) -> Prepared:
-        """The same of a run that did the same with other numbers. Nothing is filled in it."""
+        """The same for a run that did the same with other numbers. It contains no fills."""
         numbers = [run.numbers[i] for i in self.order]
         record = OptimizerRecord(self.record.inputs, self.record.calls, numbers, self.record.outputs, run.reads_shape)
         return Prepared(record, {}, self.signature, self.order)
 
 
 def prepared(record: OptimizerRecord) -> Prepared:
-    """A state tensor that begins as one number, before anything else is done with it, is an input that holds it."""
+    """A state tensor that is first filled with a single number becomes an input with that value."""
     labels: dict[int, Key] = {index: key for key, index in record.inputs.items()}
     fills: dict[Key, float] = {}
     created = {i: key for key, i in record.outputs.items() if key[0] == "state" and key not in record.inputs}
@@ -124,7 +124,7 @@ def _fill_value(call: OptimizerCall, record: OptimizerRecord) -> float:
 
 
 def _renumbered(record: OptimizerRecord, labels: Mapping[int, Key], fills: dict[Key, float]) -> Prepared:
-    """Tensors and numbers in the order in which they come, so that equal runs give equal records."""
+    """Tensors and numbers renumbered in order of appearance, so that equal runs have equal records."""
     order: dict[int, int] = {}
     inputs = {key: order.setdefault(index, len(order)) for key, index in sorted((k, i) for i, k in labels.items())}
     numbers: list[float] = []
@@ -153,7 +153,7 @@ def _renumbered(record: OptimizerRecord, labels: Mapping[int, Key], fills: dict[
 
 
 def every_path(run: Callable[[Sequence[bool]], Prepared]) -> list[Prepared]:
-    """The records of all ways in which branches on data can go. `run(decisions)` goes one of them."""
+    """The records of all outcomes of branches on data. `run(decisions)` follows one of them."""
     records: list[Prepared] = []
     decisions: list[bool] | None = []
     while decisions is not None:

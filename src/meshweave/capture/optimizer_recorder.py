@@ -1,6 +1,6 @@
-"""Runs an optimizer's own `step()` on stand-ins, and writes down what it does.
+"""Runs an optimizer's own `step()` on stand-ins, and records what it does.
 
-Parameters, gradients and state tensors stand on the meta device; numbers are real.
+Parameters, gradients and state tensors are on the meta device; numbers are real.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Items(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") == _META and not any(self.recorder.is_known(x) for x in args):
-            return func(*args, **{**kwargs, "device": None})  # a number beside a parameter is a number
+            return func(*args, **{**kwargs, "device": None})  # a number next to a parameter is a number
         if func in _SHAPES and self.recorder.is_known(args[0]):
             self.recorder.record.reads_shape = True
         if func not in (Tensor.item, Tensor.__bool__, Tensor.__setitem__) or not self.recorder.is_known(args[0]):
@@ -63,9 +63,10 @@ class _Items(TorchFunctionMode):
 
 
 class OptimizerRecorder(TorchDispatchMode):
-    """Writes down one run. `decisions` are taken in order where the code branches on data; further ones are False.
+    """Records a run.
 
-    `before` is an earlier run: as long as this one does the same, nothing is computed, and its tensors are taken.
+    `decisions` are taken in order where the code branches on data; further branches are False. `before` is an earlier
+    run: as long as this run does the same, nothing is computed, and its tensors are reused.
     """
 
     def __init__(self, decisions: Sequence[bool] = (), before: OptimizerRecorder | None = None) -> None:
@@ -77,7 +78,7 @@ class OptimizerRecorder(TorchDispatchMode):
         self._held: list[Tensor] = []
 
     def know(self, tensor: Tensor) -> int:
-        """The number of a tensor, a new one where it has none."""
+        """The number of a tensor, a new number for a new tensor."""
         if id(tensor) not in self._refs:
             self._refs[id(tensor)] = len(self._alive)
             self._alive.append(tensor)
@@ -88,7 +89,7 @@ class OptimizerRecorder(TorchDispatchMode):
 
     @property
     def is_repeated(self) -> bool:
-        """Whether this run did what the one before did."""
+        """Whether this run did the same as the previous run."""
         known = self.before
         return known is not None and len(self.record.calls) == len(known.record.calls)
 
@@ -99,7 +100,7 @@ class OptimizerRecorder(TorchDispatchMode):
         return outcome
 
     def _repeats(self, func: Any, args: Any, kwargs: Any) -> OptimizerCall | None:
-        """The call of the run before that this one is."""
+        """The call of the previous run that this call repeats."""
         at = len(self.record.calls)
         call = self.before.record.calls[at] if self.before and at < len(self.before.record.calls) else None
         same = isinstance(call, OptimizerCall) and (call.func, call.args, call.kwargs) == (func, args, kwargs)
@@ -130,7 +131,7 @@ class OptimizerRecorder(TorchDispatchMode):
             return result
         if is_random(func):
             raise untraceable(
-                "the optimizer draws random numbers", str(func), "draw them in the model, which is captured with them"
+                "the optimizer draws random numbers", str(func), "draw them in the model, where they are captured"
             )
         return self._written(func, args, kwargs, {})
 
@@ -138,7 +139,7 @@ class OptimizerRecorder(TorchDispatchMode):
         return id(x) in self._refs or (isinstance(x, (list, tuple)) and any(map(self._holds_known, x)))
 
     def _written(self, func: Any, args: Any, kwargs: dict[str, Any], forced: dict[str, Any]) -> Any:
-        """The result of an op, which is written down. `forced` options are for the stand-ins alone."""
+        """The result of an op, which is recorded. `forced` options apply only to stand-ins."""
         names = _names_of(func)
         described = tuple(self._described(func, n, x) for n, x in zip(names, args, strict=False))
         options = tuple(
@@ -159,30 +160,28 @@ class OptimizerRecorder(TorchDispatchMode):
         return result
 
     def _take(self, index: int, x: Tensor) -> None:
-        """A tensor of the run before, under its number."""
+        """A tensor of the previous run, under its number."""
         if index == len(self._alive):
             self._refs[id(x)] = index
             self._alive.append(x)
 
     def _host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An op without stand-ins: numbers of the code's own, which are computed; or a tensor that it makes."""
+        """An op without stand-ins: it computes the code's own numbers, or creates a tensor."""
         kept = {k: v for k, v in kwargs.items() if not (k == "device" and v == _META)}
         if func.overloadpacket not in FILLS or len(args[0]) == 0:
             return func(*args, **kept)
         return self._written(func, args, kwargs, {"device": _META})
 
     def runs(self, owner: dict[int, str]) -> dict[str, tuple[Any, ...]]:
-        """What was done to each parameter: ops and numbers. `owner`: number of a tensor -> whose it is.
-
-        Raises CaptureError for an op that takes tensors of two parameters.
-        """
+        """What was done to each parameter: ops and numbers. `owner`: number of a tensor -> its parameter.
+        Raises CaptureError for an op that takes tensors of two parameters."""
         done: dict[str, list[Any]] = {name: [] for name in owner.values()}
         for call in (c for c in self.record.calls if isinstance(c, OptimizerCall)):
             refs = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Ref)]
             owners = sorted({owner[ref.index] for ref in refs if ref.index in owner})
             if len(owners) > 1:
                 raise CaptureError(
-                    "the optimizer updates parameters together, by what several of them hold",
+                    "the optimizer combines the values of several parameters in an update",
                     got=f"{call.func} of {owners[0]} and {owners[1]}",
                     expected="an update of each parameter by its own gradient and state",
                     hint="clip gradients by clip_grad_norm=, and loop over parameters in step()",
@@ -204,9 +203,9 @@ class OptimizerRecorder(TorchDispatchMode):
                 return Ref(self._refs[id(value)])
             if value.numel() != 1 or value.device.type == "meta":
                 raise untraceable(
-                    "the optimizer uses a tensor that is no parameter, gradient or state of its own",
+                    "the optimizer uses a tensor that is not a parameter, gradient or state of its own",
                     f"{value.dtype} of shape {tuple(value.shape)} in {func}",
-                    "keep tensors in optimizer.state[param], made in step() from the parameter or its gradient",
+                    "keep tensors in optimizer.state[param], created in step() from the parameter or its gradient",
                 )
             return self._number(float(value))
         if isinstance(value, (list, tuple)):
@@ -221,7 +220,7 @@ class OptimizerRecorder(TorchDispatchMode):
 
 
 def _is_number(func: Any, name: str, value: float) -> bool:
-    """Whether an argument is a number that may differ in every step, and not one that says what is computed."""
+    """Whether an argument is a number that may differ in every step and does not select what is computed."""
     return name in _places_of_numbers(func) and not (base_of(func) == "pow" and isinstance(value, int))
 
 

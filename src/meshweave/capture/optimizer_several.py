@@ -1,4 +1,4 @@
-"""Several optimizers over disjoint parameters (Muon for matrices, AdamW for the rest) as one."""
+"""Several optimizers over disjoint parameters (Muon for matrices, AdamW for the rest) as a single optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from meshweave.errors import PlanError
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """What steps when each of `optimizers` does. Groups and state are theirs, not copies: what is written into the one
-    is in the other. The list of groups is new each time; a group is added to the optimizer that is to have it."""
+    """An optimizer that steps each of `optimizers`.
+
+    Groups and state are theirs, not copies: writes to either are visible in both. The list of groups is new on each
+    access; add a group to the individual optimizer."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)  # no call of the base class, which would make groups of its own
+        self.optimizers = tuple(optimizers)  # does not call the base class, which would create its own groups
         self.defaults: dict[str, Any] = {}
         self._states = _States(self.optimizers)
 
@@ -30,7 +32,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
 
 class _States(MutableMapping[Tensor, Any]):
-    """The state of all optimizers by parameter, each in that of the optimizer that has the parameter."""
+    """The state of all optimizers by parameter, each in the optimizer that has the parameter."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -42,7 +44,7 @@ class _States(MutableMapping[Tensor, Any]):
         owner = self._owners.get(param)
         if owner is not None:
             return owner.state
-        return next((o.state for o in self.optimizers if param in o.state), {})  # of one that left its group
+        return next((o.state for o in self.optimizers if param in o.state), {})  # of a parameter that left its group
 
     def __getitem__(self, param: Tensor) -> Any:
         return self._of(param)[param]
@@ -64,15 +66,15 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 def optimizer_of(optimizer: Any) -> torch.optim.Optimizer | None:
-    """An optimizer as it is; several, in a list or tuple, as one. Raises PlanError where they share a parameter, and
-    for what is no optimizer."""
+    """The optimizer itself; several, in a list or tuple, as a single optimizer. Raises PlanError if they share a
+    parameter, and for other objects."""
     parts = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if optimizer is None:
         return None
     for index, part in enumerate(parts):
         if not isinstance(part, torch.optim.Optimizer):
             raise PlanError(
-                "this is not an optimizer",
+                "not an optimizer",
                 where="optimizer=" if part is optimizer else f"optimizer=, item {index}",
                 got=type(part).__name__,
                 expected="a torch.optim.Optimizer, or a list of several over disjoint parameters",
@@ -97,7 +99,7 @@ def optimizer_of(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that step: itself, but for several."""
+    """The optimizers that step: itself, or its parts."""
     return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 

@@ -21,14 +21,14 @@ from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.interop.optimizer import make_state
 from meshweave.ir.graph import Spec
 
-# Options that choose among implementations of one update: the plain loop over parameters is traced.
+# Options that choose among implementations of the same update: the plain loop over parameters is traced.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """State of one parameter between steps: its tensors, by slot, and what the optimizer's code computes itself (counts
-    of steps, 0-dim tensors)."""
+    """State of a parameter between steps: its tensors, by slot, and the values that the optimizer's code computes
+    itself (step counts, 0-dim tensors)."""
 
     tensors: Mapping[str, Spec] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,8 @@ class StandIns:
         for index, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 stand_in = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-                stand_in.__dict__.update(vars(p))  # what users note on parameters: a rate of its own, no weight decay
+                # users' attributes on parameters: its own learning rate, no weight decay
+                stand_in.__dict__.update(vars(p))
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -67,14 +68,14 @@ class StandIns:
         self._runs: dict[tuple[str, tuple[bool, ...]], tuple[OptimizerRecorder, Prepared]] = {}
 
     def take_options(self) -> None:
-        """The options of every group as they are now, and what the user notes on parameters and on the optimizer."""
+        """Copy the present options of every group, and the user's attributes on parameters and on the optimizer."""
         for name, p in self._own.items():
             self.params[name].__dict__.update(vars(p))
         for part, stand_in, noted in zip(parts_of(self.source), self._copies, self._noted, strict=True):
             attributes = _attributes(part)
             for name, form in forms_of(attributes).items():
                 if any(id(tensor) in self._memo for tensor in tensors_in(form)):
-                    continue  # what holds parameters, as another optimizer does, stays bound to the stand-ins
+                    continue  # an attribute that refers to parameters stays bound to the stand-ins
                 if name not in noted or difference(noted[name], form) is not None:
                     stand_in.__dict__[name], noted[name] = _deep(part, attributes[name], dict(self._memo)), form
         groups = [group for each in self._groups for group in each]
@@ -83,13 +84,13 @@ class StandIns:
             own.update(options | {k: False for k in _IMPLEMENTATIONS if k in group})
 
     def have_other_notes(self, names: Sequence[str]) -> bool:
-        """Whether what is noted on some parameters is neither what it was at first nor the same on all of them."""
+        """Whether user attributes on some parameters are neither as at first nor the same on all of them."""
         now = {name: forms_of(vars(self._own[name])) for name in names}
         changed = any(not alike(forms, self._notes[name]) for name, forms in now.items())
         return changed and any(not alike(forms, now[names[0]]) for forms in now.values())
 
     def step(self, name: str, kept: Kept) -> tuple[list[Prepared], Kept]:
-        """One step of one parameter, by every path through it, and what it keeps after it."""
+        """A step of a parameter, by every path through it, and its state after it."""
         after: list[Kept] = []
 
         def run(decisions: Sequence[bool]) -> Prepared:
@@ -100,10 +101,10 @@ class StandIns:
         records = every_path(run)
         if any(left.shown != after[0].shown for left in after[1:]):
             raise CaptureError(
-                "the optimizer keeps a number that depends on data",
+                "the optimizer stores a number that depends on data",
                 where=name_of(self.source),
                 got=" or ".join(sorted({left.shown for left in after})),
-                hint="keep it as a tensor: in optimizer.state[param], made from the parameter or its gradient",
+                hint="keep it as a tensor: in optimizer.state[param], computed from the parameter or its gradient",
             )
         return records, after[0]
 
@@ -152,10 +153,10 @@ class StandIns:
                 recorder.record.outputs["state", 0, slot] = recorder.know(value)
             elif isinstance(value, DataNumber) or (isinstance(value, Tensor) and value.numel() != 1):
                 raise CaptureError(
-                    f"the optimizer keeps '{slot}' in a way that cannot be traced",
+                    f"the optimizer stores '{slot}' in a form that cannot be traced",
                     where=name_of(self.source),
                     got="a number from .item()" if isinstance(value, DataNumber) else f"shape {tuple(value.shape)}",
-                    expected="a tensor made from the parameter or its gradient, or a number",
+                    expected="a tensor computed from the parameter or its gradient, or a number",
                 )
             elif value is not None:
                 numbers[slot] = value.detach().clone() if isinstance(value, Tensor) else value
@@ -169,9 +170,7 @@ class StandIns:
 
     def runs_of(self, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         """What a first step of some parameters together does to each of them: ops and numbers.
-
-        Raises CaptureError where the update of one parameter depends on another.
-        """
+        Raises CaptureError if the update of a parameter depends on another."""
         recorder, owner = OptimizerRecorder(), dict[int, str]()
         self._begin(names)
         for name in names:
@@ -181,7 +180,7 @@ class StandIns:
         return recorder.runs(owner)
 
     def _begin(self, names: Sequence[str]) -> None:
-        """Let the optimizer have some parameters alone, without state."""
+        """Give the optimizer only some parameters, without state."""
         self.state.clear()
         first = 0
         for own, groups in zip(self._copies, self._groups, strict=True):
@@ -194,7 +193,7 @@ class StandIns:
 
 
 def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) -> torch.optim.Optimizer:
-    """A copy of an optimizer, of whatever attributes, with a state of its own."""
+    """A copy of an optimizer, with all its attributes and its own state."""
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step")}
     own = object.__new__(type(optimizer))
     own.__dict__.update(_deep(optimizer, attributes, memo), state=state)
@@ -202,7 +201,7 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) 
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer has beside its groups and their state."""
+    """The attributes of an optimizer except its groups and their state."""
     return {k: v for k, v in vars(optimizer).items() if k not in ("state", "step", "param_groups")}
 
 
@@ -214,12 +213,12 @@ def _deep(optimizer: torch.optim.Optimizer, value: Any, memo: dict[int, Any]) ->
             "the optimizer cannot be copied, to trace its step without data",
             where=type(optimizer).__name__,
             got=f"{type(error).__name__}: {error}",
-            hint="keep in the optimizer's attributes only what copy.deepcopy copies",
+            hint="keep in the optimizer's attributes only objects that copy.deepcopy can copy",
         ) from error
 
 
 class _Errors:
-    """What an optimizer raises as it is traced becomes a CaptureError with its line."""
+    """Turns an error of the traced optimizer into a CaptureError with its line."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -233,7 +232,7 @@ class _Errors:
                 f"the step of the optimizer {self.name} cannot be captured",
                 where=line_of(error),
                 got=f"{type(error).__name__}: {error}",
-                hint="its step() has to run on tensors alone, without closure, for dense gradients",
+                hint="its step() has to run on tensors only, without closure, for dense gradients",
             ) from error
 
 
@@ -256,7 +255,7 @@ def _check_callable(optimizer: torch.optim.Optimizer) -> None:
             where=f"{step.__code__.co_filename}:{step.__code__.co_firstlineno} in {step.__name__}",
             got=f"step({', '.join(needed)})",
             expected="an optimizer whose step() takes the gradients of one backward pass",
-            hint="train with such an optimizer (SGD, Adam, Muon, ...), or this one in eager PyTorch",
+            hint="train with such an optimizer (SGD, Adam, Muon, ...), or use eager PyTorch",
         )
 
 

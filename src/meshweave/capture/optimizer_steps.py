@@ -1,4 +1,4 @@
-"""What the optimizer's own code computes and keeps: the numbers of each step."""
+"""The numbers of each step, which the optimizer's own code computes and keeps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshweave.errors import OutdatedUpdate, StepError
 
 
 class StepNumbers:
-    """The numbers of each step, and what the optimizer's own code keeps between steps, of every parameter.
+    """The numbers of each step, and what the optimizer's own code keeps between steps, for every parameter.
 
-    `next()` runs `step()` on stand-ins with the options as they are now, once for all parameters that have the same
-    numbers; `commit()` says that the step was taken. Parameters that a step does not update (the loss of its program
-    does not use them) keep what they have. `stepped` are those that have taken a step which left something.
+    `next()` runs `step()` on stand-ins with the present options, once for all parameters that have the same numbers;
+    `commit()` records that the step was taken. Parameters that a step does not update (the loss of its program does not
+    use them) keep their values. `stepped` are those that have taken a step which left state.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class StepNumbers:
         self.read()
 
     def read(self) -> None:
-        """Continue from the state that the optimizer has now."""
+        """Continue from the optimizer's present state."""
         state = self._stand_ins.source.state
         self._begin_with({n: kept_of(state.get(p, {}), self._leaves(n)) for n, p in self._named.items()})
 
     def _leaves(self, name: str) -> Kept:
-        """What a first step of a parameter leaves."""
+        """The state that a first step of a parameter leaves."""
         kind = self.spec.kinds[self.spec.kind_of[name]] if name in self.spec.kind_of else None
         return Kept(kind.slots, kind.kept) if kind is not None else Kept()
 
     def _begin_with(self, kept: Mapping[str, Kept]) -> None:
-        """Parameters of one kind that have the same numbers share them from here on."""
+        """Parameters of the same kind with the same numbers share them from now on."""
         shared: dict[Any, Kept] = {}
         self._kept = {n: shared.setdefault((k, _shown(kept[n])), kept[n]) for n, k in self._leaders()}
         self._after: dict[str, Kept] = {}
@@ -56,10 +56,10 @@ class StepNumbers:
 
     def next(self, updated: Collection[str] | None = None) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
         """The numbers of the next step, which updates the parameters `updated` (None: all), by name; and by slot and
-        parameter what state begins with in it.
+        parameter the initial values of state in it.
 
-        Raises OutdatedUpdate where the optimizer would do something else than was captured: for other options, and for
-        parameters that have taken different numbers of steps since, where one number was captured for them.
+        Raises OutdatedUpdate if the optimizer would do something else than what was captured: because of other options,
+        or because parameters have since taken different numbers of steps where a single number was captured for them.
         """
         numbers: dict[str, float] = {}
         fills: dict[tuple[str, str], float] = {}
@@ -69,10 +69,10 @@ class StepNumbers:
             kind = self.spec.kinds[k]
             if self._stand_ins.have_other_notes(members):
                 raise OutdatedUpdate(
-                    "what is noted on parameters calls for another update than was compiled",
+                    "attributes of parameters require another update than the compiled one",
                     where=f"{self.spec.name}, param_groups[{kind.group}]",
                     got=f"other attributes on some of {', '.join(members[:3])}",
-                    expected="those when the step was compiled, or the same on all of them",
+                    expected="the values when the step was compiled, or the same on all of them",
                     hint="step.save(path), compile again with it, step.load(path)",
                 )
             names = members if updated is None else [name for name in members if name in updated]
@@ -92,7 +92,7 @@ class StepNumbers:
         return numbers, fills
 
     def _kept_by_all(self, names: Collection[str]) -> Kept:
-        """What is kept of each of some parameters of one kind. OutdatedUpdate where they differ."""
+        """What each of some parameters of the same kind keeps. OutdatedUpdate if they differ."""
         distinct = {id(self._kept[name]): name for name in names}
         shown = sorted({_shown(self._kept[name]) for name in distinct.values()}) if len(distinct) > 1 else []
         if len(shown) > 1:
@@ -100,25 +100,25 @@ class StepNumbers:
                 "parameters have taken different numbers of steps since the step was compiled",
                 where=f"state of the optimizer {self.spec.name}: {', '.join(sorted(distinct.values()))}",
                 got=" and ".join(shown),
-                expected="parameters of one group and shape with one number of steps",
+                expected="the same number of steps for all parameters of a group and shape",
                 hint="step.save(path), compile again with it, step.load(path)",
             )
         return self._kept[next(iter(names))]
 
     def commit(self) -> None:
-        """The step of the last `next()` was taken."""
+        """Record that the step of the last `next()` was taken."""
         self._kept |= self._after
         self.stepped.update(name for name, after in self._after.items() if after.tensors or after.numbers)
         self._after = {}
 
     def kept(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """What the optimizer's code keeps of some parameters beside their tensors, as it keeps it."""
+        """What the optimizer's code keeps for some parameters beside their tensors, in its own form."""
         wanted = {*names}
         return {name: dict(kept.numbers) for name, kept in self._kept.items() if name in wanted}
 
     def values(self) -> dict[str, dict[str, float]]:
-        """What the optimizer's code keeps of each parameter: counts of steps and the like, by parameter and slot. Of
-        parameters that have taken no step, nothing, where others of the kind have something."""
+        """What the optimizer's code keeps for each parameter: step counts and the like, by parameter and slot.
+        Parameters that have taken no step have nothing, if others of the kind have something."""
         shown = {name: scalars_of(kept.numbers) for name, kept in self._kept.items()}
         return {name: values for name, values in shown.items() if values or self._is_fresh(name)}
 
@@ -127,7 +127,7 @@ class StepNumbers:
         return name not in self.stepped and bool(leaves.tensors or leaves.numbers)
 
     def load(self, values: Mapping[str, Mapping[str, float]], num_steps: int) -> None:
-        """Continue from what `values()` gave after so many steps."""
+        """Continue from the result of `values()` after so many steps."""
 
         def loaded(name: str) -> Kept:
             leaves = self._leaves(name)
@@ -140,28 +140,28 @@ class StepNumbers:
 
     def _changed(self, kind: UpdateKind, name: str) -> StepError:
         return OutdatedUpdate(
-            "the optimizer's options call for another update than was compiled",
+            "the optimizer's options require another update than the compiled one",
             where=f"{self.spec.name}, param_groups[{kind.group}], parameter {name}",
-            got="other operations in step(): an option was switched on or off (0 and not 0 are two ways)",
+            got="other operations in step(): an option was switched on or off (0 and nonzero differ)",
             expected="the operations of the step that was compiled; numbers may change",
             hint="step.save(path), compile again with it, step.load(path)",
         )
 
 
 def _shown(kept: Kept) -> str:
-    """What tells apart what is kept of two parameters of one kind, whose shapes may differ."""
+    """What distinguishes the state of two parameters of the same kind, whose shapes may differ."""
     return str((sorted(kept.tensors), sorted(scalars_of(kept.numbers).items())))
 
 
 def number_like(value: float, like: Any) -> Any:
-    """A number as an optimizer keeps it: as a tensor, an integer or a float."""
+    """A number in the form in which an optimizer keeps it: a tensor, an integer or a float."""
     if isinstance(like, Tensor):
         return torch.tensor(value, dtype=like.dtype).reshape(like.shape)
     return type(like)(value) if isinstance(like, (int, float)) else value
 
 
 def _value(number: Number, variant: int, paths: list[Prepared]) -> float:
-    """What a number is in a step of a variant; 1 for those of other variants, which are not used then."""
+    """A number's value in a step of a variant; 1 for numbers of other variants, which are not used then."""
     for source in number:
         if source.index < 0:
             return float(source.variant == variant)

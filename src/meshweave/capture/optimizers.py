@@ -1,8 +1,8 @@
 """The update, captured from the user's own optimizer: a graph for each kind of parameter, and the numbers of each step.
 
-`read_optimizer` runs the optimizer's `step()` on stand-ins (`optimizer_stand_ins`) and makes a graph of what it does to
-a parameter. Whatever it computes in Python is no part of the graph: `optimizer_steps` runs `step()` on the stand-ins
-again before every update, with the options as they are then; the numbers that it hands to ops are inputs of the graph.
+`read_optimizer` runs the optimizer's `step()` on stand-ins (`optimizer_stand_ins`) and turns what it does to a
+parameter into a graph. Values computed in Python are not in the graph: `optimizer_steps` runs `step()` on the stand-ins
+again before every update, with the options at that time; the numbers that it passes to ops are inputs of the graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshweave.ir.graph import Spec
 
 aten = torch.ops.aten
 
-# Steps that are looked at ahead, so that what changes at the beginning is in the graph from the start: SGD makes its
+# Steps traced in advance, so that changes during the first steps are in the graph from the start: SGD creates its
 # momentum in the first step, RAdam rectifies from the sixth on.
 _AHEAD = 8
 State = Mapping[str, Tensor]
@@ -47,11 +47,10 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UpdateKind:
-    """What the optimizer does to some parameters of one group, shape and dtype.
+    """What the optimizer does to some parameters of the same group, shape and dtype.
 
-    `slots`: their state tensors; `fills`: the numbers that these hold before the first step; `variants`: what a step
-    may be, by its signature; `numbers`: what it takes as inputs; `kept`: the optimizer's own numbers as the first step
-    leaves them.
+    `slots`: their state tensors; `fills`: their initial values before the first step; `variants`: the possible steps,
+    by signature; `numbers`: its input numbers; `kept`: the optimizer's own numbers after the first step.
     """
 
     group: int
@@ -64,15 +63,15 @@ class UpdateKind:
     reads_shape: bool
 
     def has_numbers_of(self, other: UpdateKind) -> bool:
-        """Whether the numbers of each step are those of another kind, of the same group: what differs is the shape
-        alone, at which the code does not look."""
+        """Whether each step's numbers equal those of another kind of the same group: only the shape differs, and the
+        code does not read it."""
         if self.reads_shape or other.reads_shape or self.group != other.group:
             return False
         mine, theirs = ((k.variants, k.numbers, k.fills, str(scalars_of(k.kept))) for k in (self, other))
         return mine == theirs
 
     def with_shape(self, old: torch.Size, new: torch.Size) -> UpdateKind | None:
-        """The update of parameters of another shape; None where it is not the same element by element."""
+        """The update of parameters of another shape; None if it is not elementwise."""
         outputs = reshaped(self.outputs, old, new)
         is_element = all(spec.shape in ((), old) for spec in self.slots.values())
         if outputs is None or self.reads_shape or not is_element:
@@ -84,7 +83,7 @@ class UpdateKind:
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`, `leaders`
-    each of these to the first with the same numbers in each step."""
+    maps each kind to the first kind with the same numbers in each step."""
 
     name: str
     kinds: tuple[UpdateKind, ...]
@@ -97,7 +96,7 @@ class OptimizerSpec:
         return self.kinds[self.kind_of[name]].slots
 
     def numbers(self) -> list[str]:
-        """Names of the numbers that a step takes: kind of update, and place among its numbers."""
+        """Names of the numbers that a step takes: kind of update, and index among its numbers."""
         return [f"update{k}.{i}" for k in sorted({*self.leaders}) for i in range(len(self.kinds[k].numbers))]
 
     def members(self, leader: int) -> list[str]:
@@ -113,9 +112,9 @@ class OptimizerSpec:
         numbers: Mapping[str, Any],
         call: RunOp = run_op,
     ) -> tuple[Any, dict[str, Any]]:
-        """One step: the new parameter and its new state. Nothing is written in place.
+        """A step: the new parameter and its new state. Nothing is written in place.
 
-        Tensors, or whatever else `call` gives the results of ops as. `numbers` are 0-dim float64, by the names of
+        Values are tensors, or whatever `call` returns for ops. `numbers` are 0-dim float64, by the names of
         `numbers()`.
         """
         index = self.kind_of[name]
@@ -132,7 +131,8 @@ class OptimizerSpec:
 class InitialOptimizerState:
     """State of an optimizer that has taken steps already: the number of the last step, and tensors by name and slot.
 
-    An optimizer that does not count its steps has taken 1. A parameter that has taken no step has no entry.
+    An optimizer that does not count its steps counts as having taken 1. A parameter that has taken no step has no
+    entry.
     """
 
     num_steps: int
@@ -142,9 +142,8 @@ class InitialOptimizerState:
 def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str]) -> OptimizerSpec:
     """Read `optimizer`. `names` is the model, or a map from id(parameter) to its name.
 
-    Raises PlanError for an optimizer whose step needs a closure, options that are not supported, hooks, complex
-    parameters and parameters that the model does not have; CaptureError, with the line, for a step that cannot be
-    traced.
+    Raises PlanError for an optimizer whose step needs a closure, unsupported options, hooks, complex parameters and
+    parameters that the model lacks; CaptureError, with the line, for a step that cannot be traced.
     """
     check_callable(optimizer)
     check_hooks(optimizer)
@@ -181,19 +180,19 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
 
 
 def _check_alone(stand_ins: StandIns, name: str, run: tuple[Any, ...]) -> None:
-    """Raises CaptureError where the update of a parameter is another one beside others than alone."""
+    """Raises CaptureError if the update of a parameter differs between updating it alone and with others."""
     if stand_ins.runs_of([name])[name] != run:
         raise CaptureError(
             f"the update of the parameter '{name}' depends on the optimizer's other parameters",
             where=name_of(stand_ins.source),
             got="other operations or numbers in step() with it alone than with all",
             expected="an update of each parameter by its group's options, its gradient and its state",
-            hint="note on the parameter what is special about it (p.is_first = True), or give it a group of its own",
+            hint="mark the parameter with an attribute (p.is_first = True), or give it a group of its own",
         )
 
 
 def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a parameter's state is one number."""
+    """The slots of a parameter's state that are single numbers."""
     return {
         slot: v.item() if isinstance(v, Tensor) else v
         for slot, v in state.items()
@@ -235,7 +234,8 @@ def signature_of(paths: Iterable[Prepared]) -> tuple[Any, ...]:
 
 
 def _merged(values: Values, variants: list[list[Prepared]], specs: Mapping[Key, Spec]) -> Outputs:
-    """The outputs of one update in all variants. A slot that a variant does not have yet is what it leaves there."""
+    """The outputs of an update in all variants. A slot that a variant lacks has the value that the variant leaves
+    there."""
     each = [
         merged_paths(
             values,
@@ -255,7 +255,7 @@ def _merged(values: Values, variants: list[list[Prepared]], specs: Mapping[Key, 
 
 
 def _numbers_of(values: Values, variant: int, record: OptimizerRecord) -> Any:
-    """The inputs that stand for the numbers of a record. Paths share those before the branch at which they part."""
+    """The inputs for the numbers of a record. Paths share the numbers before the branch at which they diverge."""
     paths: dict[int, tuple[bool, ...]] = {}
     outcomes: tuple[bool, ...] = ()
     for call in record.calls:
@@ -272,7 +272,8 @@ def _numbers_of(values: Values, variant: int, record: OptimizerRecord) -> Any:
 
 
 def kept_of(state: Mapping[str, Any], fresh: Kept) -> Kept:
-    """A parameter's state in the optimizer, as its step keeps it. `fresh`: what a first step leaves."""
+    """A parameter's state in the optimizer, in the form in which its step keeps it. `fresh`: what a first step
+    leaves."""
     tensors: dict[str, Spec] = {}
     numbers: dict[str, Any] = {}
     for slot, value in state.items():
@@ -287,22 +288,23 @@ def kept_of(state: Mapping[str, Any], fresh: Kept) -> Kept:
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raises PlanError for what would run with the optimizer's own step and not with a compiled one."""
+    """Raises PlanError for hooks that would run with the optimizer's own step but not with a compiled step."""
     hooks = [hook for part in parts_of(optimizer) for hook in optimizer_hooks(part)]
     if hooks:
         raise PlanError(
             "the optimizer has hooks, which a compiled step would not call",
             where=name_of(optimizer),
             got=", ".join(hooks),
-            expected="the optimizer's own step alone",
-            hint="remove them, and do before or after each call of the compiled step what they do",
+            expected="an optimizer without hooks",
+            hint="remove them, and do their work before or after each call of the compiled step",
         )
 
 
 def initial_state(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, names: nn.Module | Mapping[int, str]
 ) -> InitialOptimizerState | None:
-    """The state of an optimizer that has taken steps already, or None for a fresh one. Its tensors are not copied."""
+    """The state of an optimizer that has taken steps already, or None for a fresh optimizer. Its tensors are not
+    copied."""
     named = names_by_id(names)
     tensors: dict[str, State] = {}
     counts: list[int] = []
@@ -317,7 +319,7 @@ def initial_state(
 def resting_state(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, names: nn.Module | Mapping[int, str]
 ) -> dict[str, tuple[State, dict[str, Any]]]:
-    """What an optimizer has of parameters that no step trains now (they are frozen): by name its tensors, and its
+    """An optimizer's state of parameters that no step trains now (they are frozen): by name its tensors, and its
     numbers."""
     named = names_by_id(names)
     by_name: dict[str, tuple[State, dict[str, Any]]] = {}
@@ -330,7 +332,7 @@ def resting_state(
 
 
 def _is_of_elements(slot: str, value: Tensor, param: Tensor) -> bool:
-    """Whether a slot holds values of a parameter's elements, and not one number."""
+    """Whether a slot has a value per element of a parameter, rather than a single number."""
     return slot != "step" and (value.shape == param.shape or value.numel() != 1)
 
 
@@ -342,11 +344,11 @@ def _check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim
     where = f"{name_of(optimizer)}, param_groups[{index}]"
     if id(param) not in named:
         raise PlanError(
-            "the optimizer holds a parameter that the model does not have",
+            "the optimizer has a parameter that the model lacks",
             where=where,
             got=f"a parameter of shape {tuple(param.shape)}",
-            hint="make the optimizer from model.parameters() of the same model, after it was last changed; parameters "
-            "of a loss belong into the model",
+            hint="create the optimizer from model.parameters() of the same model, after its last change; parameters "
+            "of a loss belong in the model",
         )
     if param.is_complex():
         raise PlanError("a complex parameter is not supported", where=where, got=f"{named[id(param)]}: {param.dtype}")

@@ -1,4 +1,4 @@
-"""What a model returns, as tensors by name: the results of a program that runs forward alone."""
+"""A model's return value as tensors by name: the results of a forward-only program."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ModelOutputs:
     """A nest of containers whose leaves are tensors, by their number, and plain values."""
 
     tree: Any
-    leaves: tuple[Any, ...]  # None where a tensor stands
+    leaves: tuple[Any, ...]  # None for a tensor
     names: tuple[str, ...]  # of the tensors, in order
 
     @staticmethod
     def of(out: Any) -> tuple[ModelOutputs, dict[str, Tensor]]:
-        """What was returned, taken apart. CaptureError for an object that is neither tensor, container nor number."""
+        """The flattened return value. CaptureError for an object that is neither tensor, container nor number."""
         leaves, tree = pytree.tree_flatten(out)
         tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         for leaf in leaves:
@@ -31,7 +31,7 @@ class ModelOutputs:
                     "the model returns an object that is neither a tensor nor a container of tensors",
                     got=f"a {type(leaf).__qualname__}",
                     expected="tensors, numbers, texts, and containers of them that torch.utils._pytree knows",
-                    hint="return what is wanted alone, by compile(forward=lambda model, batch: ...), or switch the "
+                    hint="return only what you need, by compile(forward=lambda model, batch: ...), or switch the "
                     "object off (use_cache=False in Hugging Face models)",
                 )
         if not tensors:

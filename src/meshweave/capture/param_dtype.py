@@ -1,4 +1,4 @@
-"""Parameters that the model sees in another dtype than the one in which they are stored and updated."""
+"""Parameters that the model sees in another dtype than that in which they are stored and updated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshweave.ir.graph import StepGraph
 
 
 class _Cast(torch.autograd.Function):
-    """A cast whose gradient is cast back part by part, before it is summed over devices: in the stored dtype."""
+    """A cast whose gradient's parts are cast back, to the stored dtype, before they are summed over devices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -27,7 +27,8 @@ class _Cast(torch.autograd.Function):
 
 
 def cast_parameters(params: Mapping[str, Tensor], dtype: torch.dtype | None, tracker: Provenance) -> dict[str, Tensor]:
-    """Floating-point parameters in `dtype`, others as they are. Each cast is of the module that owns the parameter."""
+    """Floating-point parameters in `dtype`, others unchanged. Each cast is attributed to the module that owns the
+    parameter."""
     cast = dict(params)
     for name, value in params.items():
         if dtype is not None and value.is_floating_point() and value.dtype != dtype:
@@ -38,10 +39,10 @@ def cast_parameters(params: Mapping[str, Tensor], dtype: torch.dtype | None, tra
 
 
 def cast_gradients_early(step: StepGraph) -> StepGraph:
-    """The step, changed in place: a gradient is cast, and so reduced, as soon as it is there.
+    """The step, changed in place: a gradient is cast, and so reduced, as soon as it is computed.
 
-    Autograd runs the gradients of what came first last, and the casts of all parameters came first: unreduced gradients
-    of the whole model would live until the end of the backward pass.
+    Autograd runs backward in the reverse order of forward, and the casts of all parameters came first: otherwise
+    unreduced gradients of the whole model would live until the end of the backward pass.
     """
     for node in step.graph.find_nodes(op="call_function", target=torch.ops.meshweave.round_parts.default):
         (gradient,) = node.all_input_nodes

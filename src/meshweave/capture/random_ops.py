@@ -1,4 +1,4 @@
-"""Random ops of ATen by numbers that are functions of the global index."""
+"""ATen's random ops, computed from numbers that are functions of the global index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class Draws(Protocol):
-    """What numbers come from: each call is another draw."""
+    """The source of random numbers: each call is another draw."""
 
     def uniform(self, shape: Any) -> Tensor: ...
 
@@ -25,7 +25,7 @@ class Draws(Protocol):
 
 
 _BITS = 24  # of a number in [0, 1)
-_MOST_INTEGERS = 1 << 63  # as many as PyTorch's generator takes the remainder of
+_MOST_INTEGERS = 1 << 63  # the range of which PyTorch's generator takes the remainder
 
 
 def _like(options: dict[str, Any], x: Tensor | None = None) -> torch.dtype:
@@ -40,22 +40,24 @@ def _dropout(mode: Draws, x: Tensor, p: float, train: bool | None = True) -> tup
 
 
 def _fine(mode: Draws, shape: Any) -> Tensor:
-    """float64 in (0, 1), of two draws: the middles of 2**48 cells."""
+    """float64 in (0, 1), from two draws: the midpoints of 2**48 cells."""
     return mode.uniform(shape).double() + (mode.uniform(shape).double() + 2.0 ** -(_BITS + 1)) * 2.0**-_BITS
 
 
 def _exponential(mode: Draws, shape: Any, dtype: torch.dtype) -> Tensor:
-    """Of rate 1, never 0: a Gumbel variable is -log of it. float64 for a float64 `dtype`, otherwise float32."""
+    """Exponential variables of rate 1, never 0: a Gumbel variable is -log of it. float64 for a float64 `dtype`,
+    otherwise float32."""
     if dtype == torch.float64:
         return -torch.log1p(-_fine(mode, shape))
     return -torch.log1p(-torch.clamp_min(mode.uniform(shape), 2.0 ** -(_BITS + 1)))
 
 
 def _integers(mode: Draws, shape: Any, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """Of [low, high). A range of more than 24 bits takes three draws, and the remainder of their 63 highest bits."""
+    """Integers in [low, high). A range of more than 24 bits takes three draws, and the remainder of their 63 highest
+    bits."""
     if high - low > _MOST_INTEGERS:
         raise CaptureError(
-            "random integers of so wide a range have no mesh-independent form",
+            "random integers of such a wide range have no mesh-independent form",
             got=f"{low} to {high}",
             expected=f"at most {_MOST_INTEGERS} of them",
             hint="draw them outside the model and pass them in the batch",
@@ -69,7 +71,7 @@ def _integers(mode: Draws, shape: Any, low: int, high: int, dtype: torch.dtype) 
 
 
 def _most(dtype: torch.dtype) -> int:
-    """The largest integer that `random_` draws: of a float dtype the first that the next one is not told from."""
+    """The largest integer that `random_` draws: for a float dtype the first that its successor is not distinct from."""
     if dtype.is_floating_point:
         return 1 << (1 - round(math.log2(torch.finfo(dtype).eps)))
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
@@ -80,14 +82,16 @@ def _random_(mode: Draws, x: Tensor, low: int = 0, high: int | None = None, **_:
 
 
 def _geometric(mode: Draws, shape: Any, p: float) -> Tensor:
-    """The number of tries, each with probability `p`, until one succeeds: float64, 1 or more."""
+    """The number of trials, each with probability `p`, until the first success: float64, 1 or more."""
     return torch.clamp_min(torch.ceil(torch.log(_fine(mode, shape)) / math.log1p(-p)), 1)
 
 
 def _multinomial(mode: Draws, weights: Tensor, num: int, replacement: bool = False, **_: Any) -> Tensor:
-    """`num` indices of the last dim, by `weights` that need not add up to 1; of weight 0 none, as long as others are
-    left. Without replacement those whose weight over an exponential variable is largest, which are those that drawing
-    one after the other gives, in that order (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
+    """`num` indices of the last dim, with `weights` that need not add up to 1; weight 0 is drawn only when no others
+    are left.
+
+    Without replacement: those with the largest weight over an exponential variable, which has the distribution of
+    successive draws, in that order (Efraimidis and Spirakis, Information Processing Letters 97, 2006)."""
     wide = weights.double()
     if not replacement:
         return torch.topk(wide / _exponential(mode, weights.shape, torch.float64), num, -1).indices
@@ -96,13 +100,14 @@ def _multinomial(mode: Draws, weights: Tensor, num: int, replacement: bool = Fal
     return torch.searchsorted(upto, drawn, right=True)
 
 
-_MOST_HALVINGS = 24  # of a range of 16 deviations and 24: enough for rates below 10**12
+_MOST_HALVINGS = 24  # for a range of 16 deviations and 24: enough for rates below 10**12
 
 
 def _poisson(mode: Draws, rate: Tensor, **_: Any) -> Tensor:
-    """The least k of which P(X <= k) is above a number in (0, 1), found by halving a range that has it.
+    """The least k with P(X <= k) above a number in (0, 1), by bisection.
 
-    The range is 8 deviations and some to either side of the rate: beyond it is less than 2**-48, a cell of the number.
+    The range is a little more than 8 deviations to either side of the rate: the probability beyond it is less than
+    2**-48, a cell of the number.
     """
     wide, drawn = rate.double(), _fine(mode, rate.shape)
     reach = 8 * torch.sqrt(wide)
@@ -110,19 +115,21 @@ def _poisson(mode: Draws, rate: Tensor, **_: Any) -> Tensor:
     above = torch.ceil(wide + reach) + 16
     for _step in range(_MOST_HALVINGS):
         middle = torch.floor((below + above) / 2)
-        # P(X <= middle); where the range has one number left, the middle is `below`, which may be -1.
+        # P(X <= middle); if the range has a single number left, the middle is `below`, which may be -1.
         reached = (torch.special.gammaincc(torch.clamp_min(middle, 0) + 1, wide) > drawn) & (middle > below)
         below, above = torch.where(reached, below, middle), torch.where(reached, middle, above)
     return above.to(rate.dtype)
 
 
-_TRIES = 12  # 0.05 of them fail at most: that all do is less likely than 2**-48, a cell of `_fine`
+_TRIES = 12  # a try fails with probability 0.05 at most: that all fail is less likely than 2**-48, a cell of `_fine`
 
 
 def _log_gamma(mode: Draws, alpha: Tensor) -> Tensor:
-    """The logarithm of a gamma variable of shape `alpha` and scale 1, float64: the first of some tries that is accepted
-    (Marsaglia and Tsang, ACM Transactions on Mathematical Software 26, 2000). One of a shape below 1 is one of a shape
-    larger by 1, times a power of a uniform number. Takes the memory of some 80 values for each that it draws."""
+    """The logarithm of a gamma variable of shape `alpha` and scale 1, float64: the first accepted of some tries
+    (Marsaglia and Tsang, ACM Transactions on Mathematical Software 26, 2000).
+
+    A variable of shape below 1 is a variable of shape larger by 1, times a power of a uniform number. Needs memory for
+    some 80 values per variable."""
     alpha, shape = alpha.double(), alpha.shape
     d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
     x, u = mode.normal((_TRIES, *shape)).double(), mode.uniform((_TRIES, *shape)).double()

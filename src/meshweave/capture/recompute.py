@@ -1,6 +1,6 @@
-"""Activation checkpointing: what the backward pass of a block needs of its forward pass is made again, not kept.
+"""Activation checkpointing: the backward pass of a block recomputes what it needs of its forward pass.
 
-A pass from captured graph to captured graph, so that placement plans the moves of what is made again like any other.
+A pass from captured graph to captured graph, so that placement plans the moves of recomputed values like any others.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from meshweave.ir.traits import CASTS, PRODUCTS, VIEWS
 aten = torch.ops.aten
 ATTENTION = torch.ops.meshweave.attention.default
 PIN = torch.ops.meshweave.pin.default
-AGAIN = "_again"  # ends the name of a node that is made again
+AGAIN = "_again"  # suffix of the name of a recomputed node
 
 Cuts = Mapping[str, Collection[int]]
-"""Parameter -> the dims that a plan cuts, beside what it cuts for storage alone: a matmul that sums over one of them
-is a sum over devices."""
+"""Parameter -> the dims that a plan cuts, except cuts for storage only: a matmul that sums over such a dim is a sum
+over devices."""
 
 
 def recompute(step: StepGraph, policy: str, cuts: Cuts | None = None) -> StepGraph:
-    """The step with fewer values kept from forward to backward; `step` itself for policy "none", else a new one.
+    """The step with fewer values saved from forward to backward; `step` itself for policy "none", else a new step.
 
-    "full": of a block only what enters it is kept, "selective": also what `selective` lists. What a block's backward
-    needs besides is made again in phase backward, right before the first op that uses it, from what is kept; a value
-    that is kept for others in any case (what leaves the block) is used as it is. Nodes that are made again do the same
-    op as the original with the same numbers (random ones too), have its module, source and call, and its name with
-    `_again`. Parameters with their casts and views are left to placement, which makes them anew in each phase.
+    "full": only a block's inputs are saved, "selective": also the values in `selective`. Other values that a block's
+    backward needs are recomputed in phase backward, right before the first op that uses them, from saved values; a
+    value that is saved for others anyway (a block's output) is not recomputed. Recomputed nodes do the same op as the
+    original with the same numbers (also random ones), have its module, source and call, and its name with suffix
+    `_again`. Placement handles parameters with their casts and views, and repeats them in each phase.
     Raises PlanError for an unknown policy and for a model without repeated blocks.
     """
     check_policy(policy)
@@ -44,14 +44,16 @@ def recompute(step: StepGraph, policy: str, cuts: Cuts | None = None) -> StepGra
 
 
 def check_policy(policy: str) -> None:
-    """Raise PlanError for a policy that there is not."""
+    """Raise PlanError for an unknown policy."""
     if policy not in ("none", *_KEEPS):
-        raise PlanError(f"'{policy}' is no way to recompute", got=repr(policy), expected=", ".join(("none", *_KEEPS)))
+        raise PlanError(
+            f"'{policy}' is not a recomputation policy", got=repr(policy), expected=", ".join(("none", *_KEEPS))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Remake:
-    """What is made again: per block the forward nodes in the order of the graph, and what the policy keeps of all."""
+    """What is recomputed: per block the forward nodes in graph order, and what the policy saves of all."""
 
     blocks: Blocks
     nodes: Mapping[str, tuple[fx.Node, ...]]
@@ -59,8 +61,8 @@ class Remake:
 
 
 def plan_remake(step: StepGraph, policy: str, cuts: Cuts) -> Remake:
-    """Decide what is made again. Blocks are taken from the last to the first: what the recomputation of a later one
-    reads is kept, and so is there for an earlier one."""
+    """Decide what is recomputed. Blocks are processed from last to first: what the recomputation of a later block reads
+    is saved, and so is available to earlier blocks."""
     blocks = find_blocks(step)
     members: dict[str, list[fx.Node]] = {name: [] for name in blocks.names}
     forms = parameter_forms(step)
@@ -100,8 +102,8 @@ def _closure(wanted: Iterable[fx.Node], among: Collection[fx.Node]) -> set[fx.No
 
 
 def parameter_forms(step: StepGraph) -> dict[fx.Node, tuple[str, tuple[int, ...]]]:
-    """Parameters, their casts and their views -> the name, and per dim the dim of the parameter that it is (-1: it is
-    no single one)."""
+    """Parameters, their casts and their views -> the name, and for each dim the parameter's dim (-1: not a single
+    dim)."""
     forms: dict[fx.Node, tuple[str, tuple[int, ...]]] = {}
     for node, item in zip(step.placeholders, step.inputs, strict=True):
         if item.kind == "param":
@@ -122,7 +124,7 @@ def _dims_after(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
     return (-1,) * (len(node.meta["spec"].shape) - len(dims)) + dims
 
 
-# What a policy keeps of a block's forward nodes.
+# What a policy saves of a block's forward nodes.
 
 Forms = Mapping[fx.Node, tuple[str, tuple[int, ...]]]
 
@@ -134,8 +136,8 @@ def _nothing(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.
 def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.Node]:
     """Attention with its log-sum-exp, the first, third, fifth ... matmul of a block, and sums over devices.
 
-    As torchtitan's selective "op" policy (torchtitan/distributed/activation_checkpoint.py: what `_op_sac_save_list`
-    has is saved, but every second matmul of a block is made again).
+    Like torchtitan's selective "op" policy (torchtitan/distributed/activation_checkpoint.py: the ops in
+    `_op_sac_save_list` are saved, except every second matmul of a block).
     """
     count = 0
     for node in nodes:
@@ -167,11 +169,12 @@ def _sums_over_devices(node: fx.Node, forms: Forms, cuts: Cuts) -> bool:
 
 
 def _until_reduced(node: fx.Node) -> Iterator[fx.Node]:
-    """A matmul and what its result alone becomes by views, pins and additions (of a bias, of the residual stream).
+    """A matmul and the values that its result alone becomes by views, pins and additions (of a bias, of the residual
+    stream).
 
-    A partial value with one user flows on, and is reduced where it gets several (see sharding/place.py): the last of
-    these is the sum over devices. To keep the matmul's own result would be to keep one part of it, and to give it a
-    second user would have it reduced elsewhere.
+    A partial value with a single user flows on, and is reduced where it gets several users (see sharding/place.py): the
+    last of these values is the sum over devices. Saving the matmul's own result would save a single part of it, and
+    giving it a second user would reduce it elsewhere.
     """
     yield node
     while True:
@@ -183,7 +186,7 @@ def _until_reduced(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _rebuilt(step: StepGraph, remake: Remake) -> StepGraph:
-    """A copy of the graph in which the nodes stand again where they are first needed, and dead code is gone."""
+    """A copy of the graph in which recomputed nodes stand where they are first needed, without dead code."""
     graph, copies, twins = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     block_of_node = {node: name for name, nodes in remake.nodes.items() for node in nodes}
     waiting = dict(remake.nodes)

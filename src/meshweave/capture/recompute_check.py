@@ -1,4 +1,4 @@
-"""Proof that a step with recomputation is the step without it: by induction over its nodes, without running it."""
+"""Proof that a step with recomputation equals the step without it: by induction over its nodes, without running it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from meshweave.ir.traits import VIEWS
 
 @dataclass(frozen=True, slots=True)
 class RecomputeReport:
-    """What recomputation did: the ops that are made again, and the bytes (of global shapes) that forward and loss leave
-    for the backward pass. A value and its views count once, parameters and inputs of the step not at all."""
+    """What recomputation did: the recomputed ops, and the bytes (of global shapes) that forward and loss save for the
+    backward pass.
+
+    A value and its views count once, parameters and inputs of the step not at all."""
 
     num_recomputed: int
     kept_bytes_before: int
@@ -29,13 +31,12 @@ class RecomputeReport:
 def check_recompute(
     before: StepGraph, after: StepGraph, policy: str = "full", cuts: Cuts | None = None
 ) -> RecomputeReport:
-    """Raise VerifyError, naming the node, unless `after` computes what `before` does and keeps what `policy` allows.
-
-    Proven: each node of `after` does the op of one node of `before` with the same arguments on operands that are
-    proven equal to its operands; only nodes of the backward phase are made again; forward is the same nodes in the
-    same order; inputs and outputs are the same; in a block, the backward pass and what is made again read of the
-    forward pass only what the policy keeps or what is kept for others in any case. `policy` and `cuts` are those that
-    the pass was given.
+    """Raise VerifyError, with the node, unless `after` computes what `before` does and saves only what `policy`
+    allows.\n\nProven: each node of `after` does the op of one node of `before` with the same arguments on operands that
+    are proven equal to its operands; only nodes of the backward phase are recomputed; forward is the same nodes in the
+    same order; inputs and outputs are the same; in a block, the backward pass and recomputed nodes read only those
+    forward values that the policy saves or that are saved for others anyway. `policy` and `cuts` are the arguments of
+    the pass.
     """
     twins = _twins(before, after)
     _check_ends(before, after, twins)
@@ -56,31 +57,31 @@ def _is_again(node: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
 
 
 def _twins(before: StepGraph, after: StepGraph) -> dict[fx.Node, fx.Node]:
-    """Node of `after` -> the node of `before` that it is proven equal to. The names are claims, checked here."""
+    """Node of `after` -> the node of `before` that it is proven equal to. Names are claims, checked here."""
     named = {n.name: n for n in before.graph.nodes}
     twins: dict[fx.Node, fx.Node] = {}
     for node in after.graph.nodes:
         plain = re.sub(rf"{AGAIN}(_\d+)?$", "", node.name)
         twin = named.get(node.name, named.get(plain))
         if twin is None:
-            raise _wrong(node, "is not of the step without recomputation")
+            raise _wrong(node, "is not in the step without recomputation")
         if (node.op, node.target) != (twin.op, twin.target):
             raise _wrong(node, "does another op", got=op_name(node.target), expected=op_name(twin.target))
         late = [n.name for n in node.all_input_nodes if n not in twins]
         if late:
-            raise _wrong(node, "reads what is made after it", got=", ".join(late))
+            raise _wrong(node, "reads a later node", got=", ".join(late))
         got, expected = _written(node, twins), _written(twin, None)
         if got != expected:
             raise _wrong(node, f"does not do what {twin.name} does", got=got, expected=expected)
         if node.meta.get("spec") != twin.meta.get("spec"):
-            raise _wrong(node, "makes another value", got=str(node.meta.get("spec")), expected=str(twin.meta["spec"]))
+            raise _wrong(node, "has another spec", got=str(node.meta.get("spec")), expected=str(twin.meta["spec"]))
         _check_origin(node, twin)
         twins[node] = twin
     return twins
 
 
 def _written(node: fx.Node, twins: Mapping[fx.Node, fx.Node] | None) -> str:
-    """All arguments of a node, tensors by the name of the node of `before` that they equal."""
+    """All arguments of a node, with the names of the equal nodes of `before` for tensors."""
 
     def name(n: fx.Node) -> Any:
         return f"%{n.name if twins is None else twins[n].name}"
@@ -96,21 +97,21 @@ def _check_origin(node: fx.Node, twin: fx.Node) -> None:
         raise _wrong(node, "comes from elsewhere", got=str(origin), expected=str(expected))
     same = (origin.module, origin.source, origin.call) == (expected.module, expected.source, expected.call)
     if node.name != twin.name and not (same and origin.phase == "backward" and is_ahead(twin)):
-        raise _wrong(node, "is no forward op made again", got=str(origin), expected=f"{expected}, in backward")
+        raise _wrong(node, "is not a recomputed forward op", got=str(origin), expected=f"{expected}, in backward")
 
 
 def _check_ends(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.Node]) -> None:
     if (before.inputs, before.outputs) != (after.inputs, after.outputs):
         raise VerifyError("recomputation: the step has other inputs or outputs")
     if [twins[n] for n in after.placeholders] != before.placeholders:
-        raise VerifyError("recomputation: the inputs stand in another order")
+        raise VerifyError("recomputation: the inputs are in another order")
     for (kind, name), value in zip(after.outputs, after.output_values, strict=True):
         if _is_again(value, twins):
-            raise _wrong(value, f"is the output {kind} {name}, and made again")
+            raise _wrong(value, f"is the output {kind} {name}, and recomputed")
 
 
 def _check_order(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.Node]) -> None:
-    """The nodes that are not made again stand as they stood, and what is gone served only what is made again."""
+    """The nodes that are not recomputed keep their order, and removed nodes served only recomputed nodes."""
     place = {n: i for i, n in enumerate(before.graph.nodes)}
     kept = [n for n in after.graph.nodes if not _is_again(n, twins)]
     for first, second in pairwise(kept):
@@ -119,7 +120,7 @@ def _check_order(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx
     for node in kept:
         made_again = [n for n in node.all_input_nodes if is_ahead(node) and _is_again(n, twins)]
         if made_again:
-            raise _wrong(node, f"is of the forward pass and reads {made_again[0].name}")
+            raise _wrong(node, f"is in the forward pass and reads {made_again[0].name}")
     for node in (n for n in after.graph.nodes if n.op == "call_function" and not n.users):
         raise _wrong(node, "has no use")
 
@@ -131,21 +132,21 @@ def _check_kept(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.
         inside = [u for u in node.users if is_back(u) and of(u) == of(node)]
         others = [u for u in node.users if is_back(u) and of(u) != of(node)]
         if inside and not others and twins[node] not in allowed.kept:
-            raise _wrong(node, f"is kept for {inside[0].name}, which policy '{policy}' does not allow")
+            raise _wrong(node, f"is saved for {inside[0].name}, which policy '{policy}' does not allow")
 
 
 # bytes
 
 
 def kept_bytes(step: StepGraph) -> int:
-    """Bytes of global shapes that ops of forward and loss leave for the backward pass; see RecomputeReport."""
+    """Bytes of global shapes that ops of forward and loss save for the backward pass; see RecomputeReport."""
     forms = parameter_forms(step)
     roots = {_root(n) for n in step.graph.nodes if is_ahead(n) and n not in forms and any(map(is_back, n.users))}
     return sum(spec_of(n).num_bytes for n in roots if is_ahead(n) and not _is_made_of_nothing(n))
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory a view is of."""
+    """The value whose memory a view shares."""
     while node.target in VIEWS:
         (node,) = tensor_inputs(node)
     return node

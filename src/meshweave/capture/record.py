@@ -1,8 +1,8 @@
 """What forward, loss and backward did, op by op, in a form in which two runs can be compared.
 
-Numbers that depend on the batch, on parameters or on buffers are fake tensors. Each is known by the order in which ops
-gave it, so that a run that uses a value of the run before is seen to differ. Ops on constants alone are left out: a
-mask that the first run built and the second keeps is the same operand in both, compared by its elements.
+Numbers that depend on the batch, on parameters or on buffers are fake tensors. Each is identified by the order in which
+ops returned it, so that a run that uses a value of the previous run differs. Ops on constants only are omitted: a mask
+that the first run built and the second reuses is the same operand in both, compared by its elements.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from meshweave.ir.traits import is_random
 
 aten = torch.ops.aten
 
-# A constant is compared as it was when an op read it; what is larger than this is not copied for that.
+# A constant is compared with its value when an op read it; larger constants are not copied for that.
 _MAX_COPIED = 1 << 20
 
 REGISTER = "register it in the model with register_buffer (persistent=False keeps it out of checkpoints)"
-OF_AN_ARRAY = "a NumPy array lies in the same memory: clone() the tensor first"
-SILENT = ("prim", "profiler")  # what a tensor answers when it is asked for its device, and labels of a profile
+OF_AN_ARRAY = "a NumPy array shares the memory: clone() the tensor first"
+SILENT = ("prim", "profiler")  # ops that query a tensor's device, and labels of a profile
 
 Entry = tuple[Any, ...]
 
 
 class Constant:
-    """A tensor that depends on nothing but the model's code and attributes; equal to another with the same elements."""
+    """A tensor that depends only on the model's code and attributes; equal to another with the same elements."""
 
     __slots__ = ("tensor",)
 
@@ -56,7 +56,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class RecordedValue:
-    """A number that the step computes: the `number`-th of its run, or, with `stale`, of the run before."""
+    """A number that the step computes: the `number`-th of its run, or, with `stale`, of the previous run."""
 
     number: int
     dtype: torch.dtype = field(compare=False)
@@ -65,7 +65,7 @@ class RecordedValue:
 
     def __repr__(self) -> str:
         spec = _spec(self)
-        return f"{spec} of the step before" if self.stale else spec
+        return f"{spec} of the previous step" if self.stale else spec
 
 
 class Difference(Exception):
@@ -76,13 +76,12 @@ class Difference(Exception):
         self.where, self.got, self.expected = where, got, expected
 
 
-# A call of an op, the same in every trace whatever other ops come between: line, op, and how many of the op on the line
-# went before.
+# A call of an op, identified in every trace by its line, its op, and how many calls of the op on the line came before.
 Call = tuple[str, Any, int]
 
 
 class Overwritten(Exception):
-    """The step has written computed values into constants, which these `calls` made."""
+    """The step has written computed values into constants, which these `calls` created."""
 
     def __init__(self, calls: Set[Call]) -> None:
         super().__init__(str(calls))
@@ -90,35 +89,35 @@ class Overwritten(Exception):
 
 
 class Record:
-    """The ops of one run, filled in by the dispatch mode around it.
+    """The ops of a run, filled in by the dispatch mode around it.
 
-    `inputs` are the fake tensors that the run is handed. With `expected`, each op is compared as it comes, and the
-    first that differs ends the run with a Difference; values of that record's run are known as stale.
+    `inputs` are the fake input tensors of the run. With `expected`, each op is compared as it comes, and the first that
+    differs ends the run with a Difference; values of that record's run are stale.
     """
 
     def __init__(self, inputs: Sequence[Tensor], expected: Record | None = None) -> None:
         self.entries: list[Entry] = []
         self.expected = expected
-        self.difference: Difference | None = None  # raised as soon as it may be: autograd's own detach takes no errors
+        self.difference: Difference | None = None  # raised as soon as possible: autograd's own detach must not raise
         self._values: dict[int, RecordedValue] = {}
         self._num_values = 0
-        self._alive: list[Tensor] = []  # so that no id comes twice
-        # Storages whose values no op may change, for they would have no new value; and what to do instead.
+        self._alive: list[Tensor] = []  # so that ids stay unique
+        # Storages whose values no op may change, because the change would be lost; and what to do instead.
         self.protected: dict[int, str] = {}
-        self.written: set[int] = set()  # storages that ops wrote into
-        self.call: Call = ("", None, 0)  # the one that runs
-        self.overwritten: set[Call] = set()  # which calls made constants into which computed values were written
+        self.written: set[int] = set()  # storages that ops wrote to
+        self.call: Call = ("", None, 0)  # the running op
+        self.overwritten: set[Call] = set()  # which calls created constants into which computed values were written
         self._num_calls: Counter[tuple[str, Any]] = Counter()
-        self._storages: dict[int, Call] = {}  # of constants that this run made, and which call made them
-        self._written: set[int] = set()  # of those, the ones into which computed values were written
+        self._storages: dict[int, Call] = {}  # of constants that this run created: the call that created each
+        self._written: set[int] = set()  # of those, the constants into which computed values were written
         self._copies: dict[tuple[int, int], Constant] = {}
         for tensor in inputs:
             self._name(tensor)
 
     @contextmanager
     def without_stale_constants(self, known: Set[Call]) -> Iterator[None]:
-        """Raises Overwritten at the end of the block, whatever error it ended with, where the run has written into
-        constants that other calls than those `known` made: what the model has read there since may be stale."""
+        """Raises Overwritten at the end of the block, whatever error it ended with, if the run has written into
+        constants that other calls than `known` created: values that the model has read there since may be stale."""
         try:
             yield
         except Exception:
@@ -128,16 +127,16 @@ class Record:
             raise Overwritten(self.overwritten)
         if self.overwritten:
             raise CaptureError(
-                "the step writes computed values into a constant, which it may have read since",
+                "the step writes computed values into a constant, which it may have read afterwards",
                 hint="compute a new tensor instead (torch.where, torch.cat, torch.stack)",
             )
 
     def release(self) -> None:
-        """Let go of the tensors of the run; its entries stay."""
+        """Release the tensors of the run; its entries stay."""
         self._values, self._alive, self._copies = {}, [], {}
 
     def before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> None:
-        """An op is about to run. CaptureError where it writes into a tensor that outlives the step unseen."""
+        """Called before an op runs. CaptureError if it writes into a tensor that outlives the step unseen."""
         self.call = where, func, self._num_calls[where, func]
         self._num_calls[where, func] += 1
         for tensor in _targets(func, args, kwargs):
@@ -145,15 +144,15 @@ class Record:
             is_constant = not isinstance(tensor, FakeTensor) and storage_of(tensor) not in self._storages
             if is_constant or storage_of(tensor) in self.protected:
                 raise CaptureError(
-                    "the model or the loss changes a tensor in place that is no buffer of the model",
+                    "the model or the loss changes a tensor in place that is not a buffer of the model",
                     where=where,
                     got=f"{func} on {_spec(tensor)}",
-                    expected="state that lasts from step to step in buffers",
+                    expected="state between steps in buffers",
                     hint=self.protected.get(storage_of(tensor)) or REGISTER,
                 )
 
     def after(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, where: str) -> None:
-        """An op has run. Difference where `expected` has another op here."""
+        """Called after an op has run. Raises Difference if `expected` has another op here."""
         results = list(tensors_in(result))
         operands = list(tensors_in((args, kwargs)))
         if func.namespace in SILENT:
@@ -161,7 +160,8 @@ class Record:
         if not is_random(func) and not any(self._is_computed(t) for t in (*operands, *results)):
             self._note_constants(func, operands, results)
             return
-        self._note_constants(func, operands, [t for t in results if not isinstance(t, FakeTensor)])  # of new_zeros
+        # result of new_zeros
+        self._note_constants(func, operands, [t for t in results if not isinstance(t, FakeTensor)])
         targets = list(_targets(func, args, kwargs))
         entry = (func, self._canonical(args, targets), self._canonical(kwargs, targets) if kwargs else ())
         self._check(entry, where)
@@ -189,7 +189,7 @@ class Record:
             raise self.difference
 
     def canonical(self, leaf: Any) -> Any:
-        """A value as it is compared: a Value, a Constant, or itself."""
+        """A value in comparable form: a RecordedValue, a Constant, or itself."""
         return self._canonical(leaf, ())
 
     def _check(self, entry: Entry, where: str) -> None:
@@ -210,7 +210,7 @@ class Record:
             self._alive.append(tensor)
 
     def _note_constants(self, func: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """A constant that shares no memory with an operand is new; so is what torch.tensor() gives."""
+        """A constant that shares no memory with an operand is new; so is the result of torch.tensor()."""
         if not results:
             return
         shared = {storage_of(t) for t in operands}
@@ -270,7 +270,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _is_of_others(tensor: Tensor) -> bool:
-    """Whether the memory is not PyTorch's own: torch.from_numpy."""
+    """Whether the memory is not PyTorch's own, as with torch.from_numpy."""
     return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().resizable()
 
 
@@ -287,7 +287,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _agree(a: Any, b: Any) -> bool:
-    """Equality in which NaN is equal to itself, and 1 is neither 1.0 nor True."""
+    """Equality in which NaN equals itself, and 1 equals neither 1.0 nor True."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_agree, a, b))
     return type(a) is type(b) and bool(a == b or (a != a and b != b))

@@ -1,4 +1,4 @@
-"""What is said of a model that cannot be captured: what is wrong, and what to do about it."""
+"""Error texts for models that cannot be captured: what is wrong, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.nn.modules.batchnorm
 
 _DYNAMIC = (
     "the shape of a result depends on data",
-    "use fixed shapes and masks (no nonzero, unique or boolean indexing). Experts that loop over the tokens they get: "
-    'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in a model of your own, '
+    "use fixed shapes and masks (no nonzero, unique or boolean indexing). For experts that loop over their tokens: "
+    'in a Hugging Face model, model.set_experts_implementation("grouped_mm"); in your own model, '
     "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
 )
-# Part of an error's name and message -> what is wrong, and what to do; the first row that fits, the last fits all.
+# Part of an error's name and message -> what is wrong, and what to do; the first matching row; the last matches all.
 _FAILURES = (
     (
         "aten.bincount",
         "the length of what torch.bincount returns depends on data, with minlength, too",
-        "for integers x below n: torch.zeros(n, device=x.device).index_add(0, x, w), where w is what each weighs: "
+        "for integers x below n: torch.zeros(n, device=x.device).index_add(0, x, w) with weights w, "
         "torch.ones(x.shape, device=x.device) for a count",
     ),
     ("DynamicOutputShapeException", *_DYNAMIC),
@@ -36,37 +36,38 @@ _FAILURES = (
     ),
     (
         "not supported on ScriptModules",
-        "a part of the model has been through torch.jit.script",
-        "leave torch.jit.script(module) out: compile the module as it is written",
+        "a part of the model is compiled by torch.jit.script",
+        "remove torch.jit.script(module): compile the plain module",
     ),
     (
         "TorchScript interpreter",
-        "the model calls a function that has been through torch.jit.script",
-        "leave torch.jit.script out: call the function as it is written",
+        "the model calls a function compiled by torch.jit.script",
+        "remove torch.jit.script: call the plain function",
     ),
     (
         "",
         "the training step cannot be captured",
-        "run the model once in eager mode on this batch to see whether it works there",
+        "check that the model runs in eager mode on this batch",
     ),
 )
-# A file of torch that looks at numbers -> how to leave that out.
+# A file of torch that reads values -> how to avoid that.
 _LOOKS = {
-    torch.distributions.distribution.__file__: "leave out the check of a distribution's arguments and samples: "
-    "validate_args=False where it is made, or torch.distributions.Distribution.set_default_validate_args(False) before "
-    "compile",
-    torch.nn.modules.batchnorm.__file__: "give BatchNorm a momentum that is a number: with None, a cumulative average, "
-    "it asks for the number of batches so far",
+    torch.distributions.distribution.__file__: "switch off the validation of distributions: validate_args=False in "
+    "the constructor, or "
+    "torch.distributions.Distribution.set_default_validate_args(False) "
+    "before compile",
+    torch.nn.modules.batchnorm.__file__: "give BatchNorm a number as momentum: with None, a cumulative average, it "
+    "reads the number of batches so far",
 }
 
 
 def failure(error: str) -> tuple[str, str]:
-    """What is wrong and what to do, of an error that capture met, by its name and message."""
+    """What is wrong and what to do, for an error during capture, by its name and message."""
     return next((what, hint) for sign, what, hint in _FAILURES if sign in error)
 
 
 def branch_hint() -> str:
-    """What to do about the code that asks for a number right now."""
+    """What to do about the code that is reading a value."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (hint := _LOOKS.get(frame.f_code.co_filename)) is not None:

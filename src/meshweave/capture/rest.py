@@ -1,4 +1,5 @@
-"""What of a batch is no tensor, in a form that tells whether two are alike: down to attributes, whatever `==` says."""
+"""The non-tensor contents of a batch, in a form that two batches can be compared by: down to attributes, whatever `==`
+says."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from meshweave.capture.snapshot import Snapshot, is_walked, same, shown
 from meshweave.capture.variables import ATOMS, MISSING
 from meshweave.interop.storages import version_of
 
-# By place, in order, the numbers, texts and tensors of a value, and the classes of what holds them.
+# By place, in order, the numbers, texts and tensors of a value, and the classes of their containers.
 Form = tuple[tuple[str, Any], ...]
 
 
 def forms_of(rest: Mapping[str, Any]) -> dict[str, Form]:
-    """The form of each entry. It stays what it is, whatever is written into an object of the entry later."""
+    """The form of each entry. Later writes to an object of the entry do not change it."""
     return {name: _form(name, value) for name, value in rest.items()}
 
 
@@ -37,7 +38,7 @@ def _leaf(value: Any) -> Any:
 
 
 class _Written:
-    """A tensor as it is now: another one after the next write."""
+    """A tensor at its present version: it differs after the next write."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, version_of(tensor)
@@ -57,8 +58,8 @@ def alike(before: Mapping[str, Form], now: Mapping[str, Form]) -> bool:
 
 
 def difference(before: Form, now: Form) -> str | None:
-    """The first place in which two forms of an entry differ, as text, empty where the values themselves tell it; None
-    where they are alike."""
+    """The first place in which two forms of an entry differ, as text, empty if the values themselves show it; None if
+    they are equal."""
     for (place, old), (other, new) in zip_longest(before, now, fillvalue=("", MISSING)):
         if place != other or not same(old, new):
             return f"{place or other}: {_text(old)} -> {_text(new)}" if len(before) > 1 and len(now) > 1 else ""

@@ -1,7 +1,7 @@
-"""The Python state that forward can reach: attributes, containers, closures, globals; to compare and to put back.
+"""The Python state that forward can reach: attributes, containers, closures, globals; to compare and to restore.
 
-State lives in containers: dicts (those of attributes among them), lists, sets, closures. A snapshot keeps a copy of
-each, so that one comparison of two lists, in C, says whether anything has changed.
+State is in containers: dicts (including those of attributes), lists, sets, closures. A snapshot has a copy of each, so
+that a single comparison of two lists, in C, tells whether anything has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from meshweave.capture.variables import ATOMS, MISSING, Length, Names, global_names
 
-# Containers beyond this length (a data set, say) are compared by their length alone.
+# Containers beyond this length (a data set, say) are compared only by their length.
 _MAX_LENGTH = 10_000
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "meshweave"})
 _HIDDEN = frozenset({"_modules", "_parameters", "_buffers"})  # dicts whose entries are attributes of a module
@@ -34,14 +34,14 @@ _INSTALLED = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """A value that is another than at the time of a snapshot. `place` says where, in a user's words."""
+    """A value that has changed since a snapshot. `place` says where, in a user's words."""
 
     place: str
     old: Any
     new: Any
     container: int
     key: Any
-    text: str = ""  # what exactly differs, where the values are objects
+    text: str = ""  # the exact difference, if the values are objects
 
     def __str__(self) -> str:
         return f"{self.place}: {shown(self.old)} -> {shown(self.new)}" + (f" ({self.text})" if self.text else "")
@@ -49,7 +49,7 @@ class StateChange:
 
 @dataclass(slots=True)
 class Snapshot:
-    """Containers and what was in them. `styles` say how a key is written, `parents` where a container was reached."""
+    """Containers and their contents. `styles` say how a key is written, `parents` where a container was reached."""
 
     live: list[Any] = field(default_factory=list)
     copies: list[Any] = field(default_factory=list)
@@ -58,19 +58,19 @@ class Snapshot:
     generators: list[Any] = field(default_factory=list)
     caches: list[tuple[Any, int]] = field(default_factory=list)  # functions under functools.cache, and their sizes
     tensors: list[tuple[int, Any, Tensor]] = field(default_factory=list)
-    # The containers again: those that were empty, which most are, and the others with their copies.
+    # The containers again: empty containers, which are most, and the others with their copies.
     empty: list[Any] = field(default_factory=list)
     filled: list[Any] = field(default_factory=list)
     filled_copies: list[Any] = field(default_factory=list)
-    numbers: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # tensors that == takes for equal numbers
+    numbers: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # tensors, which == compares as numbers
 
     @staticmethod
     def of(roots: Mapping[str, Any]) -> Snapshot:
-        """Everything that the roots (a model, a loss, a function) reach."""
+        """The snapshot of everything that the roots (a model, a loss, a function) reach."""
         return _Walk().run(roots)
 
     def is_current(self) -> bool:
-        """Whether nothing has changed. May answer no for values that cannot be compared."""
+        """Whether nothing has changed. May be False for values that cannot be compared."""
         try:
             return (
                 not any(self.empty)
@@ -81,7 +81,7 @@ class Snapshot:
             return False
 
     def changes(self) -> list[StateChange]:
-        """What differs from the snapshot."""
+        """Differences from the snapshot."""
         changes = []
         for i, (live, copy) in enumerate(zip(self.live, self.copies, strict=True)):
             now, before = _entries(live), _entries(copy)
@@ -90,7 +90,7 @@ class Snapshot:
         return changes
 
     def restore(self) -> None:
-        """Put every container back as it was, and empty the function caches that have grown."""
+        """Restore every container, and empty the function caches that have grown."""
         for function, size in self.caches:
             if function.cache_info().currsize != size:
                 function.cache_clear()
@@ -100,7 +100,7 @@ class Snapshot:
             _write(self.live[i], self.copies[i])
 
     def set(self, change: StateChange, value: Any) -> bool:
-        """Put a value where a change is. False where the container takes none."""
+        """Put a value at the place of a change. False if the container does not accept it."""
         live = self.live[change.container]
         if isinstance(live, Names):
             live.write(change.key, value)
@@ -109,7 +109,7 @@ class Snapshot:
         return isinstance(live, Names | dict)
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Every value that is no container, by its place."""
+        """Every value that is not a container, by its place."""
         for i, live in enumerate(self.live):
             for key, value in _entries(live).items():
                 yield self.place(i, key), value
@@ -128,7 +128,7 @@ class Snapshot:
 
 
 class _Walk:
-    """Finds every container once, from the roots on."""
+    """Visits every container once, starting from the roots."""
 
     def __init__(self) -> None:
         self.snapshot = Snapshot()
@@ -227,7 +227,7 @@ class _Walk:
             self.push(_entries(container).items(), index, None)
 
     def push(self, entries: Any, parent: int, key: Any) -> None:
-        """What entries refer to is visited next; with a `key`, as if it stood there itself."""
+        """Visit the objects that entries refer to next; with a `key`, as if the entries were there themselves."""
         entries_left = [(v, parent, k if key is None else key) for k, v in entries if type(v) not in ATOMS]
         self.stack += reversed(entries_left)
 
@@ -238,7 +238,7 @@ def _has_attributes(value: Any) -> bool:
 
 
 def is_walked(value: Any) -> bool:
-    """Whether a snapshot has all that is in a value."""
+    """Whether a snapshot covers all contents of a value."""
     if isinstance(value, dict | list | set | deque):
         return True
     has_names = isinstance(getattr(value, "__dict__", None), dict) or bool(Names.of_slots(value).names)
@@ -246,12 +246,12 @@ def is_walked(value: Any) -> bool:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator of random numbers of Python or numpy."""
+    """Whether it is a random number generator of Python or numpy."""
     return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of one, as `set_generator_state` puts it back."""
+    """The state of a generator, for `set_generator_state`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return (generator.bit_generator if hasattr(generator, "bit_generator") else generator._bit_generator).state
@@ -265,12 +265,12 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether nothing is lost when one stands for the other: the same object, or equal values without identity."""
+    """Whether either may replace the other: the same object, or equal values without identity."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, Tensor) or type(a).__module__.startswith("numpy"):
         return False
-    if isinstance(a, weakref.ReferenceType):  # what an RNN keeps of its weights
+    if isinstance(a, weakref.ReferenceType):  # caches of an RNN's weights
         return True
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(same, a, b))
@@ -278,12 +278,12 @@ def same(a: Any, b: Any) -> bool:
         return bool(b != b)
     try:
         return bool(a == b)
-    except Exception:  # whatever the class has against being compared
+    except Exception:  # whatever error the class raises on comparison
         return False
 
 
 def shown(value: Any) -> str:
-    """A value in a message: short, and without running code of its class."""
+    """A value in a message: short, and without running its class's code."""
     if isinstance(value, Tensor):
         return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     is_short = isinstance(value, tuple) and len(value) <= 4 and all(type(v) in ATOMS for v in value)
@@ -329,6 +329,6 @@ def _write(live: Any, copy: Any) -> None:
 
 
 def is_users(module: types.ModuleType | None) -> bool:
-    """Whether a module is neither of the standard library nor of an installed package."""
+    """Whether a module is neither in the standard library nor in an installed package."""
     file = getattr(module, "__file__", None)
     return module is not None and (not file.startswith(_INSTALLED) if file else module.__name__ == "__main__")

@@ -1,6 +1,6 @@
-"""What MODEL means on the command line: a factory in a file, or a small Hugging Face model with random weights.
+"""Resolves MODEL of the command line: a factory in a file, or a small Hugging Face model with random weights.
 
-Nothing is ever downloaded: a configuration is made from its class, and the model from the configuration.
+Nothing is downloaded: a configuration is created from its class, and the model from the configuration.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from meshweave.interop import pytree
 
 Loss = Callable[[Any, Any], Tensor]
 
-_TEXT_BYTES = 1 << 20  # of the standard library's sources: enough for a thousand different batches
+_TEXT_BYTES = 1 << 20  # bytes of the standard library's sources: enough for a thousand different batches
 _HASH = 2654435761  # Knuth's multiplicative hash, The Art of Computer Programming 6.4: 2**32 over the golden ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to train with its data. `make_batch(i)` is batch i, the same at every call; `batch` is batch 0.
+    """A model to train with its data. `make_batch(i)` returns batch i, the same at every call; `batch` is batch 0.
 
     `tokens_per_batch` counts tokens for a model that takes `input_ids`, else samples; `unit` says which.
     """
@@ -59,7 +59,7 @@ def load_source(
     """Read MODEL: `file.py:factory`, or `hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64`.
 
     `batch` is the global batch size. `dtype` float64 makes parameters and data float64, other dtypes leave them
-    float32. A factory takes those of batch, seq and seed that it has parameters for. On device "meta" the model
+    float32. A factory gets those of batch, seq and seed that it has parameters for. On device "meta" the model
     allocates nothing. Raises MeshweaveError for what is missing or unknown, with near misses.
     """
     with torch.random.fork_rng(devices=[]):
@@ -91,7 +91,7 @@ def _count(batch: Any) -> tuple[int, str]:
 
 
 def near_miss(got: str, names: Iterable[str]) -> str:
-    """The names that resemble `got` the most, best first and joined by commas; the first few where none does."""
+    """The names most similar to `got`, best first and joined by commas; the first few if none is similar."""
     known = list(names)
     suggestions = difflib.get_close_matches(got, known, 3, 0.5) or known[:5]
     return ", ".join(suggestions)
@@ -119,7 +119,7 @@ def _from_file(text: str, batch: int | None, seq: int, seed: int, device: str) -
             "the factory chooses its own batch size",
             where=text,
             got=f"a batch of {batch}",
-            hint=f"give it a parameter: def {name}(batch: int = {batch}), or leave --local-batch and --batch out",
+            hint=f"give it a parameter: def {name}(batch: int = {batch}), or omit --local-batch and --batch",
         )
     with torch.device(device):
         source = _guarded(lambda: factory(**arguments), path, f"{name}() failed")
@@ -132,7 +132,7 @@ def _read(source: Any, text: str) -> Source:
     ):
         kinds = ", ".join(type(m).__name__ for m in source) if isinstance(source, tuple) else type(source).__name__
         raise MeshweaveError(
-            "the factory returned something else than a model, a batch and a loss",
+            "the factory did not return a model, a batch and a loss",
             where=text,
             got=kinds,
             expected="(nn.Module, batch, loss), with batch a dict or tuple of tensors or a function of the index, and "
@@ -145,7 +145,7 @@ def _read(source: Any, text: str) -> Source:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module of a file. Raises MeshweaveError, naming file and line, where it cannot be imported."""
+    """The module of a file. Raises MeshweaveError, with file and line, if it cannot be imported."""
     if not path.is_file():
         near = near_miss(path.name, sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else [])
         raise MeshweaveError("no such file", got=str(path), expected=near and f"in {path.parent}: {near}")
@@ -198,7 +198,7 @@ def _raise_at_line(error: Exception, path: str, what: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFamily:
-    """A family of models: the auto class that makes it, and its batches, from (index, batch, seq, config, seed)."""
+    """A family of models: the auto class that creates it, and its batches, from (index, batch, seq, config, seed)."""
 
     auto_class: str
     mapping: str
@@ -211,7 +211,7 @@ def _causal_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> d
 
 
 def _masked_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
-    """Every label is given; 15 in 100 inputs (Devlin et al., NAACL 2019) are hidden behind the last token id."""
+    """Every position has a label; 15 in 100 inputs (Devlin et al., NAACL 2019) are masked by the last token id."""
     ids = text_windows(index, batch, seq, seed) % config.vocab_size
     position = torch.arange(ids.numel()).view_as(ids) + index * ids.numel()
     hidden = (position * _HASH % 2**32) < 0.15 * 2**32
@@ -226,7 +226,7 @@ def _image_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> di
     return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,), generator=generator)}
 
 
-# The first whose mapping in transformers knows the type. Bert-like types have a causal head too, hence the order.
+# The first whose mapping in transformers has the type. Bert-like types have a causal head too, hence the order.
 _TASKS = (
     _ModelFamily("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_batch),
     _ModelFamily("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", _masked_batch),
@@ -236,7 +236,7 @@ _SMALL_IMAGE = 32
 
 
 def text_windows(index: int, batch: int, seq: int, seed: int = 0) -> Tensor:
-    """int64 [batch, seq]: bytes of the standard library's sources, at places that differ by index, row and seed."""
+    """int64 [batch, seq]: bytes of the standard library's sources, at offsets that differ by index, row and seed."""
     data = _text()
     rows = torch.arange(batch) + index * batch + seed * _HASH
     starts = rows * _HASH % (len(data) - seq)
@@ -297,7 +297,7 @@ def _parse(query: str, text: str) -> dict[str, Any]:
         pairs = parse_qsl(query, strict_parsing=True) if query else []
     except ValueError as error:
         raise MeshweaveError(
-            "the part behind ? is no query", where=text, got=query, expected="field=value&field=value"
+            "the part after ? is not a query", where=text, got=query, expected="field=value&field=value"
         ) from error
     return {key: _value(value) for key, value in pairs}
 
@@ -341,18 +341,20 @@ def _config(model_type: str, overrides: Mapping[str, Any], seq: int, text: str) 
 
 
 def _check_simple(config: Any, model_type: str, text: str) -> None:
-    """A configuration made of others (vision and text) has no sizes of its own that could be set here."""
+    """A configuration composed of others (vision and text) has no sizes of its own to set here."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     model_types = [getattr(part, "model_type", "") for part in parts]
     types = [name for name in model_types if name not in ("", model_type)]
     if types:
         raise MeshweaveError(
-            f"'{model_type}' is made of several models", where=text, expected=f"one of its parts: {', '.join(types)}"
+            f"'{model_type}' is composed of several models",
+            where=text,
+            expected=f"one of its parts: {', '.join(types)}",
         )
 
 
 def _small(overrides: Mapping[str, Any], aliases: Mapping[str, str], seq: int) -> dict[str, Any]:
-    """Sizes that train in seconds on a laptop, by the names that Hugging Face configurations share."""
+    """Sizes that train in seconds on a laptop, by the field names that Hugging Face configurations share."""
 
     def setting(name: str, default: int) -> int:
         value = overrides.get(aliases.get(name, name), default)

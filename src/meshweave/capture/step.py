@@ -1,4 +1,4 @@
-"""Model, loss and optimizer as one functional graph of a whole training step."""
+"""Model, loss and optimizer as a single functional graph of a whole training step."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from meshweave.ir.ops import square_sum
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 
 
-Part = Literal["train", "loss", "outputs"]  # of a step: all of it, forward with loss, or what forward returns
+# the part of a step: all of it, forward with loss, or forward's return value
+Part = Literal["train", "loss", "outputs"]
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """How the step is made from the model: clipping by global norm, microbatches per step, autocast dtype, seed,
-    whether sums over devices may be taken after a cast to a smaller dtype, the dtype to which parameters are cast
-    before they are used, and where gradients of microbatches are added up (see `sharding.sums`)."""
+    """How the step is built from the model: clipping by global norm, microbatches per step, autocast dtype, seed,
+    whether sums over devices may follow a cast to a smaller dtype, the dtype to which parameters are cast before use,
+    and where gradients of microbatches are added up (see `sharding.sums`)."""
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
@@ -55,22 +56,22 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         if self.param_dtype is not None and not self.param_dtype.is_floating_point:
-            raise PlanError("param_dtype is no dtype of floating-point numbers", got=str(self.param_dtype))
+            raise PlanError("param_dtype is not a floating-point dtype", got=str(self.param_dtype))
         if self.accumulate_in not in ("auto", "whole", "shards"):
             raise PlanError(
-                "unknown way to add gradients up", got=repr(self.accumulate_in), expected="auto, whole or shards"
+                "unknown value of accumulate_in", got=repr(self.accumulate_in), expected="auto, whole or shards"
             )
         if self.accumulate < 1:
-            raise PlanError("accumulate counts microbatches", got=str(self.accumulate), expected="1 or more")
+            raise PlanError("invalid number of microbatches", got=str(self.accumulate), expected="1 or more")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise PlanError("clip_grad_norm is a norm", got=str(self.clip_grad_norm), expected="a number above 0")
+            raise PlanError("invalid norm", got=str(self.clip_grad_norm), expected="a number above 0")
 
 
-_MOST_TRACES = 8  # a constant may hold another that is written into: each trace finds one layer of them
+_MOST_TRACES = 8  # constants may be nested: each trace finds another layer of those that are written
 
 
 class Substituted(nn.Module):
-    """A model under its own name, and what is to be done with it while its parameters are substituted."""
+    """A model under its own name, and a function to call while its parameters are substituted."""
 
     def __init__(self, model: nn.Module, body: Callable[[nn.Module], Any]) -> None:
         super().__init__()
@@ -81,16 +82,17 @@ class Substituted(nn.Module):
 
     @staticmethod
     def run(model: nn.Module, tensors: Mapping[str, Tensor], body: Callable[[nn.Module], Any]) -> Any:
-        """`body(model)`, in which the parameters and buffers of the model are `tensors`, also those of functions that
-        backward runs again."""
+        """`body(model)`, with `tensors` as the parameters and buffers of the model, also in functions that backward
+        runs again."""
         named = {f"model.{name}": t for name, t in tensors.items()}
         return torch.func.functional_call(Substituted(model, body), named, ())
 
 
 def cast_for_eager(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The parameters of an eager run by name, as `CaptureOptions.param_dtype` casts them; none without a dtype.
+    """The parameters of an eager run by name, cast as by `CaptureOptions.param_dtype`; empty without a dtype.
 
-    Parameters of a smaller dtype are cast, too; those of a run in float64 are not, for that is there to be exact.
+    Parameters of a smaller dtype are cast, too; those of a float64 run are not, because such a run is meant to be
+    exact.
     """
     if dtype is None or any(p.dtype == torch.float64 for p in model.parameters()):
         return {}
@@ -99,8 +101,8 @@ def cast_for_eager(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Ten
 
 @dataclass(frozen=True, slots=True)
 class StepSource:
-    """What a step is captured from: the model, how it is called (`forward(model, batch)`), the loss, and a context in
-    which the model is traced (it may pin values)."""
+    """What a step is captured from: the model, how it is called (`forward(model, batch)`), the loss, and a context
+    manager for tracing (it may pin values)."""
 
     model: nn.Module
     loss: Callable[[Any, Any], Tensor]
@@ -118,7 +120,7 @@ def capture(
     forward: Callable[[nn.Module, Any], Any] = call_model,
     hooks: Hooks | None = None,
 ) -> StepGraph:
-    """The step of `capture_source`, without what it rests on."""
+    """The step of `capture_source`, without its contract."""
     source = StepSource(model, loss, forward, hooks) if hooks else StepSource(model, loss, forward)
     return capture_source(source, example, optimizer, options)[0]
 
@@ -126,10 +128,10 @@ def capture(
 def capture_source(
     source: StepSource, example: Any, optimizer: OptimizerSpec | None, options: CaptureOptions
 ) -> tuple[StepGraph, Contract]:
-    """The whole step as a StepGraph: forward, loss, backward and, with an optimizer, update; and what it rests on.
+    """The whole step as a StepGraph: forward, loss, backward and, with an optimizer, update; and its contract.
 
-    The model may be real, on meta or fake: only shapes are read. It is left as it was. Raises CaptureError, with the
-    user's line, for a model that is no fixed graph.
+    The model may be real, on meta or fake: only shapes are read. It is left unchanged. Raises CaptureError, with the
+    user's line, for a model that is not a fixed graph.
     """
     overwritten, line = frozenset[Call](), ""
     for _ in range(_MOST_TRACES):
@@ -141,9 +143,9 @@ def capture_source(
     raise CaptureError(
         "the model does not repeat itself",
         where=line,
-        got=f"{_MOST_TRACES} traces that write into constants in other places each",
+        got=f"{_MOST_TRACES} traces, each of which writes into other constants",
         expected="the same ops in every step",
-        hint="pass what counts from step to step in the batch as a tensor",
+        hint="pass values that change from step to step in the batch as tensors",
     )
 
 
@@ -154,7 +156,7 @@ def _captured(
     options: CaptureOptions,
     overwritten: Set[Call],
 ) -> tuple[StepGraph, Contract]:
-    """`capture_source`, where what the calls `overwritten` make is no constant."""
+    """`capture_source`, where results of the calls `overwritten` are not constants."""
     inputs = step_inputs(source.model, example, optimizer, options.part == "train", options.accumulate > 1)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = fake_inputs(inputs, source.model, example, mode)
@@ -202,10 +204,10 @@ def _captured(
 
 @dataclass(slots=True)
 class _StepRun:
-    """One run of a step under the tracer. A second run, which is for comparison, ends with the backward pass. `shared`
-    are the names of batch entries that lie in one memory, so that what is written into one changes another.
+    """A run of a step under the tracer. A second run, for comparison, ends with the backward pass.
 
-    `tensors` take the place of the model's parameters and buffers; `leaves` are what gradients are taken of.
+    `shared` are the names of batch entries that share memory, so that a write to an entry changes another. `tensors`
+    replace the model's parameters and buffers; gradients are with respect to `leaves`.
     """
 
     source: StepSource
@@ -216,15 +218,15 @@ class _StepRun:
     optimizer: OptimizerSpec | None
     shared: Sequence[str] = ()
     is_second: bool = False
-    returned: ModelOutputs | None = None  # how those of the model are put together
-    strided: set[str] = field(default_factory=set)  # batch entries that were asked how they lie in memory
+    returned: ModelOutputs | None = None  # how to rebuild the model's outputs
+    strided: set[str] = field(default_factory=set)  # batch entries whose memory layout was read
     leaves: dict[str, Tensor] = field(init=False)
     buffers: dict[str, Tensor] = field(init=False)
     tensors: dict[str, Tensor] = field(init=False)
     storages: dict[str, int] = field(init=False)
 
     def run(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
-        """Outputs by (kind, name), and the gradients that the update takes, by parameter."""
+        """Outputs by (kind, name), and the gradients for the update, by parameter."""
         with torch.enable_grad():
             results, grads = self.traced()
         if self.is_second:
@@ -241,7 +243,7 @@ class _StepRun:
         return results, {n: g for n, g in grads.items() if n in self.optimizer.kind_of}
 
     def traced(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
-        """What forward and backward give, and gradients by parameter."""
+        """The results of forward and backward, and gradients by parameter."""
         source, options, tracker = self.source, self.options, self.tracker
         wanted = {n: p.requires_grad for n, p in source.model.named_parameters()}
         self.leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in self.values.params.items()}
@@ -253,7 +255,7 @@ class _StepRun:
         kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained]
         kept_storages = (storage for n in kept for storage in (self.storages[n], storage_of(self.leaves[n])))
         names = " and ".join(f"'{name}'" for name in self.shared)
-        one_memory = f"{names} of the batch lie in one memory: clone() what is written into"
+        one_memory = f"{names} of the batch share memory: clone() the entry that is written"
         shared = {storage_of(self.values.batch[name]): one_memory for name in self.shared}
         tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **shared}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
@@ -304,7 +306,7 @@ class _StepRun:
         return results, {}
 
     def accumulate(self, grads: dict[str, Tensor]) -> None:
-        """Add the gradients of a microbatch to the sums of those before."""
+        """Add the gradients of a microbatch to the sums of earlier microbatches."""
         for name, gradient in grads.items():
             self.tracker.modules = [name.rpartition(".")[0]]
             grads[name] = self.values.acc[name] + gradient * (1.0 / self.options.accumulate)
@@ -312,10 +314,8 @@ class _StepRun:
 
 
 def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-    """The buffers as the model has them now: changed in place, or other tensors.
-
-    Raises CaptureError for a buffer that is something else than it was.
-    """
+    """The present buffers of the model: changed in place, or other tensors.
+    Raises CaptureError for a buffer whose shape or dtype has changed."""
     now = dict(model.named_buffers(remove_duplicate=False))
     for name, old in before.items():
         new = now.get(name)
@@ -330,7 +330,7 @@ def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, 
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of each leaf that has one, with what a `backward()` inside the backward pass has added to it."""
+    """The gradient of each leaf that has a gradient, including additions by a `backward()` inside the backward pass."""
     grads = gradients(value, list(leaves.values()))
     parts = {n: [g for g in (grad, leaves[n].grad) if g is not None] for n, grad in zip(leaves, grads, strict=True)}
     return {n: sum(rest, first) for n, (first, *rest) in ((n, p) for n, p in parts.items() if p)}
@@ -344,7 +344,7 @@ def _scalar_loss(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise CaptureError(
-            "the loss is not one number",
+            "the loss is not a single number",
             got=got,
             expected="a floating-point tensor with one element",
             hint="return the mean over the batch from loss(outputs, batch)",
@@ -355,8 +355,8 @@ def _scalar_loss(value: Any) -> Tensor:
 
 
 def _clipped(grads: Mapping[str, Tensor], largest: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The global norm and the gradients, as torch.nn.utils.clip_grad_norm_ has them: it rounds the norm of each
-    gradient, and the norm of these, to their dtype. Squares are added in float64, so that none overflows."""
+    """The global norm and the gradients, as in torch.nn.utils.clip_grad_norm_, which rounds the norm of each gradient,
+    and the norm of these, to their dtype. Squares are added in float64, so that none overflows."""
     dtype = reduce(torch.promote_types, (g.dtype for g in grads.values()))
     norms = torch.stack([square_sum(g) for g in grads.values()]).sqrt().to(dtype)
     norm = square_sum(norms).sqrt().to(dtype)
@@ -371,7 +371,7 @@ def _update(
     grads: Sequence[fx.Node],
     params: Sequence[fx.Node],
 ) -> dict[tuple[str, str], fx.Node]:
-    """The update of each parameter, from its value after forward. It is known as a graph (`optimizers.py`): nothing is
+    """The update of each parameter, from its value after forward. Its graph is known (`optimizers.py`): nothing is
     traced."""
     results: dict[tuple[str, str], fx.Node] = {}
     numbers = {name: writer.own["scalar", name] for name in optimizer.numbers()}

@@ -1,4 +1,4 @@
-"""The inputs of a captured step: what there is by kind and name, tensors without data for it, and the way back."""
+"""The inputs of a captured step: their kinds and names, tensors without data for them, and the way back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshweave.ir.graph import Input, Spec
 
 @dataclass(slots=True)
 class StepValues:
-    """The inputs of one traced step, by kind and name."""
+    """The inputs of a traced step, by kind and name."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -32,15 +32,15 @@ class StepValues:
 
 
 def state_name(slot: str, param: str) -> str:
-    """Name of one piece of optimizer state: `exp_avg/model.embed.weight`."""
+    """Name of a piece of optimizer state: `exp_avg/model.embed.weight`."""
     return f"{slot}/{param}"
 
 
 def step_inputs(
     model: nn.Module, example: Any, optimizer: OptimizerSpec | None, is_trained: bool, is_accumulated: bool
 ) -> tuple[Input, ...]:
-    """The inputs of a step; one that is trained has parameters that ask for gradients, and one whose gradients are
-    accumulated has their sums. Raises CaptureError for a model that cannot be captured."""
+    """The inputs of a step. In a training step parameters require gradients; a step that accumulates gradients has
+    their sums as inputs. Raises CaptureError for a model that cannot be captured."""
 
     def spec_like(x: Tensor) -> Spec:
         return Spec(tuple(x.shape), x.dtype)
@@ -50,7 +50,7 @@ def step_inputs(
     params = {n: Input("param", n, spec_like(p), p.requires_grad) for n, p in model.named_parameters()}
     trained = [p for p in params.values() if p.requires_grad and is_trained]
     if is_trained and not trained:
-        raise CaptureError("the model has no parameter to train", hint="set requires_grad on what should be trained")
+        raise CaptureError("the model has no parameter to train", hint="set requires_grad on the parameters to train")
     batch = Batch.of(example)
     scalars = [Input("scalar", "draw", Spec((), torch.int64))]
     state: list[Input] = []
@@ -65,7 +65,7 @@ def step_inputs(
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for hooks on parameters, which run when PyTorch itself accumulates a gradient."""
+    """Raises CaptureError for hooks on parameters, which run when PyTorch accumulates a gradient."""
     for name, param in model.named_parameters():
         hooks = tensor_hooks(param)
         if hooks:
@@ -99,5 +99,5 @@ def by_kind(inputs: Sequence[Input], flat: Sequence[Tensor]) -> StepValues:
 
 
 def rebuilt(batch: Batch, values: StepValues) -> Any:
-    """The batch as forward takes it, of the step's values."""
+    """The batch in the form that forward takes, from the step's values."""
     return batch.rebuild([values.batch[name] for name in batch.names])

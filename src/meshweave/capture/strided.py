@@ -12,10 +12,9 @@ aten = torch.ops.aten
 
 
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
-    """A view as other ops make it: windows along a contiguous tensor that may overlap, each of whole rows (what stft
-    cuts a signal into, chunks that share their halves), or other orders of all that lies in memory. Else refused, but
-    for the numbers of places that autograd reads so.
-    """
+    """A view expressed by other ops: windows along a contiguous tensor that may overlap, each of whole rows (frames of
+    stft, chunks that share their halves), or permutations of all elements in memory. Anything else is an error, except
+    for index tensors that autograd reads so."""
     start = x.storage_offset() if offset is None else offset
     place = zip(size, x.shape, stride, x.stride(), strict=False)
     same = [a == b and (n == m or a <= 1) for a, b, n, m in place]
@@ -33,7 +32,7 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
     if [stride[d] for d in target] == [prod(sizes[d + 1 :]) for d in range(len(sizes))] and prod(sizes) == len(flat):
         return flat.view(sizes).permute([target.index(d) for d in range(len(target))])
     if x.dtype != torch.int64:
-        return NotImplemented  # a lookup would be no view: what is written to it would be lost
+        return NotImplemented  # a lookup would not be a view: writes to it would be lost
     index = torch.zeros(1, dtype=torch.int64, device=x.device)
     for n, step in zip(size, stride, strict=True):
         index = (index[:, None] + torch.arange(n, device=x.device) * step).flatten()
@@ -46,7 +45,7 @@ def _by_stride(size: Sequence[int], stride: Sequence[int]) -> list[int]:
 
 
 def _windows(x: Tensor, size: Sequence[int], stride: Sequence[int], same: Sequence[bool]) -> Tensor | None:
-    """Windows behind the leading dims that are the `same`; None where strides mean something else."""
+    """Windows after the leading dims that are the `same`; None if strides mean something else."""
     batch = next((d for d, is_same in enumerate(same) if not is_same), x.dim() - 1)
     inner = list(size[batch + 1 :])
     if not inner or list(stride[batch + 1 :]) != [prod(inner[d + 1 :]) for d in range(len(inner))]:

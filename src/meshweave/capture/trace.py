@@ -1,4 +1,4 @@
-"""Tracing with provenance: which phase, module and source line made each node; randomness by global index."""
+"""Tracing with provenance: each node's phase, module and source line; randomness by global index."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _place(filename: str, line: int, function: str) -> str:
 
 
 def user_line() -> str:
-    """Source line of the innermost caller inside the traced step that is neither torch nor meshweave, or ""."""
+    """Source line of the innermost caller inside the traced step that is neither in torch nor in meshweave, or ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_foreign(frame.f_code.co_filename):
         frame = None if frame.f_code.co_filename == _STEP else frame.f_back
@@ -63,7 +63,7 @@ def user_line() -> str:
 
 
 def _runs_again() -> bool:
-    """Whether the op at hand belongs to a checkpointed function that runs again, in backward."""
+    """Whether the current op belongs to a checkpointed function that runs again, in backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename not in (_CHECKPOINT, _STEP):
         frame = frame.f_back
@@ -75,8 +75,8 @@ def _line_of(error: BaseException) -> str:
     return _place(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
 
 
-# While a GlobalRandom is active, the seed of PyTorch's default generator is a place in the step: these highest bits (a
-# seed without them was set by the model), the number of ops before it and, lowest, the number of draws before it.
+# While a GlobalRandom is active, the seed of PyTorch's default generator is a position in the step: these highest bits
+# (a seed without them was set by the model), the number of ops before it and, lowest, the number of draws before it.
 _PLACE, _OP_BITS, _DRAW_BITS = 0x5EED, 24, 24
 _OP = 1 << _DRAW_BITS
 _GENERATOR = torch.default_generator
@@ -87,7 +87,7 @@ def _is_place(seed: int) -> bool:
 
 
 def _following(seed: int) -> int:
-    """The number that is drawn with a seed of the model's own, and the seed after it: splitmix64, without the sign."""
+    """The number drawn with a seed that the model has set, and the next seed: splitmix64, without the sign."""
     mixed = (seed + 0x9E3779B97F4A7C15) % (1 << 64)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % (1 << 64)
@@ -95,8 +95,8 @@ def _following(seed: int) -> int:
 
 
 def _next_op(func: Any) -> int | None:
-    """The number of ops before this one, which is counted; None for a detach (checkpoints add some when they repeat
-    a function) and where the model has set the seed."""
+    """The number of ops before this op, which is counted; None for a detach (checkpoints add some when they repeat a
+    function) and if the model has set the seed."""
     seed = _GENERATOR.initial_seed()
     if func is aten.detach.default or not _is_place(seed):
         return None
@@ -107,10 +107,10 @@ def _next_op(func: Any) -> int | None:
 class GlobalRandom(TorchDispatchMode):
     """Random ops as functions of (seed, step, call number, global index): the same values on every mesh.
 
-    The call number is the state of PyTorch's default generator, so that what saves and restores that state (a
-    checkpointed function that runs again in backward, `fork_rng`) repeats numbers as it does in eager PyTorch. Where
-    the model itself sets the seed, the numbers follow from it, in every step the same. When the mode ends, the
-    generator is as it was. Also usable around eager code, which then draws what a captured graph draws.
+    The call number is the state of PyTorch's default generator, so that code that saves and restores that state (a
+    checkpointed function that runs again in backward, `fork_rng`) repeats numbers as in eager PyTorch. If the model
+    itself sets the seed, the numbers follow from it, the same in every step. When the mode ends, the generator is
+    restored. It also works around eager code, which then draws the numbers of a captured graph.
     """
 
     def __init__(self, step: Tensor, seed: int) -> None:
@@ -166,17 +166,17 @@ class GlobalRandom(TorchDispatchMode):
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an op that is not random: of ours, where one of others takes some dtypes only."""
+        """The result of an op that is not random: by a meshweave op if the original supports only some dtypes."""
         return OF_OTHERS.get(str(func), func)(*args, **kwargs)
 
 
 def _is_silent_random(func: Any, args: Any) -> bool:
-    """Attention kernels are tagged random for their dropout, which is 0 when they get here."""
+    """Attention kernels are tagged random because of their dropout, which is 0 here."""
     return "attention" in str(func)
 
 
 _MADE_LIKE = frozenset({aten.new_zeros.default, aten.new_full.default, aten.new_empty.default, aten.new_ones.default})
-# What these leave in memory is zeros in capture, as it is in the graph: two runs are compared by their constants.
+# Uninitialised memory is zeros in capture, as in the graph: two runs are compared by their constants.
 _UNINITIALIZED = frozenset(
     {
         aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.empty_permuted.default,
@@ -191,14 +191,12 @@ def _in_backward(origin: Origin) -> Origin:
 
 
 class Provenance(GlobalRandom):
-    """Writes an Origin on every node that tracing makes.
+    """Writes an Origin on every traced node.
 
-    A node of the backward pass gets the module and line of the forward op whose gradient it is, found by the
-    sequence number that autograd gave to both. An op of a checkpointed function that runs again in backward gets the
-    origin of the op that it repeats, found by its place, in phase backward.
-
-    A constant into which the step writes computed values depends on data from then on: what the calls `overwritten`
-    make is fake from the start.
+    A node of the backward pass gets the module and line of its forward op, which has the same autograd sequence number.
+    An op of a checkpointed function that runs again in backward gets the origin of the op that it repeats, matched by
+    position, in phase backward. A constant into which the step writes computed values depends on data from then on:
+    results of the calls `overwritten` are fake from the start.
     """
 
     def __init__(
@@ -213,7 +211,7 @@ class Provenance(GlobalRandom):
         self.record, self.tracer, self.overwritten = record, tracer, overwritten
         self.phase = "forward"
         self.modules: list[str] = []
-        self.substituted: dict[int, str] = {}  # parameters and buffers of the user, by id: their names
+        self.substituted: dict[int, str] = {}  # the user's parameters and buffers, by id: their names
         self._forward: dict[int, Origin] = {}
         self._at: dict[int, tuple[Any, Origin]] = {}  # number of ops before an op of the model -> the op
         self._first = next_sequence_number() - 1
@@ -232,11 +230,12 @@ class Provenance(GlobalRandom):
         return result
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """As the tracer runs it: where a run is compared with the trace, constants come of the same decompositions."""
+        """Run an op like the tracer: in a run that is compared with the trace, constants come from the same
+        decompositions."""
         function = OF_OTHERS.get(str(func), func)
         if self.record.expected is not None and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
             function = decomposition_table().get(func, function)
-        # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
+        # Results of *_like ops are often filled with data, piece by piece: numbers are fake from the start. Masks and
         # positions stay real, so that control flow on them is decided.
         like: Any = args[0] if func in _MADE_LIKE else None
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
@@ -247,7 +246,7 @@ class Provenance(GlobalRandom):
 
     def _value(self, x: Tensor) -> Any:
         if isinstance(x, FakeTensor):
-            constants = "; read a constant that the step writes into before it does, from a clone()"
+            constants = "; to read a constant before the step writes into it, read a clone()"
             module = f"module '{self.modules[-1]}'" if self.modules else ""
             raise CaptureError(
                 "the model's control flow depends on data",
@@ -259,7 +258,7 @@ class Provenance(GlobalRandom):
         return aten._local_scalar_dense.default(x)
 
     def _origin(self, func: Any) -> Origin:
-        # A gradient that the model itself takes belongs to forward.
+        # Gradients that the model itself computes belong to forward.
         running = running_sequence_number() if self.phase == "backward" else None
         if running is not None and not _runs_again():
             forward_origin = self._forward.get(running - self._first)
@@ -269,7 +268,7 @@ class Provenance(GlobalRandom):
             return self._repeated(func, Origin("backward", module, source))
         if self.phase not in ("forward", "loss"):
             return Origin(self.phase, module, source)
-        # An op that autograd does not record goes by the number of the last one that it did.
+        # An op that autograd does not record has the number of the last op that it did.
         call = next_sequence_number() - 1 - self._first
         origin = Origin(self.phase, module, source, max(call, 0))
         self._forward.setdefault(call, origin)
@@ -278,7 +277,7 @@ class Provenance(GlobalRandom):
         return origin
 
     def _repeated(self, func: Any, new: Origin) -> Origin:
-        """The origin of the op that this one repeats. Ops between the two are skipped: a checkpoint may keep some."""
+        """The origin of the op that this op repeats. Ops in between are skipped: a checkpoint may keep some."""
         at = _next_op(func)
         while at is not None and at in self._at:
             original, origin = self._at[at]
@@ -292,7 +291,7 @@ class Provenance(GlobalRandom):
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """While active, the module that runs is known."""
+        """While active, the running module is known."""
         handles = []
         for name, module in model.named_modules():
             enter = _Enter(self.modules, name)
@@ -307,7 +306,7 @@ class Provenance(GlobalRandom):
 
 
 class _Enter:
-    """Forward pre-hook of one module."""
+    """Forward pre-hook of a module."""
 
     def __init__(self, stack: list[str], name: str) -> None:
         self.stack, self.name = stack, name
@@ -334,7 +333,7 @@ def trace(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -
 
 @contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """Under an autocast of the model's own, each use of a parameter casts it, in every run."""
+    """Under the model's own autocast, each use of a parameter casts it, in every run."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -345,10 +344,8 @@ def _without_autocast_cache() -> Iterator[None]:
 
 @contextmanager
 def capture_errors() -> Iterator[None]:
-    """A model runs on fake tensors: whatever it raises is a CaptureError with the user's line.
-
-    Without oneDNN, for which a recurrent layer in float32 is one op that only a CPU has.
-    """
+    """The model runs on fake tensors: any error of it becomes a CaptureError with the user's line. oneDNN is off,
+    because it runs a float32 recurrent layer as a single op that only CPUs have."""
     try:
         with without_onednn(), _without_autocast_cache():
             yield

@@ -1,4 +1,4 @@
-"""Writes the ops of a function into a graph as they run."""
+"""Records the ops of a function into a graph as they run."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from meshweave.ir.traits import reads_data
 
 aten = torch.ops.aten
 
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})  # other subclasses take their ops apart themselves
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})  # other subclasses decompose their ops themselves
 _QUESTIONS = frozenset({aten.size.default, aten.stride.default, aten.storage_offset.default})
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A graph of ops. Every node has its Specs and, but for placeholders, an Origin. Tensors that are neither inputs
-    nor results of ops are get_attr nodes; `constants` are these by target."""
+    """A graph of ops. Every node has its Specs and, except placeholders, an Origin.
+
+    Tensors that are neither inputs nor results of ops are get_attr nodes; `constants` are these by target."""
 
     graph: fx.Graph
     constants: Mapping[str, Tensor]
 
     @property
     def is_functional(self) -> bool:
-        """Whether no op writes into an operand."""
+        """Whether no op writes to an operand."""
         return not any(is_operator(n.target) and is_mutable(n.target) for n in self.graph.nodes)
 
     def module(self) -> fx.GraphModule:
@@ -45,18 +46,19 @@ class Traced:
 
 
 class GraphTracer(TorchDispatchMode):
-    """While active, every op is written into `graph` and runs. Ops of the table of decompositions, and those that
-    autograd takes apart where it runs, are replaced by the ops that they consist of.
+    """While active, every op is recorded into `graph` and runs.
 
-    Tensors are known by identity and not kept: PyTorch gives out a copy of a new tensor that somebody else has. What is
-    fake stays fake, and what is real is computed: masks and positions can be read while the function runs.
+    Ops of the table of decompositions, and composites that autograd decomposes at run time, are replaced by their
+    parts. Tensors are identified by identity and not kept alive: PyTorch returns a copy of a new tensor that has
+    another reference. Fake tensors stay fake, and real tensors are computed: masks and positions can be read while the
+    function runs.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
-        self.origin = Origin("forward")  # of what is written next
+        self.origin = Origin("forward")  # for the nodes recorded next
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
 
     @classmethod
@@ -82,11 +84,11 @@ class GraphTracer(TorchDispatchMode):
         for decomposition in filter(None, ways):
             with self:
                 result = decomposition(*args, **kwargs)
-            if result is not NotImplemented:  # some decline what is not of their form
+            if result is not NotImplemented:  # some decline operands that are not of their form
                 return result
-        if reads_data(func):  # of a fake tensor it is an error, of a real one a number
+        if reads_data(func):  # an error for a fake tensor, a number for a real tensor
             return func(*args, **kwargs)
-        if func is aten.lift_fresh.default:  # the constant stays as it is, whatever is written into the result
+        if func is aten.lift_fresh.default:  # the constant must not change when the result is written
             func = aten.lift_fresh_copy.default
         node = self.graph.call_function(func, tuple(self._written(args)), self._written(kwargs))
         node.meta["origin"] = self.origin
@@ -104,7 +106,7 @@ class GraphTracer(TorchDispatchMode):
             return {key: self._written(item) for key, item in value.items()}
         if isinstance(value, torch.UntypedStorage | torch.ScriptObject):
             raise CaptureError(
-                "an op takes something that no graph can hold",
+                "an op takes an argument that no graph can represent",
                 where=self.origin.source,
                 got=type(value).__name__,
                 expected="tensors and numbers",
@@ -118,10 +120,10 @@ class GraphTracer(TorchDispatchMode):
             return known[1]
         if isinstance(tensor, FakeTensor):
             raise CaptureError(
-                "the step uses a tensor that it neither gets nor computes",
+                "the step uses a tensor that is neither an input nor computed in it",
                 where=self.origin.source,
                 got="a fake tensor of another capture, of a copy.deepcopy or of another thread",
-                hint="build the model anew if it keeps values of a capture; copy by x.clone(), and start no threads",
+                hint="rebuild the model if it keeps values of a capture; copy by x.clone(), and start no threads",
             )
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach() if tensor.requires_grad else tensor

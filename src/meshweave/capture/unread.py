@@ -1,4 +1,4 @@
-"""A value that nothing may read, to find out whether anything does."""
+"""A value that nothing may read, to detect whether anything does."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class WasRead(Exception):
-    """Something has asked an Unread value for what it is."""
+    """Raised when an Unread value is used."""
 
 
 class Unread:
-    """Every use of it, but for passing it on, is noted and raises WasRead."""
+    """Every use of it, except passing it on, is recorded and raises WasRead."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "was_read", False)
@@ -23,7 +23,7 @@ class Unread:
 
 def _refuse(self: Unread, *_: Any) -> Any:
     object.__setattr__(self, "was_read", True)
-    raise WasRead("a value that has changed since compile was read")
+    raise WasRead("the step reads a value that has changed since compile")
 
 
 # Operators are looked up on the class, past __getattribute__.

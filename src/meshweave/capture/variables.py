@@ -1,4 +1,4 @@
-"""Variables that are no entries of a dict of their own, as containers: of closures, classes, modules, slots, arrays."""
+"""Variables that are not entries of their own dict, as containers: of closures, classes, modules, slots, arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshweave.capture.unread import Unread
 
 
 class _Missing:
-    """Stands where there is no value."""
+    """Represents the absence of a value."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -29,7 +29,7 @@ ATOMS = frozenset(
 
 
 class Names:
-    """Variables that are no entries of a dict of their own, as a container: of a closure, a class, a module."""
+    """Variables that are not entries of their own dict, as a container: of a closure, a class, a module."""
 
     def __init__(self, read: Callable[[str], Any], write: Callable[[str, Any], None], names: Sequence[str]) -> None:
         self.read, self.write, self.names = read, write, tuple(names)
@@ -86,7 +86,7 @@ class Names:
 
 
 class Length:
-    """A long container as one that is compared by its length."""
+    """A long container that is compared by its length."""
 
     def __init__(self, container: Any) -> None:
         self.container = container

@@ -1,5 +1,5 @@
-"""Communications, and what a group does in step, replayed over tables of boxes: what every device of a group holds
-afterwards, from what they held."""
+"""Replays communications, and other ops that a group runs together, over tables of boxes: the contents of every device
+of a group afterwards, from the contents before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshweave.ir.sparse import sparse_gather, sparse_scatter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """`members[g, j]`: which of the devices at hand is member j of group g of the flattened `axes` of `mesh`."""
+    """`members[g, j]`: which of the present devices is member j of group g of the flattened `axes` of `mesh`."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -43,7 +43,7 @@ def group_ids(mesh: Mesh, axes: tuple[str, ...]) -> Ints:
 
 @lru_cache(maxsize=1024)
 def groups_among(mesh: Mesh, axes: tuple[str, ...], devices: tuple[int, ...]) -> Groups:
-    """The groups that the devices are of. Raises VerifyError where a member is not among them."""
+    """The groups of the devices. Raises VerifyError if a member is not among them."""
     ids = group_ids(mesh, axes)
     ids = ids[np.isin(ids, devices).any(1)]
     order = np.argsort(devices)
@@ -55,14 +55,14 @@ def groups_among(mesh: Mesh, axes: tuple[str, ...], devices: tuple[int, ...]) ->
 
 
 def together(holdings: Sequence[Holding]) -> Holding:
-    """What several roles hold, as one table. Raises VerifyError where they differ in what is pending."""
+    """The values of several roles, as a single table. Raises VerifyError if their pending reductions differ."""
     first = holdings[0]
     if len(holdings) == 1:
         return first
     for other in holdings[1:]:
         if (other.pending, other.owed) != (first.pending, first.owed) or (first.pending and other.mesh != first.mesh):
             raise VerifyError(
-                "roles hand in values that are partial in different ways", got=f"{other.pending} and {first.pending}"
+                "roles pass values that are partial in different ways", got=f"{other.pending} and {first.pending}"
             )
     width = max(h.rows.start.shape[1] for h in holdings)
     offsets = np.cumsum([0, *(len(h.rows.extent) for h in holdings)])
@@ -77,7 +77,7 @@ def together(holdings: Sequence[Holding]) -> Holding:
 
 
 def apart(holding: Holding, parts: Sequence[tuple[int, ...]]) -> list[Holding]:
-    """`together` undone: what the devices of each part hold."""
+    """The inverse of `together`: the values on the devices of each part."""
     ends = np.cumsum([0, *(len(p) for p in parts)])
     return [
         replace(holding, devices=part, where=holding.where[ends[i] : ends[i + 1]]) if len(parts) > 1 else holding
@@ -122,7 +122,7 @@ def _all_to_all(holding: Holding, groups: Groups, received: Sequence[Any], sent:
                 got=f"{len(sizes)} blocks",
                 expected=f"{groups.count} blocks of {height[0]} on device {holding.devices[0]}",
             )
-    # Of sender i to receiver j: [group, sender, receiver, ...] -> [group, receiver, sender, ...].
+    # From sender i to receiver j: [group, sender, receiver, ...] -> [group, receiver, sender, ...].
     start, size, origin = (t[inputs].swapaxes(1, 2) for t in (blocks.start, blocks.size, blocks.origin))
     start = start.copy()
     start[..., 0] += (np.arange(groups.count) * blocks.extent[inputs[:, :1], 0, 0])[:, None, :, None]
@@ -136,7 +136,7 @@ def _permute(holding: Holding, groups: Groups, to: Any) -> Holding:
     try:
         receivers = np.array(destinations(to, groups.count))
     except (MeshweaveError, TypeError) as error:
-        raise VerifyError("is no permutation of its group", got=str(to), expected=f"of {groups.count}") from error
+        raise VerifyError("is not a permutation of its group", got=str(to), expected=f"of {groups.count}") from error
     if (receivers != np.arange(groups.count)).any():
         _not_pending(holding, groups)
     inputs = holding.where[groups.members]
@@ -148,7 +148,9 @@ def _permute(holding: Holding, groups: Groups, to: Any) -> Holding:
 
 def _broadcast(holding: Holding, groups: Groups, source: Any) -> Holding:
     if source not in range(groups.count):
-        raise VerifyError("is from no member of its group", got=str(source), expected=f"0 to {groups.count - 1}")
+        raise VerifyError(
+            "has a source that is not a member of its group", got=str(source), expected=f"0 to {groups.count - 1}"
+        )
     if groups.count > 1:
         _not_pending(holding, groups)
     inputs = holding.where[groups.members]
@@ -159,17 +161,19 @@ def _broadcast(holding: Holding, groups: Groups, source: Any) -> Holding:
 
 
 def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: Any, op: Any) -> Holding:
-    """`local_ops.embed_part` on all devices of a group: what they hold together, which a reduction over the group gives
-    once no two of them have something in one place. What nobody has stays padding."""
+    """`local_ops.embed_part` on all devices of a group: their combined contents, which a reduction over the group
+    yields if no two devices have values in the same place. Other places stay padding."""
     if not isinstance(dim, int) or not 0 <= dim < holding.rows.extent.shape[1] or op not in ("sum", "max", "min"):
-        raise VerifyError("makes no part of a partial value", got=f"dim {dim}, op {op}")
+        raise VerifyError("does not return a part of a partial value", got=f"dim {dim}, op {op}")
     if (holding.pending and holding.mesh != groups.mesh) or {p.axis for p in holding.pending} & set(groups.axes):
-        raise VerifyError("makes a value partial over an axis over which it is", got=str(holding.pending))
+        raise VerifyError(
+            "makes a value partial over an axis over which it is partial already", got=str(holding.pending)
+        )
     rows, where, (begin, whole) = holding.refined(before, size)
     length = rows.extent[:, dim : dim + 1]
     if (bad := (begin < 0) | (begin + length > whole))[:, 0].any():
         raise VerifyError(
-            "puts a part outside of the whole", where=f"device {replace(holding, where=where).device_of_row(bad[:, 0])}"
+            "has a part outside of the whole", where=f"device {replace(holding, where=where).device_of_row(bad[:, 0])}"
         )
     extent, start = rows.extent.copy(), rows.start.copy()
     extent[:, dim] = whole[:, 0]
@@ -183,7 +187,7 @@ def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: A
     if (over := (low[:, 1:] < high[:, :-1]).any(-1)).any():
         member = int(groups.members[int(np.argmax(over)), 0])
         raise VerifyError(
-            "parts of one sum overlap", got=f"in the group of device {holding.devices[member]}, along dim {dim}"
+            "parts of a sum overlap", got=f"in the group of device {holding.devices[member]}, along dim {dim}"
         )
     embedded = replace(embedded, pending=(*holding.pending, *(PendingReduction(axis, op) for axis in groups.axes)))
     together = Rows(extent[inputs[:, 0]], *(_merged(t[inputs]) for t in (start, rows.size, rows.origin)))
@@ -194,7 +198,7 @@ def _sum_scatter(holding: Holding, groups: Groups, count: Any) -> Holding:
     return _reduce_scatter(holding, groups, "sum", count)
 
 
-# Of rows that a value names: what comes is told apart by that value (`check.dispatch`).
+# For rows named by a value: the received rows are identified by that value (`check.dispatch`).
 SPARSE = frozenset({sparse_gather, sparse_scatter})
 EXCHANGES: dict[Any, Callable[..., Holding]] = {
     functional.all_gather_into_tensor.default: _all_gather,
@@ -210,7 +214,7 @@ EXCHANGES: dict[Any, Callable[..., Holding]] = {
 
 
 def _reduced(holding: Holding, groups: Groups, op: str) -> Holding:
-    """Each group's values reduced, where that takes every contribution along the axes once."""
+    """Each group's reduced values, if the reduction takes every contribution along the axes once."""
     pending = {p.axis: p for p in holding.pending}
     for axis in (a for a in groups.axes if groups.mesh.size(a) > 1):
         due = pending.get(axis)
@@ -222,13 +226,13 @@ def _reduced(holding: Holding, groups: Groups, op: str) -> Holding:
         if op != due.op:
             raise VerifyError("reduces with another op", got=f"{op} over {axis}", expected=due.op)
     if len({p.op for p in holding.pending}) > 1:
-        raise VerifyError("a value is partial by two ops at once", got=str(holding.pending))
+        raise VerifyError("a value is partial with two ops at once", got=str(holding.pending))
     _same_content(holding, groups)
     return replace(holding, pending=tuple(p for p in holding.pending if p.axis not in groups.axes))
 
 
 def _same_content(holding: Holding, groups: Groups) -> None:
-    """The members of each group hold the same boxes of the value, in the same places."""
+    """The members of each group have the same boxes of the value, in the same places."""
     rows, inputs = holding.rows, holding.where[groups.members]
     pairs = np.unique(np.stack([inputs, np.broadcast_to(inputs[:, :1], inputs.shape)], -1).reshape(-1, 2), axis=0)
     a, b = rows.take(pairs[:, 0]), rows.take(pairs[:, 1])
@@ -261,18 +265,18 @@ def _same_extent(holding: Holding, inputs: Ints) -> None:
 
 def _check_count(groups: Groups, count: Any) -> None:
     if count != groups.count:
-        raise VerifyError("names another size of its group", got=str(count), expected=str(groups.count))
+        raise VerifyError("has a wrong size of its group", got=str(count), expected=str(groups.count))
 
 
 def _by_group(holding: Holding, groups: Groups, rows: Rows) -> Holding:
-    """One row for each group, held by all its members."""
+    """A row for each group, shared by all its members."""
     where = np.zeros_like(holding.where)
     where[groups.members] = np.arange(len(groups.members))[:, None]
     return holding.with_rows(rows, where)
 
 
 def _by_member(holding: Holding, groups: Groups, blocks: Rows) -> Holding:
-    """One row for each member of each group: blocks [group, member]."""
+    """A row for each member of each group: blocks [group, member]."""
     where = np.zeros_like(holding.where)
     where[groups.members] = np.arange(groups.members.size).reshape(groups.members.shape)
     return holding.with_rows(Rows(*map(_joined, (blocks.extent, blocks.start, blocks.size, blocks.origin))), where)
@@ -289,10 +293,8 @@ def _joined(table: Ints) -> Ints:
 @lru_cache(maxsize=1024)
 def check_messages(plan: Transfer) -> int:
     """The number of messages of a transfer, which give every device of the target exactly its piece.
-
-    Raises VerifyError for a message that its sender cannot send or that leaves its group, and where pieces are not
-    tiled.
-    """
+    Raises VerifyError for a message that its sender cannot send or that leaves its group, and if pieces are not
+    tiled."""
     source, target, shape = plan.source, plan.target, plan.spec.shape
     try:
         messages = plan.routes.messages
@@ -311,7 +313,9 @@ def check_messages(plan: Transfer) -> int:
             or m.sender not in boxes_of_sender
             or not _inside(m.box.offset, m.box.size, boxes_of_sender[m.sender])
         ):
-            raise VerifyError("a message takes what its sender does not hold", got=f"{m} of {source} -> {target}")
+            raise VerifyError(
+                "a message contains elements that its sender does not have", got=f"{m} of {source} -> {target}"
+            )
         lists[place[m.receiver]].append((m.box.offset, m.box.size))
     offset, size = boxes(target, shape, devices)
     width = max(map(len, lists), default=0) or 1
@@ -323,7 +327,7 @@ def check_messages(plan: Transfer) -> int:
             )
         if _overlap(origin[i, : len(boxes_here)], extent[i, : len(boxes_here)]) or (not shape and len(boxes_here) != 1):
             raise VerifyError(
-                "a device receives elements twice, or none", got=f"device {devices[i]}, {source} -> {target}"
+                "a device receives elements twice, or not at all", got=f"device {devices[i]}, {source} -> {target}"
             )
     rows = Rows(size, origin - offset[:, None], extent, origin)
     check_is(Holding(target.mesh, devices, rows, np.arange(len(devices)), *pending_of(source)), target, shape)
@@ -348,7 +352,7 @@ def _inside(offset: Sequence[int], size: Sequence[int], box: tuple[list[int], li
 
 
 def _overlap(origin: Ints, size: Ints) -> bool:
-    """Whether two of the boxes have an element in common."""
+    """Whether two of the boxes overlap."""
     end = origin + size
     meet = (np.maximum(origin[:, None], origin) < np.minimum(end[:, None], end)).all(-1)
     return bool((meet.sum(1) > 1).any())

@@ -1,8 +1,8 @@
 """Completeness: every consumer of a value sees every contribution to it, proven on the rank graphs of all roles.
 
-Trusted are the placed graph as the meaning of every op, the rule table, and the layouts of the inputs. Everything
-between is replayed: which value each local array is a form of, which boxes of it every device holds, and which
-reductions are still to come. Nothing depends on what the rank graphs claim about layouts.
+The proof trusts the placed graph as the meaning of every op, the rule table, and the layouts of the inputs. Everything
+else is replayed: which value each local array is a form of, which boxes of it every device has, and which reductions
+are pending. Nothing depends on what the rank graphs claim about layouts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from meshweave.ir.sparse import sparse_scatter
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """What was proven: `num_values` local values hold what the placed graph says they do.
+    """What was proven: `num_values` local values match the placed graph.
 
-    Of the steps of moves (communications and the local steps around them) `num_steps` differ and were replayed;
+    Of the steps of moves (communications and the local steps around them) `num_steps` are distinct and were replayed;
     `num_twins` are equal to one of these.
     """
 
@@ -46,11 +46,11 @@ class Completeness:
 
 
 def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completeness:
-    """Raise VerifyError for the first value that is not what its consumer needs; else say what was proven.
+    """Raise VerifyError for the first value that is not what its consumer needs; else return what was proven.
 
-    `roles` are the rank graphs of `placed`. The first only: what follows a wrong value is about no value with a name.
-    Merged collectives are taken apart first, which proves what merging did. What a role takes from the step before is
-    proven to be made there as in this step (`gathers.carry.uncarried`), and replayed as a part of this step.
+    `roles` are the rank graphs of `placed`. Only the first, because values that depend on a wrong value cannot be
+    identified. Merged collectives are undone first, which proves the merge. Values that a role carries over are proven
+    to be computed as in this step (`gathers.carry.uncarried`), and replayed as a part of this step.
     """
     known = Known(placed)
     for rank in roles:
@@ -78,7 +78,7 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
     )
 
 
-# meetings
+# meetings (communications between roles)
 
 
 class _Members:
@@ -89,7 +89,7 @@ class _Members:
         self._of_group: dict[Any, list[RoleReplay]] = {}
 
     def ready_with(self, role: RoleReplay) -> list[RoleReplay] | None:
-        """The roles of the meeting that `role` has come to, if all have come to it."""
+        """The roles of the meeting that `role` has reached, if all have reached it."""
         if role.at is None:
             return None
         them, call = self._of(role, role.at), _call_of(role.at)
@@ -103,7 +103,7 @@ class _Members:
         if key not in self._of_group:
             groups = group_ids(*role.rank.group_axes(str(node.args[-1]))).tolist()
             them: list[RoleReplay] = [role]
-            for _ in self.roles:  # the groups of these roles may reach devices of further ones
+            for _ in self.roles:  # the groups of these roles may contain devices of further roles
                 mine = {d for r in them for d in r.devices}
                 them = self._reached(mine | {d for group in groups if not mine.isdisjoint(group) for d in group})
             self._of_group[key] = them
@@ -114,8 +114,8 @@ class _Members:
 
 
 def _call_of(node: fx.Node) -> tuple[Any, ...]:
-    """What must be equal where roles meet: the op, its reduce op, the size and name of its group, or its key; of a
-    permute who sends to whom."""
+    """What must be equal in all roles of a meeting: the op, its reduce op, the size and name of its group, or its key;
+    for a permute its destinations."""
     return node.target, tuple(a for a in node.args[1:] if isinstance(a, (str, int, tuple)))
 
 
@@ -127,10 +127,10 @@ def _transfer_of(role: RoleReplay, node: fx.Node) -> Transfer:
 
 
 class _Uses:
-    """Which communications bring what is used: one that no role uses has no business being there.
+    """Which communications contribute to used values: an unused communication is an error.
 
-    Roles may take part in a step of a move for others' sake, or do it in their own groups because others need it in
-    theirs. So the k-th communication of a value by one call is looked at in all roles together.
+    Roles may take part in a step of a move for others, or run it in their own groups because others need it in theirs.
+    So the k-th communication of a value by the same call is considered in all roles together.
     """
 
     def __init__(self) -> None:
@@ -147,11 +147,11 @@ class _Uses:
     def check(self) -> None:
         for used, role, node in self._found.values():
             if not used:
-                raise role.at_node(node, VerifyError("nobody uses what is communicated"))
+                raise role.at_node(node, VerifyError("nothing uses the result of a communication"))
 
 
 def _meet(known: Known, roles: list[RoleReplay], uses: _Uses) -> bool:
-    """Replay the meeting that these roles have come to; whether it is a communication."""
+    """Replay the meeting of these roles; returns whether it is a communication."""
     nodes = [r.at for r in roles if r.at is not None]
     communicates = nodes[0].target in STARTS
     try:
@@ -167,26 +167,28 @@ def _meet(known: Known, roles: list[RoleReplay], uses: _Uses) -> bool:
 
 
 def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
-    """What each role hands in: forms of one value, or None."""
+    """The operand of each role: forms of the same value, or None."""
     values = []
     for role, node in zip(roles, nodes, strict=True):
         state = role.states[node.args[0]] if isinstance(node.args[0], fx.Node) else None
         if not isinstance(state, ReplayedValue | None):
-            raise VerifyError("hands in several values at once", where=str(role))
+            raise VerifyError("passes several values at once", where=str(role))
         values.append(state)
     if lacking := next((v for v in values if v is not None and (v.readers or v.root in roles[0].known.partial)), None):
-        raise VerifyError("hands in a value of which rows are missing that others read", got=lacking.root.name)
+        raise VerifyError("passes a value without rows that others read", got=lacking.root.name)
     names = sorted({v.root.name for v in values if v is not None})
     if len(names) != 1:
-        raise VerifyError("roles hand in different values", got=", ".join(names) or "none", expected="forms of one")
+        raise VerifyError(
+            "roles pass different values", got=", ".join(names) or "none", expected="forms of the same value"
+        )
     return values
 
 
 def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
-    """A collective, or what devices do in step, in every group of the devices of these roles."""
+    """A collective, or an op that a group runs together, in every group of the devices of these roles."""
     values = [v for v in _given(roles, nodes) if v is not None]
     if len(values) < len(roles):
-        raise VerifyError("a role hands in nothing")
+        raise VerifyError("a role passes no value")
     first, holdings = nodes[0], [v.holding for v in values]
     mesh, axes = roles[0].rank.group_axes(str(first.args[-1]))
     is_sparse = first.target in SPARSE
@@ -205,11 +207,11 @@ def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Nod
 
 
 def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, moved: ReplayedValue) -> fx.Node:
-    """What says who reads, or has, which rows: one value, which every device has all of."""
+    """The value with the rows that each device reads, or has: a single value, which every device has as a whole."""
     values = [role.states.get(node.args[1]) for role, node in zip(roles, nodes, strict=True)]  # type: ignore[arg-type]
     roots = {v.root for v in values if isinstance(v, ReplayedValue)}
     if len(roots) != 1 or not all(isinstance(v, ReplayedValue) and v.layout is not None for v in values):
-        raise VerifyError("roles are told different readers", got=", ".join(r.name for r in roots) or "none")
+        raise VerifyError("roles have different readers", got=", ".join(r.name for r in roots) or "none")
     (root,) = roots
     shape, rows = spec_of(root).shape, spec_of(moved.root).shape
     wholes = [v.layout == Layout.replicated(v.layout.mesh, 2).normalized(shape) for v in values]  # type: ignore[union-attr]
@@ -220,7 +222,7 @@ def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, 
         for d in range(1, len(rows) + 1)
     )
     if not all(wholes) or len(shape) != 2 or shape[0] != count or not fits:
-        raise VerifyError("readers are of other rows than are moved", got=f"{shape}", expected=f"rows of {rows}")
+        raise VerifyError("readers are for other rows than the moved ones", got=f"{shape}", expected=f"rows of {rows}")
     return root
 
 
@@ -228,27 +230,27 @@ def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.N
     """A transfer between or within the meshes of these roles."""
     entries = {_transfer_of(r, n) for r, n in zip(roles, nodes, strict=True)}
     if len(entries) > 1:
-        raise VerifyError("roles know different transfers by one name", got="; ".join(sorted(map(str, entries))))
+        raise VerifyError("roles have different transfers of the same name", got="; ".join(sorted(map(str, entries))))
     (plan,) = entries
     values = _given(roles, nodes)
     for role, value in zip(roles, values, strict=True):
         if (value is not None) != plan.source.mesh.covers(role.devices):
-            raise VerifyError(f"{role} hand in {'a piece' if value is not None else 'nothing'}", expected=str(plan))
+            raise VerifyError(f"{role} pass {'a piece' if value is not None else 'nothing'}", expected=str(plan))
         if value is not None:
             role.held_as(_owing(value, pending_of(plan.source)[1]), plan.source)
     owed = {v.holding.owed for v in values if v is not None}
     if len(owed) > 1:
-        raise VerifyError("roles hand in averages that are scaled in different ways", got=str(sorted(owed)))
+        raise VerifyError("roles pass averages that are scaled in different ways", got=str(sorted(owed)))
     root = next(v.root for v in values if v is not None)
     if spec_of(root) != plan.spec:
-        raise VerifyError("the transfer is of another shape", got=str(plan.spec), expected=str(spec_of(root)))
+        raise VerifyError("the transfer has another shape", got=str(plan.spec), expected=str(spec_of(root)))
     known.once(("messages", plan), lambda: check_messages(plan))
     made_of = [r.in_layout(root, plan.target) if plan.target.mesh.covers(r.devices) else None for r in roles]
     return [None if v is None else _owing(v, min(owed)) for v in made_of]
 
 
 def _owing(value: ReplayedValue, owed: float) -> ReplayedValue:
-    """The value with another factor that it owes: a message goes before an average is scaled as well as after."""
+    """The value with another pending factor: an average may be scaled before or after a message."""
     return value if value.holding.owed == owed else ReplayedValue(value.root, replace(value.holding, owed=owed))
 
 
@@ -260,10 +262,10 @@ def _text(node: fx.Node) -> str:
 def _stuck(roles: Sequence[RoleReplay]) -> VerifyError:
     waiting = [(r, r.at) for r in roles if r.at is not None]
     return VerifyError(
-        "roles do not agree about their next communication",
+        "roles disagree about their next communication",
         where=str(origin_of(waiting[0][1])),
         got="; ".join(f"{r} at {n.name} ({_text(n)})" for r, n in waiting),
-        expected="every role of a communication to come to it next",
+        expected="the same next communication on all of its roles",
     )
 
 
@@ -281,14 +283,12 @@ def _check_devices(known: Known, roles: Sequence[RoleReplay]) -> None:
     needed = {d for mesh in meshes for d in mesh.devices}
     if len(set(present)) < len(present) or not needed <= set(present):
         raise VerifyError(
-            "the roles are not the devices of the program", got=str(present), expected=str(sorted(needed))
+            "the roles do not cover the devices of the program", got=str(present), expected=str(sorted(needed))
         )
     for mesh in meshes:
         for role in roles:
             if not mesh.covers(role.devices) and any(d in mesh for d in role.devices):
-                raise VerifyError(
-                    "some devices of a role have values that others have not", where=str(role), got=str(mesh)
-                )
+                raise VerifyError("some devices of a role have values that others lack", where=str(role), got=str(mesh))
 
 
 def _check_inputs(known: Known, role: RoleReplay) -> None:
@@ -306,7 +306,7 @@ def _check_inputs(known: Known, role: RoleReplay) -> None:
 
 
 def _check_carries(known: Known, role: RankGraph) -> None:
-    """What is carried over is held in the layout that the placed graph says of it."""
+    """Check that carried values have the layout of the placed graph."""
     if role.prologue is None:
         return
     end = next(iter(reversed(role.prologue.graph.nodes)))
@@ -316,18 +316,19 @@ def _check_carries(known: Known, role: RankGraph) -> None:
         mark = None if node is None else known.meaning(node)  # type: ignore[arg-type]
         if mark is not None and (mark.meta["layout"], spec_of(mark)) != (layout, item.spec):
             raise VerifyError(
-                f"input {item.kind} {item.name} is not what the placed graph makes of it",
+                f"input {item.kind} {item.name} differs from the placed graph's value",
                 got=f"{item.spec} {layout}",
                 expected=f"{spec_of(mark)} {mark.meta['layout']}",
             )
 
 
 def _check_outputs(known: Known, role: RoleReplay) -> None:
-    """Every output of the role's meshes, in its layout; what lasts, in the layout that the next step takes it in."""
+    """Every output of the role's meshes, in its layout; lasting values in the layout in which the next step takes
+    them."""
     values = dict(zip(known.placed.outputs, known.placed.output_values, strict=True))
     mine = [key for key, value in values.items() if value.meta["layout"].mesh.covers(role.devices)]
     if list(role.rank.outputs) != mine:
-        raise VerifyError("gives other outputs", where=str(role), got=str(role.rank.outputs), expected=str(mine))
+        raise VerifyError("returns other outputs", where=str(role), got=str(role.rank.outputs), expected=str(mine))
     stored = {(i.kind, i.name): a for i, a in zip(role.rank.inputs, role.rank.layouts, strict=True)}
     end = next(iter(reversed(role.rank.graph.nodes)))
     for key, layout, local in zip(mine, role.rank.output_layouts, end.args[0], strict=True):  # type: ignore[arg-type]

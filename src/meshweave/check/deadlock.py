@@ -1,12 +1,10 @@
-"""Deadlock freedom: no device waits for ever, whatever the order in which devices get on.
+"""Deadlock freedom: no device waits for ever, in whatever order devices proceed.
 
-Every communication, collective or transfer, is taken to block its role until all roles that take part have come to it.
-No runtime is stricter, so what ends here ends on every runtime. The engine's own machine runs what its own lowering
-makes of the rank graphs, with a driver that answers at once. Nothing that it may run excludes anything else, so one
-order of answers stands for all.
-
-Devices of one role come to everything in one order, so devices that wait for each other in a circle do so along a
-circle of roles. To look at roles is therefore enough, and the cost does not depend on the number of devices.
+Every communication, collective or transfer, is assumed to block its role until all its roles have reached it. No
+runtime is stricter, so a program that ends here ends on every runtime. The engine's machine runs the lowered rank
+graphs, with a driver that answers at once. Tasks that it may run never exclude each other, so a single order of answers
+represents all. Devices of the same role reach all communications in the same order, so a cycle of waiting devices gives
+a cycle of roles. It is therefore enough to consider roles, and the cost does not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from meshweave.ir.rank import RankGraph
 
 @dataclass(frozen=True, slots=True)
 class DeadlockFreedom:
-    """What was proven: `num_communications` end, to which the roles come `num_starts` times in all."""
+    """What was proven: `num_communications` end, which the roles reach `num_starts` times in total."""
 
     num_roles: int
     num_devices: int
@@ -34,10 +32,8 @@ class DeadlockFreedom:
 
 
 def check_deadlock(roles: Sequence[RankGraph]) -> DeadlockFreedom:
-    """Raise VerifyError where devices would wait for ever: with the circle, one line per hop; else say what was proven.
-
-    Starts that do not belong together, or to which a role never comes, are an error too.
-    """
+    """Raise VerifyError if devices would wait for ever, with the cycle, a line per hop; else return what was proven.
+    Starts that do not match, or that a role never reaches, are an error too."""
     lowered = lower_roles(roles)
     machine = EventMachine(lowered.schedule)
     events: list[Event] = [Release(0)]
@@ -48,16 +44,16 @@ def check_deadlock(roles: Sequence[RankGraph]) -> DeadlockFreedom:
         raise VerifyError(
             "devices wait for each other in a circle",
             got="\n    ".join(["", *hops]),
-            expected="one order of all communications, which every role keeps to",
+            expected="a single order of all communications on every role",
         )
     num_devices = sum(len(role.devices) for role in roles)
     return DeadlockFreedom(len(roles), num_devices, len(lowered.copies), sum(map(len, lowered.nodes)))
 
 
 def _hops(lowered: Lowered, circle: Sequence[int]) -> Iterator[str]:
-    """Who is in which communication of the circle, and who has not come to it."""
+    """Which roles are in which communication of the cycle, and which have not reached it."""
     schedule, first_copy = lowered.schedule, lowered.first_copy
-    # A circle begins anywhere: here with the start of a role, which cannot begin before the copy that comes next.
+    # A cycle has no beginning: list it from the start of a role, which cannot begin before the next copy.
     begin = next(i for i, task in enumerate(circle) if task < first_copy)
     tasks = [*circle[begin:], *circle[:begin], circle[begin]]
     waiting = tasks[0]

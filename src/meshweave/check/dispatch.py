@@ -1,8 +1,9 @@
-"""Sparse moves: which rows devices read, or have, proven by what the value that says so is made of.
+"""Sparse moves: proves which rows devices read, or have, from how the mask of these rows is computed.
 
-A row of a moved value belongs to sorted rows, which devices own. `Readers` is what the placed graph says of that: the
-owners of the sorted rows, looked up and taken together. What reads a gathered value must undo these steps one by one,
-until every device is left with the sorted rows that it owns; what makes a part of a sum must have taken them.
+A row of a moved value belongs to sorted rows, which devices own. `Readers` is the content of the mask in the placed
+graph: the owners of the sorted rows, looked up and grouped. The users of a gathered value must undo these steps one by
+one, until every device is left with the sorted rows that it owns; the ops that compute a part of a sum must have
+applied them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from meshweave.ir.layout import DimSharding, Layout
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
-Root = Callable[[Any], fx.Node]  # what a value is moved from
+Root = Callable[[Any], fx.Node]  # the value before moves
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Who has each sorted row, as `grouped.row_owners` is told."""
+    """The owners of each sorted row, with the arguments of `grouped.row_owners`."""
 
     ends: fx.Node
     num_rows: int
@@ -39,8 +40,8 @@ class Owners:
     members: tuple[int, ...]
 
     def check(self, ends: fx.Node, layout: Layout, num_rows: int, axes: tuple[str, ...]) -> None:
-        """Raise VerifyError unless they name, for every device of the groups over `axes`, the sorted rows that it owns
-        in `layout` by `ends`, and perhaps others."""
+        """Raise VerifyError unless the result contains, for every device of the groups over `axes`, the sorted rows
+        that it owns in `layout` by `ends`, and possibly more."""
         if self.ends is not ends or self.num_rows != num_rows:
             raise VerifyError("names the owners of other rows", got=f"{self.num_rows} by {self.ends.name}")
         mesh, devices = layout.mesh, layout.mesh.devices
@@ -65,21 +66,21 @@ def _spans(layout: Layout, size: int, devices: tuple[int, ...]) -> tuple[list[in
 
 
 def _place(stops: Sequence[int], begins: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Of spans the number of the piece between two stops that holds each; -1 of what is empty."""
+    """The index of the piece that contains each span, -1 for empty spans."""
     starts = [0, *stops]
     devices = []
     for begin, end in zip(begins, ends, strict=True):
         within = [i for i, stop in enumerate(stops) if starts[i] <= begin and end <= stop]
         if begin < end and not within:
-            raise VerifyError("cuts rows or experts in other pieces", got=str(list(stops)), expected=f"{begin}:{end}")
+            raise VerifyError("cuts rows or experts into other pieces", got=str(list(stops)), expected=f"{begin}:{end}")
         devices.append(within[0] if begin < end else -1)
     return devices
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Who reads the rows of `width` elements of a value: the owners of the sorted rows that `steps` lead from, the last
-    step first to be undone. With `places` those read row `places[i]` who without them would read row i."""
+    """Which devices read the rows of `width` elements of a value: the owners of the sorted rows that `steps` lead from,
+    in reverse order. With `places` row `places[i]` has the readers that row i would have without."""
 
     owners: Owners
     width: int
@@ -88,13 +89,13 @@ class Readers:
 
     def undone(self, kind: str, by: Any) -> Readers:
         if self.places is not None or not self.steps or self.steps[-1] != (kind, by):
-            raise VerifyError("is read through other steps than its readers say", got=f"{kind} {by}")
+            raise VerifyError("is read through other steps than its readers", got=f"{kind} {by}")
         return replace(self, steps=self.steps[:-1])
 
 
 def check_dispatch(placed: StepGraph, root: Root) -> frozenset[fx.Node]:
-    """Raise VerifyError for a sparse move that leaves out a row that a device reads, or has. Returns the values that
-    are computed of rows of which some are missing: no other device may be sent them."""
+    """Raise VerifyError for a sparse move that omits a row that a device reads, or has. Returns the values that are
+    computed from incomplete rows: they must not be sent to other devices."""
     partial: set[fx.Node] = set()
     for node in placed.graph.nodes:
         if not is_sparse(node):
@@ -104,7 +105,10 @@ def check_dispatch(placed: StepGraph, root: Root) -> frozenset[fx.Node]:
         except VerifyError as error:
             where = f"{node.name}, {origin_of(node)}"
             raise VerifyError(
-                f"a sparse move is not what is read: {error.what}", where=where, got=error.got, expected=error.expected
+                f"a sparse move omits rows that are read: {error.what}",
+                where=where,
+                got=error.got,
+                expected=error.expected,
             ) from error
     return frozenset(partial)
 
@@ -114,7 +118,7 @@ def is_sparse(node: fx.Node) -> bool:
 
 
 def sparse_source(node: fx.Node) -> fx.Node | None:
-    """The value that says which rows are there of a gathered one; None where all are."""
+    """The mask of the rows of a gathered value; None if all rows are present."""
     while node.target is ops.move:
         source, *_ = args = _args(node)
         if is_sparse(node):
@@ -124,13 +128,13 @@ def sparse_source(node: fx.Node) -> fx.Node | None:
 
 
 class _DispatchProof:
-    """That of one sparse move. `partial` takes the values that are computed of rows of which some are missing."""
+    """The proof of a sparse move. `partial` collects the values that are computed from incomplete rows."""
 
     def __init__(self, node: fx.Node, root: Root, partial: set[fx.Node]) -> None:
         self.node, self.root, self.partial = node, root, partial
         source, layout = _args(node)[0].meta["layout"], node.meta["layout"]
         cut = layout if source.partial else source
-        self.axes = tuple(sorted(cut.dims[0].axes, key=cut.mesh.axis_index))  # as groups stand
+        self.axes = tuple(sorted(cut.dims[0].axes, key=cut.mesh.axis_index))  # in group order
 
     def check(self) -> None:
         source, _, named, *_ = _args(self.node)
@@ -141,20 +145,20 @@ class _DispatchProof:
         summed, layout = self.nonzero_rows(source)
         self.covers(readers.owners, summed.owners.ends, layout, summed.owners.num_rows)
         if replace(summed, owners=readers.owners) != readers:
-            raise VerifyError("the sum is made in other steps", got=str(summed.steps), expected=str(readers.steps))
+            raise VerifyError("the sum is computed in other steps", got=str(summed.steps), expected=str(readers.steps))
 
     def covers(self, owners: Owners, ends: fx.Node, layout: Layout, num_rows: int) -> None:
         owners.check(ends, layout, num_rows, self.axes)
 
     def readers(self, node: fx.Node) -> Readers:
-        """What the value of a sparse move that says who reads is made of."""
+        """How the mask of a sparse move is computed."""
         shape, args = spec_of(self.node).shape, _args(node)
         if node.target is not ours.row_readers.default:
-            raise VerifyError("its readers are not made by row_readers", got=op_name(node.target))
+            raise VerifyError("its readers are not computed by row_readers", got=op_name(node.target))
         members, places, count, num_rows = args
         width = prod(shape) // num_rows
         if count != self.node.meta["layout"].mesh.flat_size(self.axes) or prod(shape) != width * num_rows:
-            raise VerifyError("its readers are of another shape", got=str(node.args[2:]), expected=str(shape))
+            raise VerifyError("its readers have another shape", got=str(node.args[2:]), expected=str(shape))
         owners, steps = self.steps(self.root(members))
         return Readers(owners, width, steps, None if places is None else self.root(places))
 
@@ -163,20 +167,20 @@ class _DispatchProof:
             ends, num_rows, *tables = _args(node)
             return Owners(self.root(ends), num_rows, *map(tuple, tables)), ()
         if node.target not in (aten.view.default, aten.index.Tensor):
-            raise VerifyError("its readers are made in an unknown way", got=op_name(node.target))
+            raise VerifyError("its readers are computed in an unknown way", got=op_name(node.target))
         operand, *rest = _args(node)
         owners, steps = self.steps(self.root(operand))
         if node.target is aten.view.default:
             (before, copies), (after, more) = spec_of(operand).shape, spec_of(node).shape
             if more != copies * (before // after):
-                raise VerifyError("takes together rows that do not divide", got=f"{before} as {after}")
+                raise VerifyError("groups rows that do not divide", got=f"{before} as {after}")
             return owners, (*steps, ("group", before // after))
         if len(rest[0]) != 1:
             raise VerifyError("its readers are looked up at several indices", got=node.name)
         return owners, (*steps, ("lookup", self.root(rest[0][0])))
 
     def follow(self, node: fx.Node, readers: Readers) -> None:
-        """All that reads a value of which devices have the rows of `readers`."""
+        """Check all users of a value of which devices have the rows of `readers`."""
         for user in node.users:
             if user.target is ours.enter_rows.default and user.args[0] is node:
                 self.entered(user, spec_of(node).shape, readers)
@@ -188,18 +192,18 @@ class _DispatchProof:
 
     def entered(self, enter: fx.Node, shape: tuple[int, ...], readers: Readers) -> None:
         if readers.steps or readers.places or enter.args[2] != 0 or prod(shape[1:]) != readers.width:
-            raise VerifyError("rows enter that are not those of its readers", got=enter.name)
+            raise VerifyError("rows enter that its readers do not have", got=enter.name)
         self.covers(readers.owners, self.root(enter.args[1]), enter.meta["layout"], shape[0])
 
     def looked_up(self, lookup: fx.Node, readers: Readers) -> None:
-        """Rows at places that devices own."""
+        """A lookup of rows at places that devices own."""
         at = _index(lookup)
         if readers.steps or at.target is not ours.enter_rows.default:
-            raise VerifyError("rows are looked up that are not those of its readers", got=lookup.name)
+            raise VerifyError("rows are looked up that its readers do not have", got=lookup.name)
         self.covers(readers.owners, self.root(at.args[1]), at.meta["layout"], spec_of(at).shape[0])
 
     def through(self, node: fx.Node, user: fx.Node, readers: Readers) -> Readers:
-        """Who reads the rows of a result, where `readers` read those of its operand."""
+        """The readers of the rows of a result, if `readers` read those of its operand."""
         shape = spec_of(node).shape
         if user.target in (aten.view.default, aten._to_copy.default):
             return readers
@@ -216,7 +220,7 @@ class _DispatchProof:
         raise VerifyError(f"{user.name} ({op_name(user.target)}) reads all rows", got=f"the rows of {readers.steps}")
 
     def nonzero_rows(self, node: fx.Node) -> tuple[Readers, Layout]:
-        """Whose rows of a part of a sum are not zeros, and the layout in which their sorted rows are owned."""
+        """The owners of the nonzero rows of a part of a sum, and the layout in which their sorted rows are owned."""
         operand, *rest = _args(node)
         if node.target is ours.leave_rows.default and rest[1] == 0:
             return self.sorted_rows(rest[0], operand.meta["layout"], spec_of(node).shape)
@@ -230,25 +234,25 @@ class _DispatchProof:
         if _looks_up(node):
             readers, layout = self.nonzero_rows(operand)
             if prod(spec_of(operand).shape[1:]) != readers.width or _index(node).meta["layout"].owned:
-                raise VerifyError("looks up rows of another kind", got=node.name)
+                raise VerifyError("looks up other rows", got=node.name)
             return self.after(readers, ("lookup", self.root(_index(node)))), layout
         if node.target is not aten.index_put.default or not _is_sum(node, self.root):
-            raise VerifyError(f"{node.name} ({op_name(node.target)}) may have rows of others", got=node.name)
+            raise VerifyError(f"{node.name} ({op_name(node.target)}) may have rows of other devices", got=node.name)
         readers, layout = self.added(node)
         return replace(readers, width=prod(spec_of(node).shape[1:]), places=self.at(node)), layout
 
     def added(self, node: fx.Node) -> tuple[Readers, Layout]:
-        """Whose rows, of those that are added at an index, are not zeros."""
+        """The owners of the nonzero rows among those that are added at an index."""
         at = _index(node)
         if at.target is ours.enter_rows.default:
             return self.sorted_rows(at.args[1], at.meta["layout"], spec_of(at).shape)
         readers, layout = self.nonzero_rows(_args(node)[2])
         if readers.places is not None or readers.width != prod(spec_of(node).shape[1:]) or at.meta["layout"].owned:
-            raise VerifyError("adds up rows of another kind", got=node.name)
+            raise VerifyError("adds up other rows", got=node.name)
         return readers, layout
 
     def at(self, node: fx.Node) -> fx.Node:
-        """The places of all rows, of which an op may be given those that a device owns."""
+        """The places of all rows, of which an op may get only those that a device owns."""
         at = _index(node)
         return self.root(at.args[0] if at.target is ours.enter_rows.default else at)
 
@@ -257,12 +261,12 @@ class _DispatchProof:
 
     def after(self, readers: Readers, step: tuple[str, Any]) -> Readers:
         if readers.places is not None:
-            raise VerifyError("rows that were added up at places are taken further", got=str(step))
+            raise VerifyError("rows that were added at places are used further", got=str(step))
         return replace(readers, steps=(*readers.steps, step))
 
 
 def _cuts(source: Layout, target: Layout) -> bool:
-    """Whether every device has its piece of the target within that of the source."""
+    """Whether every device has its piece of the target inside its piece of the source."""
     if source.partial or source.owned or target.partial or source.mesh != target.mesh:
         return False
     return all(b.axes[: len(a.axes)] == a.axes for a, b in zip(source.dims, target.dims, strict=True))
@@ -289,14 +293,14 @@ def _looks_up(node: fx.Node) -> bool:
 
 
 def _is_sum(node: fx.Node, root: Root) -> bool:
-    """Whether values are added at one index along dim 0 of zeros."""
+    """Whether values are added at a single index along dim 0 of zeros."""
     into, indices, _, *is_added = _args(node)
     zeros = root(into)
     return len(indices) == 1 and is_added == [True] and zeros.target is aten.full.default and bool(zeros.args[1] == 0)
 
 
 def _repeats(many: tuple[int, ...], few: tuple[int, ...], width: int) -> int:
-    """How often each row of shape `few` stands in `many`, one after the other; 0 where it is no such form."""
+    """How many consecutive rows of shape `many` form a row of shape `few`; 0 if the shapes do not match."""
     if many == few:
         return 1
     if len(many) != len(few):

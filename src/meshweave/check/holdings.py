@@ -1,11 +1,11 @@
-"""What devices hold of one value in the middle of a move, as tables of boxes: moves replayed without tensors.
+"""The contents of devices for a value in the middle of a move, as tables of boxes: moves replayed without tensors.
 
-A device's array is a list of fragments, each a box of the array that holds a box of the global value, in order; the
-rest is padding. Devices that hold the same share a row, so that a gathered value costs one row per group.
+A device's array is a list of fragments, each a box of the array that contains a box of the global value, in order; the
+rest is padding. Devices with equal contents share a row, so that a gathered value costs a row per group.
 
-Contributions are counted per axis. A value that is partial over some axes is the sum (or maximum) of what stands along
-them; to reduce over one of these axes takes each contribution along it once. So it is enough to know over which axes a
-reduction is still pending: reducing over any other axis would count something twice, and gathering over a pending one
+Contributions are counted per axis. A value that is partial over some axes is the sum (or maximum) of the values along
+them; a reduction over such an axis takes each contribution along it once. So it is enough to track over which axes a
+reduction is pending: reducing over any other axis would count contributions twice, and gathering over a pending axis
 would join parts of different sums.
 """
 
@@ -33,7 +33,7 @@ Ints = NDArray[np.int64]
 class Rows:
     """Row n is an array of shape `extent[n]`; its fragment f, of `size[n, f]`, lies at `start[n, f]` of the array.
 
-    It is the part of the global value at `origin[n, f]`. A fragment with a size of 0 is none.
+    It is the part of the global value at `origin[n, f]`. A fragment of size 0 is absent.
     """
 
     extent: Ints
@@ -49,7 +49,7 @@ class Rows:
         return Rows(self.extent[index], self.start[index], self.size[index], self.origin[index])
 
     def compact(self) -> Rows:
-        """The same without the fragments that are none, as far as every row can spare them."""
+        """The same without absent fragments, as far as no row needs the space."""
         there = self.is_there
         width = max(int(there.sum(-1).max(initial=0)), 1)
         if width == there.shape[1]:
@@ -61,7 +61,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PendingReduction:
-    """A reduction over `axis` that is still to come. `is_first`: index 0 holds it all, the others the identity."""
+    """A pending reduction over `axis`. `is_first`: index 0 has the whole value, the others the identity element."""
 
     axis: str
     op: str
@@ -70,9 +70,8 @@ class PendingReduction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holding:
-    """Device `devices[i]` holds row `where[i]`. `pending` axes are of `mesh`.
-
-    Its reductions give `owed` times the value: an average counts as a sum, until it is scaled.
+    """Device `devices[i]` has row `where[i]`. `pending` axes are those of `mesh`. The pending reductions yield `owed`
+    times the value: an average counts as a sum, until it is scaled.
     """
 
     mesh: Mesh
@@ -83,14 +82,12 @@ class Holding:
     owed: float = 1.0
 
     def device_of_row(self, bad: NDArray[np.bool_]) -> int:
-        """The first device that holds one of the `bad` rows."""
+        """The first device with one of the `bad` rows."""
         return self.devices[int(np.argmax(bad[self.where]))]
 
     def refined(self, *args: Any) -> tuple[Rows, Ints, list[Ints]]:
-        """(rows, where, args per row) such that devices of one row have equal `args`.
-
-        An argument is a number, or has one entry per device.
-        """
+        """(rows, where, args per row) such that devices that share a row have equal `args`. An argument is a number, or
+        has an entry per device."""
         count = len(self.devices)
         wide = [np.broadcast_to(a, (count, *np.shape(a)[1:])).reshape(count, -1) for a in args]
         key = np.column_stack([self.where, *wide])
@@ -101,12 +98,12 @@ class Holding:
         return replace(self, rows=rows.compact(), where=where)
 
 
-# what a layout says
+# the contents by a layout
 
 
 @lru_cache(maxsize=64)
 def coordinates(mesh: Mesh, devices: tuple[int, ...]) -> dict[str, Ints]:
-    """Coordinate of each of the devices along every axis of a mesh that has them all."""
+    """Coordinate of each of the devices along every axis of a mesh that contains them all."""
     at = np.unravel_index([mesh.index(d) for d in devices], mesh.shape) if mesh.shape else ()
     return {axis: np.asarray(index, np.int64) for axis, index in zip(mesh.axis_names, at, strict=True)}
 
@@ -120,7 +117,7 @@ def _pieces(size: int, parts: tuple[int, ...], unit: int) -> Ints:
 
 @lru_cache(maxsize=512)
 def boxes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[Ints, Ints]:
-    """Offset and size of each device's piece, one row per device."""
+    """Offset and size of each device's piece, a row per device."""
     at = coordinates(layout.mesh, devices)
     table = np.zeros((len(devices), len(shape), 2), np.int64)
     for d, (size, dim) in enumerate(zip(shape, layout.dims, strict=True)):
@@ -133,13 +130,13 @@ def boxes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> t
 
 
 def pending_of(layout: Layout) -> tuple[tuple[PendingReduction, ...], float]:
-    """The reductions that a layout leaves to come, averages as sums, and how many times the value these give."""
+    """The pending reductions of a layout, averages as sums, and the factor that these yield."""
     pending = tuple(PendingReduction(axis, "sum" if op == "avg" else op) for axis, op in layout.partial)
     return pending, float(layout.mesh.flat_size(axis for axis, op in layout.partial if op == "avg"))
 
 
 def holding_of(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> Holding:
-    """What the devices hold of a value in a layout."""
+    """The contents of the devices for a value in a layout."""
     offset, size = boxes(layout, shape, devices)
     key = np.concatenate([offset, size], 1)
     where = np.zeros(len(devices), np.int64)
@@ -154,8 +151,8 @@ def holding_of(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...])
 
 
 def check_is(holding: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
-    """Raise VerifyError unless every device holds exactly its piece in `layout`, whole, in order and without padding,
-    with exactly the reductions pending that the layout names, and scaled."""
+    """Raise VerifyError unless every device has exactly its piece in `layout`, whole, in order and without padding,
+    with exactly the layout's reductions pending, and scaled."""
     _check_pending(holding, layout)
     rows, there = holding.rows, holding.rows.is_there
     first = np.argmax(there, 1)
@@ -169,7 +166,7 @@ def check_is(holding: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
     if not good.all():
         i = int(np.argmin(good))
         raise VerifyError(
-            f"device {holding.devices[i]} does not hold its piece",
+            f"device {holding.devices[i]} does not have its piece",
             got=describe(holding, i),
             expected=f"{_box(offset[i], size[i])}, its piece in {layout}",
         )
@@ -180,7 +177,7 @@ def _check_pending(holding: Holding, layout: Layout) -> None:
     pending, due = ({(p.axis, p.op) for p in those} for those in (holding.pending, wanted))
     if pending != due or (pending and holding.mesh != layout.mesh):
         raise VerifyError(
-            "contributions are missing" if pending - due else "a value is taken for a part of a sum",
+            "contributions are missing" if pending - due else "a whole value is used as a part of a sum",
             got=_pending_text(holding.pending),
             expected=f"{_pending_text(wanted)}, as in {layout}",
         )
@@ -194,7 +191,7 @@ def _pending_text(pending: Sequence[PendingReduction]) -> str:
 
 
 def describe(holding: Holding, i: int) -> str:
-    """What the i-th device holds, in words."""
+    """The contents of the i-th device, in words."""
     row = holding.rows.take(holding.where[i : i + 1]).compact()
     there = row.is_there[0]
     padding = int(row.extent[0].prod() - np.where(there, row.size[0].prod(-1), 0).sum())
@@ -208,14 +205,14 @@ def _box(offset: Ints, size: Ints) -> str:
     return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offset.tolist(), size.tolist(), strict=True)) + "]"
 
 
-# steps that a device takes by itself
+# steps without communication
 
 
 def narrow(holding: Holding, dim: int, start: Any, size: Any) -> Holding:
     _check_dim(holding, dim)
     rows, where, (lo, length) = holding.refined(start, size)
     if (bad := (lo < 0) | (length < 0) | (lo + length > rows.extent[:, dim : dim + 1]))[:, 0].any():
-        _refuse(replace(holding, rows=rows, where=where), bad[:, 0], "cuts out more than there is")
+        _refuse(replace(holding, rows=rows, where=where), bad[:, 0], "cuts beyond the array")
     rows = _clip(rows, dim, lo, lo + length)
     extent = rows.extent.copy()
     extent[:, dim] = length[:, 0]
@@ -230,7 +227,7 @@ def pad(holding: Holding, amounts: Sequence[Any]) -> Holding:
     rows, where, wide = holding.refined(*amounts)
     bad = np.any(np.concatenate([np.zeros((len(rows.extent), 1), np.int64), *wide], 1) < 0, axis=1)
     if bad.any():
-        _refuse(replace(holding, rows=rows, where=where), bad, "pads by less than nothing")
+        _refuse(replace(holding, rows=rows, where=where), bad, "pads by a negative amount")
     extent, start = rows.extent.copy(), rows.start.copy()
     for i in range(0, len(wide), 2):
         dim = extent.shape[1] - 1 - i // 2
@@ -240,8 +237,8 @@ def pad(holding: Holding, amounts: Sequence[Any]) -> Holding:
 
 
 def join_blocks(holding: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any) -> Holding:
-    """`local_ops.join_blocks`: blocks stacked along dim 0 in the order of a group, side by side along `dim` in its own
-    order, cut to the sizes of the table."""
+    """`local_ops.join_blocks`: blocks stacked along dim 0 in group order, concatenated along `dim` in its own order,
+    cut to the sizes of the table."""
     _check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
@@ -251,7 +248,7 @@ def join_blocks(holding: Holding, sizes: Sequence[int], order: Sequence[int], di
     block = chunks.extent[:, 0]
     length = lengths[0] if lengths else np.repeat(block[:, dim : dim + 1], count, 1)
     if length.shape[1] != count or (length > block[:, dim : dim + 1]).any():
-        raise VerifyError("joins blocks by a table that is not theirs", got=f"{count} blocks of {block[0].tolist()}")
+        raise VerifyError("joins blocks by a table that does not fit", got=f"{count} blocks of {block[0].tolist()}")
     chunks = _clip(chunks, dim, np.zeros_like(length)[:, :, None], length[:, :, None])
     start = chunks.start.copy()
     start[..., dim] += (np.cumsum(length, 1) - length)[:, :, None]
@@ -264,7 +261,7 @@ def deal_blocks(
     holding: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any, block: Any
 ) -> Holding:
     """`local_ops.deal_blocks`: cut along `dim` into the pieces of a group, each padded to `block`, stacked along dim 0
-    in the order of the group."""
+    in group order."""
     _check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
@@ -279,7 +276,7 @@ def deal_blocks(
         fits = at.shape[1] == count and ((at >= 0) & (at + length <= reach) & (length <= room)).all()
     if not fits:
         raise VerifyError(
-            "deals out pieces that the value does not have",
+            "cuts pieces that the value does not have",
             got=f"{count} of an array like {rows.extent[0].tolist()} along dim {dim}",
         )
     at, length = at[:, place], length[:, place]
@@ -293,16 +290,20 @@ def deal_blocks(
 
 
 def keep_first(holding: Holding, mesh: Mesh, axes: Sequence[str], op: str) -> Holding:
-    """The value as one part of a partial: from now on a reduction over `axes` is pending."""
+    """The value as a part of a partial value: from now on a reduction over `axes` is pending."""
     if (holding.pending and holding.mesh != mesh) or {p.axis for p in holding.pending} & set(axes):
-        raise VerifyError("makes a value partial over an axis over which it is", got=_pending_text(holding.pending))
+        raise VerifyError(
+            "makes a value partial over an axis over which it is partial already", got=_pending_text(holding.pending)
+        )
     return replace(holding, mesh=mesh, pending=(*holding.pending, *(PendingReduction(axis, op, True) for axis in axes)))
 
 
 def _places(sizes: Sequence[int], order: Sequence[int]) -> Ints:
-    """For each member of a group the number of its piece on the dim that is cut by axes of `sizes`."""
+    """For each member of a group the index of its piece on the dim that is cut by axes of `sizes`."""
     if not sizes or sorted(order) != list(range(len(sizes))) or any(n < 1 for n in sizes):
-        raise VerifyError("orders the pieces of a group as none is", got=f"sizes {list(sizes)}, order {list(order)}")
+        raise VerifyError(
+            "has an impossible order of the pieces of a group", got=f"sizes {list(sizes)}, order {list(order)}"
+        )
     return np.arange(prod(sizes)).reshape(sizes).transpose(order).reshape(-1)
 
 
@@ -312,9 +313,7 @@ def scaled(holding: Holding, factor: float) -> Holding:
 
 def split(holding: Holding, count: int) -> Rows:
     """The arrays cut along dim 0 into `count` equal blocks: rows [n, count], all of the blocks' extent.
-
-    Raises VerifyError where dim 0 cannot be cut so.
-    """
+    Raises VerifyError if dim 0 cannot be cut so."""
     rows = holding.rows
     if not rows.extent.shape[1] or (rows.extent[:, 0] % count).any():
         raise VerifyError(f"cuts an array of {rows.extent[0].tolist()} into {count} equal blocks")
@@ -331,7 +330,7 @@ def split(holding: Holding, count: int) -> Rows:
 
 
 def _by_block(rows: Rows, height: Ints, count: int, extent: Ints) -> Rows:
-    """Fragments sorted by the block that each lies in."""
+    """Fragments sorted by their block."""
     there = rows.is_there
     block = np.where(there, rows.start[..., 0] // height, count)
     order = np.argsort(block, axis=1, kind="stable")
@@ -351,7 +350,7 @@ def _by_block(rows: Rows, height: Ints, count: int, extent: Ints) -> Rows:
 
 
 def _clip(rows: Rows, dim: int, low: Ints, high: Ints, shifted: bool = True) -> Rows:
-    """The fragments as far as they lie between `low` and `high` along `dim`; counted from `low` where `shifted`."""
+    """The fragments clipped to `low` .. `high` along `dim`; relative to `low` if `shifted`."""
     begin = np.maximum(rows.start[..., dim], low)
     end = np.minimum(rows.start[..., dim] + rows.size[..., dim], high)
     start, size, origin = rows.start.copy(), rows.size.copy(), rows.origin.copy()

@@ -1,7 +1,7 @@
-"""What the sharding rule of an op makes of the layouts that its operands really have.
+"""Infers the layouts of an op's results from the sharding rule and the actual layouts of its operands.
 
-Nothing is read from the placement: every axis must do one thing in the op, cut one factor or pass partial values in one
-linear way, and the layouts of the results follow.
+The placement is not read: every axis must do a single thing in the op, cut a factor or pass partial values in a linear
+mode of the rule, and the layouts of the results follow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshweave.sharding.factors import Dims, Rule
 
 Placed = tuple[Spec, Layout]
 Cuts = dict[int, DimSharding]  # factor -> how its loop is cut
-Owners = list[tuple[str, int, str]]  # (axis, factor, key), as `Rule.owned` takes them
+Owners = list[tuple[str, int, str]]  # (axis, factor, key), in the form of `Rule.owned`
 
 
 def infer(
@@ -26,10 +26,9 @@ def infer(
     results: Sequence[Spec],
     placed_results: Sequence[Layout | None] = (),
 ) -> tuple[Layout, ...]:
-    """Layouts of the results. Raises VerifyError (without its place) where the operands do not fit together.
-
-    `made` says how results are cut along factors that no operand has, for ops that make any piece on demand; whether
-    the op is told to make these pieces is for the caller to check.
+    """Layouts of the results. Raises VerifyError (without a location) if the operands do not fit together. `made` has
+    the cuts of results along factors that no operand has, for ops that compute any piece on demand; the caller checks
+    that the op is called for these pieces.
     """
     if elsewhere := [layout for _, layout in operands if layout.mesh != mesh]:
         raise VerifyError(
@@ -46,7 +45,7 @@ def infer(
         wanted = _layout(rule, rule.operands[i], cuts, mesh, spec)
         if layout.dims != wanted.dims or layout.owned != rule.owned(i, owners):
             wanted = Layout(mesh, wanted.dims, (), rule.owned(i, owners))
-            raise VerifyError(f"operand {i} is not cut as the others are", got=str(layout), expected=str(wanted))
+            raise VerifyError(f"operand {i} is not cut like the others", got=str(layout), expected=str(wanted))
     return tuple(_result(rule, i, cuts, passed, owners, (mesh, spec)) for i, spec in enumerate(results))
 
 
@@ -64,8 +63,8 @@ def _result(
 
 
 def _owners(rule: Rule, cuts: Cuts, layouts: Sequence[Layout], placed_results: Sequence[Layout | None]) -> Owners:
-    """The axes along which devices own rows, as `Rule.owned` takes them, each with what it does in this op. Where they
-    deal out the experts of the op, these are cut over them: that is noted in `cuts`."""
+    """The axes along which devices own rows, in the form of `Rule.owned`, each with its function in this op. Axes that
+    distribute the experts of the op cut them: that is recorded in `cuts`."""
     owners: dict[str, tuple[str, int, str]] = {}
     placed = [layout for layout in placed_results if layout is not None]
     tensors = [*zip(rule.operands, layouts, strict=True), *zip(rule.results, placed, strict=False)]
@@ -91,7 +90,7 @@ def _owners(rule: Rule, cuts: Cuts, layouts: Sequence[Layout], placed_results: S
 
 
 def _layout(rule: Rule, dims: Dims, cuts: Cuts, mesh: Mesh, spec: Spec) -> Layout:
-    """The layout of a tensor made of `dims` when factors are cut."""
+    """The layout of a tensor with `dims` when factors are cut."""
     layouts = []
     for d in range(len(dims)):
         factor = rule.loop(dims, d)
@@ -102,7 +101,7 @@ def _layout(rule: Rule, dims: Dims, cuts: Cuts, mesh: Mesh, spec: Spec) -> Layou
 
 
 def _cuts(rule: Rule, operands: Sequence[Placed]) -> Cuts:
-    """How the operands cut the factors; a unit that changes nothing in one operand may be known from another."""
+    """The operands' cuts of the factors; a unit that changes nothing in an operand may come from another."""
     cuts: Cuts = {}
     for i, (_, layout) in enumerate(operands):
         for factor, cut in _dim_cuts(rule, rule.operands[i], layout).items():
@@ -111,7 +110,7 @@ def _cuts(rule: Rule, operands: Sequence[Placed]) -> Cuts:
             known = cuts.setdefault(factor, cut)
             if known.axes != cut.axes:
                 raise VerifyError(
-                    f"operand {i} is not cut as the others are",
+                    f"operand {i} is not cut like the others",
                     got=f"{layout}: {','.join(cut.axes)} where another operand has {','.join(known.axes)}",
                 )
             if known.unit == 1:
@@ -126,14 +125,14 @@ def _dim_cuts(rule: Rule, dims: Dims, layout: Layout) -> Cuts:
             continue
         factor = rule.loop(dims, d)
         if factor is None:
-            raise VerifyError(f"dim {d} is cut, which the op needs whole", got=str(layout))
+            raise VerifyError(f"dim {d} is cut, but the op needs it whole", got=str(layout))
         inner = rule.inner_size(dims, d, factor)
         cuts[factor] = DimSharding(dim.axes, dim.unit // inner if dim.unit % inner == 0 else 1)
     return cuts
 
 
 def _passed(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
-    """Axis -> reduce op of the partial values that pass, each in one of the rule's linear ways."""
+    """Axis -> reduce op of the partial values that pass, each in a linear mode of the rule."""
     passed: dict[str, str] = {}
     for axis in dict.fromkeys(a for _, layout in operands for a in layout.partial_axes):
         partial_ops = {i: dict(layout.partial).get(axis) for i, (_, layout) in enumerate(operands)}
@@ -143,7 +142,7 @@ def _passed(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
         if len(ops) > 1 or not ways:
             listed = ", ".join(map(str, sorted(holders)))
             raise VerifyError(
-                f"operand {listed} is partial over {axis}, and the op is not linear in it alone",
+                f"operand {listed} is partial over {axis}, and the op is not linear in that operand alone",
                 got=", ".join(str(layout) for _, layout in operands),
                 expected="every contribution, before the op",
             )
@@ -152,13 +151,13 @@ def _passed(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
 
 
 def _check_axes(cuts: Cuts, passed: dict[str, str], owners: Owners, operands: Sequence[Placed]) -> None:
-    """Every axis does one thing."""
+    """Check that every axis does a single thing."""
     own = [axis for axis, factor, _ in owners if factor not in cuts or axis not in cuts[factor].axes]
     used = [*passed, *own, *(axis for cut in cuts.values() for axis in cut.axes)]
     twice = sorted({axis for axis in used if used.count(axis) > 1})
     if twice:
         raise VerifyError(
-            f"{', '.join(twice)} would do two things in one op",
+            f"{', '.join(twice)} would do two things in the same op",
             got=", ".join(str(layout) for _, layout in operands),
-            expected="an axis that cuts one loop of the op, or passes a partial value",
+            expected="an axis that cuts a loop of the op, or passes a partial value",
         )

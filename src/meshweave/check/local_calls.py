@@ -1,7 +1,7 @@
-"""How an op of the placed graph must look in a rank graph: the call that each device has to make.
+"""How an op of the placed graph must appear in a rank graph: the call that each device has to make.
 
-Most ops run as they are. Those that name shapes or positions are listed here with the numbers that every device must
-give, as they follow from the layouts that the operands really have.
+Most ops run unchanged. Those whose arguments are shapes or positions are listed here with the numbers that every device
+must pass, as they follow from the actual layouts of the operands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _OperandMark:
         return "operand"
 
 
-OPERAND = _OperandMark()  # stands for a tensor in the arguments of a call
+OPERAND = _OperandMark()  # represents a tensor in the arguments of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LocalCall:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """An op of the placed graph with the layouts that its operands and results have on some devices."""
+    """An op of the placed graph with the layouts of its operands and results on some devices."""
 
     node: fx.Node
     operands: tuple[Placed, ...]
@@ -55,7 +55,7 @@ class Context:
     devices: tuple[int, ...]
 
     def plain(self) -> LocalCall:
-        """The op as it stands in the placed graph."""
+        """The op as in the placed graph."""
         args, kwargs = map_nodes(self.node, lambda n: OPERAND)
         return LocalCall(self.node.target, args, kwargs)
 
@@ -71,7 +71,7 @@ def _numbers(table: Ints) -> list[Number]:
 
 
 def _view(c: Context) -> LocalCall:
-    """How many rows a device owns is not known here: as many as the operand has."""
+    """The number of owned rows is unknown here: the operand's number is used."""
     layout, sizes = c.results[0][1], c.sizes(c.results[0])
     if c.node.target is aten.expand.default:
         sizes = [-1 if dim in layout.owned_dims else size for dim, size in enumerate(sizes)]
@@ -121,7 +121,7 @@ def _embedding_backward(c: Context) -> LocalCall:
 
 
 def _cut_along(c: Context, dim: int) -> Number | None:
-    """Offsets of the pieces of operand 0 along the dim that is looked up, or None where it is whole."""
+    """Offsets of the pieces of operand 0 along the indexed dim, or None if it is whole."""
     spec, layout = c.operands[0]
     if not spec.shape or not layout.dims[dim % len(spec.shape)].axes:
         return None
@@ -188,7 +188,7 @@ def _grouped_outer(c: Context) -> LocalCall:
 
 
 def _own_experts(c: Context, layout: Layout) -> tuple[Number, Number]:
-    """The first of each device's experts, and how many they are, by the layout of rows that it owns."""
+    """First index and number of each device's experts, from the layout of its owned rows."""
     placed = (c.operands[1][0], Layout(layout.mesh, (DimSharding(layout.owned_axes),)))
     return c.offsets(placed)[0], c.sizes(placed)[0]
 
@@ -236,7 +236,7 @@ def _grouped(operand: int, position: int) -> Callable[[Context], LocalCall]:
 
 
 def _attention(operand: int, causal_at: int) -> Callable[[Context], LocalCall]:
-    """Attention whose queries, those of `operand`, are cut: a causal mask is given the place of the first."""
+    """Attention whose queries (those of `operand`) are cut: a causal mask gets the position of the first query."""
 
     def call(c: Context) -> LocalCall:
         plain, query = c.plain(), c.operands[operand]
@@ -297,7 +297,7 @@ CALLS: dict[Any, Callable[[Context], LocalCall]] = {
     **dict.fromkeys(_RESIZED, _resized_backward),
 }
 
-# Ops that are told which piece to make: their results may be cut along loops that no operand has.
+# Ops that get the piece to compute: their results may be cut along loops that no operand has.
 MAKERS = frozenset(
     {
         aten.full.default,
@@ -312,19 +312,19 @@ MAKERS = frozenset(
 
 
 def check_call(context: Context, actual: LocalCall) -> None:
-    """Raise VerifyError unless `actual` is what every device has to call."""
+    """Raise VerifyError unless `actual` is the call that every device has to make."""
     expected = CALLS.get(context.node.target, Context.plain)(context)
     actual = _unguarded(context, actual)
     if actual.target is not expected.target:
         raise VerifyError(
-            "another op is run", got=op_name(actual.target), expected=f"{op_name(expected.target)} for these layouts"
+            "another op runs", got=op_name(actual.target), expected=f"{op_name(expected.target)} for these layouts"
         )
     if not _same([actual.args, actual.kwargs], [expected.args, expected.kwargs]):
-        raise VerifyError("the op is run with other arguments", got=_text(actual), expected=_text(expected))
+        raise VerifyError("the op runs with other arguments", got=_text(actual), expected=_text(expected))
 
 
 def _unguarded(c: Context, call: LocalCall) -> LocalCall:
-    """The call that runs where no operand is empty; the zeros made elsewhere must have the result's shape."""
+    """The call that runs if no operand is empty; the zeros for the other case must have the result's shape."""
     guards = {local_ops.or_zeros: False, local_ops.or_zeros_each: True}
     if call.target not in guards:
         return call
@@ -336,7 +336,7 @@ def _unguarded(c: Context, call: LocalCall) -> LocalCall:
     for (shape, dtype), spec in zip(calls, specs, strict=True):
         placed = next(layouts) if isinstance(spec, Spec) else None
         if not (shape is None and dtype is None if placed is None else _is_like(c, shape, dtype, placed)):
-            raise VerifyError("an empty piece is made in another shape", got=f"{shape} {dtype}", expected=str(placed))
+            raise VerifyError("an empty piece has another shape", got=f"{shape} {dtype}", expected=str(placed))
     return LocalCall(target, tuple(args), call.kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The symbolic numbers of a rank graph on all devices of its role at once."""
+"""The symbolic integers of a rank graph on all devices of its role at once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from meshweave.ir.rank import RankGraph, axis_index, linear, member_pieces, qual
 
 
 class Numbers:
-    """Values of symbols, one per device, and keys by which equal ones are known again.
-
-    A symbol is computed once for every combination of the coordinates that it depends on.
-    """
+    """Values of symbols, one per device, and keys that identify equal values. A symbol is computed once for every
+    combination of the coordinates that it depends on."""
 
     def __init__(self, rank: RankGraph) -> None:
         self.rank, self.devices = rank, tuple(rank.devices)
@@ -31,7 +29,7 @@ class Numbers:
                 self._at |= {qualified(i, axis): at for axis, at in coordinates(mesh, self.devices).items()}
 
     def add(self, node: fx.Node) -> Any:
-        """Compute a symbol, whose operands are known."""
+        """Compute a symbol from known operands."""
         self.keys[node] = (node.target, *(self.key(a) for a in node.args))
         if self.keys[node] not in self._known:
             try:
@@ -48,9 +46,9 @@ class Numbers:
             return np.broadcast_to(linear({}, *args), len(self.devices))
         axes: Sequence[str] = args[0] if function in (axis_index, ring_index) else args[1]
         if function is member_pieces:
-            axes = axes[: len(axes) - args[-1]]  # the same for all of a group
+            axes = axes[: len(axes) - args[-1]]  # equal for all members of a group
         if unknown := [a for a in axes if a not in self._at]:
-            raise VerifyError("a number depends on axes that the role is not of", got=", ".join(unknown))
+            raise VerifyError("a number depends on axes that the role does not have", got=", ".join(unknown))
         at = np.stack([np.zeros(len(self.devices), np.int64), *(self._at[a] for a in axes)], 1)
         each, where = np.unique(at, axis=0, return_inverse=True)
         values = [function(dict(zip(axes, row[1:], strict=True)), *args) for row in each.tolist()]
@@ -60,35 +58,36 @@ class Numbers:
         """A number, or one per device."""
         number = self.values[value] if isinstance(value, fx.Node) else value
         if not isinstance(number, (int, np.ndarray)) or np.ndim(number) > 1:
-            raise VerifyError("takes what is no number", got=str(value))
+            raise VerifyError("has an argument that is not a number", got=str(value))
         return number
 
     def table(self, value: Any) -> Any:
         """A table of pieces per device, or None."""
         entry = self.values[value] if isinstance(value, fx.Node) else value
         if entry is not None and np.ndim(entry) != 3:
-            raise VerifyError("takes what is no table of pieces", got=str(value))
+            raise VerifyError("has an argument that is not a table of pieces", got=str(value))
         return entry
 
     def key(self, value: Any) -> Any:
-        """Something hashable that is equal for equal arguments of one role, and differs between roles."""
+        """A hashable key that is equal for equal arguments of the same role, and differs between roles."""
         if isinstance(value, fx.Node):
             return (self.devices[0], self.keys[value])
         return tuple(self.key(v) for v in value) if isinstance(value, (list, tuple)) else value
 
     def axes_of(self, index: Any) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh and axes that an index in a group is along."""
+        """The mesh and axes of an index in a group."""
         if not isinstance(index, fx.Node) or index.target is not axis_index:
-            raise VerifyError("keeps a part by what is no index in a group", got=str(index))
+            raise VerifyError("keeps a part by a number that is not an index in a group", got=str(index))
         return self.rank.group_axes(",".join(index.args[0]))  # type: ignore[arg-type]
 
     def wide(self, value: Any) -> Any:
-        """One number per device."""
+        """A number per device."""
         return np.broadcast_to(np.asarray(self.get(value)), len(self.devices))
 
 
 def concatenated(parts: Sequence[tuple[Numbers, Any]]) -> Any:
-    """One argument of a communication as all its roles give it: text and plain numbers, which agree, or per device."""
+    """An argument of a communication from all its roles: text and plain numbers, which must be equal, or a value per
+    device."""
     values = [value for _, value in parts]
     if isinstance(values[0], (list, tuple)):
         return [concatenated([(n, v[i]) for n, v in parts]) for i in range(len(values[0]))]

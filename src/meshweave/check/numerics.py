@@ -1,4 +1,4 @@
-"""Numerics: a step on a mesh against the same step on one device, and that against eager PyTorch."""
+"""Numerics: compares a step on a mesh with the same step on one device, and that with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from meshweave.check.runs import (
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 
-# AdamW divides a gradient by its own size, so that the rounding of a tiny gradient moves a parameter by up to the
-# learning rate, however right the step is. Worst parameter of hf:llama on dp=2,tp=2 after 3 steps (torch 2.13, CPU,
-# November 2026): 3.0e-6 at 3e-5, just beyond the bound of 1e-5 at 1e-4. What a wrong term of the update changes at this
-# rate may lie below the bound: updates are compared by themselves, see `Updates`.
+# AdamW divides a gradient by its own magnitude, so that the rounding of a tiny gradient moves a parameter by up to the
+# learning rate, even in a correct step. Worst parameter of hf:llama on dp=2,tp=2 after 3 steps (torch 2.13, CPU,
+# November 2026): 3.0e-6 at 3e-5, just beyond the bound of 1e-5 at 1e-4. The effect of a wrong term of the update at
+# this rate may be below the bound: updates are compared separately, see `Updates`.
 CHECK_LR = 3e-5
 CHECK_STEPS = 3
 
-# Two float32 runs that add in other orders err independently, so their largest errors differ by chance, the more the
-# fewer elements a tensor has. Largest ratio seen over the models and meshes of benchmarks/check_matrix.py: 8.0, a key
-# bias of qwen2 (torch 2.13, CPU, November 2026); twice that leaves room for other machines. What is wrong is off by
-# thousands: the noise of such a tensor is 1e-3 of what an update moves.
+# Two float32 runs that add in different orders have independent errors, so their largest errors differ by chance, more
+# so for small tensors. Largest ratio over the models and meshes of benchmarks/check_matrix.py: 8.0, a key bias of qwen2
+# (torch 2.13, CPU, November 2026); twice that leaves room for other machines. Wrong values are off by factors of
+# thousands: the noise of such a tensor is 1e-3 of an update.
 _ROUNDING = 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest errors allowed: of the loss, relative; of a tensor, as a part of its largest magnitude; and of a tensor
+    """Largest errors allowed: of the loss, relative; of a tensor, relative to its largest magnitude; and of a tensor
     that is computed from the same gradients."""
 
     loss: float = 1e-6
@@ -52,7 +52,7 @@ class Bounds:
 
     @staticmethod
     def under(autocast: torch.dtype | None) -> Bounds:
-        """Wider under autocast, by the ratio of the units of rounding: 2**16 for bfloat16 against float32."""
+        """Wider bounds under autocast, by the ratio of the units of rounding: 2**16 for bfloat16 against float32."""
         plain = Bounds()
         if autocast is None:
             return plain
@@ -60,17 +60,17 @@ class Bounds:
         return Bounds(plain.loss * ratio, plain.tensor * ratio, plain.update)
 
 
-# In float64, where the models of benchmarks/check_matrix.py err by 1e-12 at most.
+# In float64, where the models of benchmarks/check_matrix.py have errors of 1e-12 at most.
 EXACT = Bounds(1e-10, 1e-9, 1e-11)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorError:
-    """The largest difference of one tensor between a run and its reference.
+    """The largest difference of a tensor between a run and its reference.
 
-    `error` is the largest absolute difference over the reference's largest magnitude (absolute, where that is 0), at
-    `index`. `problem` is set where they cannot be compared. `rounding` is set where the error is beyond `bound` but
-    one device itself errs as much: its own error against a float64 run (or one of `shaken` parameters), on the same
+    `error` is the largest absolute difference over the reference's largest magnitude (absolute if that is 0), at
+    `index`. `problem` is set if they cannot be compared. `rounding` is set if the error exceeds `bound` but a single
+    device has a similar error: its own error against a float64 run (or a run with `shaken` parameters), on the same
     scale.
     """
 
@@ -92,7 +92,7 @@ class TensorError:
 
     @property
     def badness(self) -> tuple[bool, bool, float]:
-        """Sorts the worst last: what fails, then what is excused by rounding, then by error in units of the bound."""
+        """Sort key, worst last: failures, then those excused by rounding, then by error in units of the bound."""
         return not self.ok, self.rounding is not None, math.inf if self.problem else self.error / self.bound
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class TensorError:
 
 @dataclass(frozen=True, slots=True)
 class NumericsReport:
-    """What a check found, the worst tensors first. `losses` are those of every run, by its name; `note` says what was
-    compared in float64, or why nothing was."""
+    """The result of a check, the worst tensors first. `losses` are those of every run, by its name; `note` says what
+    was compared in float64, or why nothing was."""
 
     mesh: str
     num_steps: int
@@ -125,11 +125,11 @@ class NumericsReport:
         return tuple(e for e in self.errors if e.ok and e.rounding is not None)
 
     def worst(self, kind: str, run: str) -> TensorError | None:
-        """The worst tensor of one kind in one run, as the errors are sorted."""
+        """The worst tensor of a kind in a run, in the order of the errors."""
         return next((e for e in self.errors if e.kind == kind and e.run == run), None)
 
     def _kind_row(self, run: str, kind: str) -> dict[str, Any]:
-        """Largest error of one kind in one run, without the tensors that rounding excuses."""
+        """Largest error of a kind in a run, without the tensors that rounding excuses."""
         rows = [e for e in self.errors if (e.run, e.kind) == (run, kind)]
         plain = [e.error for e in rows if e.rounding is None]
         return {"run": run, "kind": kind, "error": max(plain, default=0.0), "excused": len(rows) - len(plain)}
@@ -167,18 +167,17 @@ def check_numerics(
 
     Compares the initial parameters, the loss of every step, every gradient of the first and the last, and every
     parameter, buffer and piece of optimizer state after the last: the mesh with one device, one device with eager
-    PyTorch. `make_model()` gives the model and its optimizer, the same at every call; `compiler` makes a step that
-    keeps its gradients, of a float64 model too (its example batch is `widened`, without autocast or casts). Under
+    PyTorch. `make_model()` returns the model and its optimizer, the same at every call; `compiler` compiles a step that
+    keeps its gradients, also of a float64 model (its example batch is `widened`, without autocast or casts). Under
     torch.distributed every rank calls this, and all return the same report.
 
-    A model that float64 runs is trained so on the mesh as well, against eager PyTorch in float64, to bounds that leave
-    no room for a small term. And torch's own optimizer takes the gradients of the mesh, for these steps and one at a
-    rate at which each term of the update shows.
+    A model that runs in float64 is also trained so on the mesh, against eager PyTorch in float64, with bounds that
+    detect even a small wrong term. And torch's own optimizer gets the gradients of the mesh, for these steps and one at
+    a rate at which each term of the update is visible.
 
-    A tensor beyond its bound still passes where its reference is no better than that: a gradient that is 0 in exact
-    arithmetic, as of a key bias before a softmax, is nothing but rounding on any device. For this the run may be at
-    most 16 times as far from a float64 run as its reference is; where float64 does not run, from a run of `shaken`
-    parameters.
+    A tensor beyond its bound still passes if its reference is no better: a gradient that is 0 in exact arithmetic, such
+    as that of a key bias before a softmax, is pure rounding on any device. For this the run may be at most 16 times as
+    far from a float64 run as its reference is; if float64 does not run, from a run with `shaken` parameters.
     """
     bounds = bounds or Bounds.under(recipe.autocast)
     checked = _Checked(make_model, batches, recipe, mesh, plan, compiler, steps)
@@ -210,7 +209,7 @@ def check_numerics(
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What is trained on the mesh."""
+    """The training step on the mesh."""
 
     make_model: MakeModel
     batches: Callable[[int], Any]
@@ -221,7 +220,8 @@ class _Checked:
     steps: int
 
     def trained(self) -> tuple[RunRecord, tuple[RunRecord, RunRecord]]:
-        """A run on the mesh, and what it and torch's optimizer have after one more step that shows every term."""
+        """A run on the mesh, and the values that it and torch's optimizer have after another step that shows every
+        term."""
         (model, optimizer), beside = self.make_model(), self.make_model()
         updates = Updates(
             self.compiler(model, optimizer, self.mesh, self.plan), optimizer, *beside, self.recipe.clip_grad_norm
@@ -239,22 +239,22 @@ class _Checked:
 
 
 def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | None, str]:
-    """What the run on the mesh in float64 shows, or None without such a run, and a line about it."""
+    """The errors of the float64 run on the mesh, or None without such a run, and a line about it."""
     if exact.record is None:
         return (
             None,
-            f"float64 cannot run the model, so that smaller faults than float32 shows are not seen: {exact.problem}",
+            f"float64 cannot run the model, so faults that float32 does not show are not detected: {exact.problem}",
         )
     try:
         record, updates = checked.wide().trained()
     except Exception as error:  # of a program that is compiled only for this
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return None, f"the mesh does not run float64, so that smaller faults than float32 shows are not seen: {reason}"
+        return None, f"the mesh does not run float64, so faults that float32 does not show are not detected: {reason}"
     errors = list(_update_errors("mesh in float64", updates, EXACT.update))
     if exact.narrow:
         return (
             errors,
-            f"the model computes in less than float64 inside, so that only updates were compared in it: {exact.narrow}",
+            f"the model itself computes in less than float64, so only updates were compared in it: {exact.narrow}",
         )
     return [
         *errors,
@@ -263,7 +263,8 @@ def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | No
 
 
 def _update_errors(run: str, updates: tuple[RunRecord, RunRecord], bound: float) -> Iterator[TensorError]:
-    """Against torch's optimizer, to the rounding of float32 or of the tensor's own dtype where that is coarser."""
+    """Errors against torch's optimizer, with the rounding of float32 or of the tensor's own dtype if that is coarser as
+    bound."""
     for e in _compare(run, "torch's optimizer", *updates, Bounds(tensor=bound)):
         dtype = updates[1].tensors[e.kind, e.name].dtype if (e.kind, e.name) in updates[1].tensors else torch.float32
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
@@ -275,9 +276,9 @@ def _same_start(first: RunRecord, other: RunRecord) -> None:
     same = {n for n in first.start.keys() & other.start.keys() if torch.equal(first.start[n], other.start[n])}
     if names != same:
         raise MeshweaveError(
-            "the model differs from one call to the next, so that runs cannot be compared",
+            "the model differs between calls, so that runs cannot be compared",
             got=f"other initial values of {', '.join(sorted(names - same)[:3])}",
-            hint="seed the random numbers that the model is made with, for example torch.manual_seed(0)",
+            hint="seed the random numbers of the model's initialisation, for example torch.manual_seed(0)",
         )
 
 
@@ -287,7 +288,8 @@ def _same_start(first: RunRecord, other: RunRecord) -> None:
 def _compare(
     run: str, reference: str, record: RunRecord, expected: RunRecord, bounds: Bounds, rounding: _Rounding | None = None
 ) -> Iterator[TensorError]:
-    """Errors of a run. Without a `_Rounding` a tensor far smaller than others of its kind is on the scale of these."""
+    """Errors of a run. Without a `_Rounding` a tensor far smaller than others of its kind is compared on their
+    scale."""
     for i, (a, b) in enumerate(zip(record.losses, expected.losses, strict=True)):
         error = abs(a - b) / abs(b or 1.0)
         yield TensorError(run, reference, "loss", f"step {i + 1}", error, bounds.loss, (), a, b)
@@ -296,7 +298,7 @@ def _compare(
         base = TensorError(run, reference, kind, name, 0.0, bounds.tensor)
         got, want = record.tensors.get((kind, name)), expected.tensors.get((kind, name))
         if got is None or want is None:
-            # PyTorch holds no state for a parameter that never had a gradient; a captured step holds zeros.
+            # PyTorch has no state for a parameter that never had a gradient; a captured step has zeros.
             if got is None or got.any():
                 yield replace(base, problem=f"missing in the run on {run if got is None else reference}")
             continue
@@ -308,8 +310,8 @@ def _family(kind: str, name: str) -> tuple[str, str]:
     return kind, name.partition("/")[0] if kind.endswith("state") else ""
 
 
-# A tensor's scale is at least this part of the largest of its kind. In exact arithmetic it may be 0, and its rounding
-# is that of larger ones; a parameter of that kind moves by noise over eps, times the learning rate.
+# A tensor's scale is at least this fraction of the largest of its kind. In exact arithmetic it may be 0, and its
+# rounding is that of larger tensors; such a parameter moves by noise over eps, times the learning rate.
 _FLOORS = {"parameter": 1e-3, "updated parameter": 1e-3}
 _FLOOR, _SQUARE_FLOOR = 1e-4, 1e-8
 
@@ -347,13 +349,13 @@ def _magnitude(reference: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Rounding:
-    """How far runs on one device are from the truth, which is asked for when it is first needed."""
+    """How far runs on one device are from the exact values, computed on first use."""
 
     truth: Callable[[], RunRecord]
     runs: tuple[RunRecord, ...]
 
     def of(self, key: tuple[str, str], value: Tensor) -> float | None:
-        """Largest absolute error of a tensor, or None for one that the truth lacks."""
+        """Largest absolute error of a tensor, or None if the exact run lacks it."""
         true = self.truth().tensors.get(key)
         if true is None or true.shape != value.shape:
             return None
@@ -372,7 +374,7 @@ def _excused(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding)
 
 
 def _worst_of_all_ranks(errors: list[TensorError]) -> list[TensorError]:
-    """For each tensor the worst error that any rank found: all ranks give one verdict."""
+    """For each tensor the worst error on any rank: all ranks return the same verdict."""
     if not (dist.is_available() and dist.is_initialized()):
         return errors
     gathered: list[Any] = [None] * dist.get_world_size()

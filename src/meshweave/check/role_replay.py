@@ -1,4 +1,5 @@
-"""One role's rank graph replayed without tensors: which value each local array is a form of, and how it is held."""
+"""Replays a role's rank graph without tensors: which value each local array is a form of, and its contents on the
+devices."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class ReplayedValue:
-    """A form of the value that placed node `root` makes: in a layout, or in the middle of a move (layout None). Of
-    rows that `readers`, a value, says that a device does not read it has none."""
+    """A form of the value of placed node `root`: in a layout, or in the middle of a move (layout None). `readers`, if
+    set, is the mask of the rows that it has: rows that a device does not read are missing."""
 
     root: fx.Node
     holding: Holding
@@ -49,22 +50,20 @@ class ReplayedValue:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """The results of an op that makes several: absent ones have no layout."""
+    """The results of an op with several: absent results have no layout."""
 
     root: fx.Node
     layouts: tuple[Layout | None, ...]
 
 
 class Known:
-    """What the roles share: the meaning of every name, and what has been proven.
-
-    Equal steps (the twins of repeated layers) are proven once, so that depth costs next to nothing.
-    """
+    """What the roles share: the meaning of every name, and what has been proven. Equal steps (the twins of repeated
+    layers) are proven once, so that depth costs next to nothing."""
 
     def __init__(self, placed: StepGraph) -> None:
         self.placed = placed
         self.by_name = {n.name: n for n in placed.graph.nodes}
-        self.roots: dict[fx.Node, fx.Node] = {}  # through moves to what made the value
+        self.roots: dict[fx.Node, fx.Node] = {}  # through moves to the node that computed the value
         for node in placed.graph.nodes:
             moved = node.args[0] if node.target is ops.move else None
             self.roots[node] = self.roots[moved] if isinstance(moved, fx.Node) else node
@@ -76,14 +75,14 @@ class Known:
         self._texts: dict[fx.Node, str] = {}
 
     def meaning(self, node: fx.Node) -> fx.Node | None:
-        """The node of the placed graph whose local value this one is marked to hold."""
+        """The node of the placed graph whose local value this node claims to be."""
         name = node.meta.get("global")
         if name is not None and name not in self.by_name:
             raise VerifyError("is marked as a value that the placed graph lacks", got=str(name))
         return None if name is None else self.by_name[name]
 
     def once(self, key: Any, prove: Callable[[], Any]) -> Any:
-        """What `prove` gives, which is called for the first of equal keys."""
+        """The result of `prove`, which is called for the first of equal keys."""
         if key in self._proven:
             self.num_twins += 1
         else:
@@ -92,7 +91,7 @@ class Known:
         return self._proven[key]
 
     def holding(self, layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> Holding:
-        """`holding_of`, one for equal arguments: equal steps are known by what they are taken on."""
+        """`holding_of`, shared by equal arguments: equal steps are identified by their operands."""
         key = (layout, shape, devices)
         if key not in self._holdings:
             self._holdings[key] = holding_of(*key)
@@ -115,7 +114,7 @@ class Known:
 
 @dataclass(slots=True)
 class RoleReplay:
-    """One role on the way through its graph: the states of its values, and the meeting it has come to."""
+    """The progress of a role through its graph: the states of its values, and the meeting that it has reached."""
 
     rank: RankGraph
     known: Known
@@ -135,7 +134,7 @@ class RoleReplay:
         return f"device{'s' if len(self.devices) > 1 else ''} {shown}"
 
     def advance(self) -> None:
-        """Go on to the next meeting, or to the end."""
+        """Continue to the next meeting, or to the end."""
         self.at = None
         for node in self._nodes:
             if node.target in MEETINGS:
@@ -147,14 +146,14 @@ class RoleReplay:
                 raise self.at_node(node, error) from error
 
     def settle(self, node: fx.Node, state: Any) -> None:
-        """Take what a meeting gives this role."""
+        """Store this role's result of a meeting."""
         try:
             self.states[node] = self._settled(state, self.known.meaning(node))
         except VerifyError as error:
             raise self.at_node(node, error) from error
 
     def at_node(self, node: fx.Node, error: VerifyError) -> VerifyError:
-        """The error with the node and the line that it is about."""
+        """The error with its node and source line."""
         place = ", ".join(filter(None, [str(origin_of(node)), str(self), error.where]))
         called = op_name(node.target) if node.op == "call_function" else node.op
         return VerifyError(f"{node.name} ({called}): {error.what}", where=place, got=error.got, expected=error.expected)
@@ -163,7 +162,7 @@ class RoleReplay:
         return ReplayedValue(root, self.known.holding(layout, spec_of(root).shape, self.devices), layout)
 
     def at_hand(self, value: ReplayedValue, wanted: fx.Node) -> None:
-        """Raise VerifyError where rows are missing of a value that is taken for the placed node `wanted`."""
+        """Raise VerifyError if rows are missing of a value that is used as the placed node `wanted`."""
         rows_given = sparse_source(wanted)
         if value.readers is not None and (rows_given is None or self.known.roots[rows_given] is not value.readers):
             raise VerifyError(
@@ -173,17 +172,17 @@ class RoleReplay:
             )
 
     def held_as(self, value: ReplayedValue, layout: Layout) -> ReplayedValue:
-        """The value, proven to be held in `layout`."""
+        """The value, proven to be in `layout`."""
         if value.layout == layout:
             return value
         shape = spec_of(value.root).shape
         if not layout.mesh.covers(self.devices):
-            raise VerifyError("is due on other devices", got=str(self), expected=f"{layout} on {layout.mesh}")
+            raise VerifyError("is needed on other devices", got=str(self), expected=f"{layout} on {layout.mesh}")
         self.known.once(("is", value.holding, layout, shape), lambda: check_is(value.holding, layout, shape))
         return replace(self.in_layout(value.root, layout), readers=value.readers)
 
     def operand(self, node: fx.Node, wanted: fx.Node) -> ReplayedValue:
-        """What a consumer finds where it needs the placed node `wanted`: a form of that value, in some layout."""
+        """The value of a consumer's operand, the placed node `wanted`: a form of it, in some layout."""
         value = self.states[node]
         if not isinstance(value, ReplayedValue) or value.root is not self.known.roots[wanted]:
             raise VerifyError(
@@ -194,8 +193,8 @@ class RoleReplay:
             return self.held_as(value, wanted.meta["layout"])
         except VerifyError as error:
             if value.layout is not None:
-                return value  # held in another layout: whether the op can take it so, its rule says
-            what = f"takes {node.name} before it is what {wanted.name} stands for: {error.what}"
+                return value  # in another layout: the rule decides whether the op accepts it
+            what = f"takes {node.name} before it has the value of {wanted.name}: {error.what}"
             raise VerifyError(what, where=error.where, got=error.got, expected=error.expected) from error
 
     def _state(self, node: fx.Node) -> Any:
@@ -206,23 +205,23 @@ class RoleReplay:
         mark = self.known.meaning(node)
         operands = [self.states[n] for n in node.all_input_nodes if n.target not in SYMBOLS]
         if node.op == "placeholder":
-            assert mark is not None, "inputs are checked before"
+            assert mark is not None, "inputs are checked earlier"
             source = self.known.roots[mark]
             return self._settled(self.in_layout(source, source.meta["layout"]), mark)
         if node.target is WAIT and operands == [None]:
-            return None  # this role has sent, and does not receive
+            return None  # this role has sent it, and does not receive it
         if any(v is None for v in operands):
-            raise VerifyError("uses what other devices receive")
+            raise VerifyError("uses a value that only other devices receive")
         if mark is None or node.target in MOVES_ONLY or _is_form(mark, self.known.roots[mark], operands):
             return self._settled(self._moved(node, operands), mark)
         return self._settled(self._computed(node, self.known.roots[mark]), mark)
 
     def _settled(self, state: Any, mark: fx.Node | None) -> Any:
-        """A marked value is exactly what the placed graph says it is, which is proven here."""
+        """A marked value is exactly the placed graph's value, which is proven here."""
         if mark is None:
             return state
         if state is None:
-            raise VerifyError("uses what other devices receive")
+            raise VerifyError("uses a value that only other devices receive")
         if state.root is not self.known.roots[mark]:
             raise VerifyError("is a form of another value", got=state.root.name, expected=self.known.roots[mark].name)
         self.known.num_values += 1
@@ -235,13 +234,13 @@ class RoleReplay:
         return self.held_as(state, mark.meta["layout"])
 
     def summed(self, value: ReplayedValue, mark: fx.Node) -> ReplayedValue:
-        """The value of a sparse sum, which has all rows if those of others were zeros."""
+        """The value of a sparse sum, which has all rows if those of other devices were zeros."""
         if value.readers is not None and value.readers is not self.known.roots[mark.args[2]]:  # type: ignore[index]
-            raise VerifyError("a sum is taken of other rows", got=value.readers.name, expected=str(mark.args[2]))
+            raise VerifyError("a sum is computed of other rows", got=value.readers.name, expected=str(mark.args[2]))
         return replace(value, readers=None)
 
     def _moved(self, node: fx.Node, operands: list[Any]) -> Any:
-        """What a step of a move makes of the one value that it is given."""
+        """The result of a step of a move on its only operand."""
         step = STEPS.get(node.target)
         if step is None or len(operands) != 1 or not isinstance(operands[0], ReplayedValue):
             raise VerifyError("is neither an op of the placed graph nor a known step of a move")
@@ -253,13 +252,13 @@ class RoleReplay:
         return replace(value, holding=holding, layout=None)
 
     def _computed(self, node: fx.Node, op: fx.Node) -> Any:
-        """What the placed op makes of the operands as they really are."""
+        """The result of the placed op on the operands in their actual layouts."""
         if node.target is operator.getitem:
             return self._item(node, op)
         wanted = tensor_inputs(op)
         found = [n for n in _operands(node) if n.target not in SYMBOLS]
         if len(found) != len(wanted):
-            raise VerifyError("takes another number of operands", got=str(len(found)), expected=str(len(wanted)))
+            raise VerifyError("has another number of operands", got=str(len(found)), expected=str(len(wanted)))
         operands: list[Placed] = []
         for local, needed in zip(found, wanted, strict=True):
             value = self.operand(local, needed)
@@ -279,14 +278,14 @@ class RoleReplay:
         source = self.states[local] if isinstance(local, fx.Node) else None
         if not isinstance(source, Several) or (source.root, index) != (op.args[0], op.args[1]):
             raise VerifyError(
-                "takes another item", got=f"{_name(source)}[{index}]", expected=f"{op.args[0]}[{op.args[1]}]"
+                "has another item", got=f"{_name(source)}[{index}]", expected=f"{op.args[0]}[{op.args[1]}]"
             )
         layout = source.layouts[index]  # type: ignore[index]
-        assert layout is not None, "the placed graph takes no absent result"
+        assert layout is not None, "the placed graph does not use an absent result"
         return self.in_layout(op, layout)
 
 
-# Steps of moves that a device takes by itself: numbers of the role, what is held, node -> what is held then.
+# Local steps of moves: symbolic integers of the role, contents, node -> contents after it.
 
 
 def _narrow(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
@@ -316,7 +315,7 @@ def _keep(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
 def _scale(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
     factor = node.args[1]
     if not isinstance(factor, (int, float)):
-        raise VerifyError("scales by what is no number", got=str(factor))
+        raise VerifyError("scales by a value that is not a number", got=str(factor))
     return scaled(holding, factor)
 
 
@@ -325,11 +324,12 @@ def _same(numbers: Numbers, holding: Holding, node: fx.Node) -> Holding:
 
 
 def _is_form(mark: fx.Node, root: fx.Node, operands: Sequence[Any]) -> bool:
-    """Whether a node that is marked as a moved value is a step of that move, and not the op that made the value."""
+    """Whether a node that is marked as a moved value is a step of that move, rather than the op that computed the
+    value."""
     return mark.target is ops.move and all(v.root is root for v in operands)
 
 
-# What is replayed for whole groups at once: communications, and what all devices of a group must do in step.
+# What is replayed for whole groups at once: communications, and ops that all devices of a group run together.
 MEETINGS = STARTS | {local_ops.embed_part}
 UNCHANGED = frozenset({aten.contiguous.default, WAIT})
 STEPS: dict[Any, Callable[[Numbers, Holding, fx.Node], Holding]] = {
@@ -341,11 +341,11 @@ STEPS: dict[Any, Callable[[Numbers, Holding, fx.Node], Holding]] = {
     local_ops.keep_first: _keep,
     aten.mul.Tensor: _scale,
 }
-MOVES_ONLY = frozenset({WAIT, local_ops.join_blocks, local_ops.deal_blocks, local_ops.keep_first})  # no ops of a model
+MOVES_ONLY = frozenset({WAIT, local_ops.join_blocks, local_ops.deal_blocks, local_ops.keep_first})  # not ops of a model
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, one that stands twice listed twice."""
+    """The nodes among the arguments, with repetitions."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
     return operands

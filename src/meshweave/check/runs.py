@@ -19,16 +19,17 @@ from meshweave.interop import pytree
 from meshweave.interop.fake import TorchDispatchMode
 from meshweave.ir.mesh import Mesh
 
-# What an optimizer adds to a parameter grows with its learning rate, and with it what a wrong term of its formula
-# changes: at 0.03 the weight decay of AdamW (0.01) moves a parameter by 3e-4 of itself in one step, 300 times what
-# float32 rounds. Gradients are given in this step, so that none of it comes back through the model.
+# An optimizer's update, and the effect of a wrong term in it, grow with the learning rate: at 0.03 the weight decay of
+# AdamW (0.01) moves a parameter by 3e-4 of itself in a step, 300 times the rounding of float32. Gradients are fixed in
+# this step, so that no difference feeds back through the model.
 VISIBLE_LR = 0.03
 
 MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 class Trainee(Protocol):
-    """What is compared: a training step with its state, full tensors by name. `meshweave.TrainStep` is one."""
+    """The object under comparison: a training step with its state, full tensors by name. `meshweave.TrainStep` is
+    one."""
 
     def __call__(self, batch: Any) -> float | Tensor: ...
     def gradients(self) -> dict[str, Tensor]: ...
@@ -42,7 +43,8 @@ Compiler = Callable[[nn.Module, torch.optim.Optimizer, Mesh, Any], Trainee]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a step does beside the model, as in `meshweave.compile`. `split(batch)` are the microbatches of a batch."""
+    """What a step does besides the model, as in `meshweave.compile`. `split(batch)` returns the microbatches of a
+    batch."""
 
     loss: Callable[[Any, Any], Tensor]
     split: Callable[[Any], Sequence[Any]] = lambda batch: [batch]
@@ -55,7 +57,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run left: its losses, and tensors by (kind, name), those of before it began among them."""
+    """The results of a run: its losses, and tensors by (kind, name), including those before it began."""
 
     losses: tuple[float, ...]
     tensors: dict[tuple[str, str], Tensor]
@@ -77,7 +79,7 @@ def widened(batch: Any) -> Any:
 
 
 def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> RunRecord:
-    """Train for some steps, and copy what they leave."""
+    """Train for some steps, and copy the results."""
     losses: list[float] = []
     tensors = {("initial", n): t for n, t in copied(trainee.parameters()).items()}
     for i in range(steps):
@@ -91,11 +93,9 @@ def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> RunRe
 
 @dataclass(slots=True)
 class Updates:
-    """A trainee, and beside it torch's own optimizer, which takes the same gradients at every step.
-
-    `optimizer` is the one that the trainee was compiled with (it reads the learning rates), `model` and `own` another
-    of the same parameters.
-    """
+    """A trainee, and beside it torch's own optimizer, which gets the same gradients at every step. `optimizer` is the
+    one that the trainee was compiled with (its learning rates are used), `model` and `own` are another model and
+    optimizer with the same parameters."""
 
     trainee: Trainee
     optimizer: torch.optim.Optimizer
@@ -127,8 +127,8 @@ class Updates:
         return self.trainee.optimizer_state()
 
     def visible_step(self, batch: Any) -> tuple[RunRecord, RunRecord]:
-        """One more step, at a rate at which every term of the update shows: what the trainee and torch's optimizer
-        have after it."""
+        """Another step, at a rate at which every term of the update is visible: the values of the trainee and of
+        torch's optimizer after it."""
         for group in (*self.optimizer.param_groups, *self.own.param_groups):
             group["lr"] = max(float(group["lr"]), VISIBLE_LR)
         self(batch)
@@ -153,7 +153,7 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 
 class Eager:
-    """The plain model and the torch optimizer, run eagerly on the random numbers that a captured step draws."""
+    """The plain model and the torch optimizer, run eagerly on the random numbers of a captured step."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Eager:
         self.optimizer.zero_grad()
         losses = []
         for i, micro in enumerate(micros):
-            draw = torch.tensor(self.num_steps * len(micros) + i)  # as the runtime counts them
+            draw = torch.tensor(self.num_steps * len(micros) + i)  # counted as in the runtime
             with GlobalRandom(draw, self.recipe.seed), self.watch:
                 cast = cast_for_eager(self.model, self.recipe.param_dtype)
                 losses.append(Substituted.run(self.model, cast, partial(self._backward, micro, len(micros))))
@@ -205,7 +205,7 @@ class Eager:
 
 
 class Narrowest(TorchDispatchMode):
-    """While active, notes whether an op makes floating-point numbers of less than float64."""
+    """While active, records whether an op returns floating-point numbers of less than float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,8 @@ class Narrowest(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The eager run in float64: its record, or why there is none, and an op that is narrower inside, or ""."""
+    """The eager run in float64: its record, or why there is none, and an op that computes in less than float64, or
+    ""."""
 
     record: RunRecord | None
     problem: str = ""
@@ -234,12 +235,13 @@ class Exact:
         try:
             eager = Eager(model.double(), optimizer, recipe, narrowest)
             return Exact(record(eager, lambda i: widened(batches(i)), steps), "", narrowest.op)
-        except Exception as error:  # whatever the model has against float64
+        except Exception as error:  # whatever error the model raises in float64
             return Exact(None, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def shaken(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> RunRecord:
-    """The eager run from parameters that are one unit in the last place up or down: what it changes, rounding does."""
+    """The eager run from parameters that are changed by a unit in the last place: what this changes, rounding changes,
+    too."""
     model, optimizer = make_model()
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():

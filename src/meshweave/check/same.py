@@ -1,4 +1,4 @@
-"""Two forms of one role compared: the same ops on the same values, in whatever order, merged or not."""
+"""Compares two forms of a role: the same ops on the same values, in any order, merged or not."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from meshweave.gathers.carry import uncarried
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
 
-Forms = dict[Any, int]  # op, group and arguments -> number of the value that they make
+Forms = dict[Any, int]  # op, group and arguments -> number of the resulting value
 
 
 def check_same(before: RankGraph, after: RankGraph) -> int:
-    """The number of values that both make; raises VerifyError for the first output that is made otherwise.
+    """The number of values that both compute; raises VerifyError for the first output that is computed differently.
 
-    Ops of rank graphs make their results out of their arguments alone, so that equal ops on equal values make equal
-    ones. What was merged, or carried over from the step before, is taken apart and put back first.
+    The results of ops in rank graphs depend only on their arguments, so that equal ops on equal values give equal
+    values. Merged and carried values are undone first.
     """
     forms: Forms = {}
     first, other = _outputs(before, forms), _outputs(uncarried(unmerged(after)), forms)
@@ -27,7 +27,7 @@ def check_same(before: RankGraph, after: RankGraph) -> int:
         if key not in first or key not in other or first[key][0] != other[key][0]:
             node = (other.get(key) or first[key])[1]
             raise VerifyError(
-                f"output {key[0]} {key[1]} is not made as it was before the step was scheduled",
+                f"output {key[0]} {key[1]} is computed differently than before scheduling",
                 where=f"node {node.name} ({op_name(node.target)})",
                 got="no such output" if key not in other else "other ops, or other operands",
             )
@@ -35,7 +35,7 @@ def check_same(before: RankGraph, after: RankGraph) -> int:
 
 
 def _outputs(role: RankGraph, forms: Forms) -> dict[tuple[str, str], tuple[int, fx.Node]]:
-    """By output the number of its value, and the node that makes it."""
+    """By output the number of its value, and the node that computes it."""
     keys = iter(role.inputs)
     numbers: dict[fx.Node, int] = {}
     for node in role.graph.nodes:

@@ -1,1 +1,1 @@
-"""Ops done chunk by chunk: how each kind is cut, chains of them, and the nodes of one chunk."""
+"""Ops in chunks: how each kind of op is cut, chains of ops, and the nodes of a chunk."""

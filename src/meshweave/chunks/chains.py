@@ -1,4 +1,4 @@
-"""Ops done chunk by chunk: which of a graph can be, and the nodes that do one chunk."""
+"""Ops in chunks: which ops of a graph can run chunk by chunk, and the nodes for a chunk."""
 
 from __future__ import annotations
 
@@ -36,26 +36,25 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Shapes:
-    """Local shapes of values, as ops of the table see them. `uneven`: the dims that have another size on another
-    device."""
+    """Local shapes of values, as ops of the table see them. `uneven`: the dims whose size differs between devices."""
 
     values: dict[fx.Node, Values]
     uneven: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Shape:
-        results = self.values.get(node, NOTHING)  # what rings have written is not there
+        results = self.values.get(node, NOTHING)  # results of rings are not in it
         if len(results) != 1:
-            raise NoCut("it is several tensors, or none that is known")
+            raise NoCut("it is several tensors, or unknown")
         return results[0].shape
 
     def fits(self, node: fx.Node, cut: Cut) -> bool:
-        """Whether a value comes apart into equal chunks, on every device the same."""
+        """Whether a value splits into equal chunks, the same on every device."""
         uneven = self.uneven.get(node, frozenset())
         is_written = bool(uneven) and node.target in RANK_CHANGES | SHAPED  # a chunk's shape is, in numbers
         return cut.fits(self.of(node)) and cut.dim not in uneven and not is_written
 
     def take_over(self, new: fx.Node, values: Values, old: fx.Node) -> None:
-        """Note what a new node makes, out of what `old` does: the dims that are uneven are its own."""
+        """Record the shape of a new node that replaces `old`: its uneven dims are its own."""
         self.values[new] = values
         if old in self.uneven:
             self.uneven[new] = self.uneven[old]
@@ -79,7 +78,7 @@ def cuttable(node: fx.Node, why: list[str]) -> Kind | None:
     """The kind of an op that chunks may pass; None, with a reason in `why`, for others."""
     kind = kind_of(node)
     if kind is None and node.op != "output":
-        why.append(f"{node.name} {node.meta.get(FIXED, 'cannot be done chunk by chunk')}")
+        why.append(f"{node.name} {node.meta.get(FIXED, 'cannot run chunk by chunk')}")
     elif has_symbols((node.args, node.kwargs)):
         why.append(f"{node.name} has sizes that differ between devices")
         return None
@@ -88,10 +87,10 @@ def cuttable(node: fx.Node, why: list[str]) -> Kind | None:
 
 @dataclass(slots=True)
 class Downstream:
-    """What is made of a gathered value: views and element by element down to matmuls.
+    """What is computed from a gathered value: views and elementwise ops down to matmuls.
 
-    `cuts` has the cut of every value on the way, the gathered one first, `consumers` the cut of every matmul's result,
-    or "sum" where the products of the chunks are added up. `why` says what stood in the way of others.
+    `cuts` has the cut of every value on the path, the gathered value first, `consumers` the cut of every matmul's
+    result, or "sum" if the products of the chunks are added up. `why` has the reason for others.
     """
 
     cuts: dict[fx.Node, Cut]
@@ -138,7 +137,7 @@ def _followed(user: fx.Node, node: fx.Node, chain: Downstream, shapes: Shapes) -
 def operand_cuts(
     node: fx.Node, result: Cut | Sum, cuts: Mapping[fx.Node, Cut], shapes: Shapes
 ) -> tuple[Cut | None, ...]:
-    """The cuts of the operands that a chunk of a node takes, one of which is in `cuts`. Raises NoCut."""
+    """The cuts of the operands of a chunk of a node, at least one of which is in `cuts`. Raises NoCut."""
     op, kind = shapes.op(node), kind_of(node)
     assert kind is not None
     if result == "sum":
@@ -147,7 +146,7 @@ def operand_cuts(
 
 
 def _drop_idle(chain: Downstream, source: fx.Node, shapes: Shapes) -> None:
-    """Leave to those that read whole values what leads to no consumer, and what takes chunks that do not fit."""
+    """Drop values that lead to no consumer, and ops whose chunks do not fit; they read whole values."""
 
     def stays(node: fx.Node) -> bool:
         if node not in chain.consumers and not any(u in chain.cuts or u in chain.consumers for u in node.users):
@@ -167,7 +166,7 @@ def _drop_idle(chain: Downstream, source: fx.Node, shapes: Shapes) -> None:
 
 
 def read_outside(chain: Downstream) -> list[fx.Node]:
-    """The values on the way that others read, too. What is no more than a view of one is made of it again."""
+    """The values on the path with other readers. A view of such a value is repeated on the whole value."""
     inside, nodes = {*chain.cuts, *chain.consumers}, dict[fx.Node, None]()
     for node in chain.cuts:
         if any(user not in inside for user in node.users):
@@ -179,11 +178,9 @@ def read_outside(chain: Downstream) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class Upstream:
-    """What a reduced value is made of: matmuls, sums of them, views and element by element.
-
-    `cuts` has the cut of every value that is made chunk by chunk; what these take besides is cut, or whole. `kept` are
-    those that others read later.
-    """
+    """What a reduced value is computed from: matmuls, sums of them, views and elementwise ops. `cuts` has the cut of
+    every value that is computed chunk by chunk; their other operands are cut, or whole. `kept` are values with later
+    readers."""
 
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
     read_outside: list[fx.Node] = field(default_factory=list)
@@ -192,7 +189,7 @@ class Upstream:
 
 
 def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
-    """Follow the chunks of what `start` hands in backwards, within its phase."""
+    """Follow the chunks of the operand of `start` backwards, within its phase."""
     chain, wanted = Upstream(), {operand: cut}
     while wanted:
         node = max(wanted, key=order.__getitem__)
@@ -220,14 +217,14 @@ def upstream(start: fx.Node, operand: fx.Node, cut: Cut, shapes: Shapes, order: 
             continue
         for n, c in pairs:
             if n.op == "call_function" and wanted.setdefault(n, c) != c:
-                chain.why.append(f"{n.name} is taken in two ways")
+                chain.why.append(f"{n.name} is cut in two ways")
                 del wanted[n]
     _drop_bare(chain, order)
     return chain
 
 
 def _drop_bare(chain: Upstream, order: Mapping[fx.Node, int]) -> None:
-    """What has no matmul in it is made whole, and cut."""
+    """Parts without a matmul are computed whole, and then cut."""
     has: set[fx.Node] = set(chain.matmuls)
     for node in sorted(chain.cuts, key=order.__getitem__):
         if any(n in has for n in operands_of(node)):
@@ -237,12 +234,12 @@ def _drop_bare(chain: Upstream, order: Mapping[fx.Node, int]) -> None:
     chain.read_outside = [node for node in chain.read_outside if node in chain.cuts]
 
 
-# one chunk
+# a single chunk
 
 
 @dataclass(slots=True)
 class Chunker:
-    """Writes what makes one chunk of values."""
+    """Writes the nodes for a chunk of values."""
 
     write: ChunkWriter
     shapes: Shapes
@@ -251,7 +248,7 @@ class Chunker:
     whole_chunks: dict[tuple[fx.Node, Cut], fx.Node] = field(default_factory=dict)
 
     def take(self, node: fx.Node, cut: Cut | None) -> fx.Node:
-        """A chunk of a value that is there whole; the value where it is not cut."""
+        """A chunk of a value that exists whole; the value itself if it is not cut."""
         if cut is None:
             return node
         if (node, cut) not in self.whole_chunks:
@@ -260,19 +257,19 @@ class Chunker:
         return self.whole_chunks[node, cut]
 
     def down(self, node: fx.Node, cuts: Mapping[fx.Node, Cut], result: Cut | Sum) -> fx.Node:
-        """The chunk of `node` whose operands are on the way of the chunk that has come (see Downstream)."""
+        """The chunk of `node` whose operands are on the path of the received chunk (see Downstream)."""
         pairs = zip(operands_of(node), operand_cuts(node, result, cuts, self.shapes), strict=True)
         operands = [self.through(n, cuts) if n in cuts else self.take(n, c) for n, c in pairs]
         return self.emit(node, operands, None if result == "sum" else result)
 
     def through(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
-        """The chunk of a node on the way, with what is on the way to it."""
+        """The chunk of a node on the path, with the path to it."""
         if node not in self.chunk_of:
             self.chunk_of[node] = self.down(node, cuts, cuts[node])
         return self.chunk_of[node]
 
     def up(self, node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> fx.Node:
-        """The chunk of `node` (see Upstream), with what it takes."""
+        """The chunk of `node` (see Upstream), with its operands."""
         if node not in self.chunk_of:
             kind = kind_of(node)
             assert kind is not None
@@ -289,10 +286,10 @@ class Chunker:
         rest = iter(operands)
         args, kwargs = map_nodes(node, lambda n: n if n.target in SYMBOLS else next(rest))
         target = node.target
-        if target in RANK_CHANGES and cut is not None:  # a chunk may have a dim of size 1 where the whole has not
+        if target in RANK_CHANGES and cut is not None:  # a chunk may have a dim of size 1 where the whole value has not
             target, args = aten.reshape.default, (args[0], list(cut.chunk(self.shapes.of(node))))
         elif target in SHAPED and cut is not None:
             args = (args[0], list(cut.chunk(self.shapes.of(node))))
         if node.target is local_ops.deal_blocks and cut is not None and cut.dim == args[3]:
-            args = (*args[:5], args[5] // cut.count)  # the size of a block along the dim that is dealt
+            args = (*args[:5], args[5] // cut.count)  # the size of a block along the dim that is cut
         return self.write.call(target, *args, like=node, kwargs=kwargs)

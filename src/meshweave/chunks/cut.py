@@ -1,4 +1,5 @@
-"""How a tensor is cut into chunks, and what that makes of the operands and results of ops: one table of kinds of op."""
+"""How a tensor is cut into chunks, and the corresponding cuts of operands and results of ops: a table of kinds of
+op."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from meshweave.ir.traits import CASTS, MATMULS, RANK_CHANGES, RESHAPES, is_point
 aten = torch.ops.aten
 Shape = tuple[int, ...]
 Sum = Literal["sum"]
-FIXED = "fixed"  # meta of nodes that are not moved, nor done chunk by chunk: it says why
-LOOSE = "loose"  # meta of starts that may stand earlier among those of their group: all ranks move them alike
+FIXED = "fixed"  # meta of nodes that must neither move nor run chunk by chunk: the reason
+LOOSE = "loose"  # meta of starts that may move forward among those of their group: all ranks move them equally
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,13 @@ class Cut:
 
 
 class NoCut(Exception):
-    """Why an op cannot be done chunk by chunk."""
+    """Why an op cannot run chunk by chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An op as the table sees it: the node, the shapes of its tensor operands (one that stands twice twice) and of its
-    result."""
+    """An op in the form of the table: the node, the shapes of its tensor operands (repeated if an operand is) and of
+    its result."""
 
     node: fx.Node
     operands: tuple[Shape, ...]
@@ -52,7 +53,7 @@ class Op:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments, in their order, one that stands twice listed twice."""
+    """The tensors among the arguments, in order, with repetitions."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
     return operands
@@ -60,12 +61,9 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How ops of a kind are cut.
-
-    `forward(op, i, cut)`: the cut of the result where operand i is cut, or "sum" where the results of the chunks are
-    added up; `backward(op, cut)`: the cuts of the operands (None: whole) that a chunk of the result takes. Both raise
-    NoCut. `is_free`: it moves nothing, or next to nothing.
-    """
+    """How ops of a kind are cut. `forward(op, i, cut)`: the cut of the result if operand i is cut, or "sum" if the
+    results of the chunks are added up; `backward(op, cut)`: the cuts of the operands (None: whole) for a chunk of the
+    result. Both raise NoCut. `is_free`: it moves (almost) nothing."""
 
     forward: Callable[[Op, int, Cut], Cut | Sum]
     backward: Callable[[Op, Cut], tuple[Cut | None, ...]]
@@ -77,7 +75,7 @@ class Kind:
 
 
 def through_view(cut: Cut, before: Shape, after: Shape) -> Cut:
-    """The cut of the same elements seen in another shape. Raises NoCut where a chunk is then no slice of one dim."""
+    """The cut of the same elements in another shape. Raises NoCut if a chunk is then not a slice of a single dim."""
     if not prod(before):
         raise NoCut("it is empty")
     outer = prod(before[: cut.dim]) * cut.outer
@@ -99,7 +97,7 @@ def _view_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
 
 
 def _order(op: Op) -> list[int]:
-    """Per dim of the result the dim of the operand."""
+    """For each dim of the result the dim of the operand."""
     rank, args = len(op.result), op.node.args
     if op.node.target is aten.permute.default:
         return [d % rank for d in args[1]]  # type: ignore[union-attr, operator, misc]
@@ -122,24 +120,24 @@ def _permute_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
 
 
 def _is_straight(op: Op) -> bool:
-    """Whether blocks stand on the dim in the order of the group, without padding."""
+    """Whether blocks are on the dim in group order, without padding."""
     return op.node.args[4] is None and list(op.node.args[2]) == list(range(len(op.node.args[2])))  # type: ignore[arg-type]
 
 
 def _other_side(op: Op, cut: Cut, to_stacked: bool) -> Cut:
-    """The cut of the stacked blocks for one of the joined ones, or the other way round: chunks are blocks, or parts of
-    every block."""
+    """The cut of the stacked blocks for a cut of the joined value, or the reverse: chunks are blocks, or parts of every
+    block."""
     if not _is_straight(op):
-        raise NoCut("its blocks are uneven, or stand in another order")
+        raise NoCut("its blocks are uneven, or in another order")
     count, dim = prod(op.node.args[1]), int(op.node.args[3])  # type: ignore[arg-type]
     stacked, joined = Cut(0, 1, count), Cut(dim, 1, count)
     if cut == (joined if to_stacked else stacked):
         return stacked if to_stacked else joined
     if cut.dim not in (0, dim) and dim:
         return cut
-    is_split = to_stacked == (cut.dim == 0)  # the side that is asked for has the blocks in this dim
+    is_split = to_stacked == (cut.dim == 0)  # the requested side has the blocks in this dim
     if not dim or (not is_split and cut.outer % count):
-        raise NoCut("its chunks are not those of its blocks")
+        raise NoCut("its chunks do not match its blocks")
     return Cut(cut.dim, cut.outer * count if is_split else cut.outer // count, cut.count)
 
 
@@ -159,13 +157,13 @@ def _deal_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
     return (_other_side(op, cut, False),)
 
 
-# ops that go element by element
+# elementwise ops
 
 
 def _pointwise_forward(op: Op, i: int, cut: Cut) -> Cut:
     dim = cut.dim + len(op.result) - len(op.operands[i])
     if op.operands[i][cut.dim] != op.result[dim]:
-        raise NoCut("what is cut is repeated along the cut")
+        raise NoCut("the cut operand is repeated along the cut")
     return Cut(dim, cut.outer, cut.count)
 
 
@@ -181,7 +179,7 @@ def _pointwise_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
 
 
 def _reduced(op: Op) -> tuple[set[int], bool]:
-    """The dims that are reduced over, and whether they stay as dims of size 1."""
+    """The dims that are reduced over, and whether they are kept as dims of size 1."""
     rank, args, kwargs = len(op.operands[0]), op.node.args, op.node.kwargs
     dims: Any = args[1] if len(args) > 1 else None
     is_kept = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
@@ -191,7 +189,7 @@ def _reduced(op: Op) -> tuple[set[int], bool]:
 def _reduction_forward(op: Op, i: int, cut: Cut) -> Cut:
     dims, is_kept = _reduced(op)
     if cut.dim in dims:
-        raise NoCut("what is cut is reduced over")
+        raise NoCut("the cut dim is reduced over")
     return cut if is_kept else Cut(cut.dim - sum(d < cut.dim for d in dims), cut.outer, cut.count)
 
 
@@ -201,16 +199,16 @@ def _reduction_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
     return (cut if is_kept else Cut(left[cut.dim], cut.outer, cut.count),)
 
 
-# matmuls: [..., m, k] @ [..., k, n], after what is added to it
+# matmuls: [..., m, k] @ [..., k, n], after the addend
 
 
 def _matmul_forward(op: Op, i: int, cut: Cut) -> Cut | Sum:
     added, rank = len(op.operands) - 2, len(op.result)
     if i < added:
-        raise NoCut("what is cut is added to a product")
+        raise NoCut("the cut operand is the addend of a product")
     if cut.dim == (rank - 1 if i == added else rank - 2):
         if added:
-            raise NoCut("what is added to the product would be added for every chunk")
+            raise NoCut("the addend would be added for every chunk")
         return "sum"
     return cut
 
@@ -222,7 +220,7 @@ def _matmul_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
 
 
 def contraction(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
-    """The cuts of both factors where one of them is cut along the dim that the product sums over."""
+    """The cuts of both factors if either is cut along the dim that the product sums over."""
     rank = len(op.result)
     return Cut(rank - 1, cut.outer, cut.count), Cut(rank - 2, cut.outer, cut.count)
 
@@ -247,14 +245,14 @@ _KINDS: Mapping[Any, Kind] = {
 
 
 def kind_of(node: fx.Node) -> Kind | None:
-    """The kind of an op that can be done chunk by chunk; None for others."""
+    """The kind of an op that can run chunk by chunk; None for others."""
     if node.op != "call_function" or FIXED in node.meta:
         return None
     return _KINDS.get(node.target) or (_POINTWISE if is_pointwise(node.target) and not is_random(node.target) else None)
 
 
 def is_same(node: fx.Node, cut: Cut) -> bool:
-    """Whether a join or deal of blocks gives just these blocks as chunks, each of which it leaves as it is."""
+    """Whether the chunks are exactly the blocks of a join or deal of blocks, each of which it leaves unchanged."""
     if node.target not in (local_ops.join_blocks, local_ops.deal_blocks):
         return False
     dim = 0 if node.target is local_ops.deal_blocks else node.args[3]
@@ -269,7 +267,7 @@ def has_symbols(values: Sequence[Any]) -> bool:
 
 
 def memory_order(x: torch.Tensor) -> list[int]:
-    """Dims from the outermost in memory; dims of one element stay where they are beside their neighbours."""
+    """Dims from the outermost in memory; dims of one element stay beside their neighbours."""
     if x.is_contiguous():
         return list(range(x.dim()))
     steps = x.stride()

@@ -1,4 +1,4 @@
-"""Writing into a rank graph that exists: nodes at a place, symbols at the top, groups by name."""
+"""Writes into an existing rank graph: nodes at a place, symbols at the top, groups by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshweave.ir.rank import ring_index
 aten = torch.ops.aten
 RingKind = Literal["gather", "sum", "exchange", "attention"]
 Number = Any  # an int, or the fx.Node of a symbolic one
-KEPT = (  # of what a node's meta says, what holds for its chunks too
+KEPT = (  # the meta of a node that also applies to its chunks
     *("origin", "stack_trace", "nn_module_stack", "original_aten", "source_fn_stack", "from_node", "seq_nr"),
     *("partitioner_tag", "recompute", "ac_graph_id"),
 )
@@ -36,7 +36,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The group that a collective runs in: its name, and the sizes of its axes."""
+    """The group of a collective: its name, and the sizes of its axes."""
 
     group: str
     sizes: tuple[int, ...]
@@ -54,8 +54,8 @@ def ring_of(program: DeviceProgram, start: fx.Node) -> Ring:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Which ring a node is of (`meta["ring"]`): its number in the graph, its group, and what it does: "gather" what the
-    devices of the group have, "sum" it up, "exchange" chunks of it, or attend to what each has."""
+    """Which ring a node belongs to (`meta["ring"]`): its number in the graph, its group, and its function: "gather" the
+    devices' values, "sum" them, "exchange" chunks, or "attend" to each."""
 
     number: int
     ring: Ring
@@ -68,7 +68,7 @@ def kept_meta(node: fx.Node) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ChunkWriter:
-    """Writes nodes before `place`, with what the meta of what they stand for says of its chunks too."""
+    """Writes nodes before `place`, with the meta of the nodes that they replace, as far as it applies to chunks."""
 
     graph: fx.Graph
     place: fx.Node
@@ -78,7 +78,7 @@ class ChunkWriter:
     symbols: dict[Any, fx.Node] = field(default_factory=dict)
 
     def begin(self, ring: Ring, kind: RingKind) -> None:
-        """Mark what is written from now on as one ring."""
+        """Mark the nodes written from now on as a ring."""
         marks = [node.meta["ring"].number for node in self.graph.nodes if "ring" in node.meta]
         self.mark = Mark(max(marks, default=-1) + 1, ring, kind)
 
@@ -92,13 +92,13 @@ class ChunkWriter:
             self.place = before
 
     def follow(self, node: fx.Node, place: fx.Node) -> None:
-        """From now on write before `place` what stands for `node`."""
+        """From now on write, before `place`, replacements of `node`."""
         self.place, self.meta, self.move = place, kept_meta(node), node.meta.get("move", "")
 
     def call(
         self, target: Any, *args: Any, like: fx.Node | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """A node before the place; it comes from where `like` does, if given."""
+        """A node before the place; its origin is that of `like`, if not None."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta |= self.meta if like is None else kept_meta(like)
@@ -112,14 +112,14 @@ class ChunkWriter:
         return self.call(WAIT, started)
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """x, as what a communication takes; what another one has brought is so."""
+        """x contiguous, as an operand of a communication; results of communications are contiguous already."""
         return x if x.target in (aten.contiguous.default, WAIT) else self.call(aten.contiguous.default, x)
 
     def cast(self, x: fx.Node, before: torch.dtype, after: torch.dtype) -> fx.Node:
         return x if before == after else self.call(aten._to_copy.default, x, kwargs={"dtype": after})
 
     def index(self, ring: Ring, index: Index) -> Number:
-        """A number of a device or chunk: plain where all devices have the same, else a symbol, made once."""
+        """An index of a device or chunk: a number if all devices have the same, else a symbol, created once."""
         shift = index.shift % ring.size
         if not index.sign or ring.size == 1:
             return shift

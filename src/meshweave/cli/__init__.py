@@ -1,5 +1,4 @@
-"""The command line: run | check | plan | explain | simulate | move | calibrate. Exit code 0 when all it claims holds, 1
-when a step or check fails, 2 for bad input, 130 after Ctrl-C."""
+"""The command line. Exit code 0 for success, 1 when a step or check fails, 2 for bad input, 130 after Ctrl-C."""
 
 from __future__ import annotations
 

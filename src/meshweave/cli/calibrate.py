@@ -1,4 +1,4 @@
-"""calibrate: measure the machine at hand into a profile file."""
+"""calibrate: measure this machine into a profile file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from meshweave.hardware import load_profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions(Options):
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the profile to write, machine.toml")]
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="the profile to write, such as machine.toml")
+    ]
     quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and repetitions")] = False
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda; without it CUDA where there is any")] = ""
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda; by default CUDA if available")] = ""
 
 
 def calibrate(screen: Screen, options: CalibrateOptions) -> int:
@@ -34,7 +36,7 @@ def calibrate(screen: Screen, options: CalibrateOptions) -> int:
     output, quick = options.output, options.quick
     if output.suffix != ".toml":
         raise MeshweaveError(
-            "a profile is a TOML file", where="--output", got=str(output), expected=f"{output.name or 'machine'}.toml"
+            "not a TOML file", where="--output", got=str(output), expected=f"{output.name or 'machine'}.toml"
         )
     if not output.parent.is_dir():
         raise MeshweaveError("there is no such directory", where="--output", got=str(output.parent))

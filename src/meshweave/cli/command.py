@@ -1,4 +1,4 @@
-"""A command is a dataclass of options and a function of them: the table from which its signature and help follow."""
+"""A command is a dataclass of options and a function of them; its signature and help follow from both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from meshweave.cli.screen import Screen, guarded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every command takes. Each field of a subclass is an option of its command and nothing else declares it."""
+    """Options of every command. Each field of a subclass is an option of its command; options are declared nowhere
+    else."""
 
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False
     debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False
@@ -25,10 +26,8 @@ Body = Callable[[Screen, OptionsT], int]
 
 
 def add_command(app: typer.Typer, name: str, options: type[OptionsT], body: Body[OptionsT]) -> None:
-    """Enter `name` into `app`: `body(screen, options)` returns the exit code, its docstring is the help.
-
-    Help lists the command's own options first, then those of the classes that it derives from.
-    """
+    """Add command `name` to `app`. `body(screen, options)` returns the exit code; its docstring is the help. The help
+    lists the command's own options first, then those of its base classes."""
 
     def command(**values: Any) -> None:
         chosen = options(**values)
@@ -40,7 +39,7 @@ def add_command(app: typer.Typer, name: str, options: type[OptionsT], body: Body
 
 
 def _signature(options: type[Options]) -> Signature:
-    """One keyword per field of a class and its bases, in the order of help."""
+    """A keyword per field of a class and its bases, in the order of the help."""
     known = {field.name: field for field in fields(options)}
     hints = get_type_hints(options, include_extras=True)
     names = dict.fromkeys(n for base in options.__mro__ for n in get_annotations(base))

@@ -1,4 +1,4 @@
-"""--profile: which costs a text means."""
+"""Parses --profile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile
 def parse_costs(text: str, axes: Iterable[str]) -> Costs:
     """The name of a machine profile, its file, or an AlphaBeta: `alpha=10e-6,a=50e9,b=400e9` or `alpha=10e-6,50e9`.
 
-    What an AlphaBeta does not say is its default. Raises MeshweaveError for an axis that is none of `axes`, and as
-    `load_profile` does.
+    Omitted values of an AlphaBeta have their defaults. Raises MeshweaveError for an axis that is not in `axes`, and the
+    errors of `load_profile`.
     """
     if not text:
         return AlphaBeta()
@@ -43,7 +43,7 @@ _KERNELS = {"attention": MachineProfile.with_attention, "update": MachineProfile
 
 
 def parse_machine(text: str, scale: str) -> MachineProfile:
-    """A machine profile by name or file, changed as `--scale` says: `compute=1.5,attention=cudnn,update=foreach`."""
+    """A machine profile by name or file, changed by `--scale`: `compute=1.5,attention=cudnn,update=foreach`."""
     machine = load_profile(text)
     changes: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in scale.split(","))):
@@ -76,4 +76,4 @@ def _number(figure: str, text: str) -> float:
         return float(figure)
     except ValueError:
         expected = "a machine profile such as h100, or something like alpha=10e-6,a=50e9,b=400e9"
-        raise MeshweaveError("this is not a profile", where="--profile", got=repr(text), expected=expected) from None
+        raise MeshweaveError("not a profile", where="--profile", got=repr(text), expected=expected) from None

@@ -1,4 +1,4 @@
-"""The options of commands that compile a MODEL, and the compiling."""
+"""The options of commands that compile a MODEL, and the compilation."""
 
 from __future__ import annotations
 
@@ -42,13 +42,11 @@ _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions(Options):
-    """What a training step of a MODEL is, but for its mesh and plan."""
+    """A training step of a MODEL, except its mesh and plan."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory, or hf:MODEL_TYPE?field=value&...")]
     optimizer: Annotated[OptimizerName, typer.Option("--optimizer", help="sgd, adam or adamw")] = "adamw"
-    lr: Annotated[
-        float | None, typer.Option("--lr", min=0, help="learning rate; without it the optimizer's usual one")
-    ] = None
+    lr: Annotated[float | None, typer.Option("--lr", min=0, help="learning rate; by default the optimizer's")] = None
     local_batch: Annotated[
         int | None, typer.Option("--local-batch", min=1, help="batch size per data-parallel device")
     ] = None
@@ -61,34 +59,38 @@ class StepOptions(Options):
     clip_grad_norm: Annotated[
         float | None, typer.Option("--clip-grad-norm", help="clip gradients by their global norm")
     ] = None
-    recompute: Annotated[Policy, typer.Option("--recompute", help="what backward makes again of each layer")] = "none"
+    recompute: Annotated[Policy, typer.Option("--recompute", help="what backward recomputes of each layer")] = "none"
     param_dtype: Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")] = (
         None
     )
     prefetch: Annotated[
-        int, typer.Option("--prefetch", min=0, help="blocks ahead of which parameters are gathered")
+        int, typer.Option("--prefetch", min=0, help="how many blocks ahead parameters are gathered")
     ] = 0
     passes: Annotated[
         str,
-        typer.Option("--passes", help="what the step goes through, such as default or overlap,split=2,recompute=full"),
+        typer.Option("--passes", help="passes over the step, such as default or overlap,split=2,recompute=full"),
     ] = "none"
     backend: Annotated[
-        BackendName, typer.Option("--backend", help="what runs compute between communications: eager, inductor or auto")
+        BackendName,
+        typer.Option("--backend", help="backend of the compute between communications: eager, inductor or auto"),
     ] = "auto"
-    seed: Annotated[int, typer.Option("--seed", help="of parameters, data and dropout")] = 0
+    seed: Annotated[int, typer.Option("--seed", help="random seed of parameters, data and dropout")] = 0
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="order the step so that communication runs beside compute")
+        bool, typer.Option("--overlap", help="reorder the step so that communication runs beside compute")
     ] = False
     memory_cap: Annotated[
         str,
-        typer.Option("--memory-cap", help="the most that a device may hold at once, such as 40GB; implies --overlap"),
+        typer.Option("--memory-cap", help="memory cap of a device, such as 40GB; implies --overlap"),
     ] = ""
     decompose: Annotated[
-        bool, typer.Option("--decompose", help="take collectives apart into messages under matmuls, where it gains")
+        bool, typer.Option("--decompose", help="decompose collectives into messages under matmuls, where it gains")
     ] = False
     split: Annotated[
         int,
-        typer.Option("--split", help="run rows in that many chunks, one under the communication of another; 0: no"),
+        typer.Option(
+            "--split",
+            help="split rows into so many chunks; a chunk's communication runs under another's compute; 0: off",
+        ),
     ] = 0
 
     @property
@@ -116,7 +118,7 @@ class StepOptions(Options):
 
     @property
     def pass_pipeline(self) -> Pipeline:
-        """What the step goes through."""
+        """The passes over the step."""
         return pipeline_of(
             self.passes,
             recompute=self.recompute,
@@ -143,14 +145,14 @@ class StepOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshStepOptions(StepOptions):
-    """A step on one mesh: what run, check and plan share, and what every program is compiled from."""
+    """A step on a mesh: what run, check and plan share, and what every program is compiled from."""
 
     mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as dp=2,tp=2; empty for one device")] = ""
     plan: Annotated[str, typer.Option("--plan", help="scheme:axis+scheme:axis, or a TOML or JSON file of globs")] = ""
     profile: Annotated[
         str,
         typer.Option(
-            "--profile", help="costs to choose moves by: a machine such as h100, its file, or alpha=s,axis=B/s"
+            "--profile", help="costs for choosing moves: a machine such as h100, its file, or alpha=s,axis=B/s"
         ),
     ] = ""
 
@@ -158,7 +160,7 @@ class MeshStepOptions(StepOptions):
 def compiled(
     job: MeshStepOptions, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage
 ) -> Program:
-    """The program that a job asks for, its moves chosen by the job's costs."""
+    """The program of a job, its moves chosen by the job's costs."""
     spec = read_optimizer(optimizer, source.model)
     costs = parse_costs(job.profile, mesh.axis_names)
     return build_program(
@@ -176,11 +178,11 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def parse_bytes(text: str, option: str = "--memory-cap") -> int:
-    """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for what is none."""
+    """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for other text."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     try:
         return int(float(match.group(1)) * _UNITS[match.group(2).upper()])  # type: ignore[union-attr]
     except (AttributeError, KeyError, ValueError, OverflowError):
         raise MeshweaveError(
-            "this is no size", where=option, got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
+            "not a size", where=option, got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
         ) from None

@@ -1,4 +1,4 @@
-"""move: how one value gets from a layout to another, and how DTensor would do it."""
+"""move: how a value gets from a layout to another, and how DTensor would do it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Order = Literal["sound", "strict", "any"]
 
 _ORDERS: dict[Order, str] = {
-    "sound": "replicas are equal to the bit where their groups add in the same order",
+    "sound": "replicas are equal to the bit if their groups add in the same order",
     "strict": "replicas are equal to the bit whatever order a group adds in",
     "any": "replicas may differ in their last bits",
 }
@@ -37,8 +37,8 @@ class MoveOptions(Options):
     source: Annotated[str, typer.Argument(metavar="SRC", help="layout, such as '[{a}, {}] partial(sum: b)'")]
     target: Annotated[str, typer.Argument(metavar="DST", help="layout")]
     mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as a=4,b=8, or 'a=2 on [4, 5]'")]
-    shape: Annotated[str, typer.Option("--shape", help="of the whole tensor, such as 4096,4096")]
-    to_mesh: Annotated[str | None, typer.Option("--to-mesh", help="of DST, where it is another")] = None
+    shape: Annotated[str, typer.Option("--shape", help="shape of the whole tensor, such as 4096,4096")]
+    to_mesh: Annotated[str | None, typer.Option("--to-mesh", help="mesh of DST, if different")] = None
     dtype: Annotated[str, typer.Option("--dtype", help="a torch dtype")] = "float32"
     profile: Annotated[
         str,
@@ -47,17 +47,19 @@ class MoveOptions(Options):
     memory_cap: Annotated[
         int | None,
         typer.Option(
-            "--memory-cap", min=0, help="most bytes of input and output of a step; by default a share of the device"
+            "--memory-cap",
+            min=0,
+            help="limit of input plus output bytes of a step; by default a share of the device's memory",
         ),
     ] = None
-    order: Annotated[Order, typer.Option("--order", help="of reductions: sound, strict or any")] = "sound"
-    alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="plans not taken to show")] = 0
+    order: Annotated[Order, typer.Option("--order", help="numerics of reductions: sound, strict or any")] = "sound"
+    alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="number of rejected plans to show")] = 0
 
 
 def move(screen: Screen, options: MoveOptions) -> int:
     """Show the cheapest plan from layout SRC to layout DST with its certificate, and the plans of torch's DTensor."""
 
-    from meshweave.movement.peer_plans import peer_plans  # dear: only when asked for
+    from meshweave.movement.peer_plans import peer_plans  # slow: only on request
 
     start = Mesh.parse(options.mesh)
     goal = start if options.to_mesh is None else Mesh.parse(options.to_mesh)
@@ -76,7 +78,7 @@ def _show(
     where = " -> ".join(dict.fromkeys(str(end.mesh) or "one device" for end in (plan.source, plan.target)))
     screen.say(escape(f"{plan.source} -> {plan.target} of {dtype} {list(shape)} on {where}"))
     screen.out.print(_steps_table(plan))
-    at_best = f"{_us(plan.seconds)} us, no plan takes less than {_us(plan.lower_bound_seconds)} us"
+    at_best = f"{_us(plan.seconds)} us, lower bound of all plans {_us(plan.lower_bound_seconds)} us"
     summary = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
     screen.say(f"{at_best}; {summary}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}\n")
     screen.out.print(_peers_table(plan, peers))
@@ -168,12 +170,12 @@ def _table(*columns: str) -> Table:
 def _shape(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
-        raise MeshweaveError("this is not a shape", where="--shape", got=repr(text), expected="sizes such as 4096,4096")
+        raise MeshweaveError("not a shape", where="--shape", got=repr(text), expected="sizes such as 4096,4096")
     return tuple(map(int, parts))
 
 
 def _dtype(text: str) -> torch.dtype:
     dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
-        raise MeshweaveError("this is not a dtype", where="--dtype", got=repr(text), expected="float32, bfloat16, ...")
+        raise MeshweaveError("not a dtype", where="--dtype", got=repr(text), expected="float32, bfloat16, ...")
     return dtype

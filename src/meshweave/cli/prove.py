@@ -1,4 +1,4 @@
-"""check and plan: what a MODEL's program is, before it is trained."""
+"""check and plan: prove and show MODEL's program before it is trained."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from meshweave.train_step import TrainStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions(MeshStepOptions):
-    steps: Annotated[int, typer.Option("--steps", min=1, help="steps to compare")] = CHECK_STEPS
+    steps: Annotated[int, typer.Option("--steps", min=1, help="number of steps to compare")] = CHECK_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(MeshStepOptions):
-    show_all: Annotated[bool, typer.Option("--all", help="show each twin of repeated layers")] = False
+    show_all: Annotated[bool, typer.Option("--all", help="show every repeated layer")] = False
 
 
 def plan(screen: Screen, job: PlanOptions) -> int:
-    """Show every move of data in one step, without running it: no memory is taken for an hf: model."""
+    """Show every move of data in one step, without running it. An hf: model takes no memory."""
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
     with screen.stages() as stage:
@@ -75,7 +75,7 @@ def check(screen: Screen, job: CheckOptions) -> int:
         fresh = Source(source.name, model, source.loss, batch, source.make_batch, 0, "")
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
-        backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on many
+        backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on several
         settings = SessionSettings(job.accumulate, job.seed, keep_gradients=True, backend=backend)
         return TrainStep(program, model, optimizer, world, settings)
 
@@ -109,7 +109,7 @@ def _show_check(screen: Screen, report: NumericsReport) -> None:
         screen.out.print(tables.failures_table(report.failed[:20]))
     if report.within_rounding:
         screen.say(
-            f"{len(report.within_rounding)} tensors are beyond the bound, as one device is: nothing but rounding"
+            f"{len(report.within_rounding)} tensors exceed the bound by rounding only: a single device does, too"
         )
     screen.say(report.note)
     verdict = "[green]equal[/]" if report.ok else "[bold red]NOT equal[/]"

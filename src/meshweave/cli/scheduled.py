@@ -1,4 +1,4 @@
-"""What passes did to a program, for people: seconds before and after, which communications became one or many."""
+"""Prints what passes did to a program: seconds before and after, which communications were merged or decomposed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshweave.simulate.result import Simulation
 
 
 def gain_row(program: Program, before: Simulation, after: Simulation) -> dict[str, Any]:
-    """The simulated step before and after, and what the passes say of each role."""
+    """The simulated step before and after, and the passes' reports of each role."""
     return {
         "seconds_before": before.seconds,
         "seconds": after.seconds,
@@ -63,28 +63,28 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
         counted = (
             ", ".join(f"{count} {way}" for way, count in ways.items()) or rings.rows[0].reason if rings.rows else ""
         )
-        yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives taken apart: {counted}"
-    for name, reports in program.optimized.reports.items():  # of passes of the user's own
+        yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives decomposed: {counted}"
+    for name, reports in program.optimized.reports.items():  # the user's own passes
         if name not in PASSES:
             yield from (f"  role {i}, {name}: {str(report).splitlines()[0]}" for i, report in enumerate(reports))
     for i, report in enumerate(program.overlap):
         merges_taken = [m for m in report.merges if m.is_taken]
         num_merged = sum(len(m.names) for m in merges_taken)
         yield (
-            f"  role {i}: no order is below {report.bound_seconds * 1e3:,.3f} ms; holds "
-            f"{bytes_text(report.peak_before)} -> {bytes_text(report.peak_bytes)} at most, cap "
+            f"  role {i}: no order is below {report.bound_seconds * 1e3:,.3f} ms; peak memory "
+            f"{bytes_text(report.peak_before)} -> {bytes_text(report.peak_bytes)}, cap "
             f"{bytes_text(report.cap_bytes)}; {num_merged} communications merged into {len(merges_taken)}"
         )
         yield from (f"    {note}" for note in report.notes)
 
 
 def parts_of(program: Program) -> Mapping[str, tuple[fx.Node, ...]]:
-    """By name of a merged communication, over all roles: the nodes that stand for its results."""
+    """For each merged communication, over all roles: the nodes that it consists of."""
     return {node.name: results for role in program.roles for node, results in merged_results(role).items()}
 
 
 def is_named(nodes: Iterable[fx.Node], text: str) -> bool:
-    """Whether a text is in the module or the source line of one of the nodes."""
+    """Whether the module or the source line of any of the nodes contains a text."""
     return any(text in origin_of(n).module or text in origin_of(n).source for n in nodes)
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: where they write, and how they end."""
+"""What all commands share: their output, and how they end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Screen:
 
     @contextmanager
     def stages(self) -> Iterator[Stage]:
-        """Shows each stage as it begins, and when all are done how long they took."""
+        """Show each stage as it begins, and at the end the total time."""
         began = time.perf_counter()
         with self.out.status("start") if self.out.is_terminal else nullcontext() as status:
             yield lambda stage: status.update(stage) if status else self.say(f"[dim]{stage} ...[/]")
@@ -53,7 +53,7 @@ class Screen:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or say why not."""
+    """Write a file, or raise with the reason why not."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -66,7 +66,7 @@ def rank() -> int:
 
 
 def guarded(screen: Screen, debug: bool, body: Callable[[Screen], int]) -> None:
-    """Run a command and leave with its exit code."""
+    """Run a command and exit with its exit code."""
     try:
         with _cluster():
             code = body(screen)
@@ -94,7 +94,7 @@ def _show_error(screen: Screen, error: MeshweaveError) -> None:
 
 
 def _cluster() -> AbstractContextManager[None]:
-    """Under torchrun: this process's place among the others, for as long as the context lasts."""
+    """Under torchrun: this process's place in the job, while the context lasts."""
     return _joined() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else nullcontext()
 
 

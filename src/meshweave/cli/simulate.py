@@ -1,4 +1,4 @@
-"""simulate and explain: a MODEL's training step on a machine that need not be there."""
+"""simulate and explain: a MODEL's training step on any machine, present or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshweave.cli.job import MeshStepOptions, StepOptions, compiled, parse_byte
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
 from meshweave.cli.screen import Screen, write_text
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import MachineProfile
+from meshweave.hardware import MachineProfile, profile_names
 from meshweave.ir.mesh import Mesh
 from meshweave.program import Program
 from meshweave.report.diff import diff_rows, diff_table
@@ -41,20 +41,21 @@ MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions(StepOptions):
-    """What a simulated step runs on."""
+    """The machine of a simulated step."""
 
-    profile: Annotated[str, typer.Option("--profile", help="machine: a100, h100, h200, gb200, cpu-gloo, or a file")] = (
-        "h100"
-    )
+    profile: Annotated[
+        str, typer.Option("--profile", help=f"machine: {', '.join(profile_names())}, or a file (profile.toml)")
+    ] = "h100"
     scale: Annotated[
         str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,attention=cudnn")
     ] = ""
-    fusion: Annotated[Fusion | None, typer.Option("--fusion", help="what is one kernel; without it as the machine")] = (
-        None
-    )
+    fusion: Annotated[
+        Fusion | None,
+        typer.Option("--fusion", help="what runs as a single kernel; by default as the machine profile says"),
+    ] = None
 
     def job(self, mesh: str, plan: str) -> MeshStepOptions:
-        """The step on one mesh, its moves chosen by the profile as its file says, whatever --scale makes of it."""
+        """The step on a mesh; moves are chosen by the unscaled profile."""
         shared = {f.name: getattr(self, f.name) for f in fields(StepOptions)}
         return MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared)
 
@@ -62,24 +63,27 @@ class MachineOptions(StepOptions):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateCommandOptions(MachineOptions):
     mesh: Annotated[list[str], typer.Option("--mesh", help="named axes, such as fsdp=8,tp=8; several are compared")]
-    plan: Annotated[list[str], typer.Option("--plan", help="as for plan; one for all meshes, or one for each")] = field(
-        default_factory=list
-    )
+    plan: Annotated[
+        list[str], typer.Option("--plan", help="as for plan; a single plan for all meshes, or a plan per mesh")
+    ] = field(default_factory=list)
     pipeline: Annotated[Pipeline, typer.Option("--pipeline", help="how stages take the --accumulate microbatches")] = (
         "sequential"
     )
     matmul_dtype: Annotated[
-        MatmulDtype | None, typer.Option("--matmul-dtype", help="of the matmuls in repeated blocks")
+        MatmulDtype | None, typer.Option("--matmul-dtype", help="dtype of the matmuls in repeated blocks")
     ] = None
     buckets: Annotated[
         str,
         typer.Option(
-            "--buckets", help="collectives that run as one: 'blocks' or 'blocks+root' (as FSDP's), or a size (25MiB)"
+            "--buckets",
+            help="which collectives are merged: 'blocks' or 'blocks+root' (as FSDP does), or a size (25MiB)",
         ),
     ] = "none"
     report: Annotated[Path | None, typer.Option("--report", help="write one HTML page")] = None
     trace: Annotated[Path | None, typer.Option("--trace", help="write a Chrome trace, for Perfetto")] = None
-    diff: Annotated[bool, typer.Option("--diff", help="of two meshes: what moved, where time went")] = False
+    diff: Annotated[
+        bool, typer.Option("--diff", help="difference of two meshes: which moves changed, where time went")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ class ExplainOptions(MachineOptions):
 
 def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
-    and the best is marked. Nothing of the machine is needed."""
+    and the best is marked. The machine need not be present."""
     machine = parse_machine(options.profile, options.scale)
     if options.diff and len(options.mesh) != 2:
         raise MeshweaveError(
@@ -123,7 +127,8 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
 
 
 def explain(screen: Screen, options: ExplainOptions) -> int:
-    """Say of every communication why it moves and why it is exposed; with --why of those that a text names."""
+    """Explain for every communication why it moves and why it is exposed; with --why only for those that match a
+    text."""
     machine = parse_machine(options.profile, options.scale)
     program = _compiled(screen, options.job(options.mesh, options.plan), machine)
     return _explain(screen, program, whatif.simulate(program, machine, fusion=options.fusion), options.why)
@@ -132,9 +137,9 @@ def explain(screen: Screen, options: ExplainOptions) -> int:
 def _plans(plans: Sequence[str], count: int) -> list[str]:
     if len(plans) not in (0, 1, count):
         raise MeshweaveError(
-            "plans and meshes do not pair up",
+            "the numbers of plans and meshes differ",
             got=f"{len(plans)} plans, {count} meshes",
-            expected="one, or one for each",
+            expected="a single plan, or a plan per mesh",
         )
     return list(plans) if len(plans) == count else [*(plans or [""])] * count
 
@@ -205,7 +210,7 @@ def _write(
 
 
 def _is_meant(span: Span, parts: Sequence[fx.Node], why: str) -> bool:
-    """Whether --why names a communication, or a part of a merged one."""
+    """Whether --why matches a communication, or a part of a merged communication."""
     return why in span.name or why in span.module or why in span.line or why == span.op or is_named(parts, why)
 
 
@@ -215,7 +220,7 @@ def _explain(screen: Screen, program: Program, simulation: Simulation, why: str)
     chosen = [s for s in spans if _is_meant(s, parts.get(s.name, ()), why)]
     if not chosen:
         raise MeshweaveError(
-            "no communication is named so",
+            "no communication matches",
             where="--why",
             got=why,
             expected=f"part of a name, module or source line, such as {', '.join(s.name for s in spans[:3])}",
@@ -237,7 +242,7 @@ def _explain(screen: Screen, program: Program, simulation: Simulation, why: str)
             f"{row['seconds'] * 1e3:.3f} ms from {row['start'] * 1e3:.3f} ms"
         )
         if "merged" in row:
-            screen.say(f"  one communication for {escape(', '.join(row['merged']))}")
+            screen.say(f"  merged from {escape(', '.join(row['merged']))}")
         if not row["exposed_seconds"]:
             screen.say("  hidden under compute")
         for reason in row["reasons"]:

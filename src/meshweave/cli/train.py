@@ -31,10 +31,14 @@ from meshweave.whatif import simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(MeshStepOptions):
-    steps: Annotated[int, typer.Option("--steps", min=1, help="train until this step")] = 20
-    checkpoint: Annotated[str, typer.Option("--checkpoint", metavar="DIR", help="resume from it, save to it")] = ""
-    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: at the end")] = 0
-    report: Annotated[Path | None, typer.Option("--report", help="measure the last step, and write a page")] = None
+    steps: Annotated[int, typer.Option("--steps", min=1, help="last step to train")] = 20
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="DIR", help="directory to resume from and save to")
+    ] = ""
+    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: only at the end")] = 0
+    report: Annotated[Path | None, typer.Option("--report", help="measure the last step, and write an HTML page")] = (
+        None
+    )
 
 
 def run(screen: Screen, job: RunOptions) -> int:
@@ -72,7 +76,8 @@ def _train(
     job: RunOptions,
     last: Callable[[Any], float] | None = None,
 ) -> tuple[list[float], float | None]:
-    """Losses of the steps and tokens per second, without the first step, which warms up. `last` runs the last step."""
+    """Losses of the steps and tokens per second, not counting the first step, which warms up. `last` runs the last
+    step."""
     losses: list[float] = []
     steps, checkpoint, save_every = job.steps, job.checkpoint, job.save_every
     saved = step.num_steps
@@ -102,13 +107,13 @@ def _train(
 
 
 def _traced(step: TrainStep, measured: list[Simulation], batch: Any) -> float:
-    """A step that is measured; its loss."""
+    """Run and measure a step; returns its loss."""
     measured.append(step.trace(batch))
     return step.metrics["loss"]
 
 
 def _compare(screen: Screen, step: TrainStep, job: MeshStepOptions, measured: Simulation, report: Path) -> None:
-    """The page of a measured step beside what the machine profile predicts of it."""
+    """Write the page of a measured step beside the machine profile's prediction."""
     profile = job.profile if job.profile and "=" not in job.profile else "cpu-gloo"
     modelled = simulate(step.program, profile, title=f"{job.model} on {job.mesh or 'one device'}")
     page = html_page(modelled, move_rows(step.program.placed, step.program.mesh), measured=measured)
@@ -131,10 +136,8 @@ def _progress_line(number: int, steps: int, losses: Sequence[float], source: Sou
 
 @contextmanager
 def _interruptible(step: TrainStep) -> Iterator[Callable[[], None]]:
-    """Ctrl-C where several processes run is noted, and `check_interrupt()` stops all of them after the same step.
-
-    In one process Ctrl-C interrupts at once, as ever; the step itself keeps an update whole.
-    """
+    """Where several processes run, note Ctrl-C, so that `check_interrupt()` stops all of them after the same step. A
+    single process is interrupted at once; the step itself keeps an update whole."""
     if not step.session.world.is_distributed:
         yield lambda: None
         return
@@ -142,7 +145,7 @@ def _interruptible(step: TrainStep) -> Iterator[Callable[[], None]]:
     before = signal.signal(signal.SIGINT, lambda *_: pressed.fill_(1) and None)
 
     def check_interrupt() -> None:
-        with step.session.world.guard():  # a rank that is gone is told as everywhere
+        with step.session.world.guard():  # a missing rank is reported as everywhere else
             dist.all_reduce(pressed, dist.ReduceOp.MAX)
         if pressed.item():
             raise KeyboardInterrupt

@@ -1,7 +1,8 @@
-"""Rank graphs as schedules: a stream per device or role, a stream per channel, and who waits for whom.
+"""Rank graphs as schedules: a stream per device or role, a stream per channel, and dependencies.
 
 A communication is a task of its own, a `ChannelCopy`, between the nodes that start it and those that wait for it. It
-runs in a channel: one per group of devices, and for transfers one per receiver and pair of meshes or, in a mesh, axes.
+runs in a channel: one per group of devices, and for transfers one per receiver and pair of meshes or, within a mesh,
+axes.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from meshweave.ir.routes import Message
 
 @dataclass(frozen=True, slots=True)
 class ChannelCopy:
-    """What a task of a channel does: a collective in one group, or the part of a transfer that one device receives.
+    """A task of a channel: a collective in a group, or the part of a transfer that a device receives.
 
-    `sources` are the tasks that post the operands, in the order of the group (those of a transfer's senders in the
-    order of its messages); `targets` the waits that take the results, in the order of the group (one for a transfer).
-    A copy between roles says no more than what is started.
+    `sources` are the tasks that post the operands, in group order (for a transfer's senders in the order of its
+    messages); `targets` the waits that get the results, in group order (a transfer has a single target). A copy between
+    roles only says what is started.
     """
 
     op: Any
@@ -44,8 +45,9 @@ class ChannelCopy:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A schedule and what its tasks are. Stream i runs `nodes[i]` for `owners[i]`, a device or the devices of a role;
-    the streams after these are channels, of no part, and run the `copies`, which are the last tasks, in order."""
+    """A schedule and the meaning of its tasks. Stream i runs `nodes[i]` for `owners[i]`, a device or the devices of a
+    role; later streams are channels, which belong to no part, and run the `copies`, which are the last tasks, in
+    order."""
 
     schedule: Schedule
     owners: tuple[tuple[int, ...], ...]
@@ -58,12 +60,12 @@ class Lowered:
         return self.schedule.num_tasks - len(self.copies)
 
     def node(self, task: int) -> fx.Node:
-        """The node that a task runs; of a copy, the one that starts it."""
+        """The node of a task; for a copy, the node that starts it."""
         start = task if task < self.first_copy else self.schedule.needs[task][0]
         return self.nodes[self.schedule.stream_of[start]][self.schedule.index_of[start]]
 
     def describe(self, task: int) -> str:
-        """One line for messages: what a task does, for whom, and where that comes from."""
+        """A line for messages: what a task does, for which devices, and its source line."""
         node = self.node(task)
         if task >= self.first_copy:
             return f"{self.copies[task - self.first_copy]} ({node.name}) {origin_of(node)}"
@@ -73,7 +75,7 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A copy, the tasks that it needs and those that need it."""
+    """A copy, the tasks that it needs and the tasks that need it."""
 
     copy: ChannelCopy
     needs: tuple[int, ...]
@@ -88,8 +90,8 @@ def lower(
     """The tasks of every device (default: all of the program's mesh). `parts[r]` are the nodes that role r runs in part
     0, 1, ...; by default all but symbols, in part 0.
 
-    A wait needs the copies that bring its device something, and those of a transfer that read from its device. Raises
-    VerifyError where the starts of several devices do not belong together.
+    A wait needs the copies to its device, and those of a transfer that read from its device. Raises VerifyError if the
+    starts of several devices do not match.
     """
     ids = tuple(roles[0].mesh.devices if devices is None else devices)
     role_of = {device: i for i, role in enumerate(roles) for device in role.devices}
@@ -123,11 +125,11 @@ def lower(
 
 
 def lower_roles(roles: Sequence[RankGraph]) -> Lowered:
-    """The starts of every role, under the strictest runtime that there could be: a role goes on to its next one when
-    the one before has been completed by all roles that its groups reach, or that are of both meshes of a transfer.
+    """The starts of every role, under the strictest possible runtime: a role proceeds to its next start when the
+    previous one has been completed by all roles in its groups, or in both meshes of a transfer.
 
     If this runs to its end, so does every runtime that waits for less. The cost grows with roles and nodes, not with
-    devices. Raises VerifyError where the starts of several roles do not belong together.
+    devices. Raises VerifyError if the starts of several roles do not match.
     """
     rows = [tuple(n for n in role.graph.nodes if n.target in STARTS) for role in roles]
     matches, streams, total = Matches(), list[tuple[int, ...]](), 0
@@ -154,7 +156,7 @@ def _channel(node: fx.Node) -> Channel:
 
 
 def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
-    """The devices that a device's communication stays among; of a transfer between meshes all, which is ()."""
+    """The devices within which a device's communication stays; () for a transfer between meshes, which involves all."""
     if node.target is not transfer:
         return role.group_members(str(node.args[-1]), device)
     entry = role.transfers.get(str(node.args[-1]))
@@ -164,8 +166,8 @@ def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
 
 
 def _role_channel(number: int, channel: Channel, roles: Sequence[RankGraph]) -> Channel:
-    """The channel with the devices of the roles that meet in it, where those are not all devices of its mesh: groups
-    of a name that stay within some roles are none of the others' business."""
+    """The channel with the devices of its roles, if those are not all devices of its mesh: groups of a name that stay
+    within some roles do not concern the others."""
     kind, key = channel
     if kind != "group":
         return channel
@@ -180,8 +182,8 @@ def _role_channel(number: int, channel: Channel, roles: Sequence[RankGraph]) -> 
 
 
 def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[int, ...]]:
-    """Number and devices of the roles that take part in a channel. One device of a role stands for all: they are of the
-    same meshes."""
+    """Number and devices of the roles that take part in a channel. A single device of a role represents all: they are
+    in the same meshes."""
     kind, key, *devices = channel
     if kind == "group":
         places: list[Any] = [devices or roles[0].group_axes(key)[0]]
@@ -192,7 +194,7 @@ def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[i
 
 
 def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
-    """Per communication the index of its start, that of its wait, its node and its arguments."""
+    """For each communication the index of its start, that of its wait, its node and its arguments."""
     index = {node: i for i, node in enumerate(row)}
     calls = []
     for at, node in enumerate(row):
@@ -201,7 +203,9 @@ def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, .
         waits = [user for user in node.users if user.target is WAIT]
         if len(waits) != 1:
             raise VerifyError(
-                f"{node.name} has {len(waits)} waits", where=str(origin_of(node)), expected="one wait for every start"
+                f"{node.name} has {len(waits)} waits",
+                where=str(origin_of(node)),
+                expected="exactly one wait for every start",
             )
         calls.append((at, index[waits[0]], node, plain_args(node)))
     return calls
@@ -219,7 +223,7 @@ def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:
 
 
 def _received(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
-    """The copy to one device of a transfer's target, which reads from those that send to it."""
+    """The copy to a device of a transfer's target, which reads from its senders."""
     messages = entry.routes.received_by(receiver)
     own = starts[receiver]
     senders = [starts[device] for device in dict.fromkeys(m.sender for m in messages)]
@@ -243,7 +247,7 @@ def _assemble(
     parts: list[int],
     channels: Sequence[Sequence[_Planned]],
 ) -> Lowered:
-    """The schedule of the owners' streams followed by one stream per channel."""
+    """The schedule of the owners' streams followed by a stream per channel."""
     needs: list[list[int]] = [[] for _ in parts]
     all_parts, copies, lines = list(parts), list[ChannelCopy](), list(streams)
     for channel in channels:

@@ -1,8 +1,9 @@
-"""The event machine: which tasks may run, as a pure function of what has happened. No clock, no threads, no tensors.
+"""The event machine: which tasks may run, as a pure function of past events.
 
-Tasks stand in streams, which run in order, and may need tasks of other streams. A driver releases the parts of a step,
-runs what the machine tells it to, and reports back: worker threads, a virtual clock, or nothing at all but the answer
-that everything is done. So what is checked, what is simulated and what runs cannot differ in their order.
+No clock, no threads, no tensors. Tasks are in streams, which run in order, and may need tasks of other streams. A
+driver releases the parts of a step, runs the tasks that the machine returns, and reports back: worker threads, a
+virtual clock, or a driver that answers at once that everything is done. So what is checked, what is simulated and what
+runs cannot differ in order.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from itertools import pairwise
 
 from meshweave.errors import VerifyError
 
-ANY_PART = -1  # of no part: may start as soon as anything may
+ANY_PART = -1  # of no part: may start with the first release
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Event: tasks of the parts up to `part`, and those of no part, may start."""
+    """Event: tasks of the parts up to `part`, and tasks of no part, may start."""
 
     part: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Event: the run of a stream up to (not including) index `stop` is complete."""
+    """Event: the run of a stream up to index `stop` (exclusive) is complete."""
 
     stream: int
     stop: int
@@ -42,7 +43,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Action: run the tasks of a stream from index `start` to (not including) `stop`, one after the other."""
+    """Action: run the tasks of a stream from index `start` to `stop` (exclusive), in order."""
 
     stream: int
     start: int
@@ -51,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Action: these tasks will never run, because they come after one that failed."""
+    """Action: these tasks will never run, because they come after a failed task."""
 
     tasks: tuple[int, ...]
 
@@ -76,8 +77,8 @@ Action = Run | Cancel | Idle | Finished
 class Schedule:
     """Tasks 0 .. n-1: their order in streams, the tasks of other streams that each needs, and the part of each.
 
-    A stream is of parts (0, 1, ..., which do not go down along it) or of none (ANY_PART throughout). That a task comes
-    after the one before it in its stream is not said again in `needs`. Raises VerifyError for anything else.
+    A stream belongs to parts (0, 1, ..., nondecreasing along it) or to none (ANY_PART throughout). `needs` does not
+    repeat that a task comes after the previous task of its stream. Raises VerifyError for anything else.
     """
 
     streams: tuple[tuple[int, ...], ...]
@@ -110,7 +111,7 @@ class Schedule:
         num = len(self.needs)
         if len(self.parts) != num:
             raise VerifyError(
-                "a schedule gives every task its needs and its part",
+                "a schedule needs an entry in needs and in parts for every task",
                 got=f"{num} entries in needs, {len(self.parts)} in parts",
             )
         stream_of, index_of = [-1] * num, [0] * num
@@ -120,15 +121,13 @@ class Schedule:
                     raise VerifyError(f"stream {stream} has an unknown task {task}", expected=f"0 to {num - 1}")
                 if stream_of[task] >= 0:
                     raise VerifyError(
-                        f"task {task} stands in two places",
+                        f"task {task} is in two places",
                         got=f"streams {stream_of[task]} and {stream}",
-                        expected="each task once in one stream",
+                        expected="each task in exactly one stream",
                     )
                 stream_of[task], index_of[task] = stream, index
         if -1 in stream_of:
-            raise VerifyError(
-                f"task {stream_of.index(-1)} stands in no stream", expected="each task once in one stream"
-            )
+            raise VerifyError(f"task {stream_of.index(-1)} is in no stream", expected="each task in exactly one stream")
         return stream_of, index_of
 
     def _check_parts(self) -> None:
@@ -141,7 +140,7 @@ class Schedule:
             for index, (before, after) in enumerate(pairwise(parts)):
                 if after < before:
                     raise VerifyError(
-                        f"the parts of stream {stream} go down",
+                        f"the parts of stream {stream} decrease",
                         got=f"part {after} of task {tasks[index + 1]} after part {before} of task {tasks[index]}",
                         expected="parts in their order along every stream",
                     )
@@ -161,16 +160,17 @@ def _check_need(task: int, need: int, stream_of: Sequence[int]) -> None:
 
 
 class EventMachine:
-    """A pass over a schedule. Equal events give equal actions; the order of events never changes what is run.
+    """A pass over a schedule.
 
-    A run is as long as can be, but ends after a task that another stream needs, so that it is told at once. After
-    `Failed`, everything that comes after the failed task (in its stream, or by needs) is cancelled; the rest goes on.
-    Amortised cost: O(1) per task and need.
+    Equal events give equal actions; the order of events never changes what is run. A run is as long as possible, but
+    ends after a task that another stream needs, so that its end is reported at once. After `Failed`, everything that
+    comes after the failed task (in its stream, or by needs) is cancelled; other tasks continue. Amortised cost: O(1)
+    per task and need.
     """
 
     schedule: Schedule
-    cause: tuple[int, object] | None  # the first task that failed, and why
-    num_running: int  # runs that were told and not yet reported
+    cause: tuple[int, object] | None  # the first task that failed, and its error
+    num_running: int  # runs that were started and not yet reported
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -179,20 +179,21 @@ class EventMachine:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that happened. Nothing runs before the first Release."""
+        """Forget all events. Nothing runs before the first Release."""
         streams = self.schedule.streams
         self.cause, self.num_running = None, 0
         self._level = self._reported = ANY_PART - 1
         self._waiting = self._num_needs.copy()  # per task: needs that are not done
         self._done = [0] * len(streams)  # per stream: tasks before this index are done
-        self._started = self._done.copy()  # per stream: tasks before this index were told to run
+        self._started = self._done.copy()  # per stream: tasks before this index were started
         self._ends = self._lengths.copy()  # per stream: tasks from here on never run
         self._limits = self._done.copy()  # per stream: tasks from here on may not run yet
         self._left = 0  # tasks of released parts that are not settled
-        self._total = self.schedule.num_tasks  # tasks that are not settled; -1 once Finished was said
+        self._total = self.schedule.num_tasks  # tasks that are not settled; -1 after Finished
 
     def handle(self, event: Event) -> list[Action]:
-        """What to do now. Runs come in a fixed order: of other streams first, the event's own stream last."""
+        """The actions after an event. Runs come in a fixed order: of other streams first, the event's own stream
+        last."""
         if isinstance(event, Done):
             actions = self._complete(event.stream, event.stop)
             self._advance(event.stream, actions)
@@ -209,7 +210,7 @@ class EventMachine:
         return actions
 
     def _advance(self, stream: int, actions: list[Action]) -> None:
-        """Tell the next run of a stream that runs nothing at the moment."""
+        """Start the next run of a stream that is idle."""
         tasks, waiting, users = self.schedule.streams[stream], self._waiting, self.schedule.users
         start = index = self._done[stream]
         limit = self._limits[stream]
@@ -245,13 +246,13 @@ class EventMachine:
             other = schedule.stream_of[user]
             if not waiting[user] and schedule.index_of[user] == self._started[other] == self._done[other]:
                 free.append(other)
-        for other in free:  # now that all users know, so that a run is as long as can be
+        for other in free:  # after all users are settled, so that a run is as long as possible
             self._advance(other, actions)
         return actions
 
     def _fail(self, event: Failed) -> list[Action]:
         stream, index = event.stream, event.index
-        assert self._done[stream] <= index < self._started[stream], "what fails was told to run"
+        assert self._done[stream] <= index < self._started[stream], "a failed task was started"
         self.num_running -= 1
         failed = self.schedule.streams[stream][index]
         if self.cause is None:
@@ -263,7 +264,7 @@ class EventMachine:
         return [Cancel(tuple(sorted(cancelled[1:])))] if len(cancelled) > 1 else []
 
     def _cut(self, stream: int, index: int) -> list[int]:
-        """Take the tasks of a stream from `index` on out of the pass, and all that comes after them; list them."""
+        """Cancel the tasks of a stream from `index` on, and all that come after them; returns them."""
         schedule, pending, cut = self.schedule, [(stream, index)], list[int]()
         while pending:
             stream, index = pending.pop()
@@ -282,7 +283,7 @@ class EventMachine:
         return cut
 
     def _release(self, part: int) -> list[Action]:
-        """Let the tasks of all parts up to `part` start, as far as they have not been cancelled."""
+        """Allow the tasks of all parts up to `part`, except cancelled tasks, to start."""
         actions: list[Action] = []
         self._level = max(self._level, part)
         parts = self.schedule.parts
@@ -298,7 +299,7 @@ class EventMachine:
                     self._advance(stream, actions)
         return actions
 
-    # what a check asks when nothing more can run
+    # queries of a check when nothing more can run
 
     def unfinished(self) -> list[int]:
         """The tasks that are neither done nor cancelled nor failed, by stream and in order."""
@@ -306,7 +307,7 @@ class EventMachine:
         return [task for s, tasks in enumerate(streams) for task in tasks[self._done[s] : self._ends[s]]]
 
     def blockers(self, task: int) -> tuple[int, ...]:
-        """The unfinished tasks that a task waits for: the one before it in its stream, then what it needs."""
+        """The unfinished tasks that a task waits for: the previous task of its stream, then its needs."""
         schedule = self.schedule
         stream, index = schedule.stream_of[task], schedule.index_of[task]
         before = schedule.streams[stream][index - 1 : index] if index > self._done[stream] else ()
@@ -317,12 +318,12 @@ class EventMachine:
         return self._done[stream] <= self.schedule.index_of[task] < self._ends[stream]
 
     def cycle(self) -> list[int]:
-        """Tasks that wait for each other in a circle, or nothing: each needs the next one, or comes after it in the
-        same stream; the last one does so of the first. Only where nothing runs: then the first unfinished task of every
-        stream is what holds it up."""
-        left = set[int]()  # streams from which no circle is reached
+        """A cycle of tasks that wait for each other, or nothing: each needs the next task, or comes after it in the
+        same stream; the last does so with the first. Only valid when nothing runs: then the first unfinished task of
+        every stream blocks it."""
+        left = set[int]()  # streams from which no cycle is reached
         for root in range(len(self.schedule.streams)):
-            path, vias = [root], [-1]  # streams, and the task of each that the one before it needs
+            path, vias = [root], [-1]  # streams, and the task of each that the previous task needs
             branches = [self._needs_of_head(root)]
             while path:
                 need = next(branches[-1], None)
@@ -347,7 +348,7 @@ class EventMachine:
         return (need for need in needs if self._is_unfinished(need))
 
     def _round(self, streams: Sequence[int], needs: Sequence[int]) -> list[int]:
-        """The tasks of a circle in which the head of `streams[i]` needs `needs[i]`, of the next stream."""
+        """The tasks of a cycle in which the head of `streams[i]` needs `needs[i]`, in the next stream."""
         heads = [self.schedule.streams[stream][self._done[stream]] for stream in streams]
         circle: list[int] = []
         for head, need, following in zip(heads, needs, [*heads[1:], heads[0]], strict=True):

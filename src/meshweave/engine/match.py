@@ -1,4 +1,4 @@
-"""Which starts of communications belong together: the k-th of every process on one channel."""
+"""Matches the starts of communications: the k-th of every process on a channel belong together."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from meshweave.errors import VerifyError
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, Transfer
 
-Channel = tuple[Any, ...]  # what tells one channel from another: "group" or "transfer", its key, the members of a group
+Channel = tuple[Any, ...]  # identity of a channel: "group" or "transfer", its key, the members of a group
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A communication as one process starts it: as task `task`. Task `wait` waits for it, if that is not below 0."""
+    """A communication as a process starts it, by task `task`. Task `wait` waits for it, unless negative."""
 
     task: int
     wait: int
     node: fx.Node
     devices: tuple[int, ...]  # of the process
-    args: tuple[Any, ...]  # of the node, as `plain_args` gives them
+    args: tuple[Any, ...]  # of the node, in the form of `plain_args`
 
     def __str__(self) -> str:
         shown = ", ".join(map(_shown, (*self.args, self.node.args[-1])))
@@ -32,13 +32,13 @@ class Start:
 
 @dataclass(slots=True)
 class Matches:
-    """Per channel and number, the starts by process."""
+    """For each channel and number, the starts by process."""
 
     table: dict[Channel, list[dict[int, Start]]] = field(default_factory=dict)
     _counts: dict[tuple[Channel, int], int] = field(default_factory=dict)
 
     def add(self, channel: Channel, process: int, start: Start) -> None:
-        """Put a start with those of the other processes that have the same number on its channel."""
+        """Match a start with those of the other processes that have the same number on its channel."""
         count = self._counts.get((channel, process), 0)
         self._counts[channel, process] = count + 1
         numbered = self.table.setdefault(channel, [])
@@ -47,8 +47,8 @@ class Matches:
         numbered[count][process] = start
 
     def check(self, channel: Channel, processes: Mapping[int, tuple[int, ...]]) -> None:
-        """Raise VerifyError unless every one of the processes (given with their devices) has every start of a channel,
-        and all of them the same."""
+        """Raise VerifyError unless all of the processes (with their devices) have every start of a channel, and equal
+        ones."""
         for number, starts in enumerate(self.table[channel]):
             first = next(iter(starts.values()))
             missing = [process for process in processes if process not in starts]
@@ -57,7 +57,7 @@ class Matches:
             for process, start in starts.items():
                 if process not in processes:
                     raise VerifyError(
-                        f"{devices_text(start.devices)} takes part in {_name(channel)}, of which it is not",
+                        f"{devices_text(start.devices)} takes part in {_name(channel)} but is not a member",
                         where=_where(start),
                         got=str(start),
                         expected=f"only {devices_text(sorted({d for ids in processes.values() for d in ids}))}",
@@ -73,7 +73,7 @@ class Matches:
     def _missing(
         self, channel: Channel, number: int, there: Start, devices: tuple[int, ...], process: int
     ) -> VerifyError:
-        """The error for a process that has fewer starts than another, with the last one that it has."""
+        """The error for a process that has fewer starts than another, with the last start that it has."""
         numbered = self.table[channel]
         last = numbered[number - 1].get(process) if number else None
         return VerifyError(
@@ -85,15 +85,15 @@ class Matches:
 
 
 def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
-    """What all roles say that a transfer is. Raises VerifyError where two of them differ."""
+    """A transfer as all roles describe it. Raises VerifyError if two of them differ."""
     entries = [(role, role.transfers[key]) for role in roles if key in role.transfers]
     if not entries:
-        raise VerifyError(f"no role says what transfer {key} is")
+        raise VerifyError(f"no role has transfer {key}")
     first, entry = entries[0]
     for role, other in entries:
         if other != entry:
             raise VerifyError(
-                f"two roles differ in what transfer {key} is",
+                f"two roles have different transfers {key}",
                 got=f"{_moved(other)} (so {devices_text(role.devices)})",
                 expected=f"{_moved(entry)} (so {devices_text(first.devices)})",
             )
@@ -101,8 +101,8 @@ def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
 
 
 def plain_args(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a start without operand and group, and with symbols written out, so that those of two graphs
-    compare; of a tensor what makes it."""
+    """The arguments of a start without operand and group, with symbols written out, so that those of two graphs can be
+    compared; a tensor is replaced by its node."""
     return tuple(_plain(arg) for arg in node.args[1:-1])
 
 

@@ -1,4 +1,4 @@
-"""Writing rank graphs: nodes, and sizes that depend on the rank."""
+"""Writes rank graphs: nodes, and sizes that depend on the rank."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ Number = Any  # an int, or the fx.Node of a symbolic one
 
 @dataclass(slots=True)
 class Emitter:
-    """Writes a rank graph. Sizes and offsets that depend on the rank are symbolic nodes, each made once.
+    """Writes a rank graph.
 
-    `meshes` are those of the program, its own first: they say how an axis is written.
+    Sizes and offsets that depend on the rank are symbolic nodes, each created once. `meshes` are those of the program,
+    its own first: they determine the names of axes.
     """
 
     meshes: Sequence[Mesh] = ()
     graph: fx.Graph = field(default_factory=fx.Graph)
     origin: Origin = NOWHERE
-    move: str = ""  # what the starts of communications are part of
+    move: str = ""  # the node whose communications are being started
     symbols: dict[Any, fx.Node] = field(default_factory=dict)
 
     def call(self, target: Any, args: Any, kwargs: Mapping[str, Any]) -> fx.Node:
@@ -48,7 +49,7 @@ class Emitter:
         return self.call(aten.contiguous.default, (x,), {})
 
     def extent(self, shape: tuple[int, ...], layout: Layout, dim: int) -> Number:
-        """Local size of `dim`: a number where all pieces are equal, else symbolic."""
+        """Local size of `dim`: a number if all pieces are equal, else symbolic."""
         sharding, parts = layout.dims[dim], layout.parts(dim)
         if not sharding.axes:
             return shape[dim]
@@ -57,7 +58,7 @@ class Emitter:
         return self._symbol(piece_size, (shape[dim], self.names(layout.mesh, sharding.axes), parts, sharding.unit))
 
     def members(self, shape: tuple[int, ...], layout: Layout, dim: int, count: int) -> fx.Node:
-        """Table of the pieces of `dim` in the group of its innermost `count` axes, in the order of the dim."""
+        """Table of the pieces of `dim` in the group of its innermost `count` axes, in the dim's order."""
         sharding = layout.dims[dim]
         axes = self.names(layout.mesh, sharding.axes)
         return self._symbol(member_pieces, (shape[dim], axes, layout.parts(dim), sharding.unit, count))
@@ -74,16 +75,16 @@ class Emitter:
         return self._symbol(axis_index, (self.names(mesh, axes), tuple(mesh.size(a) for a in axes)))
 
     def group(self, mesh: Mesh, axes: Sequence[str]) -> str:
-        """The name of the groups of a set of axes."""
+        """The group name of a set of axes."""
         return ",".join(self.names(mesh, in_mesh_order(mesh, axes)))
 
     def names(self, mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-        """How this graph writes axes of one of the program's meshes."""
+        """The names in this graph for axes of a mesh of the program."""
         index = self.meshes.index(mesh)
         return tuple(qualified(index, axis) for axis in axes)
 
     def linear(self, base: Number, *terms: tuple[Number, Number]) -> Number:
-        """base + sum of products, folded where everything is a number."""
+        """base + sum of products, folded if everything is a number."""
         terms = tuple(term for term in terms if all(isinstance(n, fx.Node) or n != 0 for n in term))
         if not any(isinstance(n, fx.Node) for n in (base, *(n for term in terms for n in term))):
             return base + sum(a * b for a, b in terms)

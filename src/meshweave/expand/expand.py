@@ -1,4 +1,4 @@
-"""From the placed graph to rank graphs: global shapes become local ones, moves become collectives and transfers."""
+"""From the placed graph to rank graphs: global shapes become local shapes, moves become collectives and transfers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
 
 @dataclass(slots=True)
 class _Expander:
-    """Writes the rank graph of one role: of every mesh that covers its devices, the values and moves."""
+    """Writes the rank graph of a role: the values and moves of every mesh that contains its devices."""
 
     program: _Program
     devices: tuple[int, ...]
     emit: Emitter = field(default_factory=Emitter)
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     pending: dict[fx.Node, Finish] = field(default_factory=dict)
-    sends: list[tuple[Origin, Finish]] = field(default_factory=list)  # of values that others wait for
+    sends: list[tuple[Origin, Finish]] = field(default_factory=list)  # of values that several nodes wait for
     covered: dict[Mesh, bool] = field(default_factory=dict)
 
     def run(self) -> RankGraph:
@@ -90,7 +90,7 @@ class _Expander:
             self._op(node)
 
     def _inputs(self) -> list[tuple[Input, Layout]]:
-        """The inputs of this role. What others alone use of a batch is none of its own."""
+        """The inputs of this role. Batch entries that only other roles use are not among them."""
         nodes = []
         for node, item in zip(self.program.step.placeholders, self.program.step.inputs, strict=True):
             local = self.values.get(node)
@@ -103,16 +103,15 @@ class _Expander:
         return nodes
 
     def _finish_sends(self) -> None:
-        """Wait for what this role has sent to others, so that no buffer outlives its phase."""
+        """Wait for this role's sends, so that no buffer outlives its phase."""
         for origin, finish in self.sends:
             self.emit.origin = origin
             finish()
         self.sends.clear()
 
     def _due(self) -> dict[int, list[fx.Node]]:
-        """Outputs by the part of the step before which they are waited for: the loss, which is told when forward is
-        done, and what the next microbatch needs. Gradients are waited for where the update uses them.
-        """
+        """Outputs by the part of the step before which they are waited for: the loss, which is read after forward, and
+        inputs of the next microbatch. Gradients are waited for where the update uses them."""
         pairs = zip(self.program.step.outputs, self.program.step.output_values, strict=True)
         present = [(kind, value) for (kind, _), value in pairs if self._has(value.meta["layout"])]
         late = ("buffer", "acc")
@@ -120,7 +119,7 @@ class _Expander:
         return {PARTS["backward"]: losses, PARTS["update"]: lasting}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
-        """Note what the local node makes: the largest piece."""
+        """Record the value of the local node: the largest piece."""
         spec, layout = node.meta["spec"], node.meta["layout"]
         if isinstance(spec, Spec) and "spec" not in local.meta:
             local.meta["spec"] = Spec(layout.local_shape(spec.shape), spec.dtype)
@@ -175,7 +174,7 @@ class _Expander:
             self.pending[node] = finish
 
     def _dispatch(self, node: fx.Node, step: Step) -> None:
-        """A move of which every device reads, or has, some rows alone."""
+        """A sparse move: every device reads, or has, only some rows."""
         source, _, readers, share = node.args
         self.emit.move = f"{spec_of(node)}: {step.source} -> {step.target}"
         local = self._value(source), self._value(readers)  # type: ignore[arg-type]
@@ -186,8 +185,8 @@ class _Expander:
         return lambda: local
 
     def _step(self, key: str | None, local: fx.Node | None, step: Step, shape: tuple[int, ...]) -> Finish | None:
-        """One step as this role takes part in it; None where it does not, or has nothing afterwards. `key` is that of
-        its transfer, if it has one."""
+        """This role's part in a step; None if it has none, or has nothing afterwards. `key` is the key of the step's
+        transfer, if it has one."""
         if step.kind in STEPS:
             return STEPS[step.kind](self.emit, local, step, shape) if local is not None else None
         sends, receives = self._has(step.source), self._has(step.target)
@@ -203,14 +202,14 @@ class _Expander:
 
 
 def _layout_of(node: fx.Node) -> Layout:
-    """The layout of a value, or of the first of several: an op runs on one mesh."""
+    """The layout of a value, or of the first of several: an op runs on a single mesh."""
     layout = node.meta["layout"]
     return layout if isinstance(layout, Layout) else next(item for item in layout if item is not None)
 
 
 @dataclass(slots=True)
 class _Program:
-    """What all roles share: the placed step, its meshes, and what crosses between devices, in the order of the moves.
+    """What all roles share: the placed step, its meshes, and communications between devices, in the order of the moves.
     `keys` has the key of a transfer by its move and the number of the step."""
 
     step: StepGraph
@@ -221,7 +220,7 @@ class _Program:
 
 
 def _roles(meshes: tuple[Mesh, ...]) -> list[tuple[int, ...]]:
-    """Devices that are of the same meshes, in the order of the program's mesh."""
+    """Devices that are in the same meshes, in the order of the program's mesh."""
     by_membership: dict[tuple[bool, ...], list[int]] = {}
     for device in meshes[0].devices:
         by_membership.setdefault(tuple(device in mesh for mesh in meshes), []).append(device)
@@ -233,7 +232,7 @@ def _transfer(step: Step, spec: Spec) -> Transfer:
 
 
 def _stays(crossing: Transfer) -> bool:
-    """Whether every device of a transfer's target cuts its piece, be it empty, out of what it has of the source."""
+    """Whether every device of a transfer's target cuts its piece, even if empty, out of its piece of the source."""
     routes, devices, shape = crossing.routes, crossing.target.mesh.devices, crossing.spec.shape
     if not routes.is_local or not crossing.source.mesh.covers(devices):
         return False
@@ -244,8 +243,8 @@ def _stays(crossing: Transfer) -> bool:
 def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:
     """The rank graphs of a placed graph, one per role. Their size does not depend on the number of devices.
 
-    `plan_move(source, target, shape, dtype)` says which steps a move takes. Every role has its moves in the order of
-    the placed graph, so that no two wait for each other.
+    `plan_move(source, target, shape, dtype)` returns the steps of a move. Every role has its moves in the order of the
+    placed graph, so that no two wait for each other.
     """
     check_placed(step)
     meshes = {mesh: None}

@@ -1,4 +1,4 @@
-"""How ops run on pieces. Most run as they are; those that name shapes or positions are rewritten here."""
+"""How ops run on pieces. Most run unchanged; ops with arguments that are shapes or positions are rewritten here."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _operand(node: fx.Node, index: int) -> tuple[Spec, Layout]:
 
 
 def _shape(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    """view and expand: the local shape of the result. A view of a piece may need a copy, hence reshape. How many rows a
-    device owns is not known here: as many as the operand has."""
+    """view and expand: the local shape of the result. A view of a piece may need a copy, hence reshape. The number of
+    owned rows is not known here: the operand's number is used."""
     layout = _layout(node)
     shape = emit.local_shape(spec_of(node).shape, layout)
     if node.target is aten.expand.default:
@@ -72,7 +72,7 @@ def _random(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwar
 
 
 def _offset_of(emit: Emitter, node: fx.Node, operand: int, dim: int) -> Any:
-    """Offset of the local piece of an operand along `dim`, or None where that dim is not cut."""
+    """Offset of the local piece of an operand along `dim`, or None if that dim is not cut."""
     spec, layout = _operand(node, operand)
     return emit.offset(spec.shape, layout, dim) if layout.dims[dim].axes else None
 
@@ -154,7 +154,7 @@ def _grouped_outer(emit: Emitter, node: fx.Node, values: list[fx.Node], args: An
 
 
 def _own_experts(emit: Emitter, node: fx.Node, layout: Layout) -> tuple[Any, Any]:
-    """The first of a device's experts, and how many they are, by the layout of rows that it owns."""
+    """First index and number of a device's experts, from the layout of its owned rows."""
     experts, cut = _operand(node, 1)[0].shape, Layout(layout.mesh, (DimSharding(layout.owned_axes),))
     return emit.offset(experts, cut, 0), emit.extent(experts, cut, 0)
 
@@ -183,7 +183,7 @@ def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwa
 
 
 def _guarded(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    """Kernels that refuse empty tensors: where a piece may be empty, the result is zeros without calling them."""
+    """Kernels that reject empty tensors: if a piece may be empty, the result is zeros without a call."""
     sizes = [size for n in tensor_inputs(node) for size in emit.local_shape(spec_of(n).shape, _layout(n))]
     if not any(isinstance(size, fx.Node) for size in sizes):
         return emit.call(node.target, args, kwargs)
@@ -203,7 +203,7 @@ def _resized_backward(emit: Emitter, node: fx.Node, values: list[fx.Node], args:
 
 
 def _grouped(operand: int, position: int) -> Localizer:
-    """Convolutions: argument `position` is the number of groups, which the channels of `operand` are cut by."""
+    """Convolutions: argument `position` is the number of groups, into which the channels of `operand` are divided."""
 
     def localize(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
         groups = args[position]
@@ -218,7 +218,7 @@ def _grouped(operand: int, position: int) -> Localizer:
 
 
 def _attention(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    """Where queries are cut, a causal mask goes by the place of the first of them."""
+    """If queries are cut, a causal mask depends on the position of the first query."""
     query, causal_at = (1, 7) if node.target is ours.attention_backward.default else (0, 4)
     offset = _offset_of(emit, node, query, 2) if args[causal_at] else None
     at = causal_at + 2  # of `first_query`

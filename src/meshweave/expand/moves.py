@@ -1,8 +1,8 @@
-"""How the steps of a move become collectives and local ops, for even and uneven pieces alike.
+"""How the steps of a move become collectives and local ops, for even and uneven pieces.
 
-Collectives work along dim 0 of equal blocks, in the order of the group, which is that of the mesh's axes whatever the
-order in which they cut a dim. Uneven pieces are padded to the largest before, and compacted by the table of pieces
-after; the pad never reaches a consumer.
+Collectives work along dim 0 of equal blocks, in group order, which is that of the mesh's axes whatever the order in
+which they cut a dim. Uneven pieces are padded to the largest before a collective, and compacted by the table of pieces
+after it; padding never reaches a consumer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _group(emit: Emitter, layout: Layout, axes: tuple[str, ...]) -> tuple[int, s
 
 
 def _turn(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of axes as they stand on a dim, and their places there in the order of the group."""
+    """Sizes of axes in the order of a dim, and their positions there in group order."""
     return tuple(map(mesh.size, axes)), tuple(map(axes.index, in_mesh_order(mesh, axes)))
 
 
 def _block(shape: tuple[int, ...], layout: Layout, dim: int) -> int:
-    """Size of the largest piece along `dim`: what blocks are padded to."""
+    """Size of the largest piece along `dim`: blocks are padded to it."""
     return largest_chunk(shape[dim], layout.parts(dim), layout.dims[dim].unit)
 
 
@@ -69,22 +69,22 @@ def _slice(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Fin
 
 
 def _inside(emit: Emitter, shape: tuple[int, ...], inner: Layout, outer: Layout, dim: int) -> Any:
-    """Where along `dim` the device's piece in one layout begins in its piece in another, which holds it."""
+    """Offset along `dim` of the device's piece in a layout inside its piece in another, which contains it."""
     return emit.linear(emit.offset(shape, inner, dim), (emit.offset(shape, outer, dim), -1))
 
 
 def _table(emit: Emitter, layout: Layout, shape: tuple[int, ...], dim: int, count: int) -> Any:
-    """Offsets and sizes along `dim` in the group of its innermost `count` axes; None where all are equal."""
+    """Offsets and sizes along `dim` in the group of its innermost `count` axes; None if all are equal."""
     return None if _even(shape, layout, dim) else emit.members(shape, layout, dim, count)
 
 
 def _is_stacked(dim: int, order: tuple[int, ...], table: Any) -> bool:
-    """Whether pieces along `dim` lie in memory as blocks of the group do."""
+    """Whether pieces along `dim` are laid out in memory like the blocks of the group."""
     return table is None and dim == 0 and order == tuple(range(len(order)))
 
 
 def _joined(emit: Emitter, blocks: fx.Node, step: Step, shape: tuple[int, ...]) -> fx.Node:
-    """Blocks of the group, put side by side along the dim that they cut until now, without their padding."""
+    """Blocks of the group, concatenated along the dim that they cut until now, without padding."""
     sizes, order = _turn(step.source.mesh, step.axes)
     table = _table(emit, step.source, shape, step.dim, len(sizes))
     if _is_stacked(step.dim, order, table):
@@ -109,7 +109,7 @@ def _all_gather(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
 
 
 def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> fx.Node:
-    """The received block without its padding."""
+    """The received block without padding."""
     if _even(shape, step.target, dim):
         return x
     return emit.call(aten.narrow.default, (x, dim, 0, emit.extent(shape, step.target, dim)), {})
@@ -129,7 +129,7 @@ def _all_reduce(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
 
 
 def _all_to_all(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    """From sharded on `dim` to sharded on `to_dim`: deal out along to_dim, exchange, join along dim."""
+    """From sharded on `dim` to sharded on `to_dim`: cut along to_dim, exchange, join along dim."""
     dim, to_dim = step.dim, step.to_dim
     assert to_dim is not None
     count, group = _group(emit, step.source, step.axes)
@@ -155,7 +155,7 @@ def _scale(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Fin
 
 
 def dispatch(emit: Emitter, x: fx.Node, step: Step, readers: fx.Node, share: float) -> Finish:
-    """A gather of the rows that `readers` name, or a sum of those. Pieces are equal, and stand as the group does."""
+    """A gather of the rows that `readers` name, or a sum of those. Pieces are equal, in group order."""
     count, group = _group(emit, step.source, step.axes)
     started = emit.call(SPARSE[step.kind], (emit.contiguous(x), readers, count, share, group), {})
     return lambda: emit.call(WAIT, (started,), {})
@@ -165,7 +165,7 @@ SPARSE = {"sparse_gather": SPARSE_GATHER.op, "sparse_scatter": SPARSE_SCATTER.op
 
 
 def take(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
-    """A transfer or permute in which nothing crosses: the piece of the target out of the piece of the source."""
+    """A transfer or permute without communication: the piece of the target is cut out of the piece of the source."""
     for dim in range(len(shape)):
         if step.source.dims[dim].axes or step.target.dims[dim].axes:
             start = _inside(emit, shape, step.target, step.source, dim)
@@ -174,12 +174,12 @@ def take(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finis
 
 
 def send(emit: Emitter, x: fx.Node | None, key: str) -> Finish:
-    """A transfer or permute as a role sees it that holds the source (x is its piece), the target, or both."""
+    """A transfer or permute in a role that has the source (x is its piece), the target, or both."""
     started = emit.call(transfer, (x, key), {})
     return lambda: emit.call(WAIT, (started,), {})
 
 
-# What a step becomes. Those that are not here, transfers and permutes, are messages: `send` or `take`.
+# How each step is written. Transfers and permutes, which are not in this table, are messages: `send` or `take`.
 STEPS: dict[str, Callable[[Emitter, fx.Node, Step, tuple[int, ...]], Finish]] = {
     "slice": _slice,
     "all_gather": _all_gather,

@@ -1,4 +1,4 @@
-"""When parameters are gathered and gradients are waited for: ahead, in the step before, one block later."""
+"""When parameters are gathered and gradients are waited for: blocks ahead, in the previous step, a block later."""
 
 from meshweave.gathers.prefetch import prefetch
 from meshweave.gathers.settle import settle

@@ -1,9 +1,9 @@
-"""Parameters that forward needs first are gathered at the end of the step before, and carried over.
+"""Gathers the parameters that forward needs first at the end of the previous step, and carries them over.
 
-In a step of its own the first blocks gather their parameters when nothing is there to hide that. The new parameters are
-there earlier: in the update of the step before, where the updates of the others hide the gathers. So the gathered value
-becomes an input (kind `carry`) and an output of the same name, behind the new parameter. What makes it from the
-parameter stays as the role's prologue, which runs where no step has gone before.
+In a step by itself the first blocks gather their parameters when no compute can hide that. The new parameters are
+available earlier: in the update of the previous step, where the updates of other parameters hide the gathers. So the
+gathered value becomes an input (kind `carry`) and an output of the same name, after the new parameter. The ops that
+compute it from the parameter become the role's prologue, which runs before the first step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CARRY, _PARAM = "carry", "param"
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A parameter as forward needs it: `chain` are the nodes from behind its placeholder to the value, each with one
-    tensor operand, at least one of them a collective. `item` and `layout` are those of the carry."""
+    """A parameter in the form that forward needs: `chain` are the nodes from its placeholder (exclusive) to the value,
+    each with a single tensor operand, at least one of them a collective. `item` and `layout` are those of the carry."""
 
     item: Input
     layout: Layout
@@ -40,17 +40,17 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class GatheredBlock:
-    """What a block of the model (see `gathers.prefetch`) gathers of its parameters in forward."""
+    """The parameters that a block of the model (see `gathers.prefetch`) gathers in forward."""
 
     name: str
     gathered: tuple[Gathered, ...]
 
 
 def carriable(role: RankGraph, placed: StepGraph) -> tuple[GatheredBlock, ...]:
-    """What a role could take over from the step before, by block, in the order in which forward needs them.
+    """What a role could carry over, by block, in the order in which forward needs them.
 
-    Of a parameter that the update replaces: the first value in forward that nothing but it goes into, gathered by
-    collectives among the devices of the role. `placed` is the graph that the role was made of.
+    For a parameter that the update replaces: the first value in forward that depends on it alone, gathered by
+    collectives among the devices of the role. `placed` is the graph that the role was expanded from.
     """
     meant = {n.name: n for n in placed.graph.nodes}
     returned = _returned(role)
@@ -74,7 +74,7 @@ def carriable(role: RankGraph, placed: StepGraph) -> tuple[GatheredBlock, ...]:
 
 
 def _chains(role: RankGraph, source: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
-    """From behind a parameter to each value of the placed graph that is gathered of it alone, and used, in forward."""
+    """From a parameter to each value of the placed graph that is gathered from it alone, and used, in forward."""
     waiting: list[tuple[fx.Node, ...]] = [(user,) for user in source.users]
     while waiting:
         chain = waiting.pop(0)
@@ -91,7 +91,7 @@ def _chains(role: RankGraph, source: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
 
 
 def _is_link(role: RankGraph, node: fx.Node) -> bool:
-    """Whether a node of forward takes one tensor and makes one, within the role."""
+    """Whether a node of forward has a single tensor operand and result, within the role."""
     if node.op != "call_function" or origin_of(node).phase != "forward" or len(_operands(node)) != 1:
         return False
     if node.target not in STARTS:
@@ -103,9 +103,9 @@ def _is_link(role: RankGraph, node: fx.Node) -> bool:
 
 
 def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
-    """The role with these values as inputs, made for the next step behind the new parameters; in a graph of its own.
+    """The role with these values as inputs, computed for the next step after the new parameters; in a new graph.
 
-    A start stands right behind the new parameter, its wait at the end of the step. The role itself stays as it is.
+    A start comes right after the new parameter, its wait at the end of the step. The role itself is not changed.
     """
     if not gathered:
         return role
@@ -134,7 +134,7 @@ def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
 
 
 def _prologue(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
-    """What makes the carried values from the parameters."""
+    """The ops that compute the carried values from the parameters."""
     names = {value.item.name for value in gathered}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     parameters = []
@@ -161,7 +161,8 @@ def _prologue(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
 
 
 def _behind(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Node) -> fx.Node:
-    """The chain again, on the new parameter: to its first start right behind that, the rest at the end of the step."""
+    """The chain repeated on the new parameter: up to its first start right after that, the rest at the end of the
+    step."""
     copies = {_operands(chain[0])[0]: new}
     cursor, is_begun = new, False
     for node in chain:
@@ -175,12 +176,12 @@ def _behind(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Nod
 
 
 def uncarried(role: RankGraph) -> RankGraph:
-    """The role as a step that takes nothing from the one before, in a graph of its own: the prologue stands where the
-    carried values came in, and nothing is made for the next step. The role itself where it carries nothing.
+    """The role as a step that carries nothing over, in a new graph: the prologue replaces the carried inputs, and
+        nothing is computed for the next step. The role itself if it carries nothing.
 
-    What is made for the next step is proven to be what the prologue makes: behind the parameter that the next step
-    gets, op by op. So what is true of this step is true of every step, whatever the parameters. VerifyError where it
-    is not so. Merged collectives are taken apart before (`buckets.unmerge`).
+    The values for the next step are proven to equal those of the prologue: after the parameter that the next step gets,
+    op by op. So a proof of this step covers every step, whatever the parameters. VerifyError otherwise. Merged
+    collectives must be undone before (`buckets.unmerge`).
     """
     keys = [(item.kind, item.name) for item in role.inputs if item.kind == CARRY]
     returned_keys = [key for key in role.outputs if key[0] == CARRY]
@@ -189,11 +190,11 @@ def uncarried(role: RankGraph) -> RankGraph:
     made_before = list(role.prologue.outputs) if role.prologue is not None else []
     if not sorted(keys) == sorted(returned_keys) == sorted(made_before):
         raise VerifyError(
-            "what a step takes from the one before is not what is made for it",
-            got=f"takes {_names(keys)}; makes {_names(returned_keys)}; the prologue makes {_names(made_before)}",
+            "a step's carried inputs differ from the carried outputs",
+            got=f"takes {_names(keys)}; returns {_names(returned_keys)}; the prologue computes {_names(made_before)}",
             expected="the same values",
         )
-    assert role.prologue is not None, "equal to keys, which are some"
+    assert role.prologue is not None, "equal to keys, which are not empty"
     uncarrying = copied(role)
     returned, before = _returned(uncarrying), _returned(role.prologue)
     for key in keys:
@@ -203,7 +204,7 @@ def uncarried(role: RankGraph) -> RankGraph:
 
 
 def _put_back(role: RankGraph, prologue: RankGraph) -> None:
-    """Let the prologue stand before what first uses its values; take out what is made for the next step."""
+    """Insert the prologue before the first use of its values; remove what is computed for the next step."""
     graph = role.graph
     sources = dict(zip(((i.kind, i.name) for i in role.inputs), _placeholders(role), strict=True))
     returned = _returned(role)
@@ -222,9 +223,10 @@ def _put_back(role: RankGraph, prologue: RankGraph) -> None:
 
 
 def _write_chain(graph: fx.Graph, chain: Sequence[fx.Node], source: fx.Node, old: fx.Node) -> None:
-    """A chain of a prologue on `source`, before what first uses the placeholder `old`, in whose place it then is."""
+    """Write a chain of a prologue on `source`, before the first use of the placeholder `old`, which it then
+    replaces."""
     if not old.users:
-        raise VerifyError("what is carried from the step before is not used", where=old.name)
+        raise VerifyError("a carried input is not used", where=old.name)
     begin = next(n for n in graph.nodes if n.op != "placeholder")
     first = next(n for n in graph.nodes if n in old.users)
     copies = {_operands(chain[0])[0]: source}
@@ -242,14 +244,14 @@ def _copy_into(graph: fx.Graph, node: fx.Node, before: fx.Node, copies: dict[fx.
 
 
 def _check_same(carried_node: fx.Node, new: fx.Node | None, before: fx.Node, name: str, prologue: RankGraph) -> None:
-    """Raise VerifyError unless `made` comes of the new parameter as `before` does of the parameter."""
+    """Raise VerifyError unless `made` depends on the new parameter as `before` does on the parameter."""
     where = f"carry {name}, {carried_node.name}, {origin_of(carried_node)}"
     sources = dict(zip(_placeholders(prologue), prologue.inputs, strict=True))
     while before not in sources:
         got, expected = (_call(node) for node in (carried_node, before))
         if got != expected or len(_operands(carried_node)) != 1:
             raise VerifyError(
-                "what is carried to the next step is not what the prologue makes",
+                "a carried output differs from the prologue's value",
                 where=where,
                 got=f"{carried_node.name} = {_shown(got)}",
                 expected=f"{_shown(expected)}, as {before.name} does",
@@ -257,7 +259,7 @@ def _check_same(carried_node: fx.Node, new: fx.Node | None, before: fx.Node, nam
         (carried_node,), (before,) = _operands(carried_node), _operands(before)
     if sources[before].name != name or carried_node is not new:
         raise VerifyError(
-            "what is carried to the next step is of another value than its parameter",
+            "a carried output depends on another value than its parameter",
             where=where,
             got=carried_node.name,
             expected=new.name if new is not None else f"a new value of {name}",
@@ -265,7 +267,7 @@ def _check_same(carried_node: fx.Node, new: fx.Node | None, before: fx.Node, nam
 
 
 def _call(node: fx.Node) -> tuple[Any, Any, Any]:
-    """A node without its operand, symbols written out."""
+    """A node without its operand, with symbols written out."""
     if node.op != "call_function":
         return node.name, (), {}
     args, kwargs = map_nodes(node, lambda n: _plain(n) if n.target in SYMBOLS else "operand")
@@ -283,7 +285,7 @@ def _shown(call: tuple[Any, Any, Any]) -> str:
 
 
 def _chain_of(value: fx.Node, source: fx.Node | None) -> list[fx.Node]:
-    """The nodes from behind `source` (without one, from behind a placeholder) to a value, in order."""
+    """The nodes from `source` (or a placeholder) exclusive to a value, in order."""
     chain: list[fx.Node] = []
     while value is not source and value.op == "call_function":
         chain.append(value)
@@ -292,7 +294,7 @@ def _chain_of(value: fx.Node, source: fx.Node | None) -> list[fx.Node]:
 
 
 def _erase(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
-    """Erase what of a chain nobody else uses, from its end."""
+    """Erase the unused nodes of a chain, from its end."""
     for node in reversed(chain):
         if node.users:
             return
@@ -300,14 +302,14 @@ def _erase(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node takes, one that stands twice listed twice."""
+    """The tensor operands of a node, with repetitions."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
     return operands
 
 
 def _symbols(node: fx.Node) -> list[fx.Node]:
-    """The symbols among the arguments of a node, and those that they are made of."""
+    """The symbols among the arguments of a node, and those that they depend on."""
     direct = [n for n in node.all_input_nodes if n.target in SYMBOLS]
     return [s for n in direct for s in (*_symbols(n), n)]
 

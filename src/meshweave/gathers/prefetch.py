@@ -1,4 +1,4 @@
-"""Parameters are gathered ahead of the block that needs them, as ZeRO-3 implementations prefetch."""
+"""Gathers parameters ahead of the block that needs them, as ZeRO-3 implementations prefetch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from meshweave.ir.rank import RankGraph
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Gathers of one block in one phase, with what makes their operands, and the first wait for any of them."""
+    """Gathers of a block in a phase, with the ops that compute their operands, and the first wait for any of them."""
 
     starts: tuple[tuple[fx.Node, ...], ...]  # each with the chain before it, the start last
     first_wait: fx.Node
 
 
 def prefetch(role: RankGraph, ahead: int) -> RankGraph:
-    """Start the collectives whose operands need nothing but inputs `ahead` blocks before the block that waits for them.
+    """Start the collectives that depend only on inputs `ahead` blocks before the block that waits for them.
 
-    A block is what stands under one index of a repeated module (`model.layers.3`), or a module outside of those. With
-    0 nothing moves. Values are exactly the same; up to `ahead` more blocks are held gathered. Starts do not leave their
-    phase. Collectives that devices of other roles take part in stay, for all roles have those in one order. The graph
-    is changed in place and returned. Raises PlanError for a negative number.
+    A block is everything under an index of a repeated module (`model.layers.3`), or a module outside of those. With 0
+    nothing moves. Values are exactly the same; up to `ahead` more blocks are kept gathered. Starts do not leave their
+    phase. Collectives with devices of other roles keep their places, because all roles have them in the same order. The
+    graph is changed in place and returned. Raises PlanError for a negative number.
     """
     if ahead < 0:
-        raise PlanError("blocks cannot be fetched after they are needed", got=f"prefetch={ahead}", expected="0 or more")
+        raise PlanError("the number of blocks to prefetch is negative", got=f"prefetch={ahead}", expected="0 or more")
     if ahead:
         for phase in ("forward", "backward"):
             units = list(_units(role, phase))
@@ -57,10 +57,8 @@ def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
 
 
 def _free(role: RankGraph) -> set[fx.Node]:
-    """The nodes that need nothing but inputs: no communication and no work on activations stands before them.
-
-    A batch is there from the beginning too, but is gathered where it is used.
-    """
+    """The nodes that depend only on inputs: not on a communication or an activation. A batch also exists from the
+    beginning, but is gathered where it is used."""
     sources = (n for n in role.graph.nodes if n.op == "placeholder")
     free = {n for n, item in zip(sources, role.inputs, strict=True) if item.kind != "batch"}
     for node in role.graph.nodes:
@@ -70,13 +68,13 @@ def _free(role: RankGraph) -> set[fx.Node]:
 
 
 def block_of(node: fx.Node) -> str:
-    """What is gathered together: a block, or a module outside of blocks."""
+    """The unit of gathering: a block, or a module outside of blocks."""
     origin = origin_of(node)
     return block_name(origin) or origin.module
 
 
 def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
-    """What makes the operand of a start, in order."""
+    """The ops that compute the operand of a start, in order."""
     chain: dict[fx.Node, None] = {}
     waiting = list(start.all_input_nodes)
     while waiting:
@@ -88,10 +86,8 @@ def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
 
 
 def _move(unit: _Unit, anchor: fx.Node) -> None:
-    """Put the starts of a unit, in their order, before `anchor`, unless they stand there already.
-
-    What several starts need (symbols, an operand) goes there once, with the first of them.
-    """
+    """Move the starts of a unit, in order, before `anchor`, unless they are there already. Shared operands of several
+    starts (symbols, a tensor) move once, with the first of them."""
     position = {node: i for i, node in enumerate(anchor.graph.nodes)}
     for node in dict.fromkeys(node for chain in unit.starts for node in chain):
         if position[node] > position[anchor]:

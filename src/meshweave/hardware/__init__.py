@@ -1,4 +1,4 @@
-"""Machine profiles: what communication and compute cost."""
+"""Machine profiles: the costs of communication and compute."""
 
 from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.hardware.costs import Costs

@@ -16,11 +16,11 @@ from meshweave.ir.mesh import Mesh
 class AlphaBeta:
     """Seconds of a collective = `alpha_s` + bytes received / bandwidth of the slowest axis of its group.
 
-    `bandwidth` is in bytes per second and direction: one number for every axis, or one per axis name (kept as sorted
-    pairs, so that a profile is hashable). Local ops cost nothing, and so does a collective in groups of one device.
-    The defaults are those of the peer measurements: 10 us, and 50 GB/s as between nodes with 400 Gbit/s links.
+    `bandwidth` is in bytes per second and direction: a number for all axes, or a number per axis name (stored as sorted
+    pairs, so that it is hashable). Local ops and collectives in groups of one device cost nothing. The defaults are 10
+    us, and 50 GB/s as between nodes with 400 Gbit/s links.
 
-    Raises MeshweaveError for a negative or NaN figure, a bandwidth of 0, and when asked for an axis without one.
+    Raises MeshweaveError for a negative or NaN figure, a bandwidth of 0, and for an axis without a bandwidth.
     """
 
     alpha_s: float
@@ -41,22 +41,22 @@ class AlphaBeta:
 
     @property
     def name(self) -> str:
-        """What this is called in tables."""
+        """Its name in tables."""
         return "alpha-beta"
 
     @property
     def version(self) -> str:
-        """The figures themselves: they are all that there is."""
+        """The figures themselves, since they are all there is."""
         links = self.bandwidth if isinstance(self.bandwidth, int | float) else dict(self.bandwidth)
         return f"alpha_s={self.alpha_s}, bandwidth={links}"
 
     @property
     def usable_bytes(self) -> None:
-        """None: AlphaBeta knows nothing of memory."""
+        """None: AlphaBeta has no figures of memory."""
         return None
 
     def bytes_received(self, op: str, group_size: int, local_bytes: float) -> float:
-        """Bytes that one device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
+        """Bytes that a device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
 
         Raises MeshweaveError for an unknown op and for a size that is negative or NaN.
         """
@@ -65,12 +65,10 @@ class AlphaBeta:
     def seconds(self, op: str, mesh: Mesh, axes: Sequence[str], local_bytes: float) -> float:
         """Duration of `op` over the flattened `axes` of `mesh`.
 
-        A transfer without axes goes between meshes, of which neither need have the axis that it crosses (the stages
-        of a pipeline): it has the slowest bandwidth that the profile gives. Its `local_bytes` are the most that one
-        device sends to others, or receives from them.
-
-        Raises MeshweaveError as `bytes_received` does, for an axis whose bandwidth is not given, and for a transfer
-        where none is.
+        A transfer without axes goes between meshes, and neither needs to have the axis that it crosses (the stages of a
+        pipeline): it uses the lowest bandwidth in the table. Its `local_bytes` are the most that a device sends to
+        others, or receives from them. Raises MeshweaveError as `bytes_received` does, for an axis without a bandwidth,
+        and for a transfer if the table is empty.
         """
         group_size = mesh.flat_size(axes)
         received = self.bytes_received(op, group_size, local_bytes)
@@ -79,13 +77,13 @@ class AlphaBeta:
         return self.alpha_s + received / self._slowest(mesh, axes)
 
     def bandwidth_of(self, mesh: Mesh, axis: str) -> float:
-        """Bytes per second and direction along one axis. Raises MeshweaveError for an axis without one."""
+        """Bytes per second and direction along one axis. Raises MeshweaveError for an axis without a bandwidth."""
         return self._slowest(mesh, (axis,))
 
     def compute_seconds(self, work: Work) -> float:
-        """Raises MeshweaveError: AlphaBeta knows of communication only."""
+        """Raises MeshweaveError: AlphaBeta covers only communication."""
         raise MeshweaveError(
-            "AlphaBeta does not say what compute costs",
+            "AlphaBeta has no compute costs",
             where="AlphaBeta",
             got=type(work).__name__,
             expected="costs with compute rates",
@@ -102,14 +100,14 @@ class AlphaBeta:
                     f"the profile has no bandwidth for axis '{axis}'",
                     where=f"mesh {mesh}",
                     got=f"bandwidths of {', '.join(table) or 'no axis'}",
-                    expected=f"one for '{axis}'",
-                    hint=f"add it: AlphaBeta(bandwidth={{..., '{axis}': 50e9}}), or give one number for all axes",
+                    expected=f"a value for '{axis}'",
+                    hint=f"add it: AlphaBeta(bandwidth={{..., '{axis}': 50e9}}), or pass a single number for all axes",
                 )
         if not table:
             raise MeshweaveError(
                 "the profile has no bandwidth",
                 where="AlphaBeta",
                 got="an empty table",
-                expected="a bandwidth for every axis, or one number",
+                expected="a bandwidth for every axis, or a single number",
             )
         return min(table[axis] for axis in axes or table)

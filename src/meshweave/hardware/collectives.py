@@ -1,4 +1,4 @@
-"""The communication ops that costs know, and the bytes that each makes a device receive."""
+"""The communication ops with known costs, and the bytes that a device receives in each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ _RECEIVED: Mapping[str, Callable[[int, float], float]] = {**dict.fromkeys(LOCAL,
 
 
 def bytes_received(op: str, group_size: int, local_bytes: float, where: str) -> float:
-    """Bytes that one device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
+    """Bytes that a device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
 
     `where` names the costs in errors. Raises MeshweaveError for an unknown op and for a size that is negative or NaN.
     """
     if op not in _RECEIVED:
-        raise MeshweaveError(
-            f"there is no cost for '{op}'", where=where, got=op, expected=f"one of {', '.join(_RECEIVED)}"
-        )
+        raise MeshweaveError(f"no known cost of '{op}'", where=where, got=op, expected=f"one of {', '.join(_RECEIVED)}")
     if not local_bytes >= 0:
         raise bad_figure("local_bytes", local_bytes, "0 or more bytes", where)
     if group_size < 1:
@@ -37,8 +35,8 @@ def bytes_received(op: str, group_size: int, local_bytes: float, where: str) -> 
 def collective_seconds(
     profile: MachineProfile, node: fx.Node, row: Collective, mesh: Mesh, axes: Sequence[str], num_bytes: float
 ) -> float:
-    """Seconds of a node of `row` in the groups of the flattened `axes`, each device handing in `num_bytes`. Simulator
-    and scheduler alike ask here. A permute that moves nothing takes no time."""
+    """Seconds of a node of `row` in the groups of the flattened `axes`, for operands of `num_bytes`. Simulator and
+    scheduler both use it. A permute that moves nothing takes no time."""
     priced_bytes = row.cost_bytes(node, mesh.flat_size(axes), num_bytes)
     if not priced_bytes and row.name == PERMUTE.name:
         return 0.0

@@ -1,4 +1,4 @@
-"""What work takes on a device: matmuls in tiles and waves, fused attention, and kernels bound by memory."""
+"""The time of work on a device: matmuls in tiles and waves, fused attention, and memory-bound kernels."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from meshweave.hardware.work import Attention, Matmul, MemoryWork, Work
 if TYPE_CHECKING:
     from meshweave.hardware.profile import MachineProfile
 
-_SPLITS = (1, 2, 4, 8, 16)  # parts that k is cut in where tiles are too few to fill the device (split-k of cuBLAS)
+_SPLITS = (1, 2, 4, 8, 16)  # parts that k is cut into if there are too few tiles to fill the device (split-k of cuBLAS)
 _PARTIAL_BYTES = 4  # split-k adds partial results in float32
 
 
 def compute_seconds(profile: MachineProfile, work: Work) -> float:
-    """Seconds of `work` on one device with nothing beside it, launches included. Raises MeshweaveError for a figure
-    that the profile lacks."""
+    """Seconds of `work` alone on a device, launches included. Raises MeshweaveError for a figure that the profile
+    lacks."""
     if isinstance(work, Matmul):
         return matmul_seconds(profile, work)
     return attention_seconds(profile, work) if isinstance(work, Attention) else memory_seconds(profile, work)
 
 
 def power_share(power: Power | None) -> float:
-    """The share of the sustained rates that a power limit leaves; 1 without one, or at the reference.
+    """The share of the sustained rates under a power limit; 1 without a limit, or at the reference.
 
-    Of the watts above the static ones a chip makes clock: power goes as f * V^2, so the clock as its cube root where
-    voltage must rise with it, and faster where voltage is at its floor; the profile says which exponent holds.
+    Dynamic power goes as f * V^2, so the clock as its cube root where voltage must rise with it, and faster where
+    voltage is at its floor; the profile has the exponent.
     """
     if power is None or power.watts >= power.reference_watts:
         return 1.0
@@ -51,9 +51,9 @@ def peak_flops(profile: MachineProfile, dtype: torch.dtype) -> float:
 def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
     """The longer of math and memory, after a launch.
 
-    The result is made in tiles, each on one multiprocessor, in waves of as many tiles as there are multiprocessors;
-    a tile takes as long as its products along k and a ramp (filling the pipeline, writing the tile) do. Of all
-    tiles and ways to split k the fastest counts, as the library chooses.
+    The result is computed in tiles, each on a multiprocessor, in waves of as many tiles as there are multiprocessors; a
+    tile takes the time of its products along k and a ramp (filling the pipeline, writing the tile). The fastest of all
+    tile shapes and splits of k counts, as the library chooses.
     """
     model, dtype = profile.matmul, name_of(work.dtype)
     if not work.flops:
@@ -108,8 +108,8 @@ def attention_seconds(profile: MachineProfile, work: Attention) -> float:
 
 
 def _attention_rate(profile: MachineProfile, work: Attention) -> tuple[float, float]:
-    """The rate of the profile's kernel for the head_dim, mask and direction of `work` (linear between the head_dims
-    given, the nearest beyond them), and the keys at which half of it is reached."""
+    """The rate of the profile's kernel for the head_dim, mask and direction of `work` (linear between the head_dims of
+    the table, the nearest beyond them), and the number of keys at which half of it is reached."""
     model = profile.attention
     kernel = next((k for k in model.kernels if k.name == model.kernel), None)
     rows = () if kernel is None else kernel.backward if work.is_backward else kernel.forward
@@ -130,14 +130,14 @@ def _between(table: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def _counted(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
-    """A measured point with its flops, counted as `work` counts its own."""
+    """A measured point with its flops, counted in the same way as those of `work`."""
     heads, queries, keys, head_dim, causal, seconds = point
     flops = 2.0 * heads * queries * keys * head_dim * (5 if work.is_backward else 2) * (0.5 if causal else 1.0)
     return heads, queries, keys, head_dim, flops, seconds
 
 
 def memory_seconds(profile: MachineProfile, work: MemoryWork) -> float:
-    """Launches, and bytes at the bandwidth that this kind of work reaches; a measured curve holds for one kernel."""
+    """Launches, and bytes at the bandwidth that this kind of work reaches; a measured curve is for a single kernel."""
     share = work.bytes / work.num_kernels
     for curve in profile.memory.measured:
         if curve.kind == work.kind:

@@ -1,4 +1,4 @@
-"""What the planner and the simulator ask of costs: AlphaBeta and MachineProfile both answer."""
+"""The interface of costs for planner and simulator: AlphaBeta and MachineProfile implement it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meshweave.ir.mesh import Mesh
 class Costs(Protocol):
     """Seconds and bytes of communication and of work. Immutable and hashable; equal costs give equal answers.
 
-    `seconds` is 0 for local ops and in groups of one, and never falls as bytes grow. `alpha_s` is a start-up that
-    every collective takes, and no collective moves more than `bandwidth_of` along an axis: both bound plans from below.
-    `usable_bytes` are those of a device's memory that tensors may take, None where it is not known.
+    `seconds` is 0 for local ops and in groups of one device, and never falls as bytes grow. Every collective takes at
+    least the start-up time `alpha_s`, and none moves more than `bandwidth_of` along an axis: both give lower bounds of
+    plans. `usable_bytes` is the part of a device's memory available to tensors, None if unknown.
     """
 
     @property

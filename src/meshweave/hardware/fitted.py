@@ -1,4 +1,4 @@
-"""Figures between measured points."""
+"""Interpolation between measured points."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from math import exp, inf, log
 from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.schema import Fit, Point
 
-_NEIGHBOURS = 4  # points that a value between measured shapes is made from
-_PAIRWISE = ("permute", "transfer")  # one message per device, whatever the size of the group
+_NEIGHBOURS = 4  # points that interpolate between measured shapes
+_PAIRWISE = ("permute", "transfer")  # a single message per device, whatever the size of the group
 
 
 def along(curve: Sequence[Point], x: float) -> float:
-    """Seconds at `x` on a rising curve of (x, seconds): linear between its points, the first below them, above them on
-    with the slope of the last two (or, of a single point, in proportion)."""
+    """Seconds at `x` on a rising curve of (x, seconds): linear between its points, constant below the first,
+    extrapolated above the last with the slope of the last two (or, for a single point, in proportion)."""
     if x <= curve[0][0]:
         return curve[0][1]
     i = bisect_right(curve, x, key=lambda point: point[0])
@@ -33,10 +33,9 @@ def last_slope(curve: Sequence[Point]) -> float:
 
 
 def curve_of(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> tuple[Point, ...] | None:
-    """Rising points (local bytes, seconds) of `op` in groups of `group_size`; None where nothing was measured.
-
-    They are those of the measured group size nearest in ratio (the smaller of two), at sizes where a device receives
-    as many bytes, with the start-up (the first point's time) once per peer: measured with n - 1 peers, asked for m - 1.
+    """Rising points (local bytes, seconds) of `op` in groups of `group_size`; None if nothing was measured.\n\nThe
+    points are those of the measured group size nearest in ratio (the smaller of two), at sizes where a device receives
+    equally many bytes, with the start-up (the first point's time) scaled by the number of peers.
     """
     fit = nearest(op, level, group_size, fits)
     if fit is None:
@@ -48,13 +47,14 @@ def curve_of(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> tuple
 
 
 def nearest(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> Fit | None:
-    """What was measured of an op in groups of the size nearest in ratio."""
+    """The measurements of an op in groups of the size nearest in ratio."""
     matching = [fit for fit in fits if fit.op == op and fit.level == level]
     return min(matching, key=lambda fit: (abs(log(fit.group_size / group_size)), fit.group_size), default=None)
 
 
 def fastest(op: str, curve: Sequence[Point], group_size: int) -> float:
-    """The most bytes per second that a device receives anywhere on a curve of groups of `group_size`."""
+    """The highest rate, in bytes per second, at which a device receives anywhere on a curve of groups of
+    `group_size`."""
     per_byte, slope = _per_byte(op, group_size), last_slope(curve)
     at_points = max(x * per_byte / seconds for x, seconds in curve)
     return max(at_points, per_byte / slope if slope else inf if len(curve) > 1 else 0.0)
@@ -65,11 +65,11 @@ def _per_byte(op: str, group_size: int) -> float:
 
 
 def between(points: Sequence[Point], features: Sequence[float], amount: float) -> float:
-    """Seconds of a shape among measured ones: `amount` (flops) / a rate between those of the nearest points.
+    """Seconds of a shape among measured shapes: `amount` (flops) / a rate between those of the nearest points.
 
-    A point is its features, its amount and its seconds. Near is near in the logarithms of the features; rates are
-    averaged in their logarithms, weighted by the inverse square of the distance, so that a measured shape has its own
-    rate. Beyond the measured shapes the nearest rates hold.
+    A point is its features, its amount and its seconds. Distances are between the logarithms of features; logarithms of
+    rates are averaged, weighted by the inverse square of the distance, so that a measured shape has its own rate.
+    Beyond the measured shapes the nearest rates apply.
     """
     at = [log(max(value, 1.0)) for value in features]
     by_distance = sorted(
@@ -78,7 +78,7 @@ def between(points: Sequence[Point], features: Sequence[float], amount: float) -
     total = weights = 0.0
     for distance, i in by_distance[:_NEIGHBOURS]:
         *_, measured_amount, seconds = points[i]
-        weight = 1.0 / (distance + 1e-9)  # at a measured point its own weight is all that counts
+        weight = 1.0 / (distance + 1e-9)  # at a measured point only its own weight counts
         total += weight * log(measured_amount / seconds)
         weights += weight
     return amount / exp(total / weights)

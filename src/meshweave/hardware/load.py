@@ -1,4 +1,4 @@
-"""Profiles from TOML files, checked figure by figure: what is wrong is said with file, line and field."""
+"""Loads profiles from TOML files and checks every figure: errors have file, line and field."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Path_ = tuple[str | int, ...]  # keys and list indices from the root of a file t
 
 @cache
 def profile_names() -> tuple[str, ...]:
-    """The profiles that come with meshweave, by name."""
+    """Names of the profiles that are part of meshweave."""
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in _DATA.iterdir() if entry.name.endswith(".toml")))
 
 
 def profile_of_device(device_name: str) -> str | None:
-    """The name of the profile that comes with meshweave for a device as torch.cuda names it; None without one."""
+    """The name of the built-in profile of a device named as by torch.cuda; None if there is none."""
     patterns = ((name, _named(name).device) for name in profile_names())
     return next((name for name, pattern in patterns if pattern and fnmatchcase(device_name, pattern)), None)
 
@@ -37,8 +37,8 @@ def profile_of_device(device_name: str) -> str | None:
 def load_profile(name_or_path: str | Path) -> MachineProfile:
     """The profile of a name (see `profile_names`) or of a TOML file.
 
-    What ends in .toml or has a directory in it is a file. Raises MeshweaveError for a name that no profile has, a file
-    that cannot be read, and a file that says too little, too much or what cannot be.
+    Text that ends in .toml or contains a directory is a file. Raises MeshweaveError for an unknown name, an unreadable
+    file, and a file with missing, unknown or invalid fields.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or text.endswith(".toml") or "/" in text:
@@ -46,11 +46,13 @@ def load_profile(name_or_path: str | Path) -> MachineProfile:
     if text not in profile_names():
         near = difflib.get_close_matches(text, profile_names(), n=3, cutoff=0.4)
         raise MeshweaveError(
-            f"there is no machine profile '{text}'",
+            f"unknown machine profile '{text}'",
             where="load_profile",
             got=text,
             expected=f"one of {', '.join(profile_names())}, or the path of a TOML file",
-            hint=f"did you mean {' or '.join(near)}?" if near else "`meshweave calibrate -o machine.toml` measures one",
+            hint=f"did you mean {' or '.join(near)}?"
+            if near
+            else "`meshweave calibrate -o machine.toml` measures this machine",
         )
     return _named(text)
 
@@ -71,7 +73,7 @@ def _from_file(path: Path) -> MachineProfile:
 
 
 def parse_profile(text: str, file: str) -> MachineProfile:
-    """The profile in the TOML `text`; `file` stands in errors. Raises MeshweaveError as `load_profile` does."""
+    """The profile in the TOML `text`; `file` is its name in errors. Raises MeshweaveError as `load_profile` does."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -81,7 +83,7 @@ def parse_profile(text: str, file: str) -> MachineProfile:
 
 
 class _ProfileReader:
-    """Reads the tables of one file into the dataclasses of `schema`."""
+    """Reads the tables of a file into the dataclasses of `schema`."""
 
     def __init__(self, file: str, lines: dict[Path_, int]) -> None:
         self.file, self.lines = file, lines
@@ -127,7 +129,7 @@ class _ProfileReader:
 
     def text(self, meta: Any, value: object, path: Path_) -> str:
         if not isinstance(value, str) or ("names" in meta and value not in meta["names"]) or not value.strip():
-            raise self.wrong("is not one of its values", path, repr(value), meta["expected"])
+            raise self.wrong("is not an allowed value", path, repr(value), meta["expected"])
         return value
 
     def number(self, meta: Any, value: object, path: Path_) -> float:
@@ -160,7 +162,7 @@ class _ProfileReader:
         points = [self.point(meta, self.rows(r, (*path, i), "a row"), (*path, i)) for i, r in enumerate(rows)]
         for i, (point, other) in enumerate(pairwise(points), 1):
             if meta["rising"] and not (point[0] < other[0] and point[-1] <= other[-1]):
-                expected = "a larger {} than in the row before, and no smaller {}".format(
+                expected = "a larger {} than in the previous row, and no smaller {}".format(
                     meta["columns"][0], meta["columns"][-1]
                 )
                 raise self.wrong("does not rise", (*path, i), str(list(other)), expected)
@@ -178,7 +180,7 @@ class _ProfileReader:
         return tuple(self.number(metas[i], value, (*path, i)) for i, value in enumerate(row))
 
     def check(self, profile: MachineProfile) -> MachineProfile:
-        """The profile, when its figures also fit each other."""
+        """The profile, after a check that its figures are consistent."""
         power, memory, net = profile.power, profile.memory, profile.links.net
         if power is not None and power.static_watts >= min(power.watts, power.reference_watts):
             path: Path_ = ("power", "static_watts")
@@ -226,9 +228,10 @@ _KEY = re.compile(r"\s*([A-Za-z0-9_.\-\" ']+?)\s*=")
 
 
 def _lines(text: str) -> dict[Path_, int]:
-    """The line of every table, key and row of valid TOML (tomllib does not say). Inline tables have that of their key.
+    """The line of every table, key and row of valid TOML (tomllib does not report them).
 
-    Strings are blanked first, so that brackets and signs in them do not count; a row is what opens a second bracket.
+    Inline tables have the line of their key. Strings are blanked first, so that brackets and signs in them do not
+    count; a row begins at a second open bracket.
     """
     blanked = _STRINGS.sub(lambda m: _blank(m.group()), text)
     lines: dict[Path_, int] = {(): 1}
@@ -262,7 +265,7 @@ def _lines(text: str) -> dict[Path_, int]:
 
 
 def _blank(string: str) -> str:
-    """A string without what could be read as structure; one that is a bare word (a quoted key) stays."""
+    """A string with structural characters removed; a string that is a bare word (a quoted key) stays."""
     return string if re.fullmatch(r"[\"'][A-Za-z0-9_\-]*[\"']", string) else re.sub(r"[^\n]", "_", string)
 
 
@@ -271,7 +274,7 @@ def _parts(dotted: str) -> tuple[str, ...]:
 
 
 def _resolve(parts: tuple[str, ...], counts: dict[Path_, int]) -> Path_:
-    """A header's path: a table below a list of tables belongs to the last of them."""
+    """The path of a header: a table below a list of tables belongs to the last of them."""
     path: Path_ = ()
     for i, part in enumerate(parts):
         path = (*path, part)

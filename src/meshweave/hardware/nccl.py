@@ -1,8 +1,9 @@
-"""What NCCL's collectives take: every algorithm and protocol is a line of start-up and slope, and the least counts.
+"""The time of NCCL's collectives: every algorithm and protocol is a line with start-up and slope, and the minimum
+counts.
 
-After `src/graph/tuning.cc` of NCCL 2.30, whose constants are in the profiles, with two differences. Bandwidths are
-those of the links at hand (their line rate times one efficiency per level), not those of NCCL's channel search; and
-NVLink SHARP is counted in the bytes that it moves, since NCCL's own figure for it is only good enough to choose by.
+Follows `src/graph/tuning.cc` of NCCL 2.30, whose constants are in the profiles, with two differences. Bandwidths are
+those of the profile's links (their line rate times an efficiency per level), not those of NCCL's channel search; and
+NVLink SHARP is computed from the bytes that it moves, since NCCL's own figure for it is only good enough to choose by.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from meshweave.hardware.topology import Shape
 LL, LL128, SIMPLE = range(3)
 # tuning.cc: LL sends a flag with every 4 bytes, LL128 uses 120 of 128 bytes and loses more to its barriers.
 _RING_SHARE = (0.5, 0.92, 1.0)
-_LONE_LL128_SHARE = 0.7  # tuning.cc: with fewer than 2 devices per node both directions pass the same device
+_LONE_LL128_SHARE = 0.7  # tuning.cc: with fewer than 2 devices per node both directions use the same device
 _TREE_SHARE = 0.92  # tuning.cc
 _TREE_PROTOCOL_NODE = (1 / 3.8, 7 / 9, 1.0)  # tuning.cc: on one node
-_TREE_PROTOCOL_NET = (1 / 3.8, 120 / 128, 1.0)  # tuning.cc: on several
+_TREE_PROTOCOL_NET = (1 / 3.8, 120 / 128, 1.0)  # tuning.cc: on several nodes
 _PAT_SHARE = 0.75  # tuning.cc
 _PAT_DIVISOR = 3.5  # tuning.cc: PAT overlaps the latencies of its log2(n) steps
 _SIMPLE_POSTS = 3  # tuning.cc: network posts per step of the Simple protocol
@@ -39,10 +40,8 @@ class Line:
 
 
 def lines(op: str, shape: Shape, nccl: Nccl, links: Links) -> tuple[Line, ...]:
-    """The lines of all algorithms and protocols that can run `op`, less those that others beat everywhere.
-
-    A group on several nodes needs `links.net`.
-    """
+    """The lines of all algorithms and protocols that can run `op`, without those that others dominate. A group on
+    several nodes needs `links.net`."""
     group = _NcclGroup(op, shape, nccl, links)
     if op not in _RINGS:
         return envelope([*group.pairs()])
@@ -50,7 +49,7 @@ def lines(op: str, shape: Shape, nccl: Nccl, links: Links) -> tuple[Line, ...]:
 
 
 def envelope(lines: list[Line]) -> tuple[Line, ...]:
-    """Those of the lines that are the lowest somewhere from 0 bytes up, by falling slope."""
+    """The lines that are the minimum somewhere from 0 bytes up, by falling slope."""
     kept: list[Line] = []
     for line in sorted(lines, key=lambda line: (line.start, line.slope)):
         if kept and line.slope >= kept[-1].slope:
@@ -67,7 +66,7 @@ def _meet(line: Line, other: Line) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _NcclGroup:
-    """A group under one op. Rates are bytes per second that large messages reach."""
+    """A group for an op. Rates are bytes per second that large messages reach."""
 
     op: str
     shape: Shape
@@ -80,14 +79,14 @@ class _NcclGroup:
 
     @property
     def net_rate(self) -> float:
-        """Of one adapter."""
+        """Rate of an adapter."""
         net = self.links.net
-        assert net is not None, "a group on several nodes without a net is refused before"
+        assert net is not None, "a group on several nodes without a net was rejected earlier"
         return net.bandwidth * net.efficiency
 
     @property
     def received(self) -> float:
-        """Bytes that a device receives for a byte of local input."""
+        """Bytes that a device receives per byte of local input."""
         return bytes_received(self.op, self.shape.size, 1.0, "nccl")
 
     @property
@@ -95,14 +94,15 @@ class _NcclGroup:
         return self.shape.num_nodes > 1
 
     def line(self, start: float, slope: float, node: float = 0.0, net: float = 0.0) -> Line:
-        """A line from what a device moves on its node's links and the group on a node's adapters, per byte of input."""
+        """A line, from the bytes that a device moves on its node's links and that the group moves on a node's adapters,
+        per byte of input."""
         node_share = node / slope / self.node_rate
         net_share = net / slope / (self.net_rate * self.shape.net_share) if net else 0.0
         return Line(start, slope, min(node_share, 1.0), min(net_share, 1.0))
 
     @property
     def bus(self) -> float:
-        """Bytes per second that pass every device of a ring: the slower of its node's links and adapters."""
+        """Bytes per second through every device of a ring: the slower of its node's links and adapters."""
         if not self.is_spread:
             return self.node_rate
         net = self.net_rate * self.shape.net_share
@@ -112,7 +112,7 @@ class _NcclGroup:
         return self.nccl.ll_cap[min(self.shape.num_nodes, 3) - 1]
 
     def ring(self) -> Iterator[Line]:
-        """n - 1 steps (twice for an all-reduce), of which those between nodes cost more."""
+        """n - 1 steps (twice for an all-reduce), of which those between nodes take longer."""
         shape, nccl = self.shape, self.nccl
         twice = 2 if self.op == "all_reduce" else 1
         steps = twice * (shape.size - 1)
@@ -130,7 +130,7 @@ class _NcclGroup:
             yield self.line(start, self.received / rate, node, net)
 
     def pat(self) -> Iterator[Line]:
-        """All-gather and reduce-scatter in log2(n) steps, where every node has one device of the group."""
+        """All-gather and reduce-scatter in log2(n) steps, if every node has a single device of the group."""
         if self.op == "all_reduce" or not self.is_spread or self.shape.most > 1:
             return
         nccl, size = self.nccl, self.shape.size
@@ -154,11 +154,12 @@ class _NcclGroup:
             yield self.line(nccl.base_tree[protocol] + 2 * (chain + hops), slope, node, net)
 
     def nvls(self) -> Iterator[Line]:
-        """All-reduce in the switch: a device sends each byte once to be added and its part of the sums once, and
-        receives alike, so (1 + 1/p) bytes go each way for a byte of input; across nodes a tree between equal parts.
+        """All-reduce in the switch.
 
-        Chunks in flight overlap adding and spreading; as long as all of the input is in flight nothing is, and each
-        byte goes twice. Both are lines: the second of them starts later by what is never overlapped.
+        A device sends each byte once to be added and its part of the sums once, and receives as much, so (1 + 1/p)
+        bytes go each way per byte of input; across nodes a tree connects equal parts. Chunks in flight overlap
+        reduction and broadcast; while the whole input is in flight nothing overlaps, and each byte goes twice. Both
+        cases are lines: the second starts later by the part that never overlaps.
         """
         shape, nccl = self.shape, self.nccl
         if self.op != "all_reduce" or not nccl.nvls_efficiency or shape.least < 2:
@@ -167,7 +168,8 @@ class _NcclGroup:
         start, net = nccl.node_nvls, 0.0
         if self.is_spread:
             start += 2 * log2(shape.num_nodes) * nccl.net_nvls_tree
-            net = 1.0 if shape.num_nodes == 2 else 2.0  # two nodes swap; in a tree a node sends up, and down to others
+            # two nodes exchange; in a tree a node sends up, and down to others
+            net = 1.0 if shape.num_nodes == 2 else 2.0
         across = net / (self.net_rate * shape.net_share) if net else 0.0
         moved = 1 + 1 / inside
         apart = (2 - moved) / rate
@@ -177,7 +179,7 @@ class _NcclGroup:
         yield self.line(start + in_flight * apart, slope, moved / nccl.nvls_efficiency, net)
 
     def pairs(self) -> Iterator[Line]:
-        """Point to point: an all-to-all, or one message per device, of which the slowest goes as far as it can."""
+        """Point to point: an all-to-all, or a message per device; the slowest goes over the farthest links."""
         shape, nccl = self.shape, self.nccl
         if self.op == "all_to_all":
             hops_near, hops_far = shape.most - 1, shape.num_nodes - 1
@@ -194,7 +196,7 @@ class _NcclGroup:
 
 
 def sharp_limit(nccl: Nccl | None, node: Link, num_inside: int) -> float:
-    """The most bytes per second and device that an all-reduce in the switch seems to move, counted as ring bytes."""
+    """The highest rate, in bytes per second and device, of an all-reduce in the switch, counted in ring bytes."""
     if nccl is None or num_inside < 2:
         return 0.0
     return node.bandwidth * node.efficiency * nccl.nvls_efficiency * 2 * (num_inside - 1) / (num_inside + 1)

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from meshweave.hardware.profile import MachineProfile
 
 Usage = tuple[tuple[str, float], ...]
-_CONCURRENT = 2  # levels of links: what they carry at once, a bound that adds up their times would count so often
+# Levels of links: they carry data in parallel, but a bound that adds up their times would count that time once a level.
+_CONCURRENT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds of an op of one profile over one mesh and axes. Of each shape of group the fastest of its lines counts
-    (or, where it was measured, its curve), and of all shapes the slowest. The caller's part of the time is `host_s` and
-    the share `host`."""
+    """Seconds of an op of a profile over a mesh and axes. For each shape of group the minimum of its lines counts (or,
+    if measured, its curve), and among all shapes the maximum. The caller's part of the time is `host_s` and the share
+    `host`."""
 
     lines: tuple[tuple[nccl.Line, ...], ...]
     curves: tuple[tuple[Point, ...], ...]
@@ -45,7 +46,8 @@ FREE = Price((), (), ())
 
 
 def price(profile: MachineProfile, op: str, mesh: Mesh, axes: Sequence[str]) -> Price:
-    """The price of a communication over the flattened `axes`. Raises MeshweaveError for links that are not there."""
+    """The price of a communication over the flattened `axes`. Raises MeshweaveError for links that the machine
+    lacks."""
     if op == "transfer" and mesh.flat_size(axes) == 1:
         return _of_shapes(profile, op, (_far(profile),))
     return _of_shapes(profile, op, shapes(mesh.groups(axes), profile.devices_per_node, _ports(profile)))
@@ -58,7 +60,7 @@ def pair_price(profile: MachineProfile, sender: int, receiver: int) -> Price:
 
 
 def shortest(profile: MachineProfile) -> float:
-    """The shortest start-up of a collective: that of two neighbours, under the fastest protocol."""
+    """The shortest start-up of a collective: between two neighbours, with the fastest protocol."""
     if profile.collectives or profile.nccl is None:
         return 0.0
     constants = profile.nccl
@@ -96,7 +98,7 @@ def bandwidth_of(profile: MachineProfile, mesh: Mesh, axis: str) -> float:
 
 
 def _level_bandwidth(profile: MachineProfile, level: str, num_inside: int) -> float:
-    """The most bytes per second and device on one level: the line rate, what NVLink SHARP seems to move, and the best
+    """The highest rate, in bytes per second and device, on a level: the line rate, that of NVLink SHARP, and the best
     that was measured in groups of two, which start fastest."""
     level_link = link(profile, level)
     best = level_link.bandwidth
@@ -114,7 +116,7 @@ def _ports(profile: MachineProfile) -> int:
 
 
 def _far(profile: MachineProfile) -> Shape:
-    """Two devices as far apart as the machine has them."""
+    """Two devices at the machine's largest distance."""
     has_several = not 0 < profile.num_devices <= profile.devices_per_node
     if profile.links.net is not None and has_several:
         return Shape(2, 2, 1, 1, 1.0, 1.0)
@@ -152,7 +154,7 @@ def _of_shapes(profile: MachineProfile, op: str, group_shapes: tuple[Shape, ...]
 def _unmeasured(profile: MachineProfile, op: str, level: str) -> MeshweaveError:
     known = sorted({fit.op for fit in profile.collectives if fit.level == level})
     return MeshweaveError(
-        f"the profile does not say what '{op}' costs on the links of a {level}",
+        f"the profile has no cost of '{op}' on the links of a {level}",
         where=f"profile {profile.name}",
         got=f"measured: {', '.join(known) or 'nothing'}",
         expected=f'[[collectives]] with op = "{op}" and level = "{level}", or [nccl]',

@@ -1,4 +1,4 @@
-"""MachineProfile: what communication and compute cost on a machine, from its data file."""
+"""MachineProfile: the costs of communication and compute on a machine, from its data file."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ UPDATES = ("fused", "foreach")
 class MachineProfile:
     """A cluster of nodes of `devices_per_node` devices; device d is the (d % devices_per_node)-th of its node.
 
-    `peak` are matmul rates by dtype, of the data sheet and without sparsity. `launch_s` is the time that a kernel takes
-    at least, `eager_s` the time that the processor needs to launch an op in PyTorch's eager mode. `fusion` says
-    whether chains of pointwise ops run as one kernel, `update` whether those of an optimizer's update of a parameter do
+    `peak` are matmul rates by dtype, of the data sheet and without sparsity. `launch_s` is the minimum time of a
+    kernel, `eager_s` the time that the processor needs to launch an op in PyTorch's eager mode. `fusion` says whether
+    chains of pointwise ops run as a single kernel, `update` whether the ops of an optimizer's update of a parameter do
     (PyTorch's "fused"), or each op by itself ("foreach", its default on GPUs). Communication is priced by `collectives`
-    (measured) where they hold the op on the level of links at hand, else by the model of `nccl`. `errors` is what a
-    calibration found of its own error. `num_devices` 0: as many as one likes. `device` is a pattern (fnmatch) of the
-    names that torch.cuda has for the device: a job on such devices uses the profile unasked.
+    (measured) if they cover the op on the level of links, else by the model of `nccl`. `errors` are a calibration's own
+    estimates of its error. `num_devices` 0: unlimited. `device` is a pattern (fnmatch) of the names that torch.cuda has
+    for the device: a job on such devices uses the profile by default.
 
-    Hashable at little cost: by name and version. Equal means equal in every figure.
+    It is hashed by name and version, and compared in every figure.
     """
 
     name: str = field(metadata=_TEXT)
@@ -77,7 +77,7 @@ class MachineProfile:
 
     @property
     def alpha_s(self) -> float:
-        """A start-up that every collective takes: the shortest of the profile, 0 where communication was measured."""
+        """The start-up of every collective: the shortest in the profile, 0 if communication was measured."""
         return pricing.shortest(self)
 
     @property
@@ -86,7 +86,7 @@ class MachineProfile:
         return max(self.memory.bytes - self.memory.reserved_bytes, 0.0) * (1 - self.memory.reserved_fraction)
 
     def bytes_received(self, op: str, group_size: int, local_bytes: float) -> float:
-        """Bytes that one device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
+        """Bytes that a device receives when `op` runs in groups of `group_size` on local inputs of `local_bytes`.
 
         Raises MeshweaveError for an unknown op and for a size that is negative or NaN.
         """
@@ -96,9 +96,9 @@ class MachineProfile:
         """Duration of `op` over the flattened `axes` of `mesh` on a local input of `local_bytes`, alone on its links.
 
         All groups of the mesh run it at once, and the slowest counts. Local ops and groups of one device take 0. It
-        never falls as bytes grow. A transfer without axes goes to another mesh, which is not known: between nodes,
-        where the machine may have several. Raises MeshweaveError as `bytes_received` does, for a mesh that the machine
-        cannot hold, and for links that it lacks.
+        never falls as bytes grow. A transfer without axes goes to another, unknown mesh: it is priced between nodes, if
+        the machine may have several. Raises MeshweaveError as `bytes_received` does, for a mesh that the machine cannot
+        hold, and for links that it lacks.
         """
         if not local_bytes >= 0:
             self.bytes_received(op, 1, local_bytes)
@@ -106,19 +106,21 @@ class MachineProfile:
 
     def usage(self, op: str, mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[str, float], ...]:
         """The levels of links ("node", "net") that `op` occupies, and the share of their bandwidth per device that it
-        takes when it is large and alone, above 0 and 1 at most. Ops whose shares add up to more slow each other."""
+        uses when it is large and alone, above 0 and at most 1. Ops whose shares add up to more slow each other."""
         return _price(self, op, mesh, tuple(axes)).usage
 
     def host_seconds(self, op: str, mesh: Mesh, axes: Sequence[str], seconds: float) -> float:
-        """What of an op's `seconds` the caller spends in starting and finishing it; 0 where links work alone."""
+        """The part of an op's `seconds` that the caller spends on starting and finishing it; 0 if the links work on
+        their own."""
         price = _price(self, op, mesh, tuple(axes))
         return min(seconds, price.host_s + price.host * seconds)
 
     def bandwidth_of(self, mesh: Mesh, axis: str) -> float:
-        """Bytes per second and device that nothing beats along `axis`, in one direction: from the links' line rates.
+        """The highest possible rate, in bytes per second and device, along `axis` in one direction: from the links'
+        line rates.
 
-        On a mesh that is on several nodes with several devices each, both levels may carry at once, and bounds that
-        add up what goes over each would count that time twice: there it is twice as much.
+        On a mesh over several nodes with several devices each, both levels may carry data in parallel, and bounds that
+        add up the times of both would count that time twice: there the rate is doubled.
         """
         return _bandwidth(self, mesh, axis)
 
@@ -131,22 +133,20 @@ class MachineProfile:
         return _pair(self, sender, receiver).usage
 
     def compute_slowdown(self, levels: frozenset[str]) -> float:
-        """By how much longer compute takes while communication runs on these levels of links: 1 or more.
-
-        What each level takes away adds up. Raises MeshweaveError for a level that the machine lacks.
-        """
+        """The factor by which compute slows down while communication runs on these levels of links: 1 or more. The
+        slowdowns of the levels add up. Raises MeshweaveError for a level that the machine lacks."""
         return 1.0 + sum(pricing.link(self, level).compute_slowdown - 1.0 for level in sorted(levels))
 
     def compute_seconds(self, work: Work) -> float:
-        """Seconds of `work` with nothing beside it, launches included. Raises MeshweaveError for a missing figure."""
+        """Seconds of `work` alone, launches included. Raises MeshweaveError for a missing figure."""
         return _compute(self, work)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Floating point operations per second of a matmul at best. Raises MeshweaveError for a dtype without one."""
+        """Peak floating point operations per second of a matmul. Raises MeshweaveError for a dtype without a peak."""
         return compute.peak_flops(self, dtype)
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raises MeshweaveError when the mesh has a device that the machine does not have."""
+        """Raises MeshweaveError when the mesh has a device that the machine lacks."""
         last = max(mesh.devices, default=0)
         if self.num_devices and last >= self.num_devices:
             raise MeshweaveError(
@@ -154,7 +154,7 @@ class MachineProfile:
                 where=f"mesh {mesh}, profile {self.name}",
                 got=f"device {last}",
                 expected=f"devices 0 to {self.num_devices - 1}",
-                hint=f"take a smaller mesh, or profile.scaled(num_devices={last + 1})",
+                hint=f"use a smaller mesh, or profile.scaled(num_devices={last + 1})",
             )
 
     def scaled(
@@ -170,10 +170,8 @@ class MachineProfile:
         devices_per_node: int | None = None,
         num_devices: int | None = None,
     ) -> MachineProfile:
-        """What if: the profile with rates times factors, or with other sizes; its name says so ("h100 x2 net").
-
-        `bandwidth` is that of all links. Raises MeshweaveError for what no machine can have.
-        """
+        """A what-if profile: with rates multiplied by factors, or with other sizes; its name shows it ("h100 x2 net").
+        `bandwidth` scales all links. Raises MeshweaveError for impossible values."""
         factors = {
             "compute": compute,
             "memory bandwidth": memory_bandwidth,
@@ -186,22 +184,19 @@ class MachineProfile:
         return scaling.scaled(self, factors, sizes)
 
     def with_update(self, update: str) -> MachineProfile:
-        """The profile whose updates are other kernels: "fused", one a parameter, or "foreach", one an op.
-
-        Raises MeshweaveError for any other.
-        """
+        """The profile with other update kernels: "fused", one kernel per parameter, or "foreach", one per op.
+        Raises MeshweaveError for any other."""
         if update not in UPDATES:
             expected = f"one of {', '.join(UPDATES)}"
-            raise MeshweaveError("no way to update", where=f"profile {self.name}", got=update, expected=expected)
+            raise MeshweaveError("unknown kind of update", where=f"profile {self.name}", got=update, expected=expected)
         if update == self.update:
             return self
         return replace(self, name=f"{self.name} {update}", update=update)
 
     def with_attention(self, kernel: str) -> MachineProfile:
         """The profile with another attention kernel: one of its `attention.kernels`, such as "flash2"
-        (FlashAttention-2), "flash3", "cudnn" or "triton" (FlashAttention-1 in Triton). Its name says so.
-
-        Raises MeshweaveError for a kernel that the profile lacks.
+        (FlashAttention-2), "flash3", "cudnn" or "triton" (FlashAttention-1 in Triton). Its name shows it. Raises
+        MeshweaveError for a kernel that the profile lacks.
         """
         known = tuple(k.name for k in self.attention.kernels)
         if kernel not in known:
@@ -217,7 +212,7 @@ class MachineProfile:
         return replace(self, name=f"{self.name} {kernel}", attention=replace(self.attention, kernel=kernel))
 
 
-# Prices hang on profile, mesh and axes alone; the planner asks for a few of them thousands of times.
+# Prices depend only on profile, mesh and axes; the planner requests the same few thousands of times.
 @lru_cache(maxsize=65536)
 def _price(profile: MachineProfile, op: str, mesh: Mesh, axes: tuple[str, ...]) -> pricing.Price:
     group_size = mesh.flat_size(axes)

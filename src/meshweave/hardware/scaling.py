@@ -1,4 +1,4 @@
-"""What-if profiles: another machine that differs from a known one by factors."""
+"""What-if profiles: a machine that differs from a known machine by factors."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def _nccl(constants: Nccl, latency: float, node: float, net: float) -> Nccl:
 
 
 def _fit(fit: Fit, latency: float, bandwidth: float) -> Fit:
-    """The first point's time is start-up, what is above it is bandwidth."""
+    """The first point's time is start-up, the rest is bandwidth."""
     first = fit.points[0][1]
     return replace(fit, points=tuple((x, first * latency + (s - first) / bandwidth) for x, s in fit.points))
 
 
 def _impossible(profile: MachineProfile, name: str, got: float, expected: str) -> MeshweaveError:
     return MeshweaveError(
-        f"'{name}' cannot be scaled so", where=f"profile {profile.name}", got=str(got), expected=expected
+        f"invalid factor of '{name}'", where=f"profile {profile.name}", got=str(got), expected=expected
     )

@@ -1,7 +1,7 @@
-"""What a machine profile is made of. Every class is one table of the TOML file, every field one key of it.
+"""The schema of a machine profile. Every class is a table of the TOML file, every field a key of it.
 
-Seconds, bytes, bytes per second and floating point operations per second throughout. The metadata of a field says
-which figures it admits; `load` reads files by it, and `docs/hardware.md` lists the fields.
+Seconds, bytes, bytes per second and floating point operations per second throughout. The metadata of a field has its
+range; `load` reads files by it, and `docs/hardware.md` lists the fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from meshweave.ir.collectives import RECEIVED
 
-KINDS = ("pointwise", "reduction", "copy", "strided", "gather", "scatter", "random", "fill")  # of work.Memory
+KINDS = ("pointwise", "reduction", "copy", "strided", "gather", "scatter", "random", "fill")  # of work.MemoryWork
 DTYPES = (
     "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
 )  # fmt: skip
@@ -25,15 +25,13 @@ Point = tuple[float, ...]
 
 
 def figure(expected: str, low: float, high: float = math.inf, *, above: bool = False) -> Metadata:
-    """A number from `low` (itself left out if `above`) to `high`, finite."""
+    """A finite number from `low` (exclusive if `above`) to `high`."""
     return MappingProxyType({"expected": expected, "low": low, "high": high, "above": above})
 
 
 def points(columns: str, *, low: float = 0, rising: bool = False) -> Metadata:
-    """Rows of figures, each as long as `columns`: the last of them above 0, the others `low` or more.
-
-    `rising`: the first column rises from row to row, and the last never falls.
-    """
+    """Rows of figures, each as long as `columns`: the last figure is above 0, the others at least `low`.
+    `rising`: the first column rises from row to row, and the last never falls."""
     return MappingProxyType(
         {"expected": f"rows [{columns}]", "columns": columns.split(", "), "low": low, "rising": rising}
     )
@@ -44,7 +42,7 @@ def one_of(*names: str) -> Metadata:
 
 
 def table_of(names: tuple[str, ...], value: Metadata) -> Metadata:
-    """A table from some of `names` to figures, kept as sorted pairs."""
+    """A table from some of `names` to figures, stored as sorted pairs."""
     return MappingProxyType({"expected": f"a table over {', '.join(names)}", "keys": names, "value": value})
 
 
@@ -59,7 +57,7 @@ _TEXT: Metadata = MappingProxyType({"expected": "text"})
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Measured: a kernel of one kind of work takes `seconds`, overhead included, for `bytes` read and written."""
+    """Measured: a kernel of a kind of work takes `seconds`, overhead included, for `bytes` read and written."""
 
     kind: str = field(metadata=one_of(*KINDS))
     points: tuple[Point, ...] = field(metadata=points("bytes, seconds", rising=True))
@@ -67,12 +65,9 @@ class MemoryCurve:
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Device memory.
-
-    `bytes` is what a process sees as the device's total; of that `reserved_bytes` go to the context and to the
-    communication library, and `reserved_fraction` to fragmentation. A kernel without a curve takes the launch time and
-    its bytes / (bandwidth * efficiency of its kind).
-    """
+    """Device memory. `bytes` is the device's total as a process sees it; of that `reserved_bytes` go to the context and
+    to the communication library, and `reserved_fraction` to fragmentation. A kernel without a curve takes the launch
+    time and its bytes / (bandwidth * efficiency of its kind)."""
 
     bytes: float = field(metadata=POSITIVE)
     reserved_bytes: float = field(metadata=figure("bytes, 0 or more", 0))
@@ -84,10 +79,8 @@ class MemoryModel:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """What a power limit costs: the file's sustained rates hold at `reference_watts`.
-
-    Clocks, and with them rates, go as (watts - static_watts) to the power of `exponent`; see `compute.power_share`.
-    """
+    """The effect of a power limit: the file's sustained rates hold at `reference_watts`. Clocks, and with them rates,
+    go as (watts - static_watts) to the power of `exponent`; see `compute.power_share`."""
 
     watts: float = field(metadata=POSITIVE)
     reference_watts: float = field(metadata=POSITIVE)
@@ -107,9 +100,9 @@ class MatmulPoints:
 class MatmulModel:
     """Matmuls in tiles over `num_units` multiprocessors: see `compute.matmul_seconds`.
 
-    `sustained` is the share of the peak that a multiprocessor keeps up in the main loop of the best tile, at the
-    reference power. `tiles` are rows (rows, columns, share of that rate); `k_ramp_bytes` is what filling the pipeline
-    and writing a tile cost, in bytes along k. Dtypes in `measured` are interpolated instead.
+    `sustained` is the share of the peak that a multiprocessor sustains in the main loop of the best tile, at the
+    reference power. `tiles` are rows (rows, columns, share of that rate); `k_ramp_bytes` is the cost of filling the
+    pipeline and writing a tile, in bytes along k. Dtypes in `measured` are interpolated instead.
     """
 
     num_units: int = field(default=1, metadata=COUNT)
@@ -125,7 +118,7 @@ _RATES = points("head_dim, causal, half_keys, rate")
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
     """A kernel's rates on long sequences (flops as work.Attention counts them), by head_dim and mask (`causal` 0 or 1),
-    and the keys at which half of the rate is reached."""
+    and the number of keys at which half of the rate is reached."""
 
     name: str = field(metadata=_TEXT)
     forward: tuple[Point, ...] = field(metadata=_RATES)
@@ -145,9 +138,9 @@ class AttentionPoints:
 class AttentionModel:
     """Fused attention: see `compute.attention_seconds`.
 
-    `kernel` names the one of `kernels` that runs. Their rates are those of `dtype`; another dtype has the same share of
-    its own peak. A kernel without rows for a causal mask has its other rates, half of them at twice as many keys. A
-    block of `block` queries (in backward: keys) runs on one multiprocessor. Dtypes in `measured` are interpolated
+    `kernel` names the entry of `kernels` in use. Their rates are for `dtype`; another dtype has the same share of its
+    own peak. A kernel without rows for a causal mask uses its other rates, and reaches half of them at twice as many
+    keys. A block of `block` queries (in backward: keys) runs on a multiprocessor. Dtypes in `measured` are interpolated
     instead.
     """
 
@@ -160,7 +153,7 @@ class AttentionModel:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The links of one level, per device and direction (of the level `net`: per network adapter of a node).
+    """The links of a level, per device and direction (for the level `net`: per network adapter of a node).
 
     `bandwidth` is the line rate, which nothing exceeds; large messages reach `efficiency` of it. Compute takes
     `compute_slowdown` times as long while a collective runs on the level. `ports` is the number of adapters of a node,
@@ -175,7 +168,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The levels that the machine has. Without `net` there is one node."""
+    """The levels of links of the machine. Without `net` there is a single node."""
 
     node: Link
     net: Link | None = None
@@ -186,9 +179,8 @@ _TRIPLE = points("LL, LL128, Simple")
 
 @dataclass(frozen=True, slots=True)
 class Nccl:
-    """The constants of NCCL's own model (tuning.cc): latencies in seconds, as (LL, LL128, Simple) where three.
-
-    `ll_cap` are the most bytes per second that LL moves on 1, 2 and more nodes. `nvls_efficiency` 0: no NVLink SHARP.
+    """The constants of NCCL's own model (tuning.cc): latencies in seconds, triples are (LL, LL128, Simple). `ll_cap`
+    are the highest rates of LL, in bytes per second, on 1, 2 and more nodes. `nvls_efficiency` 0: no NVLink SHARP.
     `nvls_channels` of `nvls_chunk_bytes` per device are in flight in NVLink SHARP; see `nccl` for all formulas.
     """
 
@@ -213,9 +205,9 @@ class Nccl:
 class Fit:
     """Measured: `op` in groups of `group_size` on links of `level` takes `seconds` for a local input of `local_bytes`.
 
-    Linear between the points; below the first it takes the time of the first, above the last it goes on as between the
-    last two. Groups of another size: see `fitted`. Of that time the caller spends `host_s`, whatever the size, and the
-    share `host` in starting it and, when the bytes are there, in finishing it: work that compute does not hide.
+    Linear between the points; below the first it takes the time of the first, above the last it is extrapolated from
+    the last two. Groups of another size: see `fitted`. Of that time the caller spends `host_s`, whatever the size, and
+    the share `host` on starting it and, when the bytes have arrived, on finishing it: work that compute does not hide.
     """
 
     op: str = field(metadata=one_of(*RECEIVED))
@@ -228,7 +220,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """What a calibration says of its own error on points it held out: relative errors, 0.1 is 10%."""
+    """A calibration's own estimate of its error on held-out points: relative errors, 0.1 is 10%."""
 
     kind: str = field(metadata=_TEXT)
     num_points: int = field(metadata=COUNT)

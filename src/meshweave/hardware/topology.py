@@ -1,4 +1,4 @@
-"""How the groups of a mesh lie on nodes and network adapters, read from their device ids."""
+"""How the groups of a mesh map to nodes and network adapters, from their device ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """What a group of `size` devices is to its links, while all groups of the mesh do the same.
+    """How a group of `size` devices uses its links, while all groups of the mesh do the same.
 
-    `least` and `most` are its devices in the nodes with the fewest and the most. `net_share` is how many adapters'
-    worth of bandwidth the group has in the node where it has the least, `device_share` how much of an adapter a device
-    has; an adapter is shared evenly by the devices that use it. Both are 1.0 on one node, where they mean nothing.
+    `least` and `most` are the smallest and largest number of its devices on a node. `net_share` is the group's
+    bandwidth, in adapters, on the node where it has the least, `device_share` the share of an adapter that a device
+    has; an adapter is shared evenly by the devices that use it. On a single node both are 1.0 and have no meaning.
     """
 
     size: int
@@ -25,11 +25,9 @@ class Shape:
 
 
 def shapes(groups: Sequence[Sequence[int]], devices_per_node: int, ports: int) -> tuple[Shape, ...]:
-    """The different shapes among groups of device ids, sorted.
-
-    Device d is in node d // devices_per_node and uses adapter (d % devices_per_node) * ports // devices_per_node of it,
-    so with one adapter per device every rail has its own.
-    """
+    """The distinct shapes among groups of device ids, sorted. Device d is in node d // devices_per_node and uses
+    adapter (d % devices_per_node) * ports // devices_per_node of it, so with an adapter per device every rail has its
+    own."""
     crossing = [group for group in groups if len({d // devices_per_node for d in group}) > 1]
     adapters = {
         d: (d // devices_per_node, d % devices_per_node * ports // devices_per_node) for g in crossing for d in g
@@ -48,6 +46,6 @@ def _shape(
     if len(nodes) == 1:
         return Shape(len(group), 1, least, most, 1.0, 1.0)
     shares = {device: 1.0 / load[adapters[device]] for device in group}
-    # Adding in the order of the devices keeps equal shares equal to the bit.
+    # Adding in device order keeps equal shares equal to the bit.
     net_share = min(sum(shares[device] for device in inside) for inside in nodes.values())
     return Shape(len(group), len(nodes), least, most, net_share, min(shares.values()))

@@ -1,4 +1,4 @@
-"""What a device has to do, in numbers: the question that a profile answers with seconds."""
+"""The work of a device in numbers: a profile turns it into seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Matmul:
 class Attention:
     """Scaled-dot-product attention of `heads` (batch times heads) over `queries` and `keys` of `head_dim`.
 
-    Forward takes 2 matmuls, backward 5 (the scores are made again, as flash attention does); a causal mask halves both.
+    Forward takes 2 matmuls, backward 5 (scores are recomputed, as in flash attention); a causal mask halves both.
     """
 
     heads: int
@@ -47,11 +47,11 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWork:
-    """A kernel bound by memory: `bytes` read and written in `num_kernels` launches (1 for a fused chain).
+    """A memory-bound kernel: `bytes` read and written in `num_kernels` launches (1 for a fused chain).
 
     `kind` is `pointwise`, `reduction`, `copy` (contiguous), `strided` (a transpose or other strided copy), `gather`
     (embedding, index_select), `scatter` (index_add and the like), `random` or `fill`; `elements` is the largest number
-    of elements that one of its ops goes over, `num_ops` how many ops were fused.
+    of elements that one of its ops processes, `num_ops` the number of fused ops.
     """
 
     kind: str

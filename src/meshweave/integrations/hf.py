@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, whose training step is a compiled one."""
+"""Hugging Face's Trainer with a compiled training step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _NUM_ITEMS = "num_items_in_batch"
 class MeshweaveTrainer(Trainer):
     """Trainer(...) with `compile_options=`, the arguments of `mw.compile` (mesh, plan, passes, ...).
 
-    The model stays as it is: nothing wraps it, and its tensors are the step's state, so that evaluation, callbacks and
-    checkpoints are the Trainer's own. Loss (`compute_loss`), optimizer, schedule, gradient clip and accumulation are
-    those of Trainer and its arguments. Under torchrun each process hands in its own rows, and checkpoints hold whole
-    tensors.
+    The model is not wrapped, and its tensors are the step's state, so that evaluation, callbacks and checkpoints are
+    the Trainer's own. Loss (`compute_loss`), optimizer, schedule, gradient clip and accumulation are those of Trainer
+    and its arguments. Under torchrun each process passes its own rows, and checkpoints contain whole tensors.
     """
 
     def __init__(self, *args: Any, compile_options: Mapping[str, Any], **kwargs: Any) -> None:
@@ -33,13 +32,13 @@ class MeshweaveTrainer(Trainer):
         self.optimizer: Any
         self.step: TrainStep | None = None
         self._micros: list[dict[str, Any]] = []
-        # Accelerate takes a model that it has prepared already as it is: no DistributedDataParallel around it.
+        # Accelerate does not change a model that it has prepared already: no DistributedDataParallel around it.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Loss, gradients and update of what was handed in since the last update, where it is time for one."""
+        """Loss, gradients and update of the microbatches since the last update, if an update is due."""
         model.train()
         self._micros.append(inputs)
         loss = torch.zeros((), device=self.args.device)
@@ -49,14 +48,14 @@ class MeshweaveTrainer(Trainer):
         accumulate = len(micros) if len({rows_of(micro) for micro in micros}) == 1 else 1
         batch = joined(micros)
         if num_items_in_batch is not None:
-            # The mean over microbatches, and `compute_loss` times the number of processes, give the sum over all rows.
+            # The mean over microbatches, and `compute_loss` times the number of processes, yield the sum over all rows.
             batch[_NUM_ITEMS] = torch.as_tensor(
                 num_items_in_batch * self.accelerator.num_processes / accumulate, dtype=torch.float32
             )
         return loss + self._step_for(batch, accumulate)(batch, accumulate=accumulate)
 
     def _step_for(self, batch: dict[str, Any], accumulate: int) -> TrainStep:
-        """The compiled step of the optimizer as it is now: each call of `train` may have another."""
+        """The compiled step of the present optimizer: each call of `train` may have another."""
         optimizer = self.optimizer.optimizer
         if self.step is None or self.step.optimizer is not optimizer:
             options = {
@@ -93,12 +92,12 @@ class MeshweaveTrainer(Trainer):
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """Number of rows: size of dim 0 of its first tensor that has one."""
+    """Number of rows: size of dim 0 of its first tensor that has dims."""
     return next(int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim())
 
 
 def joined(micros: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows of several microbatches as one batch. Raises LayoutError where their other dims differ."""
+    """The rows of several microbatches as a single batch. Raises LayoutError if their other dims differ."""
     if len(micros) == 1:
         return dict(micros[0])
     shapes = [
@@ -106,10 +105,10 @@ def joined(micros: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     if any(shape != shapes[0] for shape in shapes):
         raise LayoutError(
-            "microbatches of one step have other shapes",
+            "microbatches of a step have different shapes",
             where="gradient_accumulation_steps",
             got=", ".join(str(shape) for shape in shapes[:2]),
-            expected="rows of one length",
-            hint="pad them to one length (padding='max_length' in the collator)",
+            expected="rows of equal length",
+            hint="pad them to the same length (padding='max_length' in the collator)",
         )
     return {key: torch.cat([micro[key] for micro in micros]) for key in micros[0]}

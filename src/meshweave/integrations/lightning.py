@@ -1,4 +1,4 @@
-"""A strategy of Lightning for modules that train by a compiled step."""
+"""A Lightning strategy for modules that train by a compiled step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from meshweave.integrations.whole import whole
 
 
 class MeshweaveStrategy(DDPStrategy):
-    """`Trainer(strategy=MeshweaveStrategy())`: one process per device, each with its own rows, as DDPStrategy has them.
-
-    Nothing wraps the module, whose compiled step communicates; checkpoints hold whole tensors, so that they load on any
-    number of processes, and without meshweave. In one process there is nothing to set up: the devices of the mesh are
-    virtual ones.
+    """`Trainer(strategy=MeshweaveStrategy())`: a process per device, each with its own rows, as in DDPStrategy. The
+    module is not wrapped, because its compiled step communicates; checkpoints contain whole tensors, so that they load
+    on any number of processes, and without meshweave. A single process needs no set-up: the devices of the mesh are
+    virtual.
     """
 
     def setup_distributed(self) -> None:
-        """Join the job, where there are several processes."""
+        """Join the job, if there are several processes."""
         if self.world_size > 1:
             super().setup_distributed()
 
     def configure_ddp(self) -> None:
-        """Leave the module as it is."""
+        """Do not wrap the module."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and buffers, whole. All processes call it."""

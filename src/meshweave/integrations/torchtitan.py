@@ -13,18 +13,18 @@ from meshweave.torch_compile.backend import backend
 from meshweave.torch_compile.scheduling import BackendSettings
 
 GraphPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
-# Torchtitan's pass that merges and orders the collectives of FSDP: in its place comes ours.
+# Torchtitan's pass that merges and orders the collectives of FSDP: meshweave's pass replaces it.
 _BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
 
 
 def overlap_pass(**options: Any) -> GraphPass:
-    """A pass that splits rows, takes collectives apart and orders them, as `mw.backend(**options)` does; by default it
-    orders and merges alone, and values stay the same to the bit."""
+    """A pass that splits rows, decomposes collectives and orders them, like `mw.backend(**options)`; by default it only
+    orders and merges, and values stay the same to the bit."""
     return partial(meshweave_pass, backend(**options).settings)
 
 
 def meshweave_pass(settings: BackendSettings, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """Do with `gm`, in place, what the settings say. Torchtitan logs a pass, and disables it, by this name."""
+    """Apply the settings to `gm`, in place. Torchtitan logs a pass, and disables it, by this name."""
     settings.run(gm.graph, "joint graph")
     settings.run(gm.graph, "graph")
     gm.recompile()
@@ -33,7 +33,7 @@ def meshweave_pass(settings: BackendSettings, gm: fx.GraphModule, example_inputs
 
 def register(name: str = "meshweave", **options: Any) -> None:
     """Make `--compile.pass_pipeline meshweave` torchtitan's own list of passes, with `overlap_pass(**options)` instead
-    of its bucketing. Call it before the trainer is built, as in a module that the run imports."""
+    of its bucketing. Call it before the trainer is built, for example in a module that the run imports."""
     from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
     from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline
 

@@ -1,4 +1,4 @@
-"""State dicts as trainers write them to one file."""
+"""State dicts in the form in which trainers write them to a single file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What torch keeps to itself: the only room that touches names of torch with a leading underscore, or what differs
-between its versions. One file per subject; it knows nothing of the rest of meshweave.
-
-Nothing is imported here: what concerns DTensor or Inductor takes a second to import, and few programs ask for it.
+"""torch's private interfaces: the only room that uses names of torch with a leading underscore, or code that differs
+between its versions. One file per subject; it does not depend on the rest of meshweave. Nothing is imported here:
+modules about DTensor or Inductor take a second to import, and few programs need them.
 """

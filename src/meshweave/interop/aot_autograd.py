@@ -1,4 +1,4 @@
-"""Backends of torch.compile that part forward and backward themselves.
+"""Backends of torch.compile that partition forward and backward themselves.
 
 Holds for torch 2.11 to 2.13 (torch/_dynamo/backends, torch/_functorch). `aot_autograd` is what torch's own tutorial on
 custom backends imports; nothing public replaces it.
@@ -18,5 +18,5 @@ min_cut_partition = min_cut_rematerialization_partition
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is handed its arguments in a list, which it may empty."""
+    """A function that gets its arguments in a list, which it may empty."""
     return function if getattr(function, "_boxed_call", False) else make_boxed_func(function)

@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` writes besides its public classes, and where it reads a piece.
+"""Non-public classes that `torch.distributed.checkpoint` writes, and where it reads a piece.
 
 Holds for torch 2.11 to 2.13 (torch/distributed/checkpoint/filesystem.py, metadata.py, torch/serialization.py).
 """
@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 
 StorageInfo = _StorageInfo
 
-# What a table of pieces names when it is pickled, besides the classes of `torch.distributed.checkpoint.metadata`.
+# Names in a pickled table of pieces, besides the classes of `torch.distributed.checkpoint.metadata`.
 PICKLED: tuple[Any, ...] = (dcp_metadata._MEM_FORMAT_ENCODING, StorageInfo, torch.serialization._get_layout)
 
 
 class PieceReader(FileSystemReader):
-    """A reader that hands out each piece through `content`, which may keep and check it."""
+    """A reader that returns each piece through `content`, which may cache and check it."""
 
     def content(self, piece: StorageInfo, read: Callable[[], bytes]) -> bytes:
         """The bytes of a piece, which `read` reads from its file."""

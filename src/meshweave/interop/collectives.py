@@ -1,4 +1,4 @@
-"""Collectives of `torch.distributed` under the names of torch 2.13, which deprecates those of 2.11 and 2.12."""
+"""Collectives of `torch.distributed` under their names in torch 2.13, which deprecates those of 2.11 and 2.12."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Fake tensors, and the dispatch modes that see every operator.
 
 Holds for torch 2.11 to 2.13 (torch/_subclasses/fake_tensor.py, torch/utils/_python_dispatch.py,
-torch/utils/_mode_utils.py). torch documents both for those who write tracers and has moved neither into a public
-module; it would replace this file.
+torch/utils/_mode_utils.py). torch documents both for authors of tracers, but not in a public module, which would
+replace this file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ without_modes = _disable_current_modes  # a context in which no dispatch mode is
 
 
 def fake_like(meta: torch.Tensor, like: Any) -> torch.Tensor:
-    """A tensor of the meta device as a fake one of the mode and device of `like`; as it is where `like` is not fake."""
+    """A meta tensor as a fake tensor of the mode and device of `like`; unchanged if `like` is not fake."""
     return FakeTensor(like.fake_mode, meta, like.device) if isinstance(like, FakeTensor) else meta
 
 
 def meta_like(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the meta device over the same storage, where the storage holds no data."""
+    """A meta tensor over the same storage, if the storage has no data."""
     with no_dispatch():
         if isinstance(x, FakeTensor):
             bare = torch.empty(0, dtype=x.dtype, device="meta")

@@ -1,10 +1,10 @@
-"""Functional all-gathers of CPU tensors, by an op of Gloo's of which several may be in flight.
+"""Functional all-gathers of CPU tensors, by a Gloo op of which several may be in flight.
 
-Gloo's threads write the name of each op that they end into one string, without a lock (ProcessGroupGloo::runLoop, seen
-in torch 2.11 and 2.13). A functional all-gather runs as Gloo's coalesced one, of the ops that functional collectives
-run as the only one whose name is too long to be held inside the string: where two end together one block of memory is
-freed twice, and the process dies sooner or later. The variants with `out` run as the plain all-gather, of the same
-values.
+Gloo's threads write the name of each finished op into the same string, without a lock (ProcessGroupGloo::runLoop, seen
+in torch 2.11 and 2.13). A functional all-gather runs as Gloo's coalesced all-gather, the only op behind functional
+collectives whose name is too long for the string's inline buffer: when two finish at the same time, a block of memory
+is freed twice, and the process crashes sooner or later. The variants with `out` run as the plain all-gather, with the
+same values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ _ops = torch.ops._c10d_functional
 
 @cache
 def let_gathers_overlap() -> torch.library.Library:
-    """From now on all-gathers of CPU tensors in this process are of the plain kind, on any group. Once is enough.
-
-    For what is about to run a graph in this process, never for what only plans one.
-    """
+    """From now on all-gathers of CPU tensors in this process are of the plain kind, on any group. Calling it once is
+    enough. For code that is about to run a graph in this process, never for code that only plans one."""
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", _all_gather, "CPU")
     library.impl("all_gather_into_tensor_coalesced", _all_gather_each, "CPU")
-    return library  # what it registers goes when it goes
+    return library  # its registrations end with it
 
 
 def let_gathers_overlap_in(module: nn.Module) -> None:
@@ -37,12 +35,12 @@ def let_gathers_overlap_in(module: nn.Module) -> None:
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():  # what traces the module runs it in its own way
+    if not torch.compiler.is_compiling():  # tracers of the module run it in their own way
         let_gathers_overlap()
 
 
 def _all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
-    if x.is_complex():  # Gloo knows of none
+    if x.is_complex():  # Gloo is unknown
         return torch.view_as_complex(_all_gather(torch.view_as_real(x.resolve_conj()), group_size, group_name))
     rows, *others = x.shape or (1,)
     whole = x.new_empty(group_size * rows, *others)

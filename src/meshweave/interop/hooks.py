@@ -1,4 +1,4 @@
-"""Where torch keeps the hooks of tensors, modules and optimizers (torch 2.11 to 2.13: torch/nn/modules/module.py,
+"""Where torch stores the hooks of tensors, modules and optimizers (torch 2.11 to 2.13: torch/nn/modules/module.py,
 torch/optim/optimizer.py, torch/_tensor.py)."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-# Attributes of a module in which it keeps hooks that run in forward or backward.
+# Attributes of a module that contain hooks which run in forward or backward.
 MODULE_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 
 # Attributes of a tensor with hooks -> the method that registers them.
@@ -35,7 +35,7 @@ def hooks_of_all_modules() -> list[Mapping[Any, Any]]:
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """What runs before the module's forward, in order."""
+    """Hooks that run before the module's forward, in order."""
     return list(module._forward_pre_hooks.values())
 
 
@@ -45,10 +45,8 @@ def tensor_hooks(tensor: Tensor) -> list[str]:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What runs beside an optimizer's own step: hooks on it or on all optimizers, another method in its place.
-
-    The wrapper of torch's learning-rate schedulers only notes that a step was taken.
-    """
+    """Hooks of an optimizer's own step: on it or on all optimizers, or a replaced method. The wrapper of torch's
+    learning-rate schedulers only records that a step was taken."""
     registries = {
         "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
         "register_step_post_hook": optimizer._optimizer_step_post_hooks,

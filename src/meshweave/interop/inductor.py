@@ -1,7 +1,7 @@
-"""What of Inductor and AOTAutograd the drop-in for torch.compile hangs on.
+"""The private parts of Inductor and AOTAutograd that the drop-in for torch.compile depends on.
 
 Holds for torch 2.11 to 2.13 (torch/_inductor, torch/_functorch, torch/_dynamo/backends). Backends and Inductor's
-options are public in `torch.compile`; passes on its graphs, its scheduler's nodes and the parting of forward and
+options are public in `torch.compile`; passes on its graphs, its scheduler's nodes and the partitioning of forward and
 backward are not. Importing this file imports Inductor, which takes a second.
 """
 
@@ -38,7 +38,8 @@ _INSTRUCTIONS = Lock()
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
 GraphPass: Any = custom_graph_pass.CustomGraphPass
-# What torch 2.13 has and earlier versions may not: a pass after the gradients were made, and one on scheduler nodes.
+# Features of torch 2.13 that earlier versions may lack: a pass after the gradients are computed, and one on scheduler
+# nodes.
 PostGradPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", GraphPass)
 SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
@@ -49,7 +50,7 @@ def is_library_call(node: Any) -> bool:
 
 
 def add_dependency(node: Any, buffer: str, written: str) -> None:
-    """Make a scheduler node come after what makes `buffer`, as if it wrote `written`, without keeping it alive."""
+    """Make a scheduler node depend on the writer of `buffer`, as if it wrote `written`, without keeping it alive."""
     node.add_fake_dep(WeakDep(buffer, mutating_buf=written, is_fake=True))
 
 
@@ -59,10 +60,10 @@ def backward_compiled_with_forward() -> AbstractContextManager[Any]:
 
 
 def find_instructions() -> None:
-    """Let Inductor find out which vector instructions the processor and the C++ compiler have, which it does before its
-    first kernel: 1 s, and 8 s where its cache on disk is empty. What goes wrong shows when a kernel is compiled.
+    """Let Inductor detect the vector instructions of the processor and the C++ compiler, which it does before its first
+    kernel: 1 s, and 8 s with an empty disk cache. Errors appear when a kernel is compiled.
 
-    A thread that asks while another still tries waits: Inductor itself would go on with flags that are half found, and
+    A thread that calls it while another is detecting waits: Inductor itself would continue with incomplete flags, and
     compile for them what the next start does not find in its cache."""
     with _INSTRUCTIONS, suppress(Exception):
         pick_vec_isa()
@@ -70,7 +71,7 @@ def find_instructions() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the code that Inductor writes depends on beside its input: its options, and torch's."""
+    """The settings on which the code that Inductor writes depends, besides its input: its options, and torch's."""
 
     options: bytes
     num_threads: int
@@ -79,23 +80,24 @@ class Settings:
 
 
 def settings() -> Settings:
-    """Those of this process. PickleError for options that are functions."""
+    """The settings of this process. PickleError for options that are functions."""
     precise = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     return Settings(config.save_config(), torch.get_num_threads(), deterministic, precise)  # type: ignore[attr-defined]
 
 
 def apply_settings(own: Settings) -> None:
-    """Make this process compile as the process of the settings does."""
+    """Make this process compile like the process with these settings."""
     config.load_config(own.options)  # type: ignore[attr-defined]
     torch.set_num_threads(own.num_threads)
     torch.use_deterministic_algorithms(own.is_deterministic)
-    if torch.get_float32_matmul_precision() != own.matmul_precision:  # the default, set, is another key of the cache
+    # setting the default explicitly changes the cache key
+    if torch.get_float32_matmul_precision() != own.matmul_precision:
         torch.set_float32_matmul_precision(own.matmul_precision)
 
 
 def has_cache() -> bool:
-    """Whether Inductor keeps on disk what it compiles."""
+    """Whether Inductor caches its output on disk."""
     return bool(config.fx_graph_cache)
 
 
@@ -103,13 +105,13 @@ def compile_graph(
     function: Callable[..., Any], forms: Sequence[Form], device: torch.device
 ) -> Callable[[list[Any]], list[Any]]:
     """A function of tensors, without autograd and without effects, compiled for operands of these forms (shape, stride,
-    dtype) on a device. What it returns is called with a list, which it empties, so that it can free an operand after
-    its last use; results have the strides that `function` gives them.
+    dtype) on a device. The compiled function takes a list, which it empties, so that it can free an operand after its
+    last use; results have the strides of `function`'s results.
 
-    Raises whatever Inductor raises, InvalidCxxCompiler where there is no compiler.
+    Raises any error of Inductor, InvalidCxxCompiler if there is no compiler.
     """
     find_instructions()
-    # Without an environment of shapes, even for shapes that are all numbers, Inductor keeps nothing on disk.
+    # Without a shape environment, even for static shapes, Inductor does not cache on disk.
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
         inputs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]
         traced = make_fx(
@@ -119,7 +121,7 @@ def compile_graph(
         )(*inputs)
     output = next(iter(reversed(traced.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    own = {"emulate_precision_casts": True}  # rounds where ops round: results do not hang on what is fused with what
+    own = {"emulate_precision_casts": True}  # rounds where ops round: results do not depend on fusion
     context = TracingContext(mode)
     with config.patch(own), torch.no_grad(), tracing(context), V.set_fake_mode(mode):
         compiled: Any = compile_fx_inner(traced, inputs, is_inference=True)

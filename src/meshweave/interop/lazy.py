@@ -1,4 +1,4 @@
-"""What takes long to import, and is imported when it is first needed."""
+"""Modules that are slow to import, imported on first use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def load_inductor() -> Any:
-    """`interop.inductor`. Importing Inductor draws from Python's generator of random numbers; as that belongs to the
-    user's script, it is put back."""
+    """`interop.inductor`. Importing Inductor draws from Python's random number generator, which belongs to the user's
+    script, so its state is restored."""
     state = random.getstate()
     try:
         return importlib.import_module("meshweave.interop.inductor")

@@ -1,7 +1,7 @@
-"""Where modules keep their tensors and submodules, and what torch.compile leaves on them.
+"""Where modules store their tensors and submodules, and traces of torch.compile on them.
 
-Holds for torch 2.11 to 2.13 (torch/nn/modules/module.py). The public names look into the dicts one entry at a time, and
-`register_parameter` runs hooks and refuses what a property shadows.
+Holds for torch 2.11 to 2.13 (torch/nn/modules/module.py). The public interface accesses the dicts entry by entry, and
+`register_parameter` runs hooks and rejects names that a property shadows.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Dicts = tuple[dict[str, Any], dict[str, Any]]
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    """Parameters and buffers that the module itself registers, in order, None where a name stands for no tensor."""
+    """Parameters and buffers that the module itself registers, in order, None for a name without a tensor."""
     return {**module._parameters, **module._buffers}
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict of parameters itself: what is written into it is not checked, nor seen by hooks."""
+    """The dict of parameters itself: writes to it are neither checked nor seen by hooks."""
     return module._parameters
 
 
 def pass_for_parameter(tensor: Tensor) -> None:
-    """Let isinstance(tensor, nn.Parameter) be true, which goes by an attribute (torch/nn/parameter.py)."""
+    """Make isinstance(tensor, nn.Parameter) true, which checks an attribute (torch/nn/parameter.py)."""
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
 def copied_dicts(module: nn.Module) -> Dicts:
-    """The parameters and the buffers of a module, as `restore_dicts` puts them back."""
+    """The parameters and the buffers of a module, for `restore_dicts`."""
     return dict(module._parameters), dict(module._buffers)
 
 
@@ -40,7 +40,7 @@ def restore_dicts(module: nn.Module, dicts: Dicts) -> None:
 
 def twin_of(module: nn.Module, tensor: Callable[[Tensor | None], Any]) -> tuple[Any, Mapping[str, Any]]:
     """A module of the same type and attributes with `tensor` of each of its own tensors, without submodules, and the
-    submodules of `module`, which `set_submodules` takes."""
+    submodules of `module`, for `set_submodules`."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)

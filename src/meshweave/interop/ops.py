@@ -1,7 +1,7 @@
-"""Operators as torch registers them, and their schemas.
+"""Operators registered in torch, and their schemas.
 
-Holds for torch 2.11 to 2.13 (torch/_ops.py). `torch.ops` is public, the class of what it holds and the schema are not;
-`torch.library` shows schemas as text alone.
+Holds for torch 2.11 to 2.13 (torch/_ops.py). `torch.ops` is public, the class of its members and the schema are not;
+`torch.library` shows schemas only as text.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ def is_operator(target: Any) -> TypeGuard[OpOverload]:
 
 
 def operator_name(target: OpOverload) -> str:
-    """Without namespace and overload: `sum` of `aten.sum.dim_IntList`."""
+    """The name without namespace and overload: `sum` of `aten.sum.dim_IntList`."""
     return target._schema.name.partition("::")[2]
 
 
 def arguments_of(target: OpOverload) -> list[Any]:
-    """The arguments of the schema, in order: each has `name`, `default_value`, `type` and, where it is written or a
-    result is a view of it, `alias_info`."""
+    """The arguments of the schema, in order: each has `name`, `default_value`, `type` and, if it is written or a result
+    is a view of it, `alias_info`."""
     return target._schema.arguments
 
 
 def returns_of(target: OpOverload) -> list[Any]:
-    """The results of the schema, in order: each has `type` and, where it is a view or an operand, `alias_info`."""
+    """The results of the schema, in order: each has `type` and, if it is a view or an operand, `alias_info`."""
     return target._schema.returns
 
 
 def is_mutable(target: OpOverload) -> bool:
-    """Whether the operator writes into any of its operands."""
+    """Whether the operator writes to any of its operands."""
     return target._schema.is_mutable
 
 
 def find_operator(name: str) -> OpOverload:
-    """The operator whose text is `name` (`aten.add.Tensor`). AttributeError where none of that name is registered."""
+    """The operator whose text is `name` (`aten.add.Tensor`). AttributeError if none of that name is registered."""
     namespace, operator, overload = name.split(".")
     target: OpOverload = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     return target

@@ -1,4 +1,4 @@
-"""What torch's learning-rate schedulers expect of an optimizer, and where its classes differ between versions."""
+"""What torch's learning-rate schedulers expect of an optimizer, and how its classes differ between versions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import torch
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that the optimizer has taken a step, which a compiled step takes in its stead.
-
-    Schedulers warn when they step before the optimizer ever did, and read this attribute to know
-    (torch/optim/lr_scheduler.py, LRScheduler.step).
+    """Tell schedulers that the optimizer has taken a step, because a compiled step takes it instead. Schedulers warn
+    when they step before the optimizer has, and read this attribute (torch/optim/lr_scheduler.py, LRScheduler.step).
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters without state what Adagrad makes when it is built, before torch 2.13 (torch/optim/adagrad.py).
-    Since then it does so in the first step, like the others."""
+    """Create the state that Adagrad creates in its constructor before torch 2.13 (torch/optim/adagrad.py), for
+    parameters without state. Since 2.13 it does so in the first step, like the others."""
     if not isinstance(optimizer, torch.optim.Adagrad):
         return
     first = optimizer.defaults["initial_accumulator_value"]

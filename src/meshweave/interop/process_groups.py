@@ -1,7 +1,7 @@
 """The process groups and the store of `torch.distributed` in this process.
 
-Holds for torch 2.11 to 2.13 (torch/distributed/distributed_c10d.py). Names of groups stand in graphs, and public
-functions give a group by its ranks alone.
+Holds for torch 2.11 to 2.13 (torch/distributed/distributed_c10d.py). Graphs contain names of groups, but public
+functions look up groups only by ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-c10d: Any = dist.distributed_c10d  # whose private functions are not typed
+c10d: Any = dist.distributed_c10d  # its private functions are untyped
 
 
 def default_store() -> Store:
@@ -25,14 +25,14 @@ def default_group() -> dist.ProcessGroup:
 
 
 def ranks_of_group(group: Any) -> tuple[int, ...]:
-    """The ranks of a process group, or of the one that a graph calls by this name. Raises RuntimeError, ValueError or
-    KeyError for a name that no group has."""
+    """The ranks of a process group, or of the group of this name in graphs. Raises RuntimeError, ValueError or KeyError
+    for an unknown name."""
     resolved = c10d._resolve_process_group(group) if isinstance(group, str) else group
     return tuple(dist.get_process_group_ranks(resolved))
 
 
 def ranks_of_groups() -> list[tuple[str, tuple[int, ...]]]:
-    """Name and ranks of every group in this process, sorted; none where there is no job."""
+    """Name and ranks of every group in this process, sorted; empty without a job."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     names = c10d._world.pg_names

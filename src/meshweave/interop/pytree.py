@@ -1,8 +1,5 @@
-"""Nested lists, tuples and dicts of tensors, as torch itself takes them apart.
-
-Holds for torch 2.11 to 2.13 (torch/utils/_pytree.py). What users register there for classes of their own is honoured,
-which a package of another name would not do.
-"""
+"""Nested lists, tuples and dicts of tensors, flattened by torch's own pytree. Holds for torch 2.11 to 2.13
+(torch/utils/_pytree.py). User classes registered there are supported, which another package would not do."""
 
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path

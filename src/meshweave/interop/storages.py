@@ -1,7 +1,7 @@
-"""Which memory a tensor lives in, and whether it has been written.
+"""The memory of a tensor, and whether it has been written.
 
-Holds for torch 2.11 to 2.13 (torch/storage.py, torch/_tensor.py). `data_ptr` would tell storages apart in public, but
-is 0 for all that hold no data; a count of writes is not public at all.
+Holds for torch 2.11 to 2.13 (torch/storage.py, torch/_tensor.py). `data_ptr` would identify storages publicly, but is 0
+for all without data; the version counter is not public at all.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 
 
 def storage_key(x: torch.Tensor) -> int:
-    """A number that views of one storage share, with data or without. For strided tensors: others have no one storage,
-    and raise NotImplementedError."""
+    """A number that views of the same storage share, with data or without. Only for strided tensors: others do not have
+    a single storage, and raise NotImplementedError."""
     return x.untyped_storage()._cdata
 
 
 def is_stored_in(x: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor still has a storage: a DTensor has one without data, and another one after an assignment to its
-    `.data`, which leaves its local tensor as it is."""
+    """Whether a tensor still has a storage: a DTensor has a storage without data, and another after an assignment to
+    its `.data`, which does not change its local tensor."""
     return x.untyped_storage()._cdata == storage._cdata
 
 
 def version_of(x: torch.Tensor) -> int:
-    """What every write in place counts up; -1 for tensors of inference mode, which count nothing."""
+    """The version counter, which every write in place increments; -1 for tensors of inference mode, which have none."""
     return -1 if x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""Decompositions, autograd's numbers of ops, and what a trace must not hang on.
+"""Decompositions, autograd's sequence numbers, and settings that a trace must not depend on.
 
 Holds for torch 2.11 to 2.13 (torch/autograd, torch/_decomp, torch/utils/_python_dispatch.py).
 """
@@ -19,7 +19,8 @@ from meshweave.interop import pytree
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """PyTorch takes no op of oneDNN. (`torch.backends.mkldnn.flags` sets the precision of TF32 too, and warns.)"""
+    """A context in which PyTorch uses no ops of oneDNN. (`torch.backends.mkldnn.flags` sets the precision of TF32 too,
+    and warns.)"""
     before: bool = torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
     torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]
     try:
@@ -29,13 +30,13 @@ def without_onednn() -> Iterator[None]:
 
 
 def check_checkpoints(value: torch.Tensor) -> None:
-    """RuntimeError where a value comes of a checkpoint of the reentrant kind, whose parameters `gradients` misses."""
+    """RuntimeError if a value depends on a checkpoint of the reentrant kind, whose parameters `gradients` misses."""
     if any(node.name() == "CheckpointFunctionBackward" for node in _backward_nodes(value)):
         raise RuntimeError("torch.utils.checkpoint.checkpoint was called with use_reentrant=True")
 
 
 def leaves(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that the gradient of a value would be added up in."""
+    """The tensors in which gradients of a value would be accumulated."""
     return (node.variable for node in _backward_nodes(value) if hasattr(node, "variable"))
 
 
@@ -51,22 +52,21 @@ def _backward_nodes(value: torch.Tensor) -> Iterator[Any]:
 
 
 def gradients(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """As `torch.autograd.grad(value, leaves, allow_unused=True)`, in the function modes that are active.
-
-    `grad` itself is a function to them, so that a mode would miss what backward runs again: while it handles a
-    function it is not active (torch/overrides.py).
+    """Like `torch.autograd.grad(value, leaves, allow_unused=True)`, in the active function modes. `grad` itself is a
+    function to them, so a mode would miss what backward recomputes: a mode is not active while it handles a function
+    (torch/overrides.py).
     """
     run: Any = torch.autograd.graph._engine_run_backward
     return tuple(run((value,), (torch.ones_like(value),), False, False, tuple(leaves), True, accumulate_grad=False))
 
 
 def next_sequence_number() -> int:
-    """What autograd will number the next op by that it records in this thread."""
+    """The sequence number of the next op that autograd records in this thread."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def running_sequence_number() -> int | None:
-    """The number of the op whose gradient autograd computes right now in this thread; None where it computes none."""
+    """The sequence number of the op whose gradient autograd is computing in this thread; None if there is none."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -77,6 +77,6 @@ def _is_composite(func: Any) -> bool:
 
 
 def decomposes_itself(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether autograd would have run an op as the ops that it consists of. In inference mode it has no say, and the op
-    comes whole."""
+    """Whether autograd would have run an op as the ops that it consists of. In inference mode it is not involved, and
+    the op comes whole."""
     return _is_composite(func) and autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))

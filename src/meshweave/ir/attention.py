@@ -1,8 +1,8 @@
-"""Attention on one device, by the kernel that the device has, of queries and keys from anywhere in a sequence.
+"""Attention on a device, with the device's kernel, for queries and keys at any positions of a sequence.
 
-A causal mask goes by positions (`ir.causal`): it is a few rectangles and triangles, each done by the kernel without a
-mask tensor, and what no query sees is not computed. Partial results of one query over several
-sets of keys, (out, lse), are merged by `merged`: out = sum out_i exp(lse_i - lse), lse = log sum exp lse_i.
+A causal mask depends on positions (`ir.causal`): it consists of a few rectangles and triangles, each computed by the
+kernel without a mask tensor; masked blocks are not computed. Partial results of a query over several sets of keys,
+(out, lse), are merged by `merged`: out = sum out_i exp(lse_i - lse), lse = log sum exp lse_i.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How one block scores: q k^T scale + bias, where a causal mask lets a query see its key."""
+    """How a block scores: q k^T scale + bias; under a causal mask a query sees keys up to its position."""
 
-    bias: Tensor | None  # float, or bool: True where a query may look
+    bias: Tensor | None  # float, or bool: True where a query sees the key
     is_causal: bool
     scale: float
 
 
 def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over two sets of keys, from that over each. A query that saw none has lse -inf."""
+    """The attention over two sets of keys, from that over each. A query that sees no key has lse -inf."""
     total = torch.logaddexp(lse, more_lse)
     base = total.masked_fill(total == float("-inf"), 0.0)
     left, right = (torch.exp(x - base).unsqueeze(-1) for x in (lse, more_lse))
@@ -35,13 +35,13 @@ def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`merged` in float32 at least."""
+    """`merged` in at least float32."""
     wide = torch.promote_types(out.dtype, torch.float32)
     return merged(out.to(wide), lse.to(wide), more.to(wide), more_lse.to(wide))
 
 
 def finish(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What has been merged, as kernels give it: a query that saw nothing has lse 0."""
+    """A merged result in the kernels' convention: a query that sees no key has lse 0."""
     return out.to(dtype), lse.masked_fill(lse == float("-inf"), 0.0)
 
 
@@ -54,10 +54,9 @@ def forward(
     scale: float,
     is_part: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q [b, h, s, d] over k, v [b, g, t, .]; `causal` says where they stand under a causal mask.
-
-    is_part: there are more keys elsewhere, so that lse is what `merged` needs. Else, where the device has no kernel
-    that returns it and one block is all, lse is zeros, which `backward` does not read.
+    """(out, lse) of q [b, h, s, d] over k, v [b, g, t, .]; `causal` has their positions under a causal mask. is_part:
+    there are more keys elsewhere, so lse is in the form that `merged` needs. Otherwise, if the device has no kernel
+    that returns lse and there is a single block, lse is zeros, which `backward` does not read.
     """
     if causal is not None and not causal.is_ascending:
         of_queries, of_keys = causal.queries, causal.keys
@@ -96,7 +95,7 @@ def backward(
     scale: float,
     is_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, the weight of a pair being exp(score - lse)."""
+    """Gradients of q, k and v; the weight of a pair is exp(score - lse)."""
     if causal is not None and not causal.is_ascending:
         of_queries, of_keys = causal.queries, causal.keys
         grad, q, out, lse = (_ascending(x, of_queries) for x in (grad, q, out, lse))
@@ -127,7 +126,7 @@ def backward(
 
 
 def _ascending(x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
-    """x with the runs that `dim` holds in the order of their positions."""
+    """x with the runs along `dim` sorted by position."""
     order = sorted(range(len(runs)), key=runs.__getitem__)
     pieces = x.split([size for _, size in runs], dim)
     return x if order == list(range(len(runs))) else torch.cat([pieces[i] for i in order], dim)
@@ -149,7 +148,7 @@ def _ascending_bias(bias: Tensor | None, causal: Causal) -> Tensor | None:
 
 
 def _without_blind(lse: Tensor, scoring: Scoring) -> Tensor:
-    """lse with -inf for queries to whom a bias leaves no key: kernels say 0 for them (torch 2.13)."""
+    """lse with -inf for queries to which a bias leaves no key: kernels return 0 for them (torch 2.13)."""
     bias = scoring.bias
     if bias is None:
         return lse
@@ -170,7 +169,7 @@ def _is_one(parts: tuple[CausalBlock, ...], q: Tensor) -> bool:
 
 
 def _scoring(bias: Tensor | None, block: CausalBlock, scale: float) -> Scoring:
-    """That of a block, whose part of the bias, which broadcasts to [b, h, s, t], it has."""
+    """The Scoring of a block, with the block's part of the bias, which broadcasts to [b, h, s, t]."""
     for dim, cut in ((-1, block.keys), (-2, block.rows)):
         if bias is not None and bias.dim() >= -dim and bias.shape[dim] > 1:
             bias = bias.narrow(dim, cut.start, cut.stop - cut.start)
@@ -178,12 +177,12 @@ def _scoring(bias: Tensor | None, block: CausalBlock, scale: float) -> Scoring:
 
 
 def _padded(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of all keys, of which the last have none."""
+    """The gradient of all keys; the last keys get zeros."""
     missing = like.shape[2] - grad.shape[2]
     return torch.nn.functional.pad(grad, (0, 0, 0, missing)) if missing else grad
 
 
-# The kernels: queries and keys that begin at the same position, keys and values with as many heads as queries.
+# The kernels: queries and keys begin at the same position, keys and values have as many heads as queries.
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -239,7 +238,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     bias, is_causal, scale = scoring.bias, scoring.is_causal, scoring.scale
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    if bias is not None and is_causal:  # torch takes one of them
+    if bias is not None and is_causal:  # torch takes only one of the two arguments
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         mask = _float_bias(bias, q)
         bias, is_causal = None if mask is None else mask.masked_fill(~seen, float("-inf")), False
@@ -266,7 +265,7 @@ def _recomputed_backward(
 
 
 def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
-    """q k^T scale + bias in float32 at least, -inf where nothing is seen: all of them at once."""
+    """q k^T scale + bias in at least float32, -inf where masked; the whole matrix at once."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * scoring.scale
     mask = _float_bias(scoring.bias, scores)
@@ -285,7 +284,7 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
 def _spelled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of softmax(q k^T scale + bias) v, in float32 at least."""
+    """The gradients of softmax(q k^T scale + bias) v, in at least float32."""
     scores = _scores(q, k, scoring)
     weights = _weights(scores, lse)
     g, a, b, c, o = (x.to(scores.dtype) for x in (grad, q, k, v, out))

@@ -1,7 +1,7 @@
-"""What a causal mask leaves of queries and keys that are held in any order: tables of runs, and blocks that are done.
+"""The unmasked pairs of a causal mask for queries and keys in any order: tables of runs, and blocks to compute.
 
-A device's positions are a few runs of consecutive ones. A causal mask over two such tables is rectangles and triangles,
-each done by a kernel without a mask tensor; what no query sees is in none of them.
+A device's positions are a few runs of consecutive positions. A causal mask over two such tables consists of rectangles
+and triangles, each computed by a kernel without a mask tensor; masked pairs are in none of them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Run = tuple[int, int]  # the first position, and how many follow each other
-Runs = tuple[Run, ...]  # in the order in which they are held
+Run = tuple[int, int]  # first position, and length of the run
+Runs = tuple[Run, ...]  # in the order in which they are stored
 
 
 @dataclass(frozen=True, slots=True)
 class CausalBlock:
-    """Rows of queries and columns of keys that meet: all of them, or (causal) each row the columns up to its own."""
+    """Rows of queries and columns of keys: all pairs or, if causal, for row i the columns up to i."""
 
     rows: slice
     keys: slice
@@ -39,23 +39,23 @@ class Causal:
     def of(
         num_queries: int, num_keys: int, first_query: int = 0, first_key: int = 0, starts: Sequence[int] | None = None
     ) -> Causal:
-        """Queries and keys that are held from `first_query` and `first_key` on, of a sequence that is held as equal
-        chunks which begin at the positions `starts` (None: as it is)."""
+        """Queries and keys stored from `first_query` and `first_key` on, of a sequence stored as equal chunks that
+        begin at the positions `starts` (None: in order)."""
         return Causal(runs(first_query, num_queries, starts), runs(first_key, num_keys, starts))
 
     @property
     def is_ascending(self) -> bool:
-        """Whether both are held in the order of their positions."""
+        """Whether both are stored in order of position."""
         return all(list(table) == sorted(table) for table in (self.queries, self.keys))
 
     @property
     def ascending(self) -> Causal:
-        """The same pairs, held in the order of positions."""
+        """The same pairs, stored in order of position."""
         return Causal(_joined(sorted(self.queries)), _joined(sorted(self.keys)))
 
     @property
     def blocks(self) -> tuple[CausalBlock, ...]:
-        """What is computed, by rows and columns as they are held: every pair that the mask leaves, in one block."""
+        """The blocks to compute, by rows and columns as stored: every unmasked pair is in exactly one block."""
         blocks: list[CausalBlock] = []
         row = 0
         for start, rows in self.queries:
@@ -69,7 +69,7 @@ class Causal:
 
 
 def runs(first: int, length: int, starts: Sequence[int] | None) -> Runs:
-    """The positions of `length` places from `first` on, in a sequence that is held as equal chunks from `starts` on."""
+    """The positions of `length` places from `first` on, in a sequence stored as equal chunks that begin at `starts`."""
     if not starts:
         return ((first, length),)
     size = min(start for start in starts if start)
@@ -78,7 +78,7 @@ def runs(first: int, length: int, starts: Sequence[int] | None) -> Runs:
 
 
 def head_tail(length: int, num_devices: int) -> tuple[int, ...]:
-    """Where the chunks of a balanced sequence begin: of 2n equal ones device r holds number r and 2n - 1 - r."""
+    """Where the chunks of a balanced sequence begin: of 2n equal chunks device r has chunks r and 2n - 1 - r."""
     size, last = length // (2 * num_devices), 2 * num_devices - 1
     return tuple(size * number for r in range(num_devices) for number in (r, last - r))
 
@@ -95,7 +95,7 @@ def _joined(table: Sequence[Run]) -> Runs:
 
 
 def _blocks(num_queries: int, num_keys: int, offset: int) -> list[CausalBlock]:
-    """What is left of queries at `offset` + 0, 1, ... over keys at 0, 1, ...: at most three blocks."""
+    """The unmasked pairs of queries at `offset` + 0, 1, ... and keys at 0, 1, ...: at most three blocks."""
     first = max(-offset, 0)  # earlier rows see nothing
     diagonal = max(offset, 0)  # all rows see the keys before
     side = min(num_queries - first, num_keys - diagonal)
@@ -117,7 +117,8 @@ def _shifted(block: CausalBlock, row: int, column: int) -> CausalBlock:
 
 
 def _append(blocks: list[CausalBlock], block: CausalBlock) -> None:
-    """Add a block, to the last one where both are of all pairs of the same rows and their keys follow each other."""
+    """Add a block, merged into the last block if both contain all pairs of the same rows and their keys are
+    consecutive."""
     last = blocks[-1] if blocks else block
     is_full = not (last.is_causal or block.is_causal)
     if is_full and last.rows == block.rows and last.keys.stop == block.keys.start:
@@ -127,7 +128,7 @@ def _append(blocks: list[CausalBlock], block: CausalBlock) -> None:
 
 
 def _stacked(blocks: Sequence[CausalBlock]) -> list[CausalBlock]:
-    """Blocks of all pairs over the same keys, whose rows follow each other, as one."""
+    """Blocks of all pairs over the same keys with consecutive rows, merged."""
     stacked: list[CausalBlock] = []
     for block in blocks:
         above = [

@@ -1,7 +1,8 @@
-"""The ops that communicate: one table, a row per op.
+"""The ops that communicate: a single table, a row per op.
 
-`_c10d_functional` collectives and two ops of ours start a communication, `WAIT` gives its result. Rank graphs hold the
-rows of `OURS`, other graphs any row. A name that sounds like a collective and has no row is an error, never compute.
+`_c10d_functional` collectives and two ops of meshweave start a communication; `WAIT` returns its result. Rank graphs
+contain the rows of `OURS`, other graphs any row. An op that looks like a collective but has no row is an error, never
+compute.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ from meshweave.ir.sparse import kept, sparse_gather, sparse_scatter
 
 functional = torch.ops._c10d_functional
 WAIT = functional.wait_tensor.default
-Args = Sequence[Any]  # of a node or a call: what stands between the operand and the group
+Args = Sequence[Any]  # of a node or a call: the arguments between the operand and the group
 Shape = tuple[int, ...]
 Blocks = Literal["", "operand", "result", "both"]
 Bucket = Literal["", "gather", "scatter", "reduce"]
 
 
 def transfer(x: Tensor | None, key: str) -> Any:
-    """Start the transfer `RankGraph.transfers[key]`. `x` is this device's piece of the source; None where it has none.
-
-    Its wait gives this device's piece of the target, or None where it has none.
+    """Start the transfer `RankGraph.transfers[key]`. `x` is this device's piece of the source, or None. Its wait
+    returns this device's piece of the target, or None.
     """
     raise AssertionError("a transfer is run by a communicator")
 
 
 def permute(x: Tensor, to: int | Sequence[int], group: str) -> Any:
-    """Start a permute: every member of a group gets what another member, or itself, has in `x`, of one shape for all.
+    """Start a permute: every member of a group gets `x` of another member, or its own; all have the same shape.
 
     Member i sends to member (i + to) mod n, or to member to[i]; `to` is then a permutation of 0 .. n-1. Members count
-    along the flattened axes of the group. What a member sends to itself stays where it is, so that a group of one moves
-    nothing. The inverse brings a gradient back: see `inverse`.
+    along the flattened axes of the group. A member that sends to itself moves nothing. The inverse brings a gradient
+    back: see `inverse`.
     """
     raise AssertionError("a permute is run by a communicator")
 
 
 def destinations(to: int | Sequence[int], size: int) -> tuple[int, ...]:
-    """Per member of a group of `size`, the one that it sends to. Raises MeshweaveError for what is no permutation."""
+    """For each member of a group of `size`, the member that it sends to. Raises MeshweaveError if it is not a
+    permutation."""
     if isinstance(to, int):
         return tuple((i + to) % size for i in range(size))
     if sorted(to) != list(range(size)):
         raise MeshweaveError(
-            "a permute must bring every member of its group one block",
+            "a permute must send every member of its group exactly one block",
             got=f"destinations {list(to)}",
             expected=f"each of 0 to {size - 1} once, in a group of {size}",
         )
@@ -57,23 +58,23 @@ def destinations(to: int | Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
-    """The permute that brings everything back: what the gradient of a permute takes."""
+    """The inverse permute, which moves the gradient of a permute."""
     if isinstance(to, int):
         return -to
     return tuple(map(list(to).index, range(len(to))))
 
 
-# What every member of a group gets, from the operands of all members in the order of the group.
+# What every member of a group gets, from the operands of all members in group order.
 
 
 def reduce_in_order(parts: Sequence[Tensor], op: str, into: Tensor | None = None) -> Tensor:
-    """Reduce in the order of the group: sums of half-precision values are taken in float32. A sum may be written into
-    the memory of `into`, one of the first two parts, which nobody reads afterwards."""
+    """Reduce in group order: sums of half-precision values are accumulated in float32. A sum may be written into the
+    memory of `into`, one of the first two parts, which is not read afterwards."""
     if op == "sum":
         wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
         if len(parts) == 1:
             return parts[0].clone()
-        # Two reads and a write: a copy to add to would be three more.
+        # Two reads and a write: a copy to accumulate into would cost three more.
         total = torch.add(parts[0].to(wide), parts[1], out=into if wide is parts[0].dtype else None)
         for part in parts[2:]:
             total += part
@@ -99,7 +100,7 @@ def _reduce_scatter(parts: Sequence[Tensor], args: Args) -> list[Any]:
 
 
 def _all_to_all(parts: Sequence[Tensor], args: Args) -> list[Any]:
-    dealt = [part.chunk(len(parts), 0) for part in parts]  # blocks are equal, though not the same in every group
+    dealt = [part.chunk(len(parts), 0) for part in parts]  # blocks are equal within a group, though not across groups
     return [torch.cat([row[i] for row in dealt], 0) for i in range(len(parts))]
 
 
@@ -113,7 +114,7 @@ def _sparse_scatter(parts: Sequence[Tensor], args: Args) -> list[Any]:
 
 
 def _permute(parts: Sequence[Tensor], args: Args) -> list[Any]:
-    """What comes from another device is a copy; what stays is what it was."""
+    """A block from another device is a copy; a member's own block is returned as it is."""
     received: list[Any] = [None] * len(parts)
     for sender, receiver in enumerate(destinations(args[0], len(parts))):
         received[receiver] = parts[sender] if sender == receiver else _own(parts[sender])
@@ -129,7 +130,7 @@ def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# What a row says where nothing is special.
+# Defaults of a row.
 
 
 def _not_within_a_group(parts: Sequence[Tensor], args: Args) -> list[Any]:
@@ -149,7 +150,7 @@ def _no_problem(args: Args, group_size: int) -> str:
 
 
 def _permuted(args: Args, group_size: int, num_bytes: float) -> float:
-    """A permute in which every member keeps what it has moves nothing."""
+    """A permute in which every member keeps its own block moves nothing."""
     return 0.0 if destinations(args[0], group_size) == tuple(range(group_size)) else num_bytes
 
 
@@ -157,7 +158,7 @@ def _not_a_permutation(args: Args, group_size: int) -> str:
     try:
         destinations(args[0], group_size)
     except MeshweaveError as error:
-        return f"is no permutation of its group: {error.got} of {group_size}"
+        return f"is not a permutation of its group: {error.got} of {group_size}"
     return ""
 
 
@@ -167,20 +168,20 @@ def _not_a_member(args: Args, group_size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One op that starts a communication; `name` is that of its kind, the same for every op that moves the same bytes.
+    """An op that starts a communication; `name` is that of its kind, equal for all ops that move the same bytes.
 
-    `group`, `operands` and `size` are positions of arguments: the group, the tensors, and the size of the group where
-    the op has it (else -1). `shape(operand's shape, args)` is the shape of the result, `blocks` says where the members'
-    blocks stand one after another on dim 0. `exchange(operands, args)` is what every member gets. `problem(args, n)`
-    says what is wrong with the members that `args` name.
+    `group`, `operands` and `size` are positions of arguments: the group, the tensors, and the size of the group if the
+    op has it (else -1). `shape(operand's shape, args)` is the shape of the result, `blocks` says whether operand or
+    result consist of the members' blocks along dim 0. `exchange(operands, args)` returns what every member gets.
+    `problem(args, n)` describes invalid members in `args`.
 
-    Cost: `received(n, b)` are the bytes that one device of a group of n receives where each hands in b bytes; it sends
-    as many. A profile prices the op on the curve of the kind `curve` (its own, if not said), as if each handed in
+    Cost: `received(n, b)` are the bytes that one device of a group of n receives with operands of b bytes; it sends as
+    many. A profile prices the op on the curve of the kind `curve` (by default its own), for operands of
     `curve_bytes(args, n, b)` bytes. `sample(rows, n)` are arguments to measure it with: equal blocks of so many rows.
 
-    Passes: `bucket` says how several are merged into one ("" : never), `may_cut` whether it may run in chunks of rows,
-    `may_decompose` whether rings may take its place. `is_ordered`: it meets its partner by its place among those of its
-    group (point to point), so that it stays where it is among them.
+    Passes: `bucket` says how several are merged ("" : never), `may_cut` whether it may run in chunks of rows,
+    `may_decompose` whether rings may replace it. `is_ordered`: it is matched with its partner by its order in the group
+    (point to point), so that order is kept.
     """
 
     op: Any
@@ -207,7 +208,7 @@ class Collective:
         return self.curve or self.name
 
     def cost_bytes(self, node: fx.Node, group_size: int, num_bytes: float) -> float:
-        """The bytes at which the curve prices a node of this row, where each device hands in `num_bytes`."""
+        """The bytes at which the curve prices a node of this row, for operands of `num_bytes`."""
         return self.curve_bytes(node.args[1:-1], group_size, num_bytes)
 
 
@@ -264,7 +265,7 @@ ALL_TO_ALL = Collective(
     may_cut=True,
     may_decompose=True,
 )
-# Every member but the source receives all bytes, b of them, in a chain of hops (NCCL's broadcast is a ring:
+# Every member except the source receives all b bytes, in a chain of hops (NCCL's broadcast is a ring:
 # src/device/broadcast.h). A ring all-gather of pieces of b/(n-1) sends as many bytes over as many hops. Pieces of b/n
 # would send (n-1)/n of what a member must receive: between two devices half of it, faster than their link.
 BROADCAST = Collective(
@@ -287,7 +288,7 @@ PERMUTE = Collective(
     problem=_not_a_permutation,
     curve_bytes=_permuted,
 )
-# Priced as an all-to-all of the rows that have to move.
+# Priced as an all-to-all of the rows that move.
 SPARSE_GATHER = Collective(
     sparse_gather,
     "sparse_gather",
@@ -312,15 +313,16 @@ SPARSE_SCATTER = Collective(
 )
 TRANSFER = Collective(transfer, "transfer", group=1, received=lambda n, b: b, is_ordered=True)
 OURS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, PERMUTE, SPARSE_GATHER, SPARSE_SCATTER, TRANSFER)
-COLLECTIVES = frozenset(row.op for row in OURS if row is not TRANSFER)  # of rank graphs: their last argument is a group
+# ops of rank graphs: their last argument is a group
+COLLECTIVES = frozenset(row.op for row in OURS if row is not TRANSFER)
 STARTS = COLLECTIVES | {transfer}
 RECEIVED: Mapping[str, Callable[[int, float], float]] = {row.name: row.received for row in OURS if not row.curve}
-_MESSAGE = replace(PERMUTE, group=3, curve_bytes=_whole)  # an all-to-all that is one message
+_MESSAGE = replace(PERMUTE, group=3, curve_bytes=_whole)  # an all-to-all that is a single message
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
 
 def _table() -> Mapping[Any, Collective]:
-    """The rows of `OURS`, and the ops of other graphs that move the same bytes; some are not in every torch."""
+    """The rows of `OURS`, and the ops of other graphs that move the same bytes; some do not exist in every torch."""
     message = replace(TRANSFER, group=3, curve="permute")
     foreign_ops = {
         "all_gather_into_tensor_out": ALL_GATHER,
@@ -352,7 +354,8 @@ TABLE = _table()
 
 
 def collective_of(node: fx.Node) -> Collective | None:
-    """The row of a node that starts a communication, None for any other. Raises VerifyError for one without a row."""
+    """The row of a node that starts a communication, None for any other. Raises VerifyError for a collective without a
+    row."""
     row = TABLE.get(node.target)
     if row is not None:
         return _MESSAGE if row.name == ALL_TO_ALL.name and _is_message(node) else row
@@ -361,19 +364,19 @@ def collective_of(node: fx.Node) -> Collective | None:
             f"{op_name(node.target)} is a collective that has no row in the table of collectives",
             where=place_of(node),
             expected="one of " + ", ".join(sorted({op_name(target) for target in TABLE})),
-            hint="add its row to ir/collectives.py, or take it out of the graph",
+            hint="add its row to ir/collectives.py, or remove it from the graph",
         )
     return None
 
 
 def communicates(target: Any) -> bool:
-    """Whether an op is one of torch's functional collectives, with a row or without."""
+    """Whether an op is a functional collective of torch, with or without a row."""
     return getattr(target, "namespace", "") in _NAMESPACES
 
 
 def _is_message(node: fx.Node) -> bool:
-    """Whether an all-to-all over several ranks brings every one a block of one other: as torch's permute_tensor, and
-    rings of ours, have it. It is priced as one message."""
+    """Whether an all-to-all over several ranks sends each a block of a single other rank, as in torch's permute_tensor
+    and meshweave's rings. It is priced as a single message."""
     splits = [argument(node, position) for position in (1, 2)]
     return all(
         isinstance(sizes, (list, tuple))

@@ -1,5 +1,5 @@
-"""Anyone's graph, whose nodes say in meta["val"] what they make: the values of all of them, and the meta["val"] of new
-ones."""
+"""Graphs that describe their values in meta["val"] (those of torch.compile): all their values, and the meta["val"] of
+new nodes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SYMBOLIC = 8192  # a size without a hint: what Inductor assumes (config.unbacke
 
 @dataclass(slots=True)
 class _Read(Inference):
-    """Anyone's graph, by what its nodes say in meta["val"] and which operands a schema says that results live in."""
+    """A graph, read by its meta["val"] and the aliases in op schemas."""
 
-    shared: dict[int, Value] = field(default_factory=dict)  # by storage: what the first input that lives there is
+    shared: dict[int, Value] = field(default_factory=dict)  # by storage: the value of the first input that lives there
 
     def inputs(self, node: fx.Node) -> Values:
-        """Inputs that are views of one storage share it: a saved tensor, and a view of it that is saved too."""
+        """Inputs that are views of the same storage share it: a saved tensor, and a saved view of it."""
         return tuple(map(self.shared_input, _leaves(node.meta.get("val")), self.results(node)))
 
     def shared_input(self, x: Any, value: Value) -> Value:
@@ -56,7 +56,7 @@ class _Read(Inference):
         return tuple(self.describe(node, i, x) for i, result in enumerate(value) for x in _leaves(result))
 
     def item(self, node: fx.Node) -> Values:
-        """The values of one result of several: those of its leaves, which stand behind the leaves before it."""
+        """The values of a single result among several: those of its leaves, after the leaves of earlier results."""
         operand, index = node.args
         several = operand.meta.get("val") if isinstance(operand, fx.Node) else None
         if not (
@@ -79,12 +79,12 @@ class _Read(Inference):
         if base is not None:
             return self.value(shape, stride, x.dtype, base, 0)
         extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        whole = x.untyped_storage().nbytes() if strided else 0  # more, of an op that copies a storage as it is
+        whole = x.untyped_storage().nbytes() if strided else 0  # larger for an op that copies a whole storage
         num_bytes = max(extent * x.dtype.itemsize, whole if type(whole) is int else 0)
         return self.value(shape, stride, x.dtype, None, num_bytes)
 
     def base(self, node: fx.Node, index: int, x: torch.Tensor) -> Value | None:
-        """The operand whose storage result `index` lives in, None where it has its own."""
+        """The operand whose storage result `index` aliases, None if it has its own."""
         target = node.target
         if is_operator(target):
             for position, name in aliases_of(target).get(index, ()):
@@ -103,8 +103,10 @@ class _Read(Inference):
 
 
 def values_of(graph: fx.Graph) -> dict[fx.Node, Values]:
-    """The tensors of every node of a graph whose nodes say in meta["val"] what they make. Results of in-place ops live
-    in the storage of what they change. Raises VerifyError for a node that makes tensors nobody described."""
+    """The tensors of every node of a graph that describes its values in meta["val"].
+
+    Results of in-place ops live in the storage that they change. Raises VerifyError for a node whose tensors are not
+    described."""
     return _Read().run(graph)
 
 
@@ -114,7 +116,7 @@ def _undescribed(node: fx.Node) -> Values:
     if "val" not in node.meta and not is_operator(node.target):
         return NOTHING
     raise VerifyError(
-        "a node does not say what it makes",
+        "a node has no meta['val']",
         where=place_of(node),
         got="no meta['val']",
         expected="a fake tensor per node, as torch.compile and make_fx leave it",
@@ -123,8 +125,8 @@ def _undescribed(node: fx.Node) -> Values:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What a node makes, lists flattened. A result that is no tensor (a gradient that was not asked for) keeps its
-    place."""
+    """The results of a node, lists flattened. A result that is not a tensor (a gradient that is not needed) keeps its
+    index."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _leaves(item)
@@ -133,7 +135,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _shares(x: torch.Tensor, operand: fx.Node, target: OpOverload) -> bool:
-    """Whether an op whose result may be a view made one: reshape and contiguous copy where they must."""
+    """Whether the result of an op that may return a view is a view: reshape and contiguous copy only if necessary."""
     if target.name().partition(".")[0] not in _MAY_COPY:
         return True
     base = operand.meta.get("val")
@@ -146,7 +148,7 @@ _MAY_COPY = frozenset(
 
 
 def hint(size: Any) -> int:
-    """A size as a number: a symbolic one as it was when the graph was traced."""
+    """A size as a number: a symbolic size has its value at tracing."""
     if type(size) is int:
         return size
     node = getattr(size, "node", None)
@@ -155,11 +157,11 @@ def hint(size: Any) -> int:
 
 
 def val_of_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Any) -> Any:
-    """The meta["val"] of a new node that calls `target`, by those of its operands; `like` is that of a neighbour.
+    """The meta["val"] of a new node that calls `target`, from those of its operands; `like` is a neighbour's.
 
-    Run on tensors of the meta device, which are then written as fake ones of the mode and device of `like` (a tenth of
-    the time of a fake tensor's dispatch): views share the storage of their base. Raises RuntimeError, as the op does,
-    where it cannot take its operands.
+    The op runs on meta tensors, whose results are then wrapped as fake tensors of the mode and device of `like` (a
+    tenth of the time of fake-tensor dispatch): views share the storage of their base. Raises RuntimeError, as the op
+    does, if it rejects its operands.
     """
     if target is WAIT:
         return args[0].meta["val"]
@@ -169,14 +171,14 @@ def val_of_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], l
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Where ops of the meta device are run as they are: no mode sees them, and nothing is recorded."""
+    """A context in which ops on meta tensors run directly: no mode sees them, and nothing is recorded."""
     with without_modes(), torch.no_grad():
         yield
 
 
 def describe(node: fx.Node, like: Any, bare: dict[fx.Node, Any]) -> None:
-    """Write the meta["val"] of a new node, as `val_of_call`, within `without_data`; `bare` keeps the tensors of the
-    meta device from node to node."""
+    """Set the meta["val"] of a new node, as `val_of_call`, within `without_data`; `bare` caches the meta tensors of
+    nodes."""
     bare[node] = _called(node.target, node.args, node.kwargs, bare)
     is_wait = node.target is WAIT
     node.meta["val"] = node.all_input_nodes[0].meta["val"] if is_wait else _dressed(bare[node], like)
@@ -195,21 +197,21 @@ def _called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bare:
         named = {**named, "device": _META}
     try:
         return _collective(target, plain) if target in _COLLECTIVES else target(*plain, **named)
-    except ValueError as error:  # of ops that torch runs by their decomposition: view, where sizes may be symbolic
+    except ValueError as error:  # for ops that torch runs by their decomposition: view, where sizes may be symbolic
         raise RuntimeError(str(error)) from error
 
 
 def _collective(target: Any, args: tuple[Any, ...]) -> torch.Tensor:
-    """What a collective makes; it is contiguous."""
+    """The result of a collective, which is contiguous."""
     return args[0].new_empty(TABLE[target].shape(tuple(args[0].shape), args[1:]))
 
 
-# Those of rank graphs, and what else can be merged with others.
+# Collectives of rank graphs, and others that can be merged.
 _COLLECTIVES = COLLECTIVES | {op for op, row in TABLE.items() if row.bucket}
 
 
 def _bare(x: Any) -> Any:
-    """Every tensor of an argument as one of the meta device."""
+    """Every tensor of an argument as a meta tensor."""
     if isinstance(x, (list, tuple)):
         return type(x)(_bare(item) for item in x)
     return meta_like(x) if isinstance(x, torch.Tensor) else x
@@ -225,5 +227,5 @@ def _dressed(value: Any, like: Any) -> Any:
 
 
 def is_symbolic(x: torch.Tensor) -> bool:
-    """Whether a shape or stride is not a number."""
+    """Whether a size or stride is symbolic."""
     return any(type(size) is not int for size in (*x.shape, *(x.stride() if x.layout is torch.strided else ())))

@@ -1,5 +1,5 @@
-"""What one device runs, in the one form in which passes take it, whoever wrote it: expansion (ir/from_role.py), or
-torch.compile and others (ir/from_graph.py)."""
+"""What a device runs, in the form in which passes take it, from either source: expansion (ir/from_role.py), or graphs
+such as torch.compile's (ir/from_graph.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.values import Values
 
-Group = tuple[Mesh, tuple[str, ...]]  # as profiles take it: a mesh, and the axes along which devices communicate
+# in the form that profiles take: a mesh, and the axes along which devices communicate
+Group = tuple[Mesh, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Where a part of the step begins: its node stands behind all of the part before it. `gathers_pass`: communications
-    that need nothing but inputs may start before it."""
+    """Where a part of the step begins: its node comes after all nodes of the part before it. `gathers_pass`:
+    communications that depend only on inputs may start before it."""
 
     node: fx.Node
     gathers_pass: bool
@@ -27,15 +28,15 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """A graph of ATen ops, functional collectives and transfers, and what holds for it.
+    """A graph of ATen ops, functional collectives and transfers, and its properties.
 
-    values: what every node makes. group_of: the group of a start; raises MeshweaveError where it is not known.
+    values: the values of every node. group_of: the group of a start; raises MeshweaveError if it is unknown.
     is_releasable: of an input, whether its memory is free after its last use. fences: where parts of a step begin, in
-    order; none for a graph that is one part. uneven: nodes that make other shapes on other devices, with the dims that
-    differ. is_whole: nothing else lives on the device while it runs. checks_groups: the caller has named groups, so
-    that all must be known. sources: inputs that outlive the graph, as parameters do, or may. refused: of a start, why
-    it stays as it is whatever the costs; "" if it need not. symbols: the numbers of symbolic nodes on the device that
-    `values` are of. batch: inputs whose first dim are rows of the batch; None where that is not known.
+    order; none for a graph without parts. uneven: nodes whose shapes differ between devices, with the dims that differ.
+    is_whole: nothing else lives on the device while it runs. checks_groups: the caller has named groups, so all must be
+    known. sources: inputs that outlive the graph, or may, such as parameters. refused: for a start, why it must not be
+    changed, whatever the costs; "" if it may be. symbols: the numbers of symbolic nodes on the device that `values` are
+    of. batch: inputs whose first dim are rows of the batch; None if unknown.
     """
 
     graph: fx.Graph
@@ -52,7 +53,7 @@ class DeviceProgram:
     batch: tuple[fx.Node, ...] | None = None
 
     def lasting(self) -> set[fx.Node]:
-        """What is made of nothing but inputs that outlive the graph."""
+        """Values that depend only on inputs that outlive the graph."""
         nodes = set(self.sources)
         for node in self.graph.nodes:
             if node.op == "call_function" and all(n in nodes or n.target in SYMBOLS for n in node.all_input_nodes):
@@ -61,6 +62,6 @@ class DeviceProgram:
 
 
 R = TypeVar("R")
-# A pass over what one device runs: the graph that takes the place of the program's (whose own graph it may change and
-# return), None where it stays as it was; and what it says of that.
+# A pass over what a device runs: the graph that replaces the program's (whose own graph it may change and return), None
+# if unchanged; and its report.
 Rewrite = Callable[[DeviceProgram], tuple[fx.Graph | None, R]]

@@ -1,4 +1,4 @@
-"""Anyone's graph as a device program: groups by name with their ranks, and which inputs it may free."""
+"""Any graph as a device program: named groups with their ranks, and which inputs may be freed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from meshweave.ir.graph import argument, place_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.values import Values
 
-_AXIS = "group"  # the one axis of the mesh that a group is
+_AXIS = "group"  # the only axis of the mesh that represents a group
 
 
 @dataclass(slots=True)
 class NamedGroups:
-    """Groups by the names that collectives hand over: as the caller says, else as torch.distributed knows them."""
+    """Groups by the names that collectives use: from the caller, else from torch.distributed."""
 
     named: Mapping[str, Sequence[int]]
     meshes: dict[str, Mesh] = field(default_factory=dict)
 
     def __call__(self, start: fx.Node) -> Group:
-        """The group of a start. Raises MeshweaveError, naming the node, for one that neither knows, and where the op's
-        own group size says otherwise."""
+        """The group of a start. Raises MeshweaveError, with the node, for a group that is unknown, or whose size
+        contradicts the op's own argument."""
         name = group_name(start)
         ranks = self.ranks(start, name) if name not in self.meshes else self.meshes[name].devices
         if name not in self.meshes:
@@ -52,14 +52,14 @@ class NamedGroups:
 
 
 def group_name(start: fx.Node) -> str:
-    """The name of the group that a collective hands over, or of the group itself."""
+    """The name of the group argument of a collective, which may be the group itself."""
     group = _group(start)
     return str(getattr(group, "group_name", group))
 
 
 def _group(start: fx.Node) -> Any:
     row = collective_of(start)
-    assert row is not None, f"{start.name} starts no communication"
+    assert row is not None, f"{start.name} does not start a communication"
     return group_of(start, row)
 
 
@@ -68,7 +68,7 @@ def _check_size(start: fx.Node, name: str, ranks: Sequence[int]) -> None:
     size = argument(start, row.size) if row is not None and row.size >= 0 else None
     if isinstance(size, int) and size != len(ranks):
         raise MeshweaveError(
-            "a collective's group size is not that of its group",
+            "a collective's group size contradicts its group",
             where=place_of(start),
             got=f"group_size {size}",
             expected=f"{len(ranks)}, the size of group {name!r}: ranks {tuple(ranks)[:8]}",
@@ -76,7 +76,7 @@ def _check_size(start: fx.Node, name: str, ranks: Sequence[int]) -> None:
 
 
 def _registered(group: Any) -> tuple[int, ...]:
-    """The ranks of a group that torch.distributed knows; none where it does not."""
+    """The ranks of a group that torch.distributed knows; empty otherwise."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
     if not isinstance(group, str):
@@ -88,8 +88,8 @@ def _registered(group: Any) -> tuple[int, ...]:
 
 
 def releasable_of(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Which placeholders may be freed after their last use: in a backward graph of torch.compile, which is handed saved
-    activations and tangents in a list that it empties, all but the parameters."""
+    """Which placeholders may be freed after their last use: in a backward graph of torch.compile, which gets saved
+    activations and tangents in a list that it empties, all except the parameters."""
     names = [n.name for n in graph.nodes if n.op == "placeholder"]
     is_backward = any(name.startswith("tangents") for name in names)
     return lambda node: is_backward and not node.name.startswith("primals")
@@ -100,7 +100,7 @@ def graph_program(
     groups: Mapping[str, Sequence[int]] | None = None,
     values: Mapping[fx.Node, Values] | None = None,
 ) -> DeviceProgram:
-    """A graph whose nodes say in meta["val"] what they make, or of which `values` does; `groups`: ranks by name.
-    Raises VerifyError for a node that makes tensors nobody described."""
+    """A graph whose values are described by meta["val"] or by `values`; `groups`: ranks by name.
+    Raises VerifyError for a node whose tensors are not described."""
     inferred = values_of(graph) if values is None else values
     return DeviceProgram(graph, inferred, NamedGroups(groups or {}), releasable_of(graph), checks_groups=bool(groups))

@@ -1,4 +1,5 @@
-"""A rank graph as a device program: fences between the parts of a step, one order of what roles meet in; and back."""
+"""A rank graph as a device program: fences between the parts of a step, a fixed order of communications between roles;
+and back."""
 
 from __future__ import annotations
 
@@ -17,23 +18,24 @@ from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.values import NOTHING, Values, local_values, uneven_dims
 from meshweave.ir.verify import verify_rank
 
-_BETWEEN = "between roles"  # the channel of communications that several roles meet in
-_BEFORE = {"backward": "forward", "update": "backward"}  # phases that begin a part of the step, and those before them
-_REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of their name replaces
+_BETWEEN = "between roles"  # the channel of communications between roles
+# phases that begin a part of the step, and the phases before them
+_BEFORE = {"backward": "forward", "update": "backward"}
+_REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of the same name replaces
 
 
 def begin(phase: str, *needed: Any) -> None:
-    """Where a part of the step begins, while the scheduler looks at the graph; what it needs is there by then."""
-    raise AssertionError("a fence is taken out before the graph is run")
+    """Marks where a part of the step begins, for the scheduler; its operands are available by then."""
+    raise AssertionError("a fence is removed before the graph is run")
 
 
 @dataclass(frozen=True, slots=True)
 class RoleForm:
-    """A role as a device program. `nodes`: by node of the role that of the program.
+    """A role as a device program. `nodes`: for each node of the role that of the program.
 
-    A fence stands where backward and where update begin; what roles meet in are messages of one channel, which keep
-    their order; gradients that nobody keeps are not among the outputs, and it is as the last microbatch runs it, which
-    leaves no sums of gradients.
+    Fences mark where backward and update begin; communications between roles are messages of a single channel, which
+    keep their order. Gradients that are not kept are not among the outputs, and the program is that of the last
+    microbatch, which has no sums of gradients.
     """
 
     program: DeviceProgram
@@ -41,24 +43,24 @@ class RoleForm:
     marks: _PhaseMarks
 
     def role(self) -> RankGraph:
-        """The role that the program is by now, in whatever order; the program is used up."""
+        """The role with the program's present graph, in any order; the program is used up."""
         self.marks.restore()
         return self.marks.role
 
 
 @dataclass(slots=True)
 class _PhaseMarks:
-    """What a role's graph has in it as a device program, and how to take it out again."""
+    """The marks in a role's graph when it is a device program, and how to remove them."""
 
     role: RankGraph
     values: dict[fx.Node, Values]
-    lines: Mapping[fx.Node, str]  # of starts: the queue that they go into
-    shared: Collection[fx.Node]  # starts that several roles meet in
+    lines: Mapping[fx.Node, str]  # of starts: the queue of each
+    shared: Collection[fx.Node]  # starts in which several roles take part
     microbatches: int
     keeps_gradients: bool
     fences: dict[str, fx.Node] = field(default_factory=dict)
-    was: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)  # starts as they were
-    dropped: dict[int, fx.Node] = field(default_factory=dict)  # by number of an output: a view that stands for it
+    was: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)  # starts before the change
+    dropped: dict[int, fx.Node] = field(default_factory=dict)  # by index of an output: a view that replaces it
 
     @property
     def end(self) -> fx.Node:
@@ -90,8 +92,8 @@ class _PhaseMarks:
         return until
 
     def fence(self, phase: str, first: fx.Node) -> None:
-        """Let what the session reads after a part be there then: the loss, buffers, sums of gradients, and with several
-        microbatches all that is under way, for the next one begins with nothing."""
+        """Make the values that the session reads after a part available there: the loss, buffers, sums of gradients,
+        and with several microbatches all pending communications, because the next microbatch begins with none."""
         kinds = ("loss",) if phase == "backward" else ("buffer", "acc")
         read = {n for key, n in zip(self.role.outputs, self.outputs, strict=True) if key[0] in kinds}
         before = list(takewhile(lambda n: n is not first, self.role.graph.nodes))
@@ -105,7 +107,7 @@ class _PhaseMarks:
         self.fences[phase] = fence_node
 
     def drop(self) -> None:
-        """Let gradients that are not kept die with their last use."""
+        """Let gradients that are not kept die at their last use."""
         graph, kept = self.role.graph, []
         for i, ((kind, _), node) in enumerate(zip(self.role.outputs, self.outputs, strict=True)):
             is_dropped = kind == "acc" or (kind == "grad" and not self.keeps_gradients)
@@ -121,8 +123,8 @@ class _PhaseMarks:
         return self.role.group_axes(str(start.args[-1]))
 
     def releasable(self) -> Callable[[fx.Node], bool]:
-        """Which inputs die with their last use: those that an output of their name replaces (`runtime.executor`). What
-        is carried from the step before serves all microbatches."""
+        """Which inputs die at their last use: those replaced by an output of the same name (`runtime.executor`). Values
+        carried from the previous step serve all microbatches."""
         sources = (n for n in self.role.graph.nodes if n.op == "placeholder")
         keys = {n: (i.kind, i.name) for n, i in zip(sources, self.role.inputs, strict=True)}
         kinds = [kind for kind in _REPLACED if kind != "carry" or self.microbatches == 1]
@@ -130,7 +132,7 @@ class _PhaseMarks:
         return lambda node: keys[node] in replaced
 
     def restore(self) -> None:
-        """Take the marks out of the graph, in whatever order it is by now."""
+        """Remove the marks from the graph, in any order."""
         kept = iter(self.outputs)
         numbers = range(len(self.role.outputs))
         self.end.args = ([self.dropped[i].args[0] if i in self.dropped else next(kept) for i in numbers],)
@@ -145,8 +147,7 @@ class _PhaseMarks:
 
 
 def rewrite_role(role: RankGraph, rewrite: Rewrite[R]) -> tuple[RankGraph, R]:
-    """The role with the graph that `rewrite` makes of it, verified; `role` itself, which stays as it is, where that
-    makes none."""
+    """The role with the graph that `rewrite` returns, verified; `role` itself, unchanged, if it returns none."""
     own = copied(role)
     graph, report = rewrite(role_program(own))
     if graph is None:
@@ -160,8 +161,7 @@ def rewrite_role(role: RankGraph, rewrite: Rewrite[R]) -> tuple[RankGraph, R]:
 
 
 def role_program(role: RankGraph) -> DeviceProgram:
-    """A role in its own vocabulary, symbols and transfers included: for passes that write other ops into its
-    graph."""
+    """A role with its symbols and transfers, for passes that add ops to its graph."""
     sources = dict(zip(role.graph.find_nodes(op="placeholder"), role.inputs, strict=True))
     local = local_values(role)
 
@@ -191,8 +191,8 @@ def role_form(
     keeps_gradients: bool = False,
     with_uneven: bool = True,
 ) -> RoleForm:
-    """A role as a device program; it stays as it is itself. `lines`: the queues that starts go into; `shared`: starts
-    that several roles meet in; `with_uneven`: whether to find the nodes that make other shapes on other devices."""
+    """A role as a device program; the role itself is not changed. `lines`: the queues of starts; `shared`: starts in
+    which several roles take part; `with_uneven`: whether to find the nodes whose shapes differ between devices."""
     nodes: dict[fx.Node, fx.Node] = {}
     own = replace(role, graph=copied_graph(role.graph, nodes))
     uneven = uneven_dims(own) if with_uneven else {}
@@ -211,10 +211,8 @@ def role_form(
 
 
 def _settle(graph: fx.Graph, phase: str, fence: fx.Node) -> None:
-    """Put what belongs behind a fence behind it: views, and kernels that went with what they lead to.
-
-    Communications of backward that start before it stay there with what they need: they are of forward then.
-    """
+    """Move nodes that belong after a fence there: views, and kernels grouped with their consumers. Communications of
+    backward that start before the fence stay there with their operands: they then belong to forward."""
     later = list(_BEFORE)[list(_BEFORE).index(phase) :]
     ahead, before = set[fx.Node](), dict[fx.Node, None]()
     for node in graph.nodes:

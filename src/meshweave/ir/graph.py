@@ -1,7 +1,7 @@
-"""Access to fx graphs: what every stage knows of a node, and the text form.
+"""Access to fx graphs: the metadata of nodes at every stage, and the text form.
 
-Every node of ours carries `meta["spec"]` (what value it makes), `meta["origin"]` (where it comes from) and,
-once placed, `meta["layout"]`. Nothing else is read from `meta` across rooms.
+Every node has `meta["spec"]` (its value), `meta["origin"]` (where it comes from) and, once placed, `meta["layout"]`.
+Nothing else is read from `meta` across rooms.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ class Spec:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    @property
+    def is_integer(self) -> bool:
+        return not self.dtype.is_floating_point and not self.dtype.is_complex and self.dtype != torch.bool
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
 
 
-Specs = Spec | tuple[Spec | None, ...] | None  # of what an op returns: a tensor, several values, no tensor
+Specs = Spec | tuple[Spec | None, ...] | None  # spec of an op's result: a tensor, several values, no tensor
 
 
 def specs_of(value: Any) -> Specs:
-    """The Specs of what an op has returned."""
+    """The Specs of an op's results."""
     if isinstance(value, (tuple, list)):
         return tuple(Spec(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in value)
     return Spec(tuple(map(int, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else None
@@ -52,11 +56,11 @@ def specs_of(value: Any) -> Specs:
 class Origin:
     """Where a node comes from: the phase, the module's path and the line of the model's source.
 
-    Phases are forward, loss, backward, reduce and update. Nodes of reduce stand among those of backward: they move
-    gradients that microbatches have added up, and run in the last microbatch only.
+    Phases are forward, loss, backward, reduce and update. Nodes of reduce are among those of backward: they move
+    accumulated gradients, and run in the last microbatch only.
 
     `call` numbers the ops that autograd recorded, from 1: a forward node has the number of its op, a backward node that
-    of the op whose gradient it is; 0 where there is none.
+    of the op whose gradient it computes; otherwise 0.
     """
 
     phase: str
@@ -81,7 +85,7 @@ def block_name(origin: Origin) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant; in rank graphs also
+    """A placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant; in rank graphs also
     carry (`gathers.carry`)."""
 
     kind: str
@@ -92,11 +96,11 @@ class Input:
 
 @dataclass(slots=True)
 class StepGraph:
-    """One training step as one functional graph of global shapes.
+    """A training step as a functional graph of global shapes.
 
-    Placeholder i of `graph` is `inputs[i]`; element i of its output is `outputs[i]` = (kind, name), with kind
-    loss, grad, acc, param, buffer, state or output (what the model returns).
-    `constants` are tensors that the model's code made while it was traced.
+    Placeholder i of `graph` is `inputs[i]`; element i of its output is `outputs[i]` = (kind, name), with kind loss,
+    grad, acc, param, buffer, state or output (what the model returns). `constants` are tensors that the model's code
+    created while it was traced.
     """
 
     graph: fx.Graph
@@ -122,9 +126,9 @@ class StepGraph:
 
 
 def spec_of(node: fx.Node) -> Spec:
-    """The Spec of a node that makes one tensor."""
+    """The Spec of a node with a single tensor result."""
     spec = node.meta["spec"]
-    assert isinstance(spec, Spec), f"{node.name} makes {spec}"
+    assert isinstance(spec, Spec), f"{node.name} returns {spec}"
     return spec
 
 
@@ -133,9 +137,8 @@ def origin_of(node: fx.Node) -> Origin:
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of a node in the order of its schema, lists flattened: what rules call operand 0, 1, ...
-
-    An operand that stands twice is listed twice.
+    """The tensor operands of a node in the order of its schema, lists flattened: operands 0, 1, ... of rules. An
+    operand that occurs twice is listed twice.
     """
     tensors: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda n: tensors.append(n) if isinstance(n.meta.get("spec"), Spec) else None)
@@ -149,7 +152,7 @@ def replace_inputs(node: fx.Node, values: Sequence[Any]) -> tuple[tuple[Any, ...
 
 
 def map_nodes(node: fx.Node, function: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """args and kwargs of `node` with every node in them, however deep, replaced by what `function` makes of it."""
+    """args and kwargs of `node` with every node in them, however deep, replaced by `function` of it."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), function)
     return args, kwargs  # type: ignore[return-value]
 
@@ -162,15 +165,28 @@ def op_name(target: Any) -> str:
 
 
 def argument(node: fx.Node, position: int) -> Any:
-    """An argument by its position in the op's schema, whether it was handed over by position or by name."""
+    """An argument by its position in the op's schema, whether it was passed by position or by name."""
     if position < len(node.args):
         return node.args[position]
     arguments = arguments_of(node.target) if is_operator(node.target) else []
     return node.kwargs.get(arguments[position].name) if position < len(arguments) else None
 
 
+def row_index(node: fx.Node) -> fx.Node | None:
+    """The only index, 1-d and of integers, along dim 0 of a lookup or of an indexed sum; None for any other."""
+    args: Any = node.args
+    is_select = node.target is torch.ops.aten.index_select.default
+    if len(args) <= 1 + is_select:  # passed by name
+        return None
+    indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
+    if len(indices) != 1 or indices[0] is None:
+        return None
+    spec = spec_of(indices[0])
+    return indices[0] if spec.is_integer and len(spec.shape) == 1 else None
+
+
 def place_of(node: fx.Node) -> str:
-    """A node as messages name it: its name, its op and, where known, the module and line that it comes from."""
+    """A node in messages: its name, its op and, if known, its module and source line."""
     origin = node.meta.get("origin")
     source = str(origin) if origin is not None else _stack_line(node)
     return f"node {node.name} ({op_name(node.target)})" + (f", {source}" if source else "")
@@ -187,7 +203,7 @@ def _stack_line(node: fx.Node) -> str:
 
 
 def copied_graph(graph: fx.Graph, copies: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
-    """The same graph with nodes of its own, whose meta are their own too. `copies`, if given, is filled: old to new."""
+    """A copy of the graph, with nodes and meta of its own. `copies`, if not None, is filled: old to new."""
     copy, node_map = fx.Graph(), {} if copies is None else copies
     for node in graph.nodes:
         node_map[node] = copy.node_copy(node, node_map.__getitem__)
@@ -195,7 +211,7 @@ def copied_graph(graph: fx.Graph, copies: dict[fx.Node, fx.Node] | None = None) 
 
 
 def module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A module that runs another graph as `gm` runs its own: the same signature, constants and meta."""
+    """A module that runs another graph like `gm` runs its own: the same signature, constants and meta."""
     copy_signature(gm.graph, graph)
     module = fx.GraphModule(gm, graph)
     module.meta.update(gm.meta)
@@ -208,7 +224,7 @@ def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def graph_text(graph: fx.Graph, *, layouts: bool = True) -> str:
-    """One line per node: name, value, layout where there is one, op and operands. Stable, so that tests can pin it."""
+    """A line per node: name, value, layout (if any), op and operands. Stable, so that tests can pin it."""
     return "\n".join(_lines(graph, layouts)) + "\n"
 
 
@@ -241,13 +257,13 @@ def _arg(value: Any) -> str:
 
 
 def copy_meta(source: fx.Node, target: fx.Node, **changes: Any) -> fx.Node:
-    """Give `target` what `source` knows of itself, with changes."""
+    """Copy the metadata of `source` to `target`, with changes."""
     target.meta.update({key: source.meta[key] for key in ("spec", "origin") if key in source.meta}, **changes)
     return target
 
 
 def tokens_of(step: StepGraph) -> int:
-    """Tokens of one microbatch: the elements of the largest integer input of the batch, else the size of its dim 0."""
+    """Tokens of a microbatch: the elements of the largest integer input of the batch, else the size of its dim 0."""
     batch = [item.spec for item in step.inputs if item.kind == "batch" and item.spec.shape]
     integers = [spec for spec in batch if not spec.dtype.is_floating_point and len(spec.shape) > 1]
     return max((prod(spec.shape) for spec in integers), default=max((spec.shape[0] for spec in batch), default=0))

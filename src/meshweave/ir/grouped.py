@@ -1,6 +1,6 @@
-"""The grouped matmul: rows sorted by expert, each multiplied with the matrix of its expert.
+"""The grouped matmul: rows sorted by expert, each multiplied with its expert's matrix.
 
-`ends[e]` is the row behind the last row of expert e. Rows behind the last end belong to no expert: they give zeros and
+`ends[e]` is the row after the last row of expert e. Rows after the last end belong to no expert: they give zeros and
 get no gradient.
 """
 
@@ -18,7 +18,8 @@ def spans(
     ends: Tensor, num_experts: int, num_rows: int, first_row: int, first_expert: int
 ) -> Iterator[tuple[int, int, int]]:
     """(index, start, stop) of each of `num_experts` experts from `first_expert` on that has rows among the `num_rows`
-    of a device, in the numbers of these: its own from `first_row` on (`own_rows`)."""
+    of a device, relative to the device's first row: the global row `first_row`, or the first of its own rows
+    (`own_rows`)."""
     lasts = ends.tolist()
     first = max(first_row, lasts[first_expert - 1] if first_expert else 0)
     stops = [min(max(end - first, 0), num_rows) for end in lasts]
@@ -30,7 +31,8 @@ def spans(
 
 
 def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expert: int) -> Tensor:
-    """`grouped_mm` of the rows from `first_row` on and the experts from `first_expert` on: rows of others are zeros."""
+    """`grouped_mm` of the rows from `first_row` on and the experts from `first_expert` on: rows of other experts are
+    zeros."""
     out = x.new_zeros((x.shape[0], weight.shape[2]))
     if out.is_meta:
         return out
@@ -51,7 +53,7 @@ def outer_piece(x: Tensor, grad: Tensor, ends: Tensor, num_experts: int, first_r
 
 @define_op("grouped_mm")
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows x [s, k], sorted by expert, times weight [e, k, n] of their expert: [s, n]. `ends` [e] int32."""
+    """Rows x [s, k], sorted by expert, times their expert's weight [e, k, n]: [s, n]. `ends` [e] int32."""
     return mm_piece(x, weight, ends, 0, 0)
 
 
@@ -62,8 +64,8 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @define_op("grouped_outer")
 def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of `grouped_mm` for its weight: x [s, k], grad [s, n] -> [e, k, n]: each
-    expert adds up its rows."""
+    """The gradient of `grouped_mm` for its weight: x [s, k], grad [s, n] -> [e, k, n]: a sum over each expert's
+    rows."""
     return outer_piece(x, grad, ends, ends.shape[0], 0, 0)
 
 
@@ -80,7 +82,8 @@ def enter_rows(x: Tensor, ends: Tensor, dim: int) -> Tensor:
 
 @define_op("leave_rows")
 def leave_rows(x: Tensor, ends: Tensor, dim: int) -> Tensor:
-    """The identity: from here on rows of others are zeros, so that the values of all devices are parts of a sum."""
+    """The identity: from here on rows of other devices are zeros, so that the values of all devices are partial
+    sums."""
     return x.clone()
 
 
@@ -89,8 +92,8 @@ for _identity in (enter_rows, leave_rows):
 
 
 def _own(ends: Tensor, num_rows: int, first_row: int, first_expert: int, num_experts: int) -> tuple[int, int]:
-    """The first of the own rows among `num_rows` from `first_row` on, in the numbers of these, and how many follow.
-    Rows of no expert, behind the last end, are on the device of the last expert."""
+    """Start and number of the own rows among `num_rows` from `first_row` on, relative to `first_row`. Rows of no
+    expert, after the last end, are on the device of the last expert."""
     if not num_experts:
         return 0, 0
     stop = first_expert + num_experts
@@ -103,9 +106,10 @@ def _own(ends: Tensor, num_rows: int, first_row: int, first_expert: int, num_exp
 def own_rows(
     x: Tensor, ends: Tensor, dim: int, first_row: int, first_expert: int, num_experts: int, parts: int
 ) -> Tensor:
-    """The own rows of x, whose rows along `dim` begin at `first_row`: those of the experts given. How many these are is
-    known at run time; without data they are one of `parts` equal shares, as under a balanced load, and for 0 parts
-    more than there can be (`values.ragged`)."""
+    """The own rows of x, whose rows along `dim` begin at `first_row`: those of the local experts.
+
+    Their number is known only at run time; on meta tensors it is one of `parts` equal shares, as under a balanced load,
+    and for 0 parts more than possible (`values.ragged`)."""
     if x.is_meta:
         num_rows = -(-x.shape[dim] // parts) if parts else x.shape[dim] + 1
         return x.new_empty((*x.shape[:dim], num_rows, *x.shape[dim + 1 :]))
@@ -116,7 +120,7 @@ def own_rows(
 def all_rows(
     x: Tensor, ends: Tensor, dim: int, first_row: int, first_expert: int, num_experts: int, num_rows: int
 ) -> Tensor:
-    """All `num_rows` rows along `dim`, from `first_row` on: those of the experts given are x, those of others zeros."""
+    """All `num_rows` rows along `dim`, from `first_row` on: rows of the local experts from x, others zeros."""
     out = x.new_zeros((*x.shape[:dim], num_rows, *x.shape[dim + 1 :]))
     if not x.is_meta:
         start, size = _own(ends, num_rows, first_row, first_expert, num_experts)
@@ -128,10 +132,10 @@ def all_rows(
 def row_owners(
     ends: Tensor, num_rows: int, row_stops: list[int], expert_stops: list[int], members: list[int]
 ) -> Tensor:
-    """The devices, by their numbers in a group, that have each of `num_rows` rows by expert: [num_rows, copies].
+    """The devices, by index in a group, that have each of `num_rows` rows by expert: [num_rows, copies].
 
     `row_stops[p]` is the end of piece p of the rows, `expert_stops[d]` that of the experts of the d-th device;
-    `members` [pieces, devices, copies], flat, are those that have the rows of piece p whose experts are of device d.
+    `members` [pieces, devices, copies], flat, are those that have the rows of piece p whose experts are on device d.
     """
     table = torch.tensor(members, device=ends.device).view(len(row_stops), len(expert_stops), -1)
     rows = torch.arange(num_rows, device=ends.device)
@@ -149,7 +153,8 @@ def _(ends: Tensor, num_rows: int, row_stops: list[int], expert_stops: list[int]
 
 @define_op("row_readers")
 def row_readers(members: Tensor, places: Tensor | None, num_members: int, num_rows: int) -> Tensor:
-    """Which members read which rows: [num_members, num_rows]. Those in `members[i]` read row `places[i]`, i without."""
+    """Which members read which rows: [num_members, num_rows]. The members `members[i]` read row `places[i]`, for each
+    i."""
     at = torch.arange(len(members), device=members.device) if places is None else places
     readers = torch.zeros((num_members, num_rows), dtype=torch.bool, device=members.device)
     readers[members, at.unsqueeze(1)] = True
@@ -162,7 +167,7 @@ def _(members: Tensor, places: Tensor | None, num_members: int, num_rows: int) -
 
 
 def key_of(node: fx.Node) -> str:
-    """The name of the ends that an op on rows by expert is given, as the captured graph has it."""
+    """The name of the `ends` argument of an op on rows by expert, as in the captured graph."""
     ends = node.args[1] if node.target in _IDENTITIES else node.args[2]
     return str(node.meta.get("key") or ends)
 
@@ -174,7 +179,7 @@ BY_ROWS = (torch.ops.meshweave.grouped_mm.default, torch.ops.meshweave.grouped_o
 def from_torch(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`torch._grouped_mm` in the ops above: rows are those of a where it has two dims, else columns of b."""
+    """`torch._grouped_mm` in terms of the ops above: rows are those of a if it has two dims, else columns of b."""
     if offs is None:
         out = torch.ops.meshweave.matmul(a, b)
     elif a.dim() == 2 and b.dim() == 3:
@@ -188,12 +193,12 @@ def from_torch(
 
 
 def fallback_backward(x: Tensor, weight: Tensor, offs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight that `transformers::grouped_mm_fallback_backward` gives."""
+    """The gradients of x and weight that `transformers::grouped_mm_fallback_backward` returns."""
     return grouped_mm(grad, weight.transpose(1, 2), offs), grouped_outer(x, grad, offs)
 
 
-# Ops of others, by their text, that capture writes in the ops above: their own kernels take some dtypes only, and leave
-# rows of no expert as they were in memory.
+# Ops of other libraries, by name, that capture rewrites in terms of the ops above: their own kernels support only some
+# dtypes, and leave rows of no expert uninitialised.
 OF_OTHERS = {
     "aten._grouped_mm.default": from_torch,
     "transformers.grouped_mm_fallback.default": grouped_mm,

@@ -21,11 +21,11 @@ REDUCE_OPS = ("sum", "avg", "max", "min")
 
 @dataclass(frozen=True, slots=True)
 class DimSharding:
-    """How one tensor dim is cut: by `axes` in turn, outermost first, in blocks of `unit` elements.
+    """How a tensor dim is cut: by `axes` in turn, outermost first, in blocks of `unit` elements.
 
-    The unit is 1 for ordinary dims. A dim that a view merged from (heads, head_dim) and that is sharded by
-    heads has unit head_dim, so that 3 heads on 2 devices give pieces of 2 and 1 whole heads. A dim that no axis
-    cuts has unit 1. Raises LayoutError for a unit below 1.
+    The unit is 1 for ordinary dims. A dim that a view merged from (heads, head_dim) and that is sharded by heads has
+    unit head_dim, so that 3 heads on 2 devices give pieces of 2 and 1 whole heads. A dim that no axis cuts has unit 1.
+    Raises LayoutError for a unit below 1.
     """
 
     axes: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class DimSharding:
     def __post_init__(self) -> None:
         if self.unit < 1:
             raise LayoutError(
-                "a dim is cut in blocks of at least one element",
+                "a dim is cut in blocks of at least 1 element",
                 where="{" + ",".join(self.axes) + "}",
                 got=f"unit {self.unit}",
                 expected="1 or more",
@@ -53,20 +53,19 @@ WHOLE = DimSharding()
 class Layout:
     """Per tensor dim the ordered axes that shard it, and per partial axis its reduce op; replicated elsewhere.
 
-    `owned` are (axis, dim, key): along the axis every device has the rows of the dim that are its own. Which and how
-    many these are is known at run time alone: the value named `key` says which expert a row goes to (the ends of
-    `ir.grouped`), and the experts are cut over these axes in turn as chunks.
+    `owned` are (axis, dim, key): along the axis every device has its own rows of the dim. Which and how many is known
+    only at run time: the value named `key` says which expert a row belongs to (the ends of `ir.grouped`), and the
+    experts are cut over these axes in turn as chunks.
 
-    Invariants, checked when built: every axis is of the mesh and is used once; `partial` is in mesh order.
-    Written `[{dp}, {tp}]`, `[{}, {tp}x16]` (blocks of 16), `[{}, {}] partial(sum: tp)` and
-    `[{}, {}] owned(ep: 0 by ends)`.
+    Invariants, checked when built: every axis is in the mesh and is used once; `partial` is in mesh order. Written
+    `[{dp}, {tp}]`, `[{}, {tp}x16]` (blocks of 16), `[{}, {}] partial(sum: tp)` and `[{}, {}] owned(ep: 0 by ends)`.
     """
 
     mesh: Mesh
     dims: tuple[DimSharding, ...]
     partial: tuple[tuple[str, str], ...] = ()
     owned: tuple[tuple[str, int, str], ...] = ()
-    _hash: int = field(default=0, init=False, repr=False, compare=False)  # 0: not asked for yet
+    _hash: int = field(default=0, init=False, repr=False, compare=False)  # 0: not computed yet
 
     def __hash__(self) -> int:
         if not self._hash:
@@ -74,7 +73,7 @@ class Layout:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Layout, (self.mesh, self.dims, self.partial, self.owned)  # a hash is of one process
+        return Layout, (self.mesh, self.dims, self.partial, self.owned)  # hashes differ between processes
 
     def __post_init__(self) -> None:
         used = [*self.sharded_axes, *self.partial_axes, *self.owned_axes]
@@ -82,16 +81,16 @@ class Layout:
             self.mesh.axis_index(axis)
             if used.count(axis) > 1:
                 raise LayoutError(
-                    f"axis '{axis}' is used twice in one layout",
+                    f"axis '{axis}' is used twice in a layout",
                     where=f"mesh {self.mesh}",
                     got=str(self),
                     expected="every axis at most once",
-                    hint="an axis shards one dim, or makes the value partial, once",
+                    hint="an axis shards a single dim, or makes the value partial, once",
                 )
         for axis, op in self.partial:
             if op not in REDUCE_OPS:
                 raise LayoutError(
-                    f"'{op}' is no reduce op",
+                    f"'{op}' is not a reduce op",
                     where=f"axis '{axis}' of mesh {self.mesh}",
                     got=f"{op}: {axis}",
                     expected=f"one of {', '.join(REDUCE_OPS)}",
@@ -119,7 +118,7 @@ class Layout:
                     f"there is no dim {d} to shard",
                     where=f"a layout on mesh {mesh}",
                     got=f"dim {d}",
-                    expected=f"0 to {num_dims - 1}" if num_dims else "no sharded dim, for the value has no dims",
+                    expected=f"0 to {num_dims - 1}" if num_dims else "no sharded dim, because the value has no dims",
                 )
         dims = tuple(DimSharding(tuple(shards.get(d, ()))) for d in range(num_dims))
         return Layout(mesh, dims, tuple((partial or {}).items()))
@@ -161,11 +160,11 @@ class Layout:
         return tuple(dict.fromkeys(dim for _, dim, _ in self.owned))
 
     def without_owned(self) -> Layout:
-        """The layout with every row on every device instead of on its own."""
+        """The layout with every row on every device instead of only its own."""
         return replace(self, owned=()) if self.owned else self
 
     def owned_as_parts(self) -> Layout:
-        """The layout once rows of others are zeros: a part of a sum."""
+        """The layout after rows of other devices are set to zero: a partial sum."""
         parts = tuple((axis, "sum") for axis in self.owned_axes)
         return Layout(self.mesh, self.dims, (*self.partial, *parts)) if self.owned else self
 
@@ -175,7 +174,7 @@ class Layout:
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """The axes along which every device holds the same, in mesh order."""
+        """The axes along which all devices have the same values, in mesh order."""
         used = (*self.sharded_axes, *self.partial_axes, *self.owned_axes)
         return tuple(axis for axis in self.mesh.axis_names if axis not in used)
 
@@ -188,9 +187,8 @@ class Layout:
         return tuple(self.mesh.size(axis) for axis in self.dims[dim].axes)
 
     def normalized(self, shape: Sequence[int]) -> Layout:
-        """The same pieces in their plainest form: axes of size 1 dropped, units dropped where they change no piece.
-
-        Two layouts of one shape whose texts differ only in these have the same normal form.
+        """The same pieces in normal form: axes of size 1 dropped, units dropped where they change no piece. Two layouts
+        of a shape whose texts differ only in these have the same normal form.
         Raises LayoutError when the number of dims differs from the shape's.
         """
         self.check_rank(shape)
@@ -220,7 +218,7 @@ class Layout:
         return replace(self, dims=(*self.dims[:dim], sharding, *self.dims[dim + 1 :]))
 
     def box(self, shape: Sequence[int], coords: Mapping[str, int]) -> Box:
-        """The piece of a tensor of `shape` that the device at `coords` holds."""
+        """The piece of a tensor of `shape` on the device at `coords`."""
         spans = [
             nested_chunk(size, [(self.mesh.size(a), coords[a]) for a in dim.axes], dim.unit)
             for size, dim in zip(shape, self.dims, strict=True)
@@ -228,11 +226,11 @@ class Layout:
         return Box(tuple(o for o, _ in spans), tuple(s for _, s in spans))
 
     def box_of(self, shape: Sequence[int], device: int) -> Box:
-        """The piece that a device of the mesh holds, by its id."""
+        """The piece on a device of the mesh, by its id."""
         return self.box(shape, self.mesh.coordinates(self.mesh.index(device)))
 
     def pieces(self, shape: Sequence[int]) -> dict[int, Box]:
-        """Device id -> the box it holds. Along replicated and partial axes devices hold the same box."""
+        """Device id -> its box. Along replicated and partial axes devices have the same box."""
         self.check_rank(shape)
         mesh, boxes = self.mesh, dict[tuple[int, ...], Box]()
         spans = [self.spans(d, size) for d, size in enumerate(shape)]
@@ -252,7 +250,7 @@ class Layout:
         return [nested_chunk(size, list(zip(parts, index, strict=True)), unit) for index in product(*map(range, parts))]
 
     def _numbers(self, d: int) -> list[int]:
-        """For every device, in the order of the mesh, the number of its piece of dim d."""
+        """For every device, in mesh order, the index of its piece of dim d."""
         strides, stride = {}, 1
         for axis in reversed(self.dims[d].axes):
             strides[axis] = stride
@@ -264,8 +262,8 @@ class Layout:
         return numbers
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the largest piece, which the device at coordinate 0 of every axis holds. Of rows that devices own it
-        is an equal share: the load is taken to be balanced."""
+        """Shape of the largest piece, that of the device at coordinate 0 of every axis. Of owned rows it is an equal
+        share: the load is assumed to be balanced."""
         pieces = [
             largest_chunk(size, self.parts(d), self.dims[d].unit) if self.dims[d].axes else size
             for d, size in enumerate(shape)
@@ -276,14 +274,14 @@ class Layout:
         return tuple(pieces)
 
     def to_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
-        """The DTensor placements, one per mesh axis. Raises LayoutError where DTensor cannot express the layout."""
+        """The DTensor placements, one per mesh axis. Raises LayoutError if DTensor cannot express the layout."""
         from meshweave.ir.placements import placements_from_layout
 
         return placements_from_layout(self, shape)
 
     @staticmethod
     def from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims: int) -> Layout:
-        """The layout that DTensor `placements` (one per axis of `mesh`) stand for."""
+        """The layout of DTensor `placements` (one per axis of `mesh`)."""
         from meshweave.ir.placements import layout_from_placements
 
         return layout_from_placements(placements, mesh, num_dims)
@@ -330,5 +328,5 @@ def _not_a_layout(text: str) -> LayoutError:
         where="the text of a layout",
         got=repr(text),
         expected="something like [{dp}, {tp}] or [{}, {}] partial(sum: tp)",
-        hint="one pair of braces per tensor dim, with the axes that shard it",
+        hint="a pair of braces per tensor dim, with the axes that shard it",
     )

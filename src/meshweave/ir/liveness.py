@@ -12,14 +12,15 @@ from meshweave.ir.collectives import STARTS
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import Value, local_values
 
-# The moment at which a storage is made, the one from which it is free (the number of moments: never), and its bytes.
+# The moment at which a storage is allocated, the moment at which it is freed (the number of moments: never), and its
+# bytes.
 LiveRange = tuple[int, int, int]
 
-_REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of their name takes the place of
+_REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of the same name replaces
 
 
 def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:
-    """The bytes that live at each of the moments 0 .. num_moments - 1."""
+    """The live bytes at each of the moments 0 .. num_moments - 1."""
     changes = [0] * (num_moments + 1)
     for begin, end, num_bytes in ranges:
         changes[begin] += num_bytes
@@ -31,8 +32,8 @@ def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:
 class RoleLiveness:
     """The storages of the first device of a role, in the last microbatch of a step, in which most of them live.
 
-    Every storage lives from the op that makes it to its last use, as in `runtime.executor`; operands of communications
-    live until these have been waited for. Moments count the ops of the graph, symbols left out.
+    Every storage lives from the op that allocates it to its last use, as in `runtime.executor`; operands of
+    communications live until their wait. Moments count the ops of the graph, symbols left out.
     """
 
     values: Mapping[fx.Node, Sequence[Value]]
@@ -80,7 +81,7 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
 
 
 def _used(node: fx.Node, values: dict[fx.Node, tuple[Value, ...]]) -> list[Value]:
-    """What a node reads and makes; a wait also the operand of what it waits for."""
+    """The operands and results of a node; for a wait also the operand of its communication."""
     inputs = list(node.all_input_nodes)
     inputs += [n for start in inputs if start.target in STARTS for n in start.all_input_nodes]
     return [x for n in (node, *inputs) for x in values[n]]

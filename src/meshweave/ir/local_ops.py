@@ -1,7 +1,7 @@
-"""Local versions of ops whose meaning changes when they run on a piece: indices are global, tables are pieces.
+"""Local versions of ops whose meaning changes on a piece: indices are global, tables are pieces.
 
-What lies outside the piece counts as 0 (or is not written), so that the sum over the pieces is the whole result.
-All are plain torch functions of tensors and are right on empty pieces too.
+Elements outside the piece count as 0 (or are not written), so that the sum over the pieces is the whole result. All are
+plain torch functions of tensors and also work on empty pieces.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ aten = torch.ops.aten
 
 
 def _inside(index: Tensor, offset: int, size: int) -> tuple[Tensor, Tensor]:
-    """(index into the piece with 0 for what lies outside, whether it lies inside)."""
+    """(index into the piece, 0 if outside; whether it is inside)."""
     local = index - offset
     inside = (local >= 0) & (local < size)
     return torch.where(inside, local, 0), inside
 
 
 def _with_row(x: Tensor, dim: int) -> Tensor:
-    """x with one more line of zeros at the end of `dim`: where what lies outside is read from or written to."""
+    """x with an additional line of zeros at the end of `dim`, for reads and writes outside the piece."""
     return torch.cat([x, x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])], dim)
 
 
@@ -63,18 +63,18 @@ def index_select(x: Tensor, dim: int, index: Tensor, offset: int) -> Tensor:
 
 
 def _from_front(index: Tensor, num_rows: int) -> Tensor:
-    """Indices of a dim of `num_rows`, those from its end counted from the front."""
+    """Indices of a dim of `num_rows`, with negative indices counted from the front."""
     return torch.where(index < 0, index + num_rows, index)
 
 
 def index_rows(x: Tensor, dim: int, index: Tensor, num_rows: int, offset: int) -> Tensor:
-    """`x[..., index, ...]` from the piece that begins at `offset` along `dim`, which has `num_rows` in all."""
+    """`x[..., index, ...]` from the piece that begins at `offset` along `dim`, which has `num_rows` in total."""
     target = _or_last(_from_front(index, num_rows), offset, x.shape[dim])
     return aten.index.Tensor(_with_row(x, dim), [*[None] * dim, target])
 
 
 def add_rows(x: Tensor, dim: int, index: Tensor, values: Tensor, num_rows: int, offset: int) -> Tensor:
-    """`index_put` that adds, into the piece of x that begins at `offset` along `dim`, which has `num_rows` in all."""
+    """`index_put` that adds, into the piece of x that begins at `offset` along `dim`, which has `num_rows` in total."""
     target = _or_last(_from_front(index, num_rows), offset, x.shape[dim])
     written = aten.index_put.default(_with_row(x, dim), [*[None] * dim, target], values, True)
     return written.narrow(dim, 0, x.shape[dim])
@@ -96,7 +96,7 @@ _IDENTITY = {"max": float("-inf"), "min": float("inf"), "sum": 0.0, "avg": 0.0}
 
 
 def identity_value(op: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing under `op`: 0 for sums, the least number for max."""
+    """The identity element of `op`: 0 for sums, the least number for max."""
     if dtype.is_floating_point or op in ("sum", "avg"):
         return _IDENTITY[op]
     if dtype == torch.bool:
@@ -105,7 +105,7 @@ def identity_value(op: str, dtype: torch.dtype) -> float | int | bool:
 
 
 def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
-    """amax or amin that gives the identity where the piece is empty."""
+    """amax or amin that returns the identity element for an empty piece."""
     dims = list(dims) or list(range(x.dim()))
     if all(x.shape[d] for d in dims):
         return (torch.amax if op == "max" else torch.amin)(x, dims, keepdim)
@@ -114,22 +114,22 @@ def extreme(x: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
     return x.new_full(shape, identity_value(op, x.dtype))
 
 
-# A group has its members in the order of the mesh's axes, a dim its pieces in the order in which axes cut it: `sizes`
-# are those of the axes as they stand on the dim, and axis `order[i]` of them is the i-th in the order of the group.
+# A group orders its members by the mesh's axes, a dim its pieces by the order in which axes cut it: `sizes` are those
+# of the axes in the dim's order, and axis `order[i]` of them is the i-th in group order.
 
 
 def view_rows(x: Tensor, shape: Sequence[int], dim: int, source: int) -> Tensor:
-    """x in another shape, in which dim `dim` has as many rows as dim `source` of x, whatever `shape` says of it."""
+    """x in another shape, in which dim `dim` has as many rows as dim `source` of x, whatever `shape` has there."""
     return x.reshape([*shape[:dim], x.shape[source], *shape[dim + 1 :]])
 
 
 def join_blocks(
     blocks: Tensor, sizes: Sequence[int], order: Sequence[int], dim: int, table: Sequence[tuple[int, int]] | None
 ) -> Tensor:
-    """Equal blocks stacked along dim 0 in the order of the group, put side by side along `dim` in its order.
+    """Equal blocks stacked along dim 0 in group order, concatenated along `dim` in its order.
 
-    `table` gives the (offset, size) of the pieces that the blocks were padded from, in the order of the dim; None:
-    there is no padding.
+    `table` has the (offset, size) of the pieces that the blocks were padded from, in the dim's order; None: there is no
+    padding.
     """
     count, rows = len(sizes), blocks.shape[0] // prod(sizes)
     stacked = blocks.unflatten(0, (*(sizes[i] for i in order), rows))
@@ -148,10 +148,10 @@ def deal_blocks(
     table: Sequence[tuple[int, int]] | None,
     block: int,
 ) -> Tensor:
-    """x cut along `dim` into pieces, each padded with zeros to `block`, stacked along dim 0 in the order of the group.
+    """x cut along `dim` into pieces, each padded with zeros to `block`, stacked along dim 0 in group order.
 
-    `table` gives the (offset, size) of the pieces in the global dim, in its order, from which x begins at the first;
-    None: all equal.
+    `table` has the (offset, size) of the pieces in the global dim, in its order; x begins at the first offset; None:
+    all pieces are equal.
     """
     count = len(sizes)
     if table is None:
@@ -175,7 +175,7 @@ def _pad_to(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def take_chunk(x: Tensor, dim: int, outer: int, count: int, index: int) -> Tensor:
-    """Chunk `index` of x along `dim`. A view where `outer` is 1."""
+    """Chunk `index` of x along `dim`. A view if `outer` is 1."""
     size = x.shape[dim] // count
     if outer == 1:
         return x.narrow(dim, index * size, size)
@@ -191,7 +191,7 @@ def join_chunks(chunks: Sequence[Tensor], indices: Sequence[int], dim: int, oute
 
 
 def sum_parts(parts: Sequence[Tensor], indices: Sequence[int], wide: torch.dtype) -> Tensor:
-    """The sum of the parts in the order of their indices, taken in `wide` and rounded once."""
+    """The sum of the parts in the order of their indices, accumulated in `wide` and rounded once."""
     ordered = [parts[indices.index(i)] for i in sorted(indices)]
     total = ordered[0].to(wide, copy=True)
     for part in ordered[1:]:
@@ -200,22 +200,21 @@ def sum_parts(parts: Sequence[Tensor], indices: Sequence[int], wide: torch.dtype
 
 
 def keep_first(x: Tensor, index: int, op: str) -> Tensor:
-    """A replicated value as one part of a partial: itself on the device of index 0, the identity elsewhere."""
+    """A replicated value as a part of a partial value: itself on the device of index 0, the identity element
+    elsewhere."""
     return x if index == 0 else torch.full_like(x, identity_value(op, x.dtype))
 
 
 def embed_part(x: Tensor, dim: int, before: int, size: int, op: str, group: str) -> Tensor:
-    """A piece as one part of a partial value of `size` along `dim`: it begins at `before`, the rest is the identity.
-
-    The parts are those of `group`, an axis list: which devices reduce them later, says this and nothing else.
-    """
+    """A piece as a part of a partial value of `size` along `dim`: it begins at `before`, the rest is the identity
+    element. `group`, an axis list, only records which devices reduce the parts later."""
     whole = x.new_full([size if d == dim else n for d, n in enumerate(x.shape)], identity_value(op, x.dtype))
     whole.narrow(dim, before, x.shape[dim]).copy_(x)
     return whole
 
 
 def or_zeros(function: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any) -> Tensor:
-    """function(*args), or zeros where a tensor among `args` is empty: an empty result, or a sum over nothing."""
+    """function(*args), or zeros if a tensor among `args` is empty: an empty result, or a sum over nothing."""
     empty = any(isinstance(a, Tensor) and a.numel() == 0 for a in args)
     return torch.zeros(shape, dtype=dtype) if empty else function(*args)
 
@@ -223,25 +222,25 @@ def or_zeros(function: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any
 def or_zeros_each(
     function: Any, shapes: Sequence[Sequence[int] | None], dtypes: Sequence[torch.dtype | None], *args: Any
 ) -> tuple[Tensor | None, ...]:
-    """`or_zeros` for an op of several results, some absent."""
+    """`or_zeros` for an op with several results, some absent."""
     if any(isinstance(a, Tensor) and a.numel() == 0 for a in args):
         return tuple(None if s is None else torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
     return function(*args)
 
 
-# Attention over keys that come in parts.
+# Attention over several sets of keys.
 
 
 def merge_attention(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys of both parts, in float32 at least."""
+    """(out, lse) over the keys of both parts, in at least float32."""
     return kernels.merge(out, lse, more, more_lse)
 
 
 def finish_attention(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What has been merged, in `dtype`."""
+    """A merged result, in `dtype`."""
     return kernels.finish(out, lse, dtype)
 
 
 def add_gradient(total: Tensor, part: Tensor) -> Tensor:
-    """One more part of a gradient that is summed in float32 at least."""
+    """Adds a part to a gradient that is accumulated in at least float32."""
     return torch.add(total.to(torch.promote_types(total.dtype, torch.float32)), part)

@@ -19,9 +19,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Mesh:
     """Named axes over device ids, stored in row-major order of the axes.
 
-    `Mesh("dp=2,tp=2")`, `Mesh(dp=2, tp=2)` and `Mesh("pp=2", devices=[3, 1])` are the ways to write one.
-    Without `devices` the ids are 0 .. n-1. Immutable and hashable; its hash is computed once, so that a
-    layout over 16,384 devices costs no more to compare than one over 4.
+    `Mesh("dp=2,tp=2")`, `Mesh(dp=2, tp=2)` and `Mesh("pp=2", devices=[3, 1])` are the ways to write a mesh. Without
+    `devices` the ids are 0 .. n-1. Immutable and hashable; its hash is computed once, so that comparing layouts over
+    16,384 devices costs no more than over 4.
 
     Raises MeshError for an axis named twice, a size below 1, a repeated device or a wrong number of them.
     """
@@ -71,13 +71,14 @@ class Mesh:
 
     @staticmethod
     def of(mesh: Mesh | str | Mapping[str, int]) -> Mesh:
-        """A mesh itself, or as its text `dp=2,tp=2` or the sizes of its axes by name. MeshError for anything else."""
+        """The mesh itself, or from its text `dp=2,tp=2` or the sizes of its axes by name. MeshError for anything
+        else."""
         if isinstance(mesh, Mesh):
             return mesh
         if not isinstance(mesh, str | Mapping):
             hint = "mw.Mesh.from_device_mesh(...)" if type(mesh).__name__ == "DeviceMesh" else ""
             expected = '"dp=2,tp=2", {"dp": 2, "tp": 2} or a meshweave.Mesh'
-            raise MeshError("this is not a mesh", where="mesh=", got=repr(mesh), expected=expected, hint=hint)
+            raise MeshError("not a mesh", where="mesh=", got=repr(mesh), expected=expected, hint=hint)
         return Mesh(mesh)
 
     @staticmethod
@@ -141,7 +142,7 @@ class Mesh:
         return self._where[device]
 
     def covers(self, devices: Iterable[int]) -> bool:
-        """Whether every one of the device ids is of this mesh."""
+        """Whether all of the device ids are in this mesh."""
         return all(device in self._where for device in devices)
 
     def size(self, axis: str) -> int:
@@ -156,12 +157,12 @@ class Mesh:
                 where=f"mesh {self}",
                 got=axis,
                 expected=f"one of {', '.join(self.axis_names) or '(no axes)'}",
-                hint="name an axis of the mesh, or add it to the mesh",
+                hint="use an axis of the mesh, or add it to the mesh",
             )
         return self.axis_names.index(axis)
 
     def flat_size(self, axes: Iterable[str]) -> int:
-        """Number of devices in one group of the flattened `axes`."""
+        """Number of devices in a group of the flattened `axes`."""
         return prod(self.size(axis) for axis in axes)
 
     def coordinates(self, position: int) -> dict[str, int]:
@@ -172,7 +173,7 @@ class Mesh:
         return {name: coords[name] for name in self.axis_names}
 
     def position(self, coords: Mapping[str, int]) -> int:
-        """Row-major index of the device at `coords`; axes left out count as 0."""
+        """Row-major index of the device at `coords`; omitted axes count as 0."""
         index = 0
         for name, size in zip(self.axis_names, self.shape, strict=True):
             index = index * size + coords.get(name, 0)
@@ -181,8 +182,8 @@ class Mesh:
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Device ids of every group of the flattened `axes`, in the order given (first axis slowest).
 
-        The axes need not be adjacent: what counts is the ids. Groups come in row-major order of the other axes.
-        Raises MeshError for an axis that the mesh lacks or that is named twice.
+        The axes need not be adjacent. Groups are in row-major order of the other axes. Raises MeshError for an axis
+        that the mesh lacks or that is named twice.
         """
         _check_axes([(axis, self.size(axis)) for axis in axes])
         rest = [name for name in self.axis_names if name not in axes]
@@ -199,13 +200,13 @@ class Mesh:
         return positions
 
     def flatten(self, axes: Sequence[str], name: str) -> Mesh:
-        """The mesh with `axes` (any set, adjacent or not) replaced by one axis `name`, where the first of them was.
+        """The mesh with `axes` (any set, adjacent or not) replaced by a single axis `name`, in the place of the first.
 
         Raises MeshError for no axes, an axis that the mesh lacks or names twice, and a `name` that is taken.
         """
         if not axes:
             raise MeshError(
-                "there is no axis to flatten",
+                "no axis to flatten",
                 where=f"mesh {self}",
                 got="no axes",
                 expected="at least one axis of the mesh",
@@ -220,7 +221,7 @@ class Mesh:
         return Mesh._make(names, shape, self._ids_in_order(order))
 
     def at(self, **coords: int) -> Mesh:
-        """The sub-mesh of the devices at the given coordinates, over the axes that are left."""
+        """The sub-mesh of the devices at these coordinates, over the remaining axes."""
         for axis, index in coords.items():
             if not 0 <= index < self.size(axis):
                 raise MeshError(
@@ -296,7 +297,9 @@ def _check_axes(pairs: Sequence[tuple[str, int]]) -> None:
                 f"axis '{name}' is named twice", where=where, got=", ".join(names), expected="every axis at most once"
             )
         if isinstance(size, bool) or not isinstance(size, int):
-            raise MeshError(f"the size of axis '{name}' is no number", where=where, got=repr(size), expected="an int")
+            raise MeshError(
+                f"the size of axis '{name}' is not a number", where=where, got=repr(size), expected="an int"
+            )
         if size < 1:
             raise MeshError(
                 f"axis '{name}' has no devices", where=where, got=f"{name}={size}", expected="a size of 1 or more"
@@ -315,7 +318,7 @@ def _check_devices(names: tuple[str, ...], shape: tuple[int, ...], ids: tuple[in
     if len(set(ids)) != len(ids):
         twice = sorted({d for d in ids if ids.count(d) > 1})
         raise MeshError(
-            "a device stands twice in the mesh", where=where, got=f"repeated: {twice}", expected="each device once"
+            "a device is twice in the mesh", where=where, got=f"repeated: {twice}", expected="each device once"
         )
     if min(ids, default=0) < 0:
         raise MeshError("a device id is below 0", where=where, got=str(min(ids)), expected="0 or more")

@@ -1,11 +1,10 @@
-"""The operators of ours that stand in global graphs beside ATen.
-
-`meshweave::pin` marks a value (or its gradient) whose layout a plan asks for; `meshweave::attention` is
-scaled-dot-product attention as one device-neutral op; `meshweave::matmul` a batched matmul that keeps its batch dims
-apart; `meshweave::contract` a product of two tensors over any dims; `meshweave::uniform` and `meshweave::chance` random
-numbers and bools that are functions of (seed, step, call, global index) and therefore the same on every mesh;
-`meshweave::round_parts` a cast that may come before a sum over devices; `meshweave::square_sum` the square of a norm;
-`meshweave::ctc_loss` connectionist temporal classification of sequences whose lengths are tensors.
+"""The operators of meshweave in global graphs, beside ATen. `meshweave::pin` marks a value (or its gradient) whose
+layout a plan fixes; `meshweave::attention` is scaled-dot-product attention as a single device-neutral op;
+`meshweave::matmul` a batched matmul that keeps its batch dims separate; `meshweave::contract` a product of two tensors
+over any dims; `meshweave::uniform` and `meshweave::chance` random numbers and bools that are functions of (seed, step,
+call, global index) and therefore the same on every mesh; `meshweave::round_parts` a cast that may come before a sum
+over devices; `meshweave::square_sum` the square of a norm; `meshweave::ctc_loss` connectionist temporal classification
+of sequences whose lengths are tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from meshweave.ir import attention as kernels
 from meshweave.ir import random
@@ -33,6 +32,7 @@ __all__ = [
     "round_parts",
     "square_sum",
     "uniform",
+    "unmoved",
 ]
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ KERNELS[aten.native_layer_norm_backward.default] = _layer_norm_backward
 
 
 def define_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Define `meshweave::name`, and enter its function into KERNELS."""
+    """Define `meshweave::name`, and add its function to KERNELS."""
 
     def define(kernel: Callable[..., Any]) -> Any:
         custom = torch.library.custom_op(f"meshweave::{name}", kernel, mutates_args=())
@@ -61,13 +61,19 @@ def define_op(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def move(x: Tensor, target: str, readers: Tensor | None = None, share: float = 1.0) -> Tensor:
-    """The node that stands for every movement of data: the identity on the global value, to layout `target`.
-
-    With `readers` it is sparse (`movement.dispatch`): a gather brings each device the rows that it reads, a
-    reduce-scatter adds up the rows that each has, as `collectives.sparse_gather` and its inverse say. Only
-    placed graphs hold it; `meta["layout"]` of the node and of its operand are the two layouts.
+    """The node for every movement of data: the identity on the global value, to layout `target`. With `readers` it is
+    sparse (`movement.dispatch`): a gather sends each device only the rows that it reads, a reduce-scatter adds up only
+    the rows that each device has, by `sparse_gather` and its inverse. Only placed graphs contain it; `meta["layout"]`
+    of the node and of its operand are the two layouts.
     """
     raise AssertionError("a move is expanded before it runs")
+
+
+def unmoved(value: fx.Node) -> fx.Node:
+    """The value that a chain of moves begins with."""
+    while value.target is move:
+        value = value.args[0]  # type: ignore[assignment]
+    return value
 
 
 @define_op("pin")
@@ -83,7 +89,7 @@ def _(x: Tensor, constraint: str, grad: bool) -> Tensor:
 
 @define_op("round_parts")
 def round_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast that is taken as linear: of a partial sum every part is rounded, where the cast would round the sum."""
+    """A cast that is treated as linear: every part of a partial sum is rounded, instead of the sum."""
     return x.to(dtype, copy=True)
 
 
@@ -92,14 +98,14 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-# Elements that are in float64 at once: 512 KiB stay in a core's cache. Of 2**16, 2**18 and 2**20 the fastest for a
+# Elements that are in float64 at a time: 512 KiB stay in a core's cache. The fastest of 2**16, 2**18 and 2**20 for a
 # gradient of 4000 x 4000 on one core (35, 38 and 73 ms; its squares in float32 and their sum took 137).
 _SQUARED_AT_ONCE = 1 << 16
 
 
 @define_op("square_sum")
 def square_sum(x: Tensor) -> Tensor:
-    """The sum of the squares of all elements, 0-dim, squared and added in float64 without a copy of x in float64."""
+    """The sum of the squares of all elements, 0-dim, squared and added in float64 without a float64 copy of x."""
     if x.is_cuda and x.numel():
         return torch.ops.aten._foreach_norm.Scalar([x], 2, torch.float64)[0].square()
     total = x.new_zeros((), dtype=torch.float64)
@@ -164,11 +170,11 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [b, h, s, d] over k [b, g, t, d] and v [b, g, t, e], h a multiple of g.
 
-    Returns out [b, h, s, e] and lse [b, h, s]. `bias` (float, added to the scores; or bool, True where a query may
-    look) broadcasts to [b, h, s, t]. `first_query` and `first_key` are the positions of the first query and key, which
-    a causal mask goes by; `is_part` says that there are more keys, with whose result this one is merged. With `starts`
-    positions are those of a sequence held as equal chunks, which begin at these (`ir.causal`). Bound to the device's
-    kernel when run (`ir.attention`).
+    Returns out [b, h, s, e] and lse [b, h, s]. `bias` (float, added to the scores; or bool, True where a query sees the
+    key) broadcasts to [b, h, s, t]. `first_query` and `first_key` are the positions of the first query and key, for a
+    causal mask; `is_part`: there are more keys, with whose result this result is merged. `starts`: the sequence is
+    stored as equal chunks that begin at these positions (`ir.causal`). Bound to the device's kernel when run
+    (`ir.attention`).
     """
     where = Causal.of(q.shape[2], k.shape[2], first_query, first_key, starts) if is_causal else None
     return kernels.forward(q, k, v, bias, where, scale, is_part)
@@ -196,8 +202,8 @@ def attention_backward(
     is_part: bool = False,
     starts: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; shapes as in `attention`. `out` and `lse` are of all keys that a query sees, of which
-    k and v may be some."""
+    """Gradients of q, k and v; shapes as in `attention`. `out` and `lse` cover all keys that a query sees; k and v may
+    be a part of them."""
     where = Causal.of(q.shape[2], k.shape[2], first_query, first_key, starts) if is_causal else None
     return kernels.backward(grad, q, k, v, bias, out, lse, where, scale, is_part)
 
@@ -208,7 +214,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _attention_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.set_materialize_grads(False)  # lse has no gradient, and zeros of its size would be made for nothing
+    ctx.set_materialize_grads(False)  # lse has no gradient, and zeros of its size would be wasted
     q, k, v, bias, ctx.is_causal, ctx.scale, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, bias, *output)
 
@@ -224,7 +230,7 @@ attention.register_autograd(_attention_autograd, setup_context=_attention_contex
 
 @define_op("matmul")
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., m, k] @ b [..., k, n] over equal leading dims, which stay apart so that each can be sharded."""
+    """a [..., m, k] @ b [..., k, n] over equal leading dims, which stay separate so that each can be sharded."""
     return torch.matmul(a, b)
 
 

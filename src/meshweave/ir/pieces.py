@@ -1,4 +1,4 @@
-"""Pieces: the boxes of the global index space that devices hold. The one source of truth for offsets."""
+"""Pieces: the boxes of the global index space on devices. The only definition of offsets."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def is_even(size: int, parts: Sequence[int], unit: int = 1) -> bool:
 def unit_matters(size: int, parts: Sequence[int], unit: int) -> bool:
     """Whether cutting by `parts` in blocks of `unit` gives other pieces than cutting in single elements.
 
-    At every level only two sizes occur (a full chunk and the remainder of each size above), so the cost does not
-    grow with the number of pieces.
+    At every level only two sizes occur (a full chunk and the remainder of each size above), so the cost does not grow
+    with the number of pieces.
     """
     sizes = {size} - {0}
     for num_parts in parts:
@@ -59,7 +59,7 @@ def unit_matters(size: int, parts: Sequence[int], unit: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A piece of a tensor: where it starts and how far it reaches, per dim, in elements of the global tensor."""
+    """A piece of a tensor: offset and size per dim, in elements of the global tensor."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -69,16 +69,16 @@ class Box:
         return prod(self.size)
 
     def slices(self) -> tuple[slice, ...]:
-        """Index that cuts the box out of the global tensor."""
+        """The index that cuts the box out of the global tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
 
     def contains(self, other: Box) -> bool:
-        """Whether the other box, be it empty, begins and ends inside this one."""
+        """Whether the other box, even if empty, begins and ends inside this box."""
         pairs = zip(self.offset, self.size, other.offset, other.size, strict=True)
         return all(a <= b and b + t <= a + s for a, s, b, t in pairs)
 
     def intersect(self, other: Box) -> Box:
-        """The box common to both; sizes are 0 where they do not meet."""
+        """The intersection of both boxes; sizes are 0 if they do not meet."""
         lo = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         hi = (min(a + s, b + t) for a, s, b, t in zip(self.offset, self.size, other.offset, other.size, strict=True))
         return Box(lo, tuple(max(0, h - o) for o, h in zip(lo, hi, strict=True)))

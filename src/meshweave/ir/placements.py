@@ -1,10 +1,10 @@
 """Layout to and from DTensor placements.
 
-DTensor has one placement per mesh axis and applies them in mesh order. Where our order of the axes on one dim
-differs, the placement becomes `_StridedShard(dim, split_factor=f)`: the dim is already cut into f chunks by axes
-that stand later in the mesh but further out in the layout, and each of the chunks is cut again. So f is the
-product of the sizes of those axes, and the order can be read back from the factors.
-Source: torch/distributed/tensor/_dtensor_spec.py, `_convert_shard_order_to_StridedShard` (torch 2.13).
+DTensor has one placement per mesh axis and applies them in mesh order. If the layout has another order of the axes on a
+dim, the placement becomes `_StridedShard(dim, split_factor=f)`: the dim is already cut into f chunks by axes that come
+later in the mesh but further out in the layout, and each of the chunks is cut again. So f is the product of the sizes
+of those axes, and the order can be recovered from the factors. Source: torch/distributed/tensor/_dtensor_spec.py,
+`_convert_shard_order_to_StridedShard` (torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from meshweave.ir.pieces import chunk, is_even, nested_chunk
 def placements_from_layout(layout: Layout, shape: Sequence[int]) -> tuple[Placement, ...]:
     """The DTensor placements, one per mesh axis, under which a tensor of `shape` has the pieces of `layout`.
 
-    Raises LayoutError where DTensor would hold other pieces: a unit that changes them for this shape, or axes out
-    of mesh order on a dim that they do not divide, where a strided shard leaves other remainders than we do.
+    Raises LayoutError if DTensor would have other pieces: for a unit that changes them for this shape, or axes out of
+    mesh order on a dim that they do not divide, because a strided shard has other remainders.
     """
     layout.check_rank(shape)
     for d, (size, dim) in enumerate(zip(shape, layout.normalized(shape).dims, strict=True)):
@@ -53,11 +53,10 @@ def placements_from_layout(layout: Layout, shape: Sequence[int]) -> tuple[Placem
 
 
 def layout_from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims: int) -> Layout:
-    """The layout that DTensor `placements` (one per axis of `mesh`) stand for, on a tensor of `num_dims` dims.
-
-    Exact for every size where the axes of a dim are in mesh order, and where they divide the dim. Raises
-    LayoutError for a wrong number of placements, a dim that the tensor lacks, a split factor that no order of the
-    axes gives, and for a placement that is neither Shard, Replicate nor a plain Partial.
+    """The layout of DTensor `placements` (one per axis of `mesh`) on a tensor of `num_dims` dims. Exact for every size
+    if the axes of a dim are in mesh order, and otherwise if they divide the dim. Raises LayoutError for a wrong number
+    of placements, a dim that the tensor lacks, a split factor that matches no order of the axes, and for a placement
+    that is neither Shard, Replicate nor a plain Partial.
     """
     if len(placements) != len(mesh.axis_names):
         raise LayoutError(
@@ -68,7 +67,7 @@ def layout_from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims
         )
     order: list[list[str]] = [[] for _ in range(num_dims)]
     partial = []
-    # Last axis first: a split factor speaks of the axes after its own.
+    # Last axis first: a split factor refers to the axes after its own.
     for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
         where = f"axis '{axis}' of mesh {mesh}"
         if isinstance(placement, (StridedShard, Shard)):
@@ -77,7 +76,7 @@ def layout_from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims
             partial.append((axis, placement.reduce_op))
         elif not isinstance(placement, Replicate):
             raise LayoutError(
-                "no layout stands for this placement",
+                "no layout corresponds to this placement",
                 where=where,
                 got=repr(placement),
                 expected=f"Shard, Replicate or Partial with one of {', '.join(REDUCE_OPS)}",
@@ -87,13 +86,13 @@ def layout_from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims
 
 
 def _split_factor(mesh: Mesh, axes: Sequence[str], axis: str) -> int:
-    """Chunks that axes later in the mesh but further out in `axes` have cut before `axis` does."""
+    """Number of chunks cut before `axis` by axes later in the mesh but further out in `axes`."""
     outer = axes[: axes.index(axis)]
     return prod(mesh.size(a) for a in outer if mesh.axis_index(a) > mesh.axis_index(axis))
 
 
 def _insert(order: list[list[str]], axis: str, placement: Shard | StridedShard, mesh: Mesh, where: str) -> None:
-    """Put `axis` among the later axes of its dim, where the sizes of those further out give the split factor."""
+    """Insert `axis` among the later axes of its dim, where the sizes of the axes further out match the split factor."""
     dim = placement.dim + len(order) if placement.dim < 0 else placement.dim
     if not 0 <= dim < len(order):
         raise LayoutError(
@@ -107,7 +106,7 @@ def _insert(order: list[list[str]], axis: str, placement: Shard | StridedShard, 
     factors = [mesh.flat_size(later[:at]) for at in range(len(later) + 1)]
     if factor not in factors:
         raise LayoutError(
-            "no order of the mesh axes gives this strided shard",
+            "no order of the mesh axes matches this strided shard",
             where=where,
             got=repr(placement),
             expected=f"a split factor of {', '.join(map(str, sorted(set(factors))))}",
@@ -117,7 +116,7 @@ def _insert(order: list[list[str]], axis: str, placement: Shard | StridedShard, 
 
 
 def _check_order(layout: Layout, shape: Sequence[int], d: int, size: int) -> None:
-    """Raises LayoutError unless DTensor, which cuts in mesh order, gets the pieces of `layout` on dim `d`."""
+    """Raises LayoutError unless DTensor, which cuts in mesh order, has the pieces of `layout` on dim `d`."""
     mesh = layout.mesh
     axes = tuple(a for a in layout.dims[d].axes if mesh.size(a) > 1)
     in_mesh_order = sorted(axes, key=mesh.axis_index)
@@ -131,9 +130,9 @@ def _check_order(layout: Layout, shape: Sequence[int], d: int, size: int) -> Non
             runs = _strided_cut(runs, _split_factor(mesh, axes, a), mesh.size(a), coords[a])
         if runs != ([(start, length)] if length else []):
             raise LayoutError(
-                f"DTensor would hold other pieces of dim {d}",
+                f"DTensor would have other pieces of dim {d}",
                 where=f"layout {layout} on mesh {mesh}, shape {tuple(shape)}",
-                got=f"{size} elements over {{{','.join(axes)}}}: at {coords} we hold {length} from {start}, "
+                got=f"{size} elements over {{{','.join(axes)}}}: at {coords} meshweave has {length} from {start}, "
                 f"DTensor {runs or 'none'} as (offset, size)",
                 expected=f"a size that {prod(layout.parts(d))} pieces divide, or the axes in mesh order",
                 hint=f"write the dim as {{{','.join(in_mesh_order)}}}, or choose another size",
@@ -143,7 +142,7 @@ def _check_order(layout: Layout, shape: Sequence[int], d: int, size: int) -> Non
 def _strided_cut(runs: list[tuple[int, int]], factor: int, parts: int, index: int) -> list[tuple[int, int]]:
     """Part `index` of the elements in `runs` (offset and size of each stretch), as `StridedShard` cuts them.
 
-    The elements are chunked into `factor`, every chunk into `parts`, and the parts `index` are joined again.
+    The elements are cut into `factor` chunks, every chunk into `parts`, and the parts `index` are concatenated.
     """
     total = sum(length for _, length in runs)
     kept = []
@@ -155,7 +154,7 @@ def _strided_cut(runs: list[tuple[int, int]], factor: int, parts: int, index: in
 
 
 def _slice_runs(runs: list[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
-    """The stretches that hold the elements start .. start+length of those in `runs`."""
+    """The stretches that contain the elements start .. start+length of those in `runs`."""
     kept, seen = [], 0
     for offset, size in runs:
         lo, hi = max(start - seen, 0), min(start + length - seen, size)
@@ -166,7 +165,7 @@ def _slice_runs(runs: list[tuple[int, int]], start: int, length: int) -> list[tu
 
 
 def _join(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`runs` with stretches that touch made one."""
+    """`runs` with adjacent stretches merged."""
     joined: list[tuple[int, int]] = []
     for offset, size in runs:
         if joined and sum(joined[-1]) == offset:

@@ -1,8 +1,9 @@
 """Random numbers that are functions of (seed, step, call, global index): the same on every mesh.
 
-A key is made of seed, step and call by the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014). `uniform` mixes
-the index of every element with it. `chance`, which dropout draws, mixes rows and columns alone (a row: all dims but the
-last), and elements of their product by two rounds of multiplication and shift in 32 bits, of which it takes 16 each.
+A key is computed from seed, step and call by the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014). `uniform`
+mixes the index of every element with it. `chance`, which dropout draws, mixes rows and columns separately (a row: all
+dims except the last), and mixes each pair by two rounds of multiplication and shift in 32 bits, of which it uses 16 per
+element.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 _MIX_32 = 0x7FEB352D  # of lowbias32 (C. Wellons, Prospecting for Hash Functions, 2018)
 
-# Words of `chance` that are mixed at once: 256 KiB and as much beside it stay in a core's cache. Of 2**13, 2**14,
-# 2**15, 2**16 and 2**18 the fastest for 8 x 128 x 768 on one core (2.3, 1.6, 1.1, 0.9 and 2.2 ns an element; torch's
-# own bernoulli_ takes 4.7).
+# Words of `chance` that are mixed at a time: 256 KiB and as much again fit in a core's cache. The fastest of 2**13,
+# 2**14, 2**15, 2**16 and 2**18 for 8 x 128 x 768 on one core (2.3, 1.6, 1.1, 0.9 and 2.2 ns an element; torch's own
+# bernoulli_ takes 4.7).
 _WORDS_AT_ONCE = 1 << 16
-# 16 bits of a word for an element, unless they miss the probability by more than this share of it or its complement.
+# An element uses 16 bits of a word, unless the probability then has a relative error above this (also for its
+# complement).
 _COARSEST = 1e-3
 
 
@@ -42,7 +44,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix_number(x: int) -> int:
-    """`_mix` of a number, signed."""
+    """`_mix` of a Python number, signed."""
     x %= _WORD
     x = (x ^ (x >> 30)) * _MIX_1 % _WORD
     x = (x ^ (x >> 27)) * _MIX_2 % _WORD
@@ -51,13 +53,13 @@ def _mix_number(x: int) -> int:
 
 def _key(step: Tensor, draw: tuple[int, int]) -> Tensor | int:
     seed, call = draw
-    if step.device.type == "cpu":  # a number costs 2 us, 0-dim tensors 50
+    if step.device.type == "cpu":  # a Python number costs 2 us, 0-dim tensors 50
         return _mix_number(_mix_number(_mix_number(int(step) + _GOLDEN) ^ seed) ^ call)
     return _mix(_mix(_mix(step.to(torch.int64) + _GOLDEN) ^ seed) ^ call)
 
 
 def _index(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], device: torch.device) -> Tensor:
-    """The index of every element of a box, counted over the global shape."""
+    """The index of every element of a box in the global shape."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
@@ -70,7 +72,7 @@ def _index(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], dev
 def uniform(
     step: Tensor, draw: tuple[int, int], shape: Sequence[int], offset: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """float32 in [0, 1) for the box at `offset` of extent `size`; `draw`: seed and call. 24 bits of two rounds."""
+    """float32 in [0, 1) for the box at `offset` of extent `size`; `draw`: seed and call. Uses 24 bits of two rounds."""
     bits = _mix(_mix(_index(shape, offset, size, step.device) * _GOLDEN + _key(step, draw)))
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
@@ -104,14 +106,14 @@ def chance(
 
 
 def _fold(x: Tensor, space: Tensor) -> None:
-    """x ^ (x >> 15) in place, the shift without sign."""
+    """x ^ (x >> 15) in place, with a logical shift."""
     torch.bitwise_right_shift(x, 15, out=space)
     space &= (1 << 17) - 1
     x ^= space
 
 
 def _threshold(p: float) -> tuple[int, int]:
-    """How many bits an element takes, and the signed number of so many bits below which it is True."""
+    """How many bits an element uses, and the signed threshold below which it is True."""
     coarse = round(p * (1 << 16))
     bits = 16 if abs(coarse / (1 << 16) - p) <= _COARSEST * min(p, 1 - p) else 32
     half = 1 << (bits - 1)

@@ -1,12 +1,12 @@
-"""Rank graphs: what one role runs, with groups and rank symbolic.
+"""Rank graphs: what a role runs, with symbolic groups and rank.
 
-A rank graph holds local ATen ops, `_c10d_functional` collectives whose group name is an axis list in the order of the
-mesh ("dp,tp"), transfers, and the symbolic integers of this module, which are functions of the device's coordinates and
-are bound when the graph is run. So one graph serves every device of its role, however many there are. A `permute` is
-named by its group like a collective, and its peers are indices along the flattened axes of that group.
+A rank graph contains local ATen ops, `_c10d_functional` collectives whose group name is an axis list in the order of
+the mesh ("dp,tp"), transfers, and the symbolic integers of this module, which are functions of the device's coordinates
+and are bound when the graph is run. So a single graph serves every device of its role, however many there are. A
+`permute` is named by its group like a collective, and its peers are indices along the flattened axes of that group.
 
-The axes of the program's own mesh go by their names. A device may be of several meshes (the stages of a pipeline are
-sub-meshes): the axes of `meshes[i]` are then written `m{i}.dp`, in groups, in symbols and in coordinates alike.
+The axes of the program's own mesh have their plain names. A device may be in several meshes (the stages of a pipeline
+are sub-meshes): the axes of `meshes[i]` are then written `m{i}.dp`, in groups, symbols and coordinates.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def axis_index(coords: Coordinates, axes: Sequence[str], parts: Sequence[int]) -
 def ring_index(coords: Coordinates, axes: Sequence[str], parts: Sequence[int], sign: int, shift: int) -> int:
     """(sign * r + shift) mod n, where r is this device's index in its group of the flattened `axes` and n their size.
 
-    With sign 1 (-1) and a shift of 0, 1, ... a device meets all members of its group, beginning with itself, and no two
-    of them meet one member in the same step. With sign 0 all meet the same.
+    With sign 1 (-1) and shifts 0, 1, ... a device visits all members of its group, beginning with itself, and no two
+    devices visit the same member in the same step. With sign 0 all visit the same.
     """
     return (sign * axis_index(coords, axes, parts) + shift) % prod(parts)
 
@@ -80,12 +80,9 @@ SYMBOLS: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What crosses between devices, each message by itself: every device of the target gets its piece from devices of
-    the source.
-
-    Without `axes` it goes from one mesh to another (or to the same devices in another order), and is not partial. With
-    `axes` it stays on one mesh and in the groups of these axes, which are in the order of the mesh; a value may be
-    partial over others.
+    """Messages between devices: every device of the target gets its piece from devices of the source.\n\nWithout `axes`
+    it goes from a mesh to another (or to the same devices in another order), and the value is not partial. With `axes`
+    it stays on a mesh and in the groups of these axes, which are in mesh order; a value may be partial over other axes.
     """
 
     source: Layout
@@ -95,33 +92,32 @@ class Transfer:
 
     @property
     def routes(self) -> Routes:
-        """Who sends what to whom."""
+        """Which device sends which box to which."""
         if self.axes:
             return routes_within(self.source, self.target, self.spec.shape, self.axes)
         return routes(self.source, self.target, self.spec.shape)
 
 
 def in_mesh_order(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes as groups name them: so a set of axes has one group, and sums over it one order."""
+    """The axes in the order in which groups name them: so a set of axes has a single group, and sums over it a single
+    order."""
     return tuple(sorted(axes, key=mesh.axis_index))
 
 
 def qualified(index: int, axis: str) -> str:
-    """How rank graphs write an axis of `meshes[index]`."""
+    """The name of an axis of `meshes[index]` in rank graphs."""
     return axis if index == 0 else f"m{index}.{axis}"
 
 
 @dataclass(slots=True)
 class RankGraph:
-    """The graph that every device of one role runs.
+    """The graph that every device of a role runs.
 
     Placeholder i takes the piece of `inputs[i]` in `layouts[i]`; output i is (kind, name) `outputs[i]` in
-    `output_layouts[i]`: those of the program whose mesh the role is of. Phases follow each other in the order of the
-    nodes. `mesh` is the program's, `devices` are the role's (all of them, unless said), `meshes` all meshes of the
-    program, `mesh` first; every role of a program numbers meshes and transfers alike.
-
-    An input of kind carry is what the step before gave as the output of that name: a value made of one parameter
-    alone. `prologue` makes all of them from the parameters, for a step that none has gone before.
+    `output_layouts[i]`: those of the program. Nodes are in the order of phases. `mesh` is the program's, `devices` are
+    the role's (by default all), `meshes` all meshes of the program, `mesh` first; all roles of a program number meshes
+    and transfers equally. An input of kind carry is the previous step's output of that name: a value that depends on a
+    single parameter. `prologue` computes all of them from the parameters, for the first step.
     """
 
     graph: fx.Graph
@@ -148,7 +144,7 @@ class RankGraph:
         return self.layouts[index]
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Coordinates of a device along the axes of every mesh that it is of, by qualified axis name."""
+        """Coordinates of a device along the axes of all its meshes, by qualified axis name."""
         return {
             qualified(i, axis): at
             for i, mesh in enumerate(self.meshes)
@@ -157,13 +153,13 @@ class RankGraph:
         }
 
     def group_axes(self, group: str) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh and the axes that a group name (the last argument of a collective) stands for."""
+        """The mesh and the axes of a group name (the last argument of a collective)."""
         names = [axis.rpartition(".") for axis in group.split(",")]
         prefix = names[0][0]
         return self.meshes[int(prefix[1:]) if prefix else 0], tuple(axis for _, _, axis in names)
 
     def has_all_of(self, group: str) -> bool:
-        """Whether only devices of this role are in the groups that its devices have of this name."""
+        """Whether the groups of this name contain only devices of this role."""
         mesh, _ = self.group_axes(group)
         devices = frozenset(self.devices)
         if mesh.covers(devices) and len(mesh.devices) == len(devices):
@@ -187,7 +183,7 @@ def _member_table(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...
 
 
 def copied(role: RankGraph) -> RankGraph:
-    """The role with a graph of its own."""
+    """The role with a copy of the graph."""
     return replace(role, graph=copied_graph(role.graph))
 
 

@@ -1,4 +1,4 @@
-"""Routes: which device sends which box to which, when a value goes from one mesh to another or about one mesh."""
+"""Routes: which device sends which box to which, when a value moves from a mesh to another or within a mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshweave.ir.pieces import Box
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`box` of the global index space goes from one device to another; where they are the same it stays and is free."""
+    """`box` of the global index space goes from a device to another; if both are the same it stays and is free."""
 
     sender: int
     receiver: int
@@ -24,16 +24,16 @@ class Message:
 
 
 _Table = dict[int, tuple[Message, ...]]
-_Span = tuple[int, int]  # offset and size along one dim
-_Tile = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # numbers of the pieces of source and target, offset, size
+_Span = tuple[int, int]  # offset and size along a dim
+_Tile = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # indices of the pieces of source and target, offset, size
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The messages of one transfer or permute.
+    """The messages of a transfer or permute.
 
-    Invariants: the boxes of the messages to one device are not empty, do not overlap and fill its piece of the target;
-    each lies in the sender's piece of the source; what a device holds in the source it does not receive from another.
+    Invariants: the boxes of the messages to a device are not empty, do not overlap and fill its piece of the target;
+    each is inside the sender's piece of the source; a device never receives elements that it has in the source.
     """
 
     messages: tuple[Message, ...]
@@ -50,16 +50,16 @@ class Routes:
         object.__setattr__(self, "_received", {device: tuple(those) for device, those in received.items()})
 
     def sent_by(self, device: int) -> tuple[Message, ...]:
-        """What the device sends, to itself too."""
+        """What the device sends, including to itself."""
         return self._sent.get(device, ())
 
     def received_by(self, device: int) -> tuple[Message, ...]:
-        """What the device receives, from itself too: together its piece of the target."""
+        """What the device receives, including from itself: together its piece of the target."""
         return self._received.get(device, ())
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing crosses from one device to another."""
+        """Whether nothing is sent between devices."""
         return all(message.sender == message.receiver for message in self.messages)
 
     def bytes_sent(self, device: int, itemsize: int) -> int:
@@ -71,20 +71,19 @@ class Routes:
         return itemsize * sum(m.box.num_elements for m in self.received_by(device) if m.sender != device)
 
     def crossing_bytes(self, itemsize: int) -> int:
-        """Bytes that cross from one device to another, over all devices."""
+        """Bytes sent between different devices, in total."""
         return itemsize * sum(m.box.num_elements for m in self.messages if m.sender != m.receiver)
 
 
 @lru_cache(maxsize=512)
 def routes(source: Layout, target: Layout, shape: tuple[int, ...]) -> Routes:
-    """How a value of `shape` gets from `source` to `target`, on any two meshes: the same for equal arguments.
+    """How a value of `shape` gets from `source` to `target`, on any two meshes. Deterministic.\n\nThe pieces are cut
+    into tiles, each inside a piece of the source and a piece of the target. A device of the target that has a tile in
+    the source keeps it. Any other gets it from the holder that has sent the least so far; ties go to the holder with
+    the receiver's index among the receivers (modulo their number). So n replicas that send to n replicas pair up. Time
+    and size grow with the number of messages.
 
-    The pieces are cut into tiles, each inside one piece of the source and one of the target. A device of the target
-    that holds a tile in the source keeps it. Any other gets it from one of its holders: the one that has sent the least
-    so far, and of several such the one that stands among the holders where the receiver stands among the receivers
-    (counted around). So n replicas that send to n replicas pair up. Time and size grow with the number of messages.
-
-    Raises LayoutError for a layout that is partial and for a number of dims that is not the shape's.
+    Raises LayoutError for a partial layout and for a wrong number of dims.
     """
     start, goal = source.normalized(shape), target.normalized(shape)
     for layout in (start, goal):
@@ -105,13 +104,12 @@ def routes(source: Layout, target: Layout, shape: tuple[int, ...]) -> Routes:
 
 @lru_cache(maxsize=512)
 def routes_within(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[str, ...]) -> Routes:
-    """How a value of `shape` gets from `source` to `target` on one mesh when devices send only inside their group of
-    the flattened `axes`: the same for equal arguments.
+    """How a value of `shape` gets from `source` to `target` on a mesh if devices send only inside their group of the
+    flattened `axes`. Deterministic.\n\nA value may be partial over other axes, because all members of a group have the
+    same contributions. Tiles are assigned to holders as in `routes`, inside the group. Time grows with the number of
+    devices and messages.
 
-    A value may be partial over other axes, for all of a group have the same contributions. A tile is dealt among its
-    holders and receivers in the group as `routes` does. Time grows with the number of devices and messages.
-
-    Raises LayoutError where another mesh, another partial axis or a piece from outside of the group is wanted.
+    Raises LayoutError if the target needs another mesh, another partial axis or a piece from outside the group.
     """
     start, goal = source.normalized(shape), target.normalized(shape)
     if start.mesh != goal.mesh or start.partial != goal.partial or set(axes) & set(start.partial_axes):
@@ -142,12 +140,12 @@ def _not_within(source: Layout, target: Layout, axes: tuple[str, ...]) -> Layout
         "the pieces cannot be exchanged inside groups of these axes",
         where=f"{source} -> {target}",
         got=f"groups of {', '.join(axes)}",
-        expected="the same mesh and partial axes, and every piece in the group where it is wanted",
+        expected="the same mesh and partial axes, and every piece inside the group that needs it",
     )
 
 
 def _devices_by_piece(layout: Layout) -> list[list[int]]:
-    """The devices that hold each piece, in the order of the mesh. Pieces count in row-major order of the dims."""
+    """The devices that have each piece, in mesh order. Pieces are numbered in row-major order of the dims."""
     mesh, axes = layout.mesh, layout.sharded_axes
     rest = [axis for axis in mesh.axis_names if axis not in axes]
     order = [mesh.axis_index(axis) for axis in (*axes, *rest)]
@@ -156,7 +154,7 @@ def _devices_by_piece(layout: Layout) -> list[list[int]]:
 
 
 def _tiles(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Box]]:
-    """Every box that a piece of the source and one of the target have in common, with the numbers of these pieces."""
+    """Every common box of a piece of the source and a piece of the target, with the indices of these pieces."""
     tiles: Iterable[_Tile] = [(0, 0, (), ())]
     for d, size in enumerate(shape):
         tiles = _cut(tiles, source.spans(d, size), target.spans(d, size))
@@ -164,13 +162,13 @@ def _tiles(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterator[t
 
 
 def _cut(tiles: Iterable[_Tile], before: list[_Span], after: list[_Span]) -> Iterator[_Tile]:
-    """The tiles cut along one more dim, which the source has in pieces `before` and the target in pieces `after`."""
+    """The tiles cut along another dim, which the source has in pieces `before` and the target in pieces `after`."""
     overlaps, m, n = _overlaps(before, after), len(before), len(after)
     return ((p * m + i, w * n + j, (*lo, o), (*to, s)) for p, w, lo, to in tiles for i, j, o, s in overlaps)
 
 
 def _overlaps(before: list[_Span], after: list[_Span]) -> list[tuple[int, int, int, int]]:
-    """(index before, index after, offset, size) of all that two ways to cut the same dim have in common, in order."""
+    """(index before, index after, offset, size) of all intersections of two ways to cut the same dim, in order."""
     overlaps, i, j = [], 0, 0
     while i < len(before) and j < len(after):
         start = max(before[i][0], after[j][0])
@@ -182,8 +180,8 @@ def _overlaps(before: list[_Span], after: list[_Span]) -> list[tuple[int, int, i
 
 
 def _deal(holders: list[int], receivers: list[int], box: Box, sent: dict[int, int]) -> list[Message]:
-    """The messages that bring one tile to all its receivers; adds to `sent` the elements that each device sends."""
-    if len(holders) == 1:  # it holds its whole piece alone: nobody asks how much it has sent
+    """The messages that send a tile to all its receivers; adds to `sent` the elements that each device sends."""
+    if len(holders) == 1:  # it is the only holder of its whole piece: its load does not matter
         return [Message(holders[0], receiver, box) for receiver in receivers]
     here, size = frozenset(holders), box.num_elements
     messages, queue = [], [(sent[device], index) for index, device in enumerate(holders)]

@@ -1,7 +1,7 @@
-"""What ops are like: one table of traits, by op and by name, and what an op's schema and tags say.
+"""Traits of ops: a single table, by op and by name, and what an op's schema and tags say.
 
-How an op may be sharded is in `sharding/`, how it is cut into chunks in `chunks/`. The proofs of `check/` read none
-of this: their semantics are their own.
+How an op may be sharded is in `sharding/`, how it is cut into chunks in `chunks/`. The proofs of `check/` do not read
+this table: they have their own semantics.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from meshweave.ir import grouped, local_ops, ops  # noqa: F401  (defines our ops
 aten = torch.ops.aten
 RANDOM = frozenset({torch.ops.meshweave.uniform.default, torch.ops.meshweave.chance.default})
 CASTS = frozenset({aten._to_copy.default})
-# Views of captured graphs, whose normal form has no others: they may stand on either side of a move, and are made again
-# where they are needed.
+# View ops of captured graphs, whose normal form has no others: they commute with moves, and are repeated where they are
+# needed.
 VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})
 RESHAPES = frozenset(
     {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 )  # the elements keep their order
 RANK_CHANGES = frozenset({aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
-FACTORIES = frozenset({aten.full.default, aten.arange.start_step})  # made of numbers alone, on a device
-MATMULS = frozenset(  # whose last two operands are the factors
+FACTORIES = frozenset({aten.full.default, aten.arange.start_step})  # tensors from numbers only, on a device
+MATMULS = frozenset(  # the last two operands are the factors
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, torch.ops.meshweave.matmul.default}
 )
-PRODUCTS = MATMULS | {torch.ops.meshweave.contract.default}  # matmuls whatever their operands
-# Kinds of work, by name without overload. What has torch's `pointwise` tag is pointwise and not listed.
+PRODUCTS = MATMULS | {torch.ops.meshweave.contract.default}  # matmuls for any operands
+# Kinds of work, by name without overload. Ops with torch's `pointwise` tag are pointwise and not listed.
 _WORK = {
     "matmul": (
         "mm addmm bmm baddbmm matmul mv contract convolution convolution_backward _scaled_mm _grouped_mm grouped_mm "
@@ -102,7 +102,7 @@ def base_name(target: Any) -> str:
 
 
 def inner_target(node: fx.Node) -> Any:
-    """What a node runs: the op inside a wrapper that cares for empty pieces."""
+    """What a node runs: the op inside a wrapper for empty pieces."""
     wrapped = node.target in (local_ops.or_zeros, local_ops.or_zeros_each)
     return node.args[0] if wrapped else node.target
 
@@ -118,15 +118,15 @@ def is_random(target: Any) -> bool:
 
 
 def reads_data(target: Any) -> bool:
-    """Whether what an op returns to Python hangs on the elements of a tensor."""
+    """Whether the Python result of an op depends on the elements of a tensor."""
     return torch.Tag.data_dependent_output in getattr(target, "tags", ())
 
 
 def work_kind(target: Any) -> str:
-    """`matmul`, `attention`, or a kind of memory work; "" for an op of which none is known."""
+    """`matmul`, `attention`, or a kind of memory work; "" if unknown."""
     return _KIND_OF_WORK.get(base_name(target)) or ("pointwise" if is_pointwise(target) else "")
 
 
 def names_of(kind: str) -> list[str]:
-    """The ops of a kind of work, without those that only their tag makes pointwise."""
+    """The ops of a kind of work, without those that are pointwise only by their tag."""
     return _WORK[kind].split()

@@ -1,5 +1,7 @@
-"""Shapes, strides and storages of every value of a graph. A rank graph has them on a device of its role, where symbols
-are numbers and every op runs without data; what nodes of other graphs say of themselves is read in described.py."""
+"""Shapes, strides and storages of every value of a graph.
+
+For a rank graph these are on a device of its role, where symbols are numbers and every op runs without data; graphs
+with meta["val"] are read in described.py."""
 
 from __future__ import annotations
 
@@ -25,15 +27,16 @@ from meshweave.ir.traits import FACTORIES
 
 NOTHING: tuple[Value, ...] = ()
 Shape = tuple[int, ...]
-_Result = tuple[Shape, Shape, torch.dtype, int, int]  # shape, stride, dtype, operand that it is a view of or -1, bytes
+# shape, stride, dtype, index of the operand that it is a view of or -1, bytes
+_Result = tuple[Shape, Shape, torch.dtype, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor as a device holds it. `storage` numbers what it lives in: views share that of their base.
+    """A tensor on a device.
 
-    `storage_bytes` is the size of what it lives in, `bytes` that of the elements that it shows (an expanded dim is held
-    once).
+    `storage` numbers its storage: views share that of their base. `storage_bytes` is the size of the storage, `bytes`
+    that of the tensor's elements (an expanded dim counts once).
     """
 
     shape: tuple[int, ...]
@@ -61,28 +64,29 @@ class Value:
         return True
 
 
-Values = tuple[Value, ...]  # of a node: one, or one per result; none for symbols and for what a device does not receive
+# of a node: one Value, or one per result; none for symbols and for values that a device does not receive
+Values = tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What every node of a rank graph makes on `device`. `is_single` says that a node makes one tensor, not a tuple."""
+    """The values of every node of a rank graph on `device`. `is_single`: the node returns a tensor, not a tuple."""
 
     device: int
     values: dict[fx.Node, Values]
     symbols: dict[fx.Node, Any]
 
     def single(self, node: fx.Node) -> Value | None:
-        """The tensor that a node makes; None where the device gets none."""
+        """The single tensor of a node; None if the device gets none."""
         results = self.values[node]
-        assert len(results) <= 1, f"{node.name} makes {len(results)} tensors"
+        assert len(results) <= 1, f"{node.name} returns {len(results)} tensors"
         return results[0] if results else None
 
 
 @dataclass(slots=True)
 class Inference:
-    """The values of a graph, node after node: views live in the storage of their base, a wait gives what its start
-    does. What inputs and ops make is for `inputs` and `results` to say."""
+    """The values of a graph, node by node: views share the storage of their base, a wait returns the value of its
+    start. Subclasses define `inputs` and `results`."""
 
     values: dict[fx.Node, Values] = field(default_factory=dict)
     num_storages: int = 0
@@ -110,7 +114,7 @@ class Inference:
         raise NotImplementedError
 
     def value(self, shape: Shape, stride: Shape, dtype: torch.dtype, base: Value | None, num_bytes: int) -> Value:
-        """A tensor in the storage of `base`, or in one of its own of `num_bytes`."""
+        """A tensor in the storage of `base`, or in its own storage of `num_bytes`."""
         if base is not None:
             return Value(shape, stride, dtype, base.storage, base.storage_bytes)
         self.num_storages += 1
@@ -125,7 +129,7 @@ class _Run(Inference):
     device: int = field(kw_only=True)
     symbols: Mapping[fx.Node, Any] = field(kw_only=True)
     feeds: Iterator[tuple[Input, Layout]] = field(kw_only=True)  # of placeholders, in order
-    is_balanced: bool = True  # else devices own more rows than they can
+    is_balanced: bool = True  # for `ragged`: devices then own more rows than possible
     known: dict[Any, tuple[_Result, ...]] = field(default_factory=dict)
 
     def fresh(self, shape: Shape, dtype: torch.dtype) -> Values:
@@ -179,16 +183,16 @@ class _Run(Inference):
 
 
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
-    """What an op makes of operands without data, per result."""
+    """The results of an op on operands without data."""
     try:
         try:
             return _run_without_data(node, args, kwargs, "meta")
-        except NotImplementedError:  # no form for meta tensors: what is fake runs the op on zeros
+        except NotImplementedError:  # no meta kernel: fake tensors run the op on zeros
             with FakeTensorMode():
                 return _run_without_data(node, args, kwargs, "cpu")
     except Exception as error:
         raise VerifyError(
-            f"{op_name(node.target)} cannot be followed without data",
+            f"{op_name(node.target)} cannot be evaluated without data",
             where=str(origin_of(node)),
             got=f"{type(error).__name__}: {error}",
         ) from error
@@ -215,17 +219,15 @@ def _run_without_data(node: fx.Node, args: Any, kwargs: Any, device: str) -> tup
 
 
 def _result(x: torch.Tensor | None, bases: Mapping[int, int]) -> _Result:
-    if x is None:  # a gradient that was not asked for
+    if x is None:  # a gradient that is not needed
         return (0,), (1,), torch.float32, -1, 0
     key = storage_key(x)
     return tuple(x.shape), tuple(x.stride()), x.dtype, bases.get(key, -1), x.untyped_storage().nbytes()
 
 
 def local_values(role: RankGraph, device: int | None = None) -> Local:
-    """What a device of a role (default: its first, which has the largest pieces) holds at every node.
-
-    Nothing is allocated. Raises VerifyError, naming op and line, for an op that needs data to say its shape.
-    """
+    """The values of every node on a device of a role (default: the first, which has the largest pieces). Nothing is
+    allocated. Raises VerifyError, with op and line, for an op whose result shape depends on data."""
     return _values(role, role.devices[0] if device is None else device, is_balanced=True)
 
 
@@ -237,7 +239,7 @@ def _values(role: RankGraph, device: int, *, is_balanced: bool) -> Local:
 
 
 def ragged(role: RankGraph) -> frozenset[fx.Node]:
-    """The nodes whose shapes are known at run time alone: what is made of rows that devices own."""
+    """The nodes whose shapes are known only at run time: those that depend on owned rows."""
     return frozenset(_ragged_dims(role, local_values(role).values)) if _has_own_rows(role) else frozenset()
 
 
@@ -246,7 +248,7 @@ def _has_own_rows(role: RankGraph) -> bool:
 
 
 def _ragged_dims(role: RankGraph, balanced: Mapping[fx.Node, Values]) -> dict[fx.Node, frozenset[int]]:
-    """The nodes whose shapes are another where devices own more rows, with the dims that are."""
+    """The nodes whose shapes depend on the number of owned rows, with the dims that do."""
     if not _has_own_rows(role):
         return {}
     other = _values(role, role.devices[0], is_balanced=False).values
@@ -258,21 +260,17 @@ def _differing(results: Values, previous: Values) -> frozenset[int]:
     return frozenset(d for a, b in pairs for d, (m, n) in enumerate(zip_longest(a, b)) if m != n)
 
 
-_ABSENT = Value((), (), torch.float32, -1, 0)  # in place of what a device does not receive
+_ABSENT = Value((), (), torch.float32, -1, 0)  # for values that a device does not receive
 
 
 def varying(role: RankGraph) -> frozenset[fx.Node]:
-    """The nodes whose shapes are not the same on every device of a role."""
+    """The nodes whose shapes differ between devices of a role."""
     return frozenset(uneven_dims(role))
 
 
 def uneven_dims(role: RankGraph) -> dict[fx.Node, frozenset[int]]:
-    """The nodes whose shapes are not the same on every device of a role, with the dims (of any of its results) that
-    differ.
-
-    Pieces follow each other in size along every axis, the last the smallest: equal at the corners of the mesh, they are
-    equal everywhere.
-    """
+    """The nodes whose shapes differ between devices of a role, with the dims (of any result) that differ. Along every
+    axis pieces decrease in size: if they are equal at the corners of the mesh, they are equal everywhere."""
     ends: dict[tuple[tuple[str, int], ...], int] = {}
     coordinates = {d: role.coordinates(d) for d in role.devices}
     most: dict[str, int] = {}

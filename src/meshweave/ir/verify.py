@@ -1,4 +1,5 @@
-"""What must hold of a graph at each stage. Checked after every pass; a violation is a bug of ours, said by node."""
+"""The invariants of a graph at each stage. Checked after every pass; a violation is a bug in meshweave, reported by
+node."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def _is_placed(graph: fx.Graph) -> Findings:
 
 
 def _operands_fit(graph: fx.Graph) -> Findings:
-    """Operands arrive in the layouts that the assignment asks for; so a partial value only enters a linear op."""
+    """Operands have the layouts that the assignment requires; so a partial value only enters a linear op."""
     for node in graph.nodes:
         option = node.meta.get("assignment")
         if option is None:
@@ -75,10 +76,9 @@ def _keys_agree(graph: fx.Graph) -> Findings:
     for node in graph.nodes:
         if node.target in BY_ROWS:
             ends: Any = tensor_inputs(node)[-1]
-            while ends.target is ops.move:
-                ends = ends.args[0]
+            ends = ops.unmoved(ends)
             if ends_of.setdefault(key_of(node), ends) is not ends:
-                yield node, f"has other ends than those that are named {key_of(node)}"
+                yield node, f"has other ends than other ops with the key {key_of(node)}"
 
 
 def _no_moves(graph: fx.Graph) -> Findings:
@@ -88,14 +88,14 @@ def _no_moves(graph: fx.Graph) -> Findings:
 
 
 def _waits_match(graph: fx.Graph) -> Findings:
-    """Every collective is waited for exactly once, and nothing but a wait reads one."""
+    """Every collective is waited for exactly once, and only waits read it."""
     for node in graph.nodes:
         if node.target in STARTS:
             waits = [u for u in node.users if u.target is WAIT]
             if len(waits) != 1 or len(node.users) != 1:
                 yield node, f"has {len(waits)} waits and {len(node.users)} users"
         if node.target is WAIT and node.args[0].target not in STARTS:
-            yield node, "waits for what is no collective"
+            yield node, "waits for a value that is not a collective"
 
 
 def _groups_exist(rank: RankGraph) -> Findings:
@@ -133,7 +133,7 @@ def verify_step(step: StepGraph) -> StepGraph:
 
 
 def check_captured(step: StepGraph) -> None:
-    """What placement needs: a graph that has not been placed. Raises VerifyError."""
+    """The precondition of placement: a graph that has not been placed. Raises VerifyError."""
     for node in step.graph.nodes:
         if node.target is ops.move or "layout" in node.meta:
             raise VerifyError(
@@ -144,7 +144,7 @@ def check_captured(step: StepGraph) -> None:
 
 
 def check_placed(step: StepGraph) -> None:
-    """What expansion needs: a graph that has been placed and not expanded. Raises VerifyError."""
+    """The precondition of expansion: a graph that has been placed and not expanded. Raises VerifyError."""
     for node in step.graph.nodes:
         where = f"{node.name}, {origin_of(node)}"
         if node.op != "output" and "layout" not in node.meta:
@@ -154,7 +154,8 @@ def check_placed(step: StepGraph) -> None:
 
 
 def verify_placed(step: StepGraph) -> StepGraph:
-    """Raise VerifyError unless every value has a layout in normal form and every op takes what its assignment asks."""
+    """Raise VerifyError unless every value has a layout in normal form and every op gets the layouts of its
+    assignment."""
     _check_counts("placed graph", step)
     for rule in _PLACED:
         _check("placed graph", rule(step.graph))
@@ -162,7 +163,8 @@ def verify_placed(step: StepGraph) -> StepGraph:
 
 
 def verify_rank(rank: RankGraph) -> RankGraph:
-    """Raise VerifyError unless the graph is expanded, every collective has one wait and every group is of the mesh."""
+    """Raise VerifyError unless the graph is expanded, every collective has exactly one wait and every group is in the
+    mesh."""
     rank.graph.lint()
     for rule in _RANK:
         _check("rank graph", rule(rank.graph))
@@ -181,4 +183,4 @@ def _check_counts(stage: str, step: StepGraph) -> None:
             )
     for value in step.output_values:
         if not isinstance(value.meta.get("spec"), Spec):
-            raise VerifyError(f"{stage}: an output is no tensor", got=str(value))
+            raise VerifyError(f"{stage}: an output is not a tensor", got=str(value))

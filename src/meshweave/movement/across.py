@@ -1,4 +1,4 @@
-"""Steps from one mesh to another: some on the source's, one transfer, some on the target's."""
+"""Steps between two meshes: some on the source's mesh, a transfer, some on the target's mesh."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from meshweave.movement.search import to_ticks
 from meshweave.movement.steps import Step
 from meshweave.movement.within import Alternative, Request, alternative, no_plan, steps_within
 
-_MANY = 3  # of more free axes than this, only whole sets are tried, in mesh order and in reverse
+_MANY = 3  # with more free axes than this, only whole sets are tried, in mesh order and in reverse
 
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Where a value may leave the source's mesh and arrive on the target's: neither layout is partial."""
+    """Layouts in which a value may leave the source's mesh and arrive on the target's: neither is partial."""
 
     departure: Layout
     arrival: Layout
 
 
 def steps_across(request: Request) -> tuple[Step, ...]:
-    """The cheapest steps from one normal form to another on another mesh, among the ways that `_crossings` lists.
+    """The cheapest steps from a normal form to another on another mesh, among the crossings that `_crossings` lists.
 
     A partial value is reduced on its own mesh: whole, or scattered. It arrives in the target's pieces, or cut further
-    over axes that the target replicates, to be gathered there: then each byte crosses less often. A target that is
-    partial becomes so at the end. Of equally cheap ways the one with the fewest steps, then the first.
+    over axes that the target replicates, to be gathered there: then each byte crosses less often. A partial target
+    becomes partial at the end. Ties go to the fewest steps, then to the first.
 
     Raises LayoutError as `steps_within` does, and for a target that is partial(avg).
     """
@@ -45,7 +45,7 @@ def steps_across(request: Request) -> tuple[Step, ...]:
 
 
 def alternatives_across(request: Request) -> tuple[Alternative, ...]:
-    """The cheapest plan for every other way, the cheapest first."""
+    """The cheapest plan for every other crossing, the cheapest first."""
     chosen = steps_across(request)
     best = sum(step.seconds for step in chosen)
     others = [steps for steps in _plans(request, best_only=False) if steps != chosen]
@@ -53,7 +53,7 @@ def alternatives_across(request: Request) -> tuple[Alternative, ...]:
 
 
 def _plans(request: Request, best_only: bool = True) -> list[tuple[Step, ...]]:
-    """The plans for all ways that keep to the cap, or only the best of them, the cheapest first."""
+    """The plans for all crossings under the cap, or only the best of them, the cheapest first."""
     _check_average(request)
     rows: list[tuple[int, int, tuple[Step, ...]]] = []
     for via in _crossings(request.source, request.target, request.shape):
@@ -72,7 +72,7 @@ def _plans(request: Request, best_only: bool = True) -> list[tuple[Step, ...]]:
 
 
 def _steps(request: Request, via: _Crossing) -> tuple[Step, ...] | None:
-    """The plan for one way; None where it does not keep to the cap."""
+    """The plan for a crossing; None if it exceeds the cap."""
     crossing = transfer_step(via.departure, via.arrival, request.shape, request.dtype.itemsize, request.profile)
     cap = request.cap
     if cap is not None and request.bytes_during(crossing) > cap:
@@ -83,7 +83,8 @@ def _steps(request: Request, via: _Crossing) -> tuple[Step, ...] | None:
     except LayoutError:
         if cap is None:
             raise
-        steps_within(replace(request, target=via.departure, cap=None))  # what is wrong without a cap is told
+        # an error that does not depend on the cap is raised
+        steps_within(replace(request, target=via.departure, cap=None))
         steps_within(replace(request, source=via.arrival, cap=None))
         return None
     return (*before, crossing, *after)
@@ -99,11 +100,9 @@ def _crossings(source: Layout, target: Layout, shape: tuple[int, ...]) -> Iterat
 
 
 def _cut_further(layout: Layout, axes: Sequence[str], shape: tuple[int, ...]) -> list[Layout]:
-    """The layouts that are cut further over some of the `axes`, each onto any dim, where all make pieces smaller.
-
-    Axes in either order, for meshes name the slow axes first: the innermost axis is scattered last and gathered first,
-    while the pieces are smallest.
-    """
+    """The layouts that are cut further over some of the `axes`, each on any dim, if all pieces get smaller. Axes in
+    either order, because meshes name the slow axes first: the innermost axis is scattered last and gathered first,
+    while the pieces are smallest."""
     candidates: dict[Layout, None] = {}
     count = len(axes)
     for number in range(1, count + 1):
@@ -127,16 +126,15 @@ def _few(axes: Sequence[str], number: int) -> list[tuple[str, ...]]:
 
 
 def _places(num_dims: int, number: int, count: int) -> list[tuple[int, ...]]:
-    """The dims that some axes may go to: all onto one first."""
+    """The dims that some axes may cut: first all on the same dim."""
     if count > _MANY:
         return [(d,) * number for d in range(num_dims)]
     return sorted(product(range(num_dims), repeat=number), key=lambda places: len(set(places)))
 
 
 def transfer_step(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int, profile: Costs) -> Step:
-    """The transfer between two layouts that are not partial, priced by the device that sends or receives the most.
-
-    It is free when everything stays on its device. `bytes_received` is the most that one device receives.
+    """The transfer between two layouts that are not partial, priced by the device that sends or receives the most. It
+    is free if everything stays on its device. `bytes_received` is the most that a device receives.
     """
     sent, received = _busiest(source, target, shape)
     seconds = profile.seconds("transfer", source.mesh, (), itemsize * max(sent, received)) if received else 0.0
@@ -145,7 +143,7 @@ def transfer_step(source: Layout, target: Layout, shape: tuple[int, ...], itemsi
 
 @lru_cache(maxsize=16384)
 def _busiest(source: Layout, target: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The most elements that one device sends to others, and that one receives from others."""
+    """The most elements that a device sends to others, and the most that it receives from others."""
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
     for message in routes(source, target, shape).messages:
@@ -157,11 +155,9 @@ def _busiest(source: Layout, target: Layout, shape: tuple[int, ...]) -> tuple[in
 
 
 def _at_least(request: Request, via: _Crossing) -> int:
-    """A lower bound of the ticks of a way, from what is known without its steps: start-ups of its reduction and its
-    gathers, and its transfer.
-
-    Every device of the target that is not of the source receives its whole piece. These together are all pieces of the
-    target but those of the devices in both meshes, of which none is larger than the first.
+    """A lower bound of the ticks of a crossing, without its steps: start-ups of its reduction and its gathers, and its
+    transfer. Every device of the target that is not in the source receives its whole piece: together all pieces of the
+    target except those of devices in both meshes, none of which is larger than the first.
     """
     profile, shape = request.profile, request.shape
     gathered = {*via.arrival.sharded_axes} - {*request.target.sharded_axes, *request.target.partial_axes}
@@ -189,5 +185,5 @@ def _check_average(request: Request) -> None:
             where=request.where,
             got=str(request.target),
             expected="no partial(avg) on another mesh than the source's",
-            hint="ask for partial(sum)",
+            hint="use partial(sum)",
         )

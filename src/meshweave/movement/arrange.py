@@ -1,5 +1,5 @@
-"""Moves of a whole placed graph: taken past casts and views to where less has to move, and shared where they begin
-alike."""
+"""Arranges the moves of a whole placed graph: past casts and views to where less has to move, and shared where they
+have common steps."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Price = Callable[[Layout, Layout, Spec], float]
 PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
 
 _ROUND_PARTS = torch.ops.meshweave.round_parts.default
-_GAIN = 1e-12  # seconds below which two prices are the same
+_GAIN = 1e-12  # seconds below which two prices are equal
 
 
 def arrange(step: StepGraph, plan_move: PlanMove, *, reduce_after_cast: bool = False) -> StepGraph:
     """The placed graph `step`, changed in place, so that its moves take less time by the plans of `plan_move`.
 
-    Where an op is linear in all its operands and these have just been moved, its result is moved instead: the sum of
-    three gradients is reduced once, not each of them. A move goes before a cast up and after a cast down, and past
-    views, where what moves is smaller there. A sum is never taken in a smaller dtype than the one in which the graph
-    takes it, unless `reduce_after_cast` says so, since that rounds each contribution.
+    If an op is linear in all its operands and these have just been moved, its result is moved instead: the sum of three
+    gradients is reduced once, not each of them. A move goes before a cast up and after a cast down, and past views, if
+    the value is smaller there. A sum over devices never gets a smaller dtype than in the graph, unless
+    `reduce_after_cast` is set, because that rounds each contribution.
 
-    Moves of one value to several layouts go through what their plans have in common: one copy is made from another, or
-    both from a layout on the way. (Where an operator sends a value through a layout, it goes through it.) Backward may
-    take up a copy of forward that is no larger than the value itself, for that takes no memory; one that is larger does
+    Moves of a value to several layouts share the common steps of their plans: a copy is moved from another copy, or
+    both from a layout on the way. (If an operator pins an intermediate layout, the value goes through it.) Backward may
+    reuse a copy of forward that is no larger than the value itself, because that needs no memory; a larger copy does
     not outlive its phase.
     """
     arranger = _Arranger(step, plan_move, reduce_after_cast)
@@ -71,7 +71,7 @@ class _Arranger:
                 self._merge(node)
 
     def _merge(self, node: fx.Node) -> None:
-        """Do an op on the operands as they were before their moves, and move its result, if that is cheaper."""
+        """Apply an op to the operands as they were before their moves, and move its result, if that is cheaper."""
         pulled = [self._before_its_move(operand, node) for operand in tensor_inputs(node)]
         moves = {pull.move: None for pull in pulled if pull is not None}
         if any(pull is None for pull in pulled) or not isinstance(node.meta["layout"], Layout):
@@ -97,7 +97,7 @@ class _Arranger:
             self.graph.erase_node(unused)
 
     def _before_its_move(self, operand: fx.Node, user: fx.Node) -> _Pulled | None:
-        """The operand as it would be without its move, if nothing else has it so; casts and views between stay."""
+        """The operand without its move, if nothing else uses the moved value; casts and views in between stay."""
         chain: list[fx.Node] = []
         while _is_light(operand) and _phase(operand) == _phase(user) and len(operand.users) == 1:
             chain.append(operand)
@@ -107,7 +107,7 @@ class _Arranger:
         layout: Layout = _source(operand).meta["layout"]
         options = []
         for light in reversed(chain):
-            option = _taking(light, layout)
+            option = _on(light, [layout])
             if option is None:
                 return None
             options.append(option)
@@ -123,7 +123,7 @@ class _Arranger:
     # past casts and views
 
     def pass_light_ops(self) -> None:
-        """Every rewrite makes the moves cheaper, so this ends."""
+        """Terminates, because every rewrite makes the moves cheaper."""
         waiting = [node for node in self.graph.nodes if node.target is ops.move]
         while waiting:
             move = waiting.pop()
@@ -132,8 +132,8 @@ class _Arranger:
                 waiting += self._sink(move) if risen is None else risen
 
     def _rise(self, move: fx.Node) -> list[fx.Node] | None:
-        """Move an operand of the ops that made the value, the nearest that is cheaper to move, and do these ops again
-        where the value is wanted. The new move, if one is needed; None where nothing is cheaper."""
+        """Move an operand of the ops that computed the value instead, the nearest that is cheaper to move, and repeat
+        these ops where the value is needed. Returns the new move, if needed; None if nothing is cheaper."""
         again: list[tuple[fx.Node, Assignment]] = []
         value, wanted = _source(move), move.meta["layout"]
         while _is_light(value) and _phase(value) == _phase(move) and self._may_pass(value, move):
@@ -157,7 +157,7 @@ class _Arranger:
         return [first] if first is not value else []
 
     def _sink(self, move: fx.Node) -> list[fx.Node]:
-        """Do the ops that use the value before it moves, and move their results."""
+        """Apply the ops that use the value before it moves, and move their results."""
         users = list(move.users)
         if not all(_is_light(u) and _phase(u) == _phase(move) and self._may_pass(u, move) for u in users):
             return []
@@ -172,7 +172,7 @@ class _Arranger:
             return []
         moves = []
         for user, new in zip(users, early, strict=True):
-            assert new is not None, "else the cost is infinite"
+            assert new is not None, "otherwise the cost is infinite"
             with self.graph.inserting_before(user):
                 moved = self._new_move(new, user.meta["layout"], move)
             user.replace_all_uses_with(moved)
@@ -182,7 +182,8 @@ class _Arranger:
         return moves
 
     def _early(self, user: fx.Node, move: fx.Node) -> fx.Node | None:
-        """A light op on a value before its move; None where it cannot run there. A cast of parts is marked as one."""
+        """A cast or view of a value before its move; None if it is not possible there. A cast of parts is marked
+        `round_parts`."""
         value = _source(move)
         with self.graph.inserting_before(user):
             if user.target in CASTS and "sum" in _reduced(move):
@@ -190,7 +191,7 @@ class _Arranger:
                 copy_meta(user, new)
             else:
                 new = self._again(user, value, None)
-        option = _taking(new, value.meta["layout"])
+        option = _on(new, [value.meta["layout"]])
         if option is None:
             self.graph.erase_node(new)
             return None
@@ -198,12 +199,12 @@ class _Arranger:
         return new
 
     def _may_pass(self, op: fx.Node, move: fx.Node) -> bool:
-        """Whether the value has the same bits whichever of the two comes first (or may have others, as was asked)."""
+        """Whether cast and move commute bit for bit (or `reduce_after_cast` allows other bits)."""
         if op.target not in CASTS:
             return True
         if not all(spec_of(value).dtype.is_floating_point for value in (op, *tensor_inputs(op))):
             return False
-        reduced = _reduced(move)  # rounding keeps the order of numbers
+        reduced = _reduced(move)  # rounding is monotonic
         return reduced <= {"max", "min"} or (reduced <= {"sum"} and self.reduce_after_cast)
 
     def _new_move(self, value: fx.Node, target: Layout, like: fx.Node) -> fx.Node:
@@ -227,13 +228,13 @@ class _Arranger:
         moves: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if node.target is ops.move and _phase(node) < 2 and not (_is_station(node) or _is_station(_source(node))):
-                moves.setdefault(_root(node), []).append(node)
+                moves.setdefault(ops.unmoved(node), []).append(node)
         for root, several in moves.items():
             if len(several) > 1:
                 self._share(root, several)
 
     def _share(self, root: fx.Node, moves: list[fx.Node]) -> None:
-        """Make the copies of a value along the cheapest tree over their layouts and those on the way."""
+        """Move the copies of a value along the cheapest tree over their layouts and intermediate layouts."""
         spec, wanted = spec_of(root), [_Copy.of(move) for move in moves]
         start = _Copy(root.meta["layout"], -1, root)
         now = sum(self.price_of(move) for move in moves)
@@ -247,7 +248,7 @@ class _Arranger:
     def _with_one_more(
         self, start: _Copy, wanted: Sequence[_Copy], extra: list[_Copy], spec: Spec, cost: float
     ) -> tuple[list[_Copy], dict[int, int], float] | None:
-        """The tree through one more layout on the way, if that is cheaper."""
+        """The tree through another intermediate layout, if that is cheaper."""
         best = None
         for layout, phase in self._on_the_way(start, wanted, spec):
             more = [*extra, _Copy(layout, phase)]
@@ -257,7 +258,7 @@ class _Arranger:
         return best
 
     def _on_the_way(self, start: _Copy, wanted: Sequence[_Copy], spec: Spec) -> Iterator[tuple[Layout, int]]:
-        """Layouts that the plans to the copies pass through, in each phase that has copies."""
+        """Layouts that the plans of the copies pass through, in each phase that has copies."""
         plans = [self.plan_move(start.layout, copy.layout, spec.shape, spec.dtype) for copy in wanted]
         seen = dict.fromkeys(step.target for plan in plans for step in plan.steps[:-1])
         ends = {start.layout, *(copy.layout for copy in wanted)}
@@ -280,14 +281,14 @@ class _Arranger:
         return {i: parent for parent, i in tree.edges}, sum(weight for *_, weight in tree.edges(data="weight"))
 
     def _rebuild(self, start: _Copy, wanted: Sequence[_Copy], extra: Sequence[_Copy], tree: dict[int, int]) -> None:
-        """Give every copy its parent, and put each before the first that is made from it."""
+        """Give every copy its parent, and put each before the first copy that is moved from it."""
         import networkx as nx
 
         copies, order = [*wanted, *extra], {node: i for i, node in enumerate(self.graph.nodes)}
         anchors = {i: copy.node for i, copy in enumerate(wanted)}
         for i in tree:
             at = i
-            while at >= 0:  # up the tree: no copy stands after one that it is the source of
+            while at >= 0:  # up the tree: every copy comes after its source
                 first, mine = anchors.get(i), anchors.get(at)
                 if first is not None and (mine is None or order[first] < order[mine]):
                     anchors[at] = first
@@ -302,7 +303,7 @@ class _Arranger:
                 with self.graph.inserting_before(anchor):
                     done[i] = self._new_move(source, copy.layout, anchor)
                 continue
-            if source.meta["layout"] == copy.layout:  # a copy of an earlier phase that costs no memory to keep
+            if source.meta["layout"] == copy.layout:  # a copy of an earlier phase that needs no memory
                 copy.node.replace_all_uses_with(source)
                 self.graph.erase_node(copy.node)
                 done[i] = source
@@ -316,8 +317,8 @@ class _Arranger:
 
 @dataclass(frozen=True, slots=True)
 class _Pulled:
-    """An operand without its move: the light ops between the move and the consumer (the last first), what each does
-    with what it then gets (the first first), and the layout that comes out."""
+    """An operand without its move: the casts and views between the move and the consumer (last first), the assignment
+    of each on the unmoved value (first first), and the resulting layout."""
 
     move: fx.Node
     chain: tuple[fx.Node, ...]
@@ -327,7 +328,7 @@ class _Pulled:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A layout in which a value is wanted, since which phase, and the move that makes it, if there is one yet."""
+    """A layout in which a value is needed, the phase since which it is, and its move (if any)."""
 
     layout: Layout
     phase: int
@@ -339,7 +340,7 @@ class _Copy:
 
 
 def _made_in_time(copies: Sequence[_Copy], tree: dict[int, int]) -> bool:
-    """Whether every copy that has no move yet is the source of one in its own phase: it is made there."""
+    """Whether every copy that has no move yet is the source of a copy in its own phase, where it is moved."""
     needed: dict[int, int] = {}
     for i, parent in tree.items():
         needed[parent] = min(needed.get(parent, copies[i].phase), copies[i].phase)
@@ -358,20 +359,14 @@ def _source(move: fx.Node) -> fx.Node:
 
 
 def _reduced(move: fx.Node) -> set[str]:
-    """The ops by which a move reduces."""
+    """The reduce ops of a move."""
     before, after = dict(_source(move).meta["layout"].partial), dict(move.meta["layout"].partial)
     return {op for axis, op in before.items() if after.get(axis) != op}
 
 
 def _is_station(node: fx.Node) -> bool:
-    """Whether a value is only moved on from this layout: an operator in the model wants it to pass through here."""
+    """Whether a value is only moved on from this layout: an operator in the model pins this intermediate layout."""
     return node.target is ops.move and all(user.target is ops.move for user in node.users)
-
-
-def _root(move: fx.Node) -> fx.Node:
-    while move.target is ops.move:
-        move = _source(move)
-    return move
 
 
 def _phase(node: fx.Node) -> int:
@@ -382,23 +377,18 @@ def _is_light(node: fx.Node) -> bool:
     return (node.target in CASTS or node.target in VIEWS) and len(tensor_inputs(node)) == 1
 
 
-def _taking(op: fx.Node, layout: Layout) -> Assignment | None:
-    """What the op does with its operand in `layout`, if it takes it so on every axis."""
-    return _on(op, [layout])
-
-
 def _on(op: fx.Node, layouts: Sequence[Layout]) -> Assignment | None:
-    """What the op does with its operands in exactly these layouts, if it takes them so."""
+    """The op's assignment with its operands in exactly these layouts, if it accepts them."""
     specs = [spec_of(operand) for operand in tensor_inputs(op)]
     options = candidates(row_for(op).rule(op), layouts[0].mesh, [[layout] for layout in layouts], specs, [spec_of(op)])
     return next((option for option in options if option.operands == tuple(layouts)), None)
 
 
 def _giving(op: fx.Node, layout: Layout) -> Assignment | None:
-    """How the op makes its result in `layout`."""
+    """The op's assignment that gives its result `layout`."""
     (x,), rule = tensor_inputs(op), row_for(op).rule(op)
     if op.target in CASTS:
-        option = _taking(op, layout)
+        option = _on(op, [layout])
     else:
         option = None if layout.partial else follow_result(rule, layout, [spec_of(x)], [spec_of(op)])
     return option if option is not None and option.results[0] == layout else None

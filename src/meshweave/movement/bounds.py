@@ -1,4 +1,4 @@
-"""What no plan can beat under a profile, whatever its steps: from where elements are and where they must be."""
+"""Lower bounds that no plan beats under a profile, from where elements are and where they must be."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ _Spans = list[tuple[int, int]]  # offset and end of stretches of a dim, in order
 
 
 def lower_bound_seconds(request: Request) -> float:
-    """Seconds that every plan takes at least.
-
-    Devices that differ only along axes faster than some bandwidth w form a node. What a node needs and does not hold
-    comes over slower axes, at w or less. So for ascending w the bytes per device that must enter nodes give one term
-    each, and what must move at all gives a start-up. A value partial over C nodes whose sum D nodes need enters nodes
-    (C - 1) + (D - 1) times (first to be whole somewhere, then everywhere: Patarasuk and Yuan, JPDC 2009). Of a value
-    that stays partial over K nodes there are K such sums, or these are added up, in K - 1, and there is one.
+    """Seconds that every plan takes at least.\n\nDevices that differ only along axes faster than some bandwidth w form
+    a node. Elements that a node needs and lacks arrive over slower axes, at rate w or less. So for ascending w the
+    bytes per device that must enter nodes give a term each, and any necessary move gives a start-up. A value partial
+    over C nodes whose sum D nodes need enters nodes (C - 1) + (D - 1) times (first to be whole somewhere, then
+    everywhere: Patarasuk and Yuan, JPDC 2009). A value that stays partial over K nodes has K such sums, or these are
+    added up in K - 1 entries, and there is one.
     """
     source, target, profile = request.source, request.target, request.profile
     if source.mesh != target.mesh:
@@ -38,12 +37,12 @@ def lower_bound_seconds(request: Request) -> float:
 
 
 def _entering(request: Request, slow: Sequence[str]) -> float:
-    """Elements per device, on average or in the neediest node, that must enter nodes over the `slow` axes."""
+    """Elements per device, on average or in the node that needs most, that must enter nodes over the `slow` axes."""
     source, target, shape = request.source, request.target, request.shape
     mesh = source.mesh
     kept, reduced, added = _partial_axes(source, target)
     num_kept = mesh.flat_size(axis for axis in slow if axis in kept)
-    slow = [axis for axis in slow if axis not in added | kept]  # where it is added makes no difference
+    slow = [axis for axis in slow if axis not in added | kept]  # the place of the addition does not matter
     per_node = mesh.num_devices // mesh.flat_size(slow)
     num_parts = mesh.flat_size(axis for axis in slow if axis in reduced)
     total, most = 0, 0
@@ -71,7 +70,7 @@ def _partial_axes(source: Layout, target: Layout) -> tuple[set[str], set[str], s
 
 
 def _stretches(layout: Layout, d: int, size: int, at: dict[str, int]) -> _Spans:
-    """What the devices at some coordinates hold of dim d together."""
+    """The part of dim d that the devices at some coordinates have together."""
     dim, mesh = layout.dims[d], layout.mesh
     parts = [mesh.size(axis) for axis in dim.axes]
     choices = [[at[axis]] if axis in at else range(mesh.size(axis)) for axis in dim.axes]
@@ -106,15 +105,15 @@ def _common(a: _Spans, b: _Spans) -> _Spans:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Elements that must cross between two meshes: `entering` are held by no device of the target and enter it once;
-    `receiving` are the most that a device of the target needs and does not hold."""
+    """Elements that must cross between two meshes: `entering` are on no device of the target and enter it once;
+    `receiving` are the most that a device of the target needs and lacks."""
 
     entering: int
     receiving: int
 
 
 def must_cross(source: Layout, target: Layout, shape: Sequence[int]) -> Crossing:
-    """What must cross at least, whatever the plan. A value that is partial on its own mesh is held by nobody."""
+    """What must cross in any plan. No device has a value that is partial on its own mesh."""
     shape, boxes, wanted = tuple(shape), source.pieces(shape), target.pieces(shape)
     whole = not source.partial
     present = [boxes[device] for device in wanted if device in boxes] if whole else []
@@ -123,15 +122,13 @@ def must_cross(source: Layout, target: Layout, shape: Sequence[int]) -> Crossing
         for device, box in wanted.items()
     ]
     inside = {box for box in present if box.num_elements}
-    entering = prod(shape) - sum(
-        box.num_elements for box in inside
-    )  # the pieces of one layout are the same or disjoint
+    entering = prod(shape) - sum(box.num_elements for box in inside)  # the pieces of a layout are equal or disjoint
     return Crossing(entering, 0 if target.partial else max(needs, default=0))
 
 
 def _between_meshes(request: Request) -> float:
-    """A start-up, and the longer of two: what must enter the target's mesh goes over as many links as there are; what
-    a device needs and does not hold comes over the fastest link that it has."""
+    """A start-up, and the longer of two: what must enter the target's mesh goes over all links; what a device needs and
+    lacks comes over its fastest link."""
     source, target, profile = request.source, request.target, request.profile
     crossing = must_cross(source, target, request.shape)
     if not crossing.entering and not crossing.receiving:

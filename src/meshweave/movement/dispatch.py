@@ -1,9 +1,9 @@
-"""Dispatch: moves of token rows of which every device reads, or has, but some, made sparse.
+"""Dispatch: makes moves of token rows sparse, if every device reads, or has, only some of the rows.
 
-Experts over devices make a device look up the tokens of its own experts alone, and give a sum in which it has but
-those. So it need not be sent the others: `move(x, layout, readers, share)`, where `readers` [devices, rows] is a value
-of the graph that says which rows each device reads. The value between a gathered row and the sorted rows that devices
-own (`Layout.owned`) is followed op by op; where an op is none of these, the move stays as it is.
+With experts over devices a device looks up only the tokens of its own experts, and contributes only those to a sum. So
+it need not receive the others: `move(x, layout, readers, share)`, where `readers` [devices, rows] is a value of the
+graph with the rows that each device reads. The values between a gathered row and the sorted rows that devices own
+(`Layout.owned`) are followed op by op; at any other op the move stays dense.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 
 from meshweave.ir import ops
 from meshweave.ir.collectives import SPARSE_GATHER, SPARSE_SCATTER
-from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, row_index, spec_of
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, nested_chunk
@@ -36,7 +36,7 @@ _SPARSE: dict[str, tuple[Kind, Any]] = {
     "all_gather": ("sparse_gather", SPARSE_GATHER),
     "reduce_scatter": ("sparse_scatter", SPARSE_SCATTER),
 }
-_INTEGER_BYTES = 32  # of a sorted row in what is computed of it: two integers, written and read
+_INTEGER_BYTES = 32  # bytes of index computation per sorted row: two integers, written and read
 _SAME_ROWS = frozenset({aten.view.default, aten._to_copy.default})  # rows of `width` elements keep their order
 
 _LOOKUPS = frozenset({aten.index.Tensor, aten.index_select.default})
@@ -46,8 +46,8 @@ _LOOKUPS = frozenset({aten.index.Tensor, aten.index_select.default})
 class Path:
     """From sorted rows, which devices own in `layout` by `ends`, to rows of `width` elements of a moved value.
 
-    `steps`, in this order: ("lookup", index) for rows that are the sorted ones at `index`, ("group", k) where k rows
-    in succession make one. With `places` the i-th of these is of row `places[i]` of the value.
+    `steps`, in this order: ("lookup", index) for the sorted rows at `index`, ("group", k) if k successive rows form a
+    row. With `places` the i-th of these belongs to row `places[i]` of the value.
     """
 
     ends: fx.Node
@@ -59,8 +59,8 @@ class Path:
 
 
 def sparse_plan(plan: MovePlan, share: float) -> MovePlan | None:
-    """The plan of the same move if a device reads or has but a `share` of its rows; None where it has no sparse form:
-    that is for a gather or sum over one group along dim 0, of equal pieces in the order of the group."""
+    """The plan of the same move if a device reads or has only a `share` of its rows; None if it has no sparse form.
+    There is a sparse form of a gather or sum over a single group along dim 0, of equal pieces in group order."""
     if len(plan.steps) != 1 or plan.steps[0].kind not in _SPARSE:
         return None
     (step,), request = plan.steps, plan.request
@@ -80,8 +80,8 @@ def sparse_plan(plan: MovePlan, share: float) -> MovePlan | None:
 
 
 def dispatched(step: StepGraph, plan_move: PlanMove, rates: Rates = default_rates) -> StepGraph:
-    """The placed graph with every move sparse that can be, and is cheaper so under a balanced load. `rates` are those
-    at which a device picks rows."""
+    """The placed graph with every move made sparse that can be, and is cheaper so under a balanced load. `rates` are
+    those at which a device selects rows."""
     writer = _Writer(step.graph, plan_move, rates)
     has_owned_rows = any(node.target is ours.enter_rows.default for node in step.graph.nodes)
     for node in step.graph.find_nodes(op="call_function", target=ops.move) if has_owned_rows else ():
@@ -90,7 +90,7 @@ def dispatched(step: StepGraph, plan_move: PlanMove, rates: Rates = default_rate
 
 
 class _Writer:
-    """Writes sparse moves, and what says who reads which rows, once for all moves of equal paths."""
+    """Writes sparse moves, and their row masks, once for all moves of equal paths."""
 
     def __init__(self, graph: fx.Graph, plan_move: PlanMove, rates: Rates) -> None:
         self.graph, self.plan_move, self.rates = graph, plan_move, rates
@@ -126,17 +126,17 @@ class _Writer:
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
 
-    # what is read of a gathered value
+    # how a gathered value is read
 
     def read(self, node: fx.Node) -> Path | None:
-        """The one path that all users of a value take; None where there is another way to use it."""
+        """The common path of all users of a value; None if there is another use."""
         paths = {self.read_by(node, user) for user in node.users}
         return paths.pop() if len(paths) == 1 else None
 
     def read_by(self, node: fx.Node, user: fx.Node) -> Path | None:
         if user.target is ours.enter_rows.default and user.args[2] == 0:
             return _sorted_rows(user.args[1], user.meta["layout"], spec_of(node))
-        if user.target in _LOOKUPS and user.args[0] is node and _indices(user):
+        if user.target in _LOOKUPS and user.args[0] is node and row_index(user):
             return _at_places(self.read(user), user, spec_of(node))
         if user.target in _SAME_ROWS or (user.target is ops.move and self.is_slice(user)):
             return self.read(user)
@@ -149,10 +149,10 @@ class _Writer:
     def is_slice(self, node: fx.Node) -> bool:
         return len(node.args) == 2 and all(step.kind == "slice" for step in self.plan(node).steps)
 
-    # what says who reads
+    # row masks
 
     def mask(self, path: Path, axes: tuple[str, ...], num_rows: int) -> fx.Node:
-        """The value that says which rows each device of a group reads, as early as it can be."""
+        """The value with the rows that each device of a group reads, computed as early as possible."""
         key = (path, axes, num_rows)
         if key not in self.readers:
             self.readers[key] = self.written(path, axes, num_rows)
@@ -189,7 +189,7 @@ class _Writer:
 
 @dataclass(frozen=True, slots=True)
 class _Emit:
-    """Writes ops that every device does alike, described as `like` is."""
+    """Writes ops that every device computes, with metadata as of `like`."""
 
     graph: fx.Graph
     like: fx.Node
@@ -202,7 +202,7 @@ class _Emit:
         )
 
     def whole(self, value: fx.Node) -> fx.Node:
-        """The value as every device has all of it."""
+        """The value, whole on every device."""
         layout = Layout.replicated(self.mesh, len(spec_of(value).shape)).normalized(spec_of(value).shape)
         copy = next((v for v in _origins(value) if v.meta["layout"] == layout), None)
         if copy is None:
@@ -211,14 +211,14 @@ class _Emit:
 
 
 def _origins(value: fx.Node) -> Iterator[fx.Node]:
-    """A value and what it is moved from."""
+    """A value and the values that it was moved from."""
     yield value
     while value.target is ops.move:
         value = value.args[0]  # type: ignore[assignment]
         yield value
 
 
-# Paths. What a value is read through and what a sum is made through are followed alike.
+# Paths. Reads of a value and contributions to a sum are followed in the same way.
 
 
 def _sorted_rows(ends: Any, layout: Layout, spec: Spec) -> Path:
@@ -226,20 +226,10 @@ def _sorted_rows(ends: Any, layout: Layout, spec: Spec) -> Path:
     return Path(ends, layout, spec.shape[0], prod(spec.shape[1:]))
 
 
-def _indices(node: fx.Node) -> list[fx.Node]:
-    """The one index along dim 0 at which an op looks rows up, or adds them; else nothing."""
-    args: Any = node.args
-    if node.target is aten.index_select.default and args[1] == 0:
-        indices = [args[2]]
-    else:
-        indices = list(args[1]) if node.target in (aten.index.Tensor, aten.index_put.default) else []
-    is_plain = len(indices) == 1 and len(spec_of(indices[0]).shape) == 1 and spec_of(indices[0]).dtype != torch.bool
-    return indices if is_plain else []
-
-
 def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
-    """The path to rows of a table at an index of which `path` leads to, be it of owned places alone."""
-    (at,), width = _indices(node), prod(table.shape[1:])
+    """The path to rows of a table at an index that `path` leads to, possibly with owned places only."""
+    at, width = row_index(node), prod(table.shape[1:])
+    assert at is not None, "the caller has checked it"
     if at.target is ours.enter_rows.default:
         return replace(_sorted_rows(at.args[1], at.meta["layout"], spec_of(at)), width=width, places=at.args[0])  # type: ignore[arg-type]
     is_free = path is not None and path.places is None and path.width == width and not at.meta["layout"].owned
@@ -247,7 +237,7 @@ def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
 
 
 def _grouped(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> Path | None:
-    """A path to rows of shape `few`, of which each is several successive ones of shape `many`."""
+    """A path to rows of shape `few`, each of several successive rows of shape `many`."""
     if many == few or path is None or path.places is not None or len(many) != len(few):
         return path if many == few else None
     dims = [d for d, (a, b) in enumerate(zip(many, few, strict=True)) if a != b]
@@ -257,15 +247,15 @@ def _grouped(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> 
 
 
 def _looked_up(path: Path | None, node: fx.Node, rows: Spec) -> Path | None:
-    """A path to rows that are those at an index along dim 0, or are added there."""
-    (at,) = _indices(node) or (None,)
+    """A path to rows at an index along dim 0, looked up or added there."""
+    at = row_index(node)
     if path is None or path.places is not None or at is None or prod(rows.shape[1:]) != path.width:
         return None
     return None if at.meta["layout"].owned else replace(path, steps=(*path.steps, ("lookup", at)))
 
 
 def _made(node: fx.Node) -> Path | None:
-    """The path of a part of a sum whose rows are zeros but for those that a device owns."""
+    """The path of a part of a sum whose rows are zeros except those that a device owns."""
     args: Any = node.args
     if node.target is ours.leave_rows.default and args[2] == 0:
         return _sorted_rows(args[1], args[0].meta["layout"], spec_of(node))
@@ -275,7 +265,7 @@ def _made(node: fx.Node) -> Path | None:
         many = spec_of(args[0]).shape
         summed = {d % len(many) for d in args[1]}
         return _grouped(_made(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many)))
-    if _adds_on_zeros(node) and _indices(node):
+    if _adds_on_zeros(node) and row_index(node):
         return _at_places(_made(args[2]), node, spec_of(node))
     return _looked_up(_made(args[0]), node, spec_of(args[0])) if node.target in _LOOKUPS else None
 
@@ -286,15 +276,15 @@ def _adds_on_zeros(node: fx.Node) -> bool:
 
 
 def _fits(path: Path, shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:
-    """Whether the rows of a path are whole rows of a value of this shape, dealt out over these axes alone."""
+    """Whether the rows of a path are whole rows of a value of this shape, distributed over only these axes."""
     widths = [prod(shape[d:]) for d in range(1, len(shape) + 1)]
     owning = (*path.layout.dims[0].axes, *path.layout.owned_axes)
     return path.width in widths and bool(path.layout.owned_axes) and set(owning) <= set(axes)
 
 
 def _tables(path: Path, axes: tuple[str, ...]) -> tuple[list[int], list[int], list[int]]:
-    """Who has the sorted rows, as `grouped.row_owners` takes it: ends of their pieces and of the pieces of the experts,
-    and the members of the group over `axes` that have each of both."""
+    """The distribution of the sorted rows, in the form of `grouped.row_owners`: ends of their pieces and of the pieces
+    of the experts, and the members of the group over `axes` that have each of both."""
     layout, mesh = path.layout, path.layout.mesh
     cut, owned = layout.dims[0], DimSharding(layout.owned_axes)
     rest = tuple(axis for axis in axes if axis not in (*cut.axes, *owned.axes))
@@ -322,7 +312,8 @@ def _stops(mesh: Mesh, cut: DimSharding, size: int) -> list[int]:
 
 
 def _expected_share(path: Path, num_rows: int, axes: tuple[str, ...]) -> float:
-    """The part of all rows that a device reads if every row chooses as many different experts, all equally often."""
+    """The fraction of rows that a device reads if every row chooses equally many distinct experts, all equally
+    often."""
     (num_experts,), mesh = spec_of(path.ends).shape, path.layout.mesh
     num_devices = mesh.flat_size((*path.layout.dims[0].axes, *path.layout.owned_axes))
     choices = min(max(round(path.num_rows / num_rows), 1), num_experts)
@@ -331,8 +322,8 @@ def _expected_share(path: Path, num_rows: int, axes: tuple[str, ...]) -> float:
 
 
 def _handling_seconds(path: Path, num_rows: int, plan: MovePlan, share: float, rates: Rates) -> float:
-    """Seconds of what a sparse move takes besides its communication: rows are picked out and put in place among zeros,
-    and it is found who reads what."""
+    """Seconds of a sparse move besides its communication: to select rows, to put them among zeros, and to compute the
+    masks."""
     step, dtype = plan.steps[0], plan.request.dtype
     whole = step.target if step.kind == "all_gather" else step.source
     num_bytes = prod(whole.local_shape(plan.request.shape)) * dtype.itemsize

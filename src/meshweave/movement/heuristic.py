@@ -1,4 +1,4 @@
-"""What is still to pay at least from a layout on the way to the end of a move, for the search to look ahead."""
+"""A lower bound of the remaining cost from an intermediate layout to the end of a move, for the A* search."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 from meshweave.movement.space import PARTIAL, REPLICATED, Axes, MoveState
 
-_ROUNDING = 32  # ticks by which the prices of a path may be rounded down: half of one for each step
+_ROUNDING = 32  # ticks by which the prices of a path may be rounded down: half a tick per step
 
 
 class Heuristic:
-    """Ticks that every path from a state to the end takes at least; it never exceeds what the cheapest takes.
-
-    As in `movement.bounds`, devices that differ only along axes faster than some bandwidth are a node, and what must
-    enter nodes on average takes its time; whatever is not at the end yet takes a start-up. `finest` is the bytes of a
-    piece that all axes cut, `speeds` are bytes per second by axis, `opened` the bit set of axes over which the value is
-    partial at the end. Those count as inside of nodes: what is there may be anywhere among them.
+    """Ticks that every path from a state to the end takes at least (an admissible heuristic).\n\nAs in
+    `movement.bounds`, devices that differ only along axes faster than some bandwidth form a node, and the bytes that
+    must enter nodes on average take time; any state but the end takes a start-up. `finest` is the bytes of a piece that
+    all axes cut, `speeds` are bytes per second by axis, `opened` the bit set of axes over which the value is partial at
+    the end. Those count as inside of nodes: the value may be anywhere among them.
     """
 
     def __init__(
@@ -35,16 +34,16 @@ class Heuristic:
         self._rows = [(axis, sizes[axis], ends.get(axis, REPLICATED), 1 / speeds[axis]) for axis in axes]
 
     def __call__(self, state: MoveState, places: Sequence[int]) -> int:
-        """`places` says of each axis which dim it cuts, or that it is REPLICATED or PARTIAL."""
+        """`places` has for each axis the dim that it cuts, or REPLICATED or PARTIAL."""
         units = self._units(places)
         if not units and not self._is_astray(state):
             return 0
         return max(0, int(self._start_up + units * self._ticks_per_unit) - _ROUNDING)
 
     def _units(self, places: Sequence[int]) -> float:
-        """Seconds for what must enter nodes over slow axes, on average, if the finest piece were of one byte."""
+        """Seconds for what must enter nodes over slow axes, on average, if the finest piece had 1 byte."""
         parts = copies = nodes = 1
-        needed, there = 1.0, 1.0  # shares of the value that a node needs, and of these what it holds
+        needed, there = 1.0, 1.0  # shares of the value that a node needs, and the shares of these that it has
         seconds = before = 0.0
         for axis, size, goal, slowness in self._rows:
             place = places[axis]
@@ -63,7 +62,7 @@ class Heuristic:
         return seconds
 
     def _is_astray(self, state: MoveState) -> bool:
-        """Whether some dim is cut so that slices and partial axes cannot make it the end's."""
+        """Whether some dim is cut so that slices and partial axes cannot turn it into the end's."""
         for cut, goal in zip(state.cuts, self._goal, strict=True):
             if cut == goal[: len(cut)]:
                 continue

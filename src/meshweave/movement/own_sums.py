@@ -1,10 +1,9 @@
-"""Sums over each token's experts, and their gradients, of the rows alone that a device owns.
+"""Sums over each token's experts, and their gradients, over only the rows that a device owns.
 
-Models put the rows that experts give back in the order of tokens, by the inverse of the permutation that has sorted
-them, and add up those of a token. On devices that own rows this would make all rows, zeros but for the own ones. To
-look rows up at the inverse of a permutation is to add them at the permutation itself, and a sum over the k rows of
-each token adds them at the permutation divided by k: that needs the own rows only. The gradient looks up at the same
-places.
+Models put the experts' results in token order, by the inverse of the permutation that sorted them, and add up those of
+a token. On devices that own rows this would compute all rows, zeros except the own rows. A lookup at the inverse of a
+permutation equals an addition at the permutation itself, and a sum over the k rows of each token adds at the
+permutation divided by k: that needs only own rows. The gradient is a lookup at the same indices.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import fx
 
 from meshweave.interop.ops import arguments_of
 from meshweave.ir import ops
-from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, row_index, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.sharding.assign import Assignment, Own, Role, Shard, realize
 from meshweave.sharding.owned import by_rows
@@ -29,8 +28,8 @@ ours = torch.ops.meshweave
 
 
 def own_sums(step: StepGraph) -> StepGraph:
-    """The placed graph with such sums, and their gradients, of own rows. The order of a token's rows is another: that
-    of their experts."""
+    """The placed graph with such sums, and their gradients, over own rows. The rows of a token are added in another
+    order: that of their experts."""
     graph = step.graph
     before = len(graph.nodes)
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
@@ -43,14 +42,13 @@ def own_sums(step: StepGraph) -> StepGraph:
 
 
 def _sum(graph: fx.Graph, node: fx.Node) -> None:
-    """leave_rows -> index at an inverse -> view [tokens, k, width] -> sum over k, as one sum at places."""
+    """Rewrite leave_rows -> index at an inverse -> view [tokens, k, width] -> sum over k as a single sum at indices."""
     view, dims, *rest = _args(node)
     is_plain = dims == [1] and not any(rest) and not node.kwargs
     lookup = _args(view)[0] if view.target is aten.view.default and is_plain else None
     if lookup is None or lookup.target is not aten.index.Tensor or len(spec_of(view).shape) != 3:
         return
-    leave, indices = _args(lookup)
-    order = _inverted(indices[0]) if len(indices) == 1 else None
+    leave, order = _args(lookup)[0], _inverted(row_index(lookup))
     if order is None or leave.target is not ours.leave_rows.default or len(spec_of(leave).shape) != 2:
         return
     rows, ends, _ = _args(leave)
@@ -70,13 +68,13 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
-    """expand [tokens, k, width] -> view -> sum at an inverse on zeros -> enter_rows, as a lookup at places."""
+    """Rewrite expand [tokens, k, width] -> view -> sum at an inverse on zeros -> enter_rows as a lookup at indices."""
     value, ends, dim = _args(enter)
     put = _args(value)[0] if value.target is ops.move else value
-    if put.target is not aten.index_put.default or dim != 0 or len(_args(put)) != 4 or len(_args(put)[1]) != 1:
+    if put.target is not aten.index_put.default or dim != 0 or len(_args(put)) != 4:
         return
-    zeros, (index,), view, is_added = _args(put)
-    order = _inverted(index)
+    zeros, _, view, is_added = _args(put)
+    order = _inverted(row_index(put))
     expand = _args(view)[0] if view.target is aten.view.default else view
     if order is None or not is_added or not is_zeros(zeros) or expand.target is not aten.expand.default:
         return
@@ -106,41 +104,36 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _three(shape: Sequence[int]) -> tuple[int, int, int]:
-    """A shape of three dims; none that fits anything for others."""
+    """A shape of three dims; a shape that matches nothing for other ranks."""
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (-1, -1, -1)
 
 
-def _root(value: fx.Node) -> fx.Node:
-    while value.target is ops.move:
-        value = _args(value)[0]
-    return value
-
-
 def is_zeros(value: fx.Node) -> bool:
-    """Whether a value is made of zeros, wherever it has been moved since."""
-    root = _root(value)
+    """Whether a value is a tensor of zeros, possibly moved."""
+    root = ops.unmoved(value)
     return root.target is aten.full.default and bool(_args(root)[1] == 0)
 
 
-def _inverted(index: fx.Node) -> fx.Node | None:
-    """The permutation whose inverse an index is: the order in which a sort has put all rows. The inverse is written
+def _inverted(index: fx.Node | None) -> fx.Node | None:
+    """The permutation whose inverse an index is: the order of a sort of all rows. The inverse is written
     (`inverse[order] = arange`), or sorted once more."""
-    root = _root(index)
-    if _is_order(root):
+    root = ops.unmoved(index) if index is not None else None
+    if root is not None and _is_order(root):
         if _is_descending(_args(root)[0]):
             return None
-        order = _root(_args(_args(root)[0])[0])
+        order = ops.unmoved(_args(_args(root)[0])[0])
         return order if _is_order(order) else None
-    if root.target is not aten.index_put.default or any(_args(root)[3:]) or len(_args(root)[1]) != 1:
+    if root is None or root.target is not aten.index_put.default or any(_args(root)[3:]):
         return None
-    _, (order,), numbers, *_ = _args(root)
-    order, numbers = _root(order), _root(numbers)
+    at, numbers = row_index(root), ops.unmoved(_args(root)[2])
     is_count = numbers.target is aten.arange.start_step and _args(numbers) == (0, *spec_of(root).shape, 1)
-    return order if is_count and _is_order(order) and spec_of(order).shape == spec_of(root).shape else None
+    if at is None or not is_count or not _is_order(ops.unmoved(at)):
+        return None
+    return ops.unmoved(at) if spec_of(at).shape == spec_of(root).shape else None
 
 
 def _is_order(value: fx.Node) -> bool:
-    """Whether a value is where a sort has put all elements of one dim."""
+    """Whether a value is the permutation of a sort of all elements of a dim."""
     is_item = value.target is operator.getitem and _args(value)[1] == 1
     sorts = (aten.sort.default, aten.sort.stable)
     return is_item and _args(value)[0].target in sorts and len(spec_of(value).shape) == 1
@@ -152,7 +145,7 @@ def _is_descending(sort: fx.Node) -> bool:
 
 
 def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx.Node:
-    """The tokens of the sorted rows, of which each token has `count`."""
+    """The token of each sorted row; each token has `count` rows."""
     if count == 1:
         return order
     for user in order.users:
@@ -164,7 +157,7 @@ def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx
 
 
 def _entered(graph: fx.Graph, places: fx.Node, ends: fx.Node, rows: Layout) -> fx.Node:
-    """The places of the rows that devices own, which lie as `rows`."""
+    """The indices of the rows that devices own, in the layout of `rows`."""
     whole = Layout(rows.mesh, (rows.dims[0],)).normalized(spec_of(places).shape)
     if places.meta["layout"] != whole:
         moved = graph.call_function(ops.move, (places, str(whole)))
@@ -174,7 +167,7 @@ def _entered(graph: fx.Graph, places: fx.Node, ends: fx.Node, rows: Layout) -> f
 
 
 def _owning(node: fx.Node, layout: Layout, operand: int) -> Assignment:
-    """The assignment of a lookup or a sum of rows that lie as `layout`: those of an operand, or of the result."""
+    """The assignment of a lookup or a sum of rows in `layout`: the layout of an operand, or of the result."""
     rule = row_for(node).rule(node)
     dims = rule.operands[operand] if operand >= 0 else rule.results[0]
     roles: list[tuple[str, Role]] = []

@@ -1,13 +1,14 @@
-"""The plans that the installed torch's DTensor makes for a redistribution, priced as ours are.
+"""The plans of the installed torch's DTensor for a redistribution, priced like meshweave's.
 
-DTensor has two planners: greedy (the default where every dim is cut in mesh order), and a shortest path over steps
-along one mesh dim each, by its own cost model, which knows links within a host and between hosts. Either plan can be
-merged: steps of one kind that follow each other become one over a flattened mesh dim, where that was made before. Here
-all of them are, and the innermost axes that are faster than the slowest make a host, so this is the peer's best case.
-Source: torch/distributed/tensor/_redistribute.py (torch 2.13; merging: pytorch/pytorch PRs 171913 and 172121).
+DTensor has two planners: greedy (the default if every dim is cut in mesh order), and a shortest path over steps along a
+single mesh dim each, by its own cost model, which distinguishes links within a host and between hosts. Both plans can
+be
+merged: successive steps of the same kind become a step over a flattened mesh dim, if that exists. Here all exist, and
+the innermost axes that are faster than the slowest form a host, so this is the peer's best case.
 
-Only the planners run, on a DeviceMesh without process groups: nothing is sent, and a process group that exists is
-neither used nor changed.
+Source: torch/distributed/tensor/_redistribute.py (torch 2.13; merging: pytorch/pytorch PRs 171913 and 172121). Only the
+planners run, on a DeviceMesh without process groups: nothing is sent, and an existing process group is neither used nor
+changed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ VARIANTS = (
     ("DTensor graph", True, False),
     ("DTensor graph, merged", True, True),
 )
-# What DTensor does between two placements of one mesh dim (redistribute_local_tensor): our name of the step.
+# DTensor's conversions between two placements of a mesh dim (redistribute_local_tensor): meshweave's name of the step.
 _KINDS = {
     ("partial", "replicate"): "all_reduce",
     ("partial", "shard"): "reduce_scatter",
@@ -55,12 +56,12 @@ _KINDS = {
 }
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 # GB/s and us of a mesh dim within a host and between hosts, in the peer's own cost model (MeshTopoInfo.build_from_mesh,
-# torch/distributed/tensor/_collective_utils.py, torch 2.13). What counts is that it takes the one for much slower.
+# torch/distributed/tensor/_collective_utils.py, torch 2.13). What matters is that it considers the latter much slower.
 _WITHIN_HOST, _BETWEEN_HOSTS = (87.7, 0.6), (87.7 * 0.22, 2.7)
 
 
 class Profile(Protocol):
-    """What a cost model must answer: `meshweave.AlphaBeta` does."""
+    """The interface of cost models here: `meshweave.AlphaBeta` implements it."""
 
     def bytes_received(self, op: str, group_size: int, local_bytes: float) -> float: ...
 
@@ -71,7 +72,7 @@ class Profile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerStep:
-    """One step of a peer's plan; bytes (received per device) and seconds are those of the largest piece."""
+    """A step of a peer's plan; bytes (received per device) and seconds are those of the largest piece."""
 
     kind: str
     axes: tuple[str, ...]
@@ -86,10 +87,9 @@ class PeerStep:
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
-    """What one variant of the peer would do; with a `refusal` there are no steps, and it says why.
-
-    `peak_bytes` is the most that the input and output of one step hold on a device. `is_sound`: no reduction runs while
-    an axis is replicated that was not in the source, so that replicas are equal to the bit.
+    """The plan of a variant of the peer; if there is none, `refusal` says why. `peak_bytes` is the most that the input
+    and output of a step take on a device. `is_sound`: no reduction runs while an axis is replicated that was not
+    replicated in the source, so that replicas are equal to the bit.
     """
 
     variant: str
@@ -121,7 +121,7 @@ def peer_plans(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A redistribution as DTensor's planners are asked for it."""
+    """A redistribution in the form of DTensor's planners."""
 
     source: Layout
     target: Layout
@@ -134,14 +134,14 @@ class Question:
 
     @staticmethod
     def of(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype, profile: Profile) -> Question:
-        """Raises _Refused where DTensor's public API would."""
+        """Raises _Refused if DTensor's public API would raise."""
         if source.mesh != target.mesh:
-            raise _Refused("DTensor does not redistribute from one mesh to another")
+            raise _Refused("DTensor does not redistribute between meshes")
         if not source.mesh.axis_names:
             raise _Refused("a DeviceMesh has at least one axis")
         added = [p for p in target.partial if p not in source.partial]
         if added:
-            raise _Refused(f"DTensor makes no value partial ({', '.join(f'{op}: {axis}' for axis, op in added)})")
+            raise _Refused(f"DTensor cannot make a value partial ({', '.join(f'{op}: {axis}' for axis, op in added)})")
         ops = {"sum" if op == "avg" else op for _, op in source.partial}
         if len(ops) > 1:
             raise _Refused(f"DTensor has no value that is partial with several reduce ops ({', '.join(sorted(ops))})")
@@ -153,8 +153,8 @@ class Question:
         return Question(source, target, shape, dtype, mesh, before, after, _devices_per_host(source.mesh, profile))
 
     def transforms(self, *, graph: bool, merged: bool) -> list[Any]:
-        """The steps as DTensor lists them (_TransformInfo). Greedy falls back to the graph as DTensor does, where an
-        order of axes is not that of the mesh."""
+        """The steps as DTensor lists them (_TransformInfo). Greedy falls back to the graph, like DTensor, if an order
+        of axes differs from the mesh's."""
         chosen = planner(self.mesh, self.before.tensor_meta)
         if chosen is None:
             raise _Refused(f"torch {torch.__version__} has no DTensorRedistributePlanner")
@@ -172,8 +172,8 @@ class Question:
         return fewer
 
     def _tell_hosts(self, chosen: Any) -> None:
-        """Let the planner price steps for hosts of so many devices; by itself it takes the number of devices that this
-        process sees, which on a machine without accelerators is 1. Nothing where this torch prices in another way."""
+        """Let the planner price steps for hosts of so many devices; by default it uses the number of devices visible to
+        this process, which is 1 on a machine without accelerators. No effect if this torch prices differently."""
         sizes = self.source.mesh.shape
         inside = [prod(sizes[dim:]) <= self.devices_per_host for dim in range(len(sizes))]
         links = [_WITHIN_HOST if is_inside else _BETWEEN_HOSTS for is_inside in inside]
@@ -192,7 +192,7 @@ class Question:
 
 
 def _devices_per_host(mesh: Mesh, profile: Profile) -> int:
-    """The size of the innermost axes that are faster than the slowest; all devices where none is."""
+    """The size of the innermost axes that are faster than the slowest; all devices if none is."""
     speeds = [profile.bandwidth_of(mesh, axis) for axis in mesh.axis_names]
     slow = [dim for dim, speed in enumerate(speeds) if speed == min(speeds)]
     return prod(mesh.shape[slow[-1] + 1 :]) if len(slow) < len(speeds) else mesh.num_devices
@@ -206,13 +206,13 @@ def _placements(layout: Layout, shape: tuple[int, ...]) -> tuple[Placement, ...]
 
 
 def _in_mesh_order(layout: Layout) -> bool:
-    """Whether each dim is cut in mesh order, as far as DTensor sees: by all axes, those of size 1 too."""
+    """Whether each dim is cut in mesh order, as DTensor sees it: by all axes, also those of size 1."""
     return all(list(dim.axes) == sorted(dim.axes, key=layout.mesh.axis_index) for dim in layout.dims)
 
 
 @lru_cache(maxsize=64)
 def _bare_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """A DeviceMesh as its first device sees it, without process groups, with every set of axes flattened."""
+    """A DeviceMesh as on its first device, without process groups, with every set of axes flattened."""
     ranks = torch.tensor(mesh.devices, dtype=torch.int, device="cpu").reshape(mesh.shape)
     bare = bare_device_mesh(ranks, mesh.axis_names)
     if bare is None:
@@ -263,7 +263,7 @@ def _word(placement: Any) -> str:
 
 
 def _applied(layout: Layout, axes: tuple[str, ...], after: Any) -> Layout:
-    """The layout when `axes` have the placement `after`: those that begin to cut a dim become its innermost."""
+    """The layout when `axes` have the placement `after`: axes that begin to cut a dim become its innermost."""
     dims = tuple(DimSharding(tuple(axis for axis in dim.axes if axis not in axes), dim.unit) for dim in layout.dims)
     partial = tuple(p for p in layout.partial if p[0] not in axes)
     if after.is_partial():

@@ -37,13 +37,13 @@ _WORDS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """The steps of a move and its certificate: what it costs for the largest piece under one profile, and what no plan
-    can beat.
+    """The steps of a move and its certificate: its costs for the largest piece under a profile, and a lower bound of
+    all plans.
 
-    `source` and `target` are as the caller wrote them; the steps lead from the normal form of one to the normal form
-    of the other. `peak_bytes` is the most that the input and output of one step hold on a device (without steps: the
-    value itself). `numerics` is "exact" when every element keeps its bits, whatever the groups, and "reassociates"
-    when floating sums or an average depend on their order. `order` says what holds of the reductions: see `plan_move`.
+    `source` and `target` are as the caller wrote them; the steps lead from the normal form of the former to that of the
+    latter. `peak_bytes` is the most that the input and output of a step take on a device (without steps: the value
+    itself). `numerics` is "exact" when every element keeps its bits, whatever the groups, and "reassociates" when
+    floating sums or an average depend on their order. `order` is the guarantee about reductions: see `plan_move`.
     """
 
     source: Layout
@@ -58,19 +58,17 @@ class MovePlan:
 
     @property
     def kind(self) -> str:
-        """The kinds of its steps as words, each once, in order and joined by "+"; "none" without steps."""
+        """The distinct kinds of its steps in order, joined by "+"; "none" without steps."""
         return "+".join(dict.fromkeys(_WORDS[step.kind] for step in self.steps)) or "none"
 
     @property
     def lower_bound_seconds(self) -> float:
-        """What every plan takes at least under the profile, whatever its steps: see `movement.bounds`."""
+        """Seconds that every plan takes at least under the profile: see `movement.bounds`."""
         return _bound(self.request)
 
     def alternatives(self, count: int = 3) -> tuple[Alternative, ...]:
-        """Up to `count` other plans, the cheapest first, each with the reason why it was not taken.
-
-        Among them are the cheapest without each of the steps taken, and plans that would be cheaper but are not
-        order-sound or need more memory.
+        """Up to `count` rejected plans, the cheapest first, each with the reason. Among them are the cheapest without
+        each of the chosen steps, and plans that would be cheaper but are not order-sound or need more memory.
         """
         return _alternatives(self.request)[: max(count, 0)]
 
@@ -85,7 +83,7 @@ class MovePlan:
 
 
 def steps_text(steps: Sequence[Step]) -> str:
-    """A line for each step: its number, what it is, where it leads and what it costs."""
+    """A line for each step: its number, kind, resulting layout and cost."""
     texts, layouts = [str(step) for step in steps], [str(step.target) for step in steps]
     wide, wider = max(map(len, texts), default=0), max(map(len, layouts), default=0)
     return "\n".join(
@@ -109,8 +107,8 @@ def _microseconds(seconds: float) -> str:
 
 _DEFAULT_PROFILE = AlphaBeta()
 
-# Without a cap a step may hold this share of a device's memory whatever its value takes, or so many bytes where that
-# memory is not known: a hundredth of what the smallest GPUs in use have (8 GB).
+# Without a cap a step may always use this share of a device's memory, or so many bytes if that memory is unknown: a
+# hundredth of what the smallest GPUs in use have (8 GB).
 _SHARE_OF_MEMORY, _LITTLE_BYTES = 1 / 100, 64 << 20
 
 
@@ -127,41 +125,42 @@ def plan_move(
 ) -> MovePlan:
     """The cheapest plan under `profile` among all sequences of steps, each over any set of axes, in any order.
 
-    (Where more than four axes have to do with the move: in the order of the target.)
+    (If more than four axes take part in the move: in the order of the target.)
 
-    `memory_cap_bytes` is a hard bound on the input and output of every step on a device. Without it the bound is that
-    of the device: no step holds more than a hundredth of its memory, `device_bytes`, without that the profile's (64 MiB
-    where neither says it), or than twice the larger of the source's and the target's pieces, whichever is more (or,
-    where uneven pieces leave no such plan, the least that one does).
+    `memory_cap_bytes` is a hard bound on the input and output of every step on a device. Without it the bound is the
+    larger of a hundredth of the device's memory (`device_bytes`, else the profile's; 64 MiB if neither is known) and
+    twice the larger of the source's and the target's pieces (or, if uneven pieces allow no such plan, the least
+    possible peak).
 
     A value that is partial at both ends may be reduced on the way and become partial again, as the same sum in other
-    parts; and where `source` is partial, other axes may become partial, to be reduced with it. A value that is not
-    partial is never summed: such a move is exact.
+    parts; and if `source` is partial, other axes may become partial, to be reduced with it. A value that is not partial
+    is never summed: such a move is exact.
 
-    `order` "sound": a reduction runs only while every axis that is replicated now was replicated in `source`, so that
-    replicas that should be equal are equal to the bit as long as groups that are replicas of each other add in the same
-    order. "strict": a reduction runs only while no axis is replicated, so that every sum is taken in one place and then
-    copied, and replicas are equal to the bit whatever order a group adds in. "any": neither.
+    `order` "sound": a reduction runs only while every replicated axis was replicated in `source`, so that replicas are
+    equal to the bit if groups that are replicas of each other add in the same order. "strict": a reduction runs only
+    while no axis is replicated, so that every sum is computed in a single place and then copied, and replicas are equal
+    to the bit whatever order a group adds in. "any": neither. Common outermost axes of a dim are not touched. Plans are
+    deterministic and cached.
 
-    Axes that a dim has in common from the outside in are left alone. Equal arguments give the same plan, which is
-    cached.
-
-    Between two meshes (other devices, or the same in another order or under other axes) the plan has exactly one
+    Between two meshes (other devices, or the same in another order or with other axes) the plan has exactly one
     transfer, with steps on the source's mesh before it and on the target's after it; see `movement.across`.
 
-    Raises LayoutError for a number of dims that is not the shape's, a negative size, reduce ops that do not commute
-    (sum and max in one value that must be reduced), an average of integers, a target that is partial(avg) where the
-    source is not or is on another mesh, an unknown order, and a cap that no plan keeps to (it names the least).
+    Raises LayoutError for a wrong number of dims, a negative size, reduce ops that do not commute (sum and max of the
+    same value that must be reduced), an average of integers, a target that is partial(avg) if the source is not or is
+    on another mesh, an unknown order, and a cap below the least possible peak (which the error names).
     """
     if order not in ("sound", "strict", "any"):
         raise LayoutError(
-            f"'{order}' is no order of reductions", where="plan_move", got=repr(order), expected="sound, strict or any"
+            f"'{order}' is not an order of reductions",
+            where="plan_move",
+            got=repr(order),
+            expected="sound, strict or any",
         )
     return _plan(source, target, tuple(map(int, shape)), dtype, profile, memory_cap_bytes, device_bytes, order)
 
 
 def classify(source: Layout, target: Layout) -> str:
-    """One word for the move, such as "gather" or "reduce-scatter+gather", on a large tensor that axes divide evenly.
+    """The kind of the move, such as "gather" or "reduce-scatter+gather", on a large tensor that axes divide evenly.
 
     The words: none, slice, gather, reduce, reduce-scatter, all-to-all, permute, scale, replicate (to partial) and
     transfer. Raises LayoutError as `plan_move` does.

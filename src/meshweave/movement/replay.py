@@ -1,11 +1,10 @@
-"""replay: what the steps of a plan do to every element, over tables and without the planner's layouts.
+"""replay: applies the steps of a plan to every element, over tables and without the planner's layouts.
 
-Every device holds a table of the elements in its array and of the contributions (coordinates along the partial axes of
-the source) that their values sum up. Steps cut, join and unite these by their own definition; nothing is looked up in
-the layouts between the first and the last. Only messages name boxes of the global index space: there the step's layouts
-say where a device's array should lie in it, and the table whether it does.
-
-Axes that no step touches only multiply what happens: of these, one coordinate is replayed for each size of piece.
+Every device has a table of the elements in its array and of the contributions (coordinates along the partial axes of
+the source) that their values sum up. Steps cut, join and unite these by their own definition; layouts between the first
+and the last are not used. Only messages name boxes of the global index space: for them the step's layouts say where a
+device's array should be, and the table whether it is. Axes that no step touches only multiply the work: of these, a
+coordinate is replayed for each size of piece.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from meshweave.movement.search import Order
 from meshweave.movement.steps import REDUCTIONS, Kind, Step, apply
 from meshweave.movement.tables import DeviceTable, Parts, is_complete, join, unite
 
-_Group = list[DeviceTable]  # what the devices of one group hold, in its order
-_Tables = dict[int, DeviceTable]  # by device; a device that is not of the mesh holds nothing
+_Group = list[DeviceTable]  # the tables of the devices of a group, in group order
+_Tables = dict[int, DeviceTable]  # by device; a device outside the mesh has an empty table
 FindRoutes = Callable[[Step, tuple[int, ...]], Routes]
 
 
 def proven(plan: MovePlan, shape: Sequence[int]) -> MovePlan:
-    """The plan, replayed if it has not been before. Raises VerifyError for one that does not do what it says."""
+    """The plan, after a replay at its first use. Raises VerifyError for a plan that does not do what it claims."""
     return _proven(plan, tuple(shape))
 
 
@@ -52,11 +51,11 @@ def routes_of_step(step: Step, shape: tuple[int, ...]) -> Routes:
 def replay(plan: MovePlan, shape: Sequence[int], find_routes: FindRoutes = routes_of_step) -> None:
     """Raise VerifyError unless the steps take every element from the source's pieces to the target's.
 
-    At the end each device must hold its piece of the target in order; over every group of the target's partial axes
-    each contribution to each element must be there exactly once, and once on every device when nothing is partial.
-    The steps must also keep to the order of reductions that the plan claims, scale by 1 / the axes averaged, and state
-    the layouts that they lead through. Messages (`find_routes` gives them) must bring each device of the target every
-    element of its piece once, from a device that holds it: in a transfer complete, in a permute from its own group.
+    At the end each device must have its piece of the target in order; over every group of the target's partial axes
+    each contribution to each element must exist exactly once, and once on every device if nothing is partial. The steps
+    must also respect the order of reductions that the plan claims, scale by 1 / the size of the averaged axes, and
+    state the layouts that they lead through. Messages (from `find_routes`) must send each device of the target every
+    element of its piece once, from a device that has it: in a transfer complete, in a permute from its own group.
     """
     shape = tuple(shape)
     source, target = plan.source.normalized(shape), plan.target.normalized(shape)
@@ -80,12 +79,12 @@ def _replay(
             sizes, done = [mesh.size(axis) for axis in step.axes], dict[tuple[int, ...], _Group]()
             for group in mesh.groups(step.axes):
                 members = [tables[d] for d in group]
-                key = tuple(map(id, members))  # replicas hold the same tables
+                key = tuple(map(id, members))  # replicas have the same tables
                 if key not in done:
                     done[key] = _RUN[step.kind](step, members, sizes)
                 tables.update(zip(group, done[key], strict=True))
         except (ValueError, IndexError, MeshweaveError) as error:
-            raise VerifyError("the step cannot run on what the devices hold", where=where, got=str(error)) from error
+            raise VerifyError("the step cannot run on the devices' tables", where=where, got=str(error)) from error
     _check_end(tables, source, target, shape)
 
 
@@ -98,10 +97,10 @@ _Core = tuple[Layout, Layout, tuple[Step, ...], tuple[int, ...]]
 
 
 def _cores(source: Layout, target: Layout, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Iterator[_Core]:
-    """The move on the axes that it touches alone, for each size of piece that the others leave of the value.
+    """The move restricted to the axes that it touches, for each size of piece that the other axes leave of the value.
 
-    An axis that no step names and that both layouts have in one place (as the outermost of a dim, replicated, or
-    partial) splits the devices into sets between which nothing goes.
+    An axis that no step names and that both layouts have in the same place (as the outermost of a dim, replicated, or
+    partial) splits the devices into independent sets.
     """
     mesh = source.mesh
     if any(step.kind == "transfer" for step in steps) or target.mesh != mesh or len(target.dims) != len(source.dims):
@@ -126,7 +125,7 @@ def _cores(source: Layout, target: Layout, steps: tuple[Step, ...], shape: tuple
 
 
 def _kept(a: Sequence[str], b: Sequence[str], named: set[str]) -> tuple[str, ...]:
-    """The outermost axes of a dim that both layouts have and no step names."""
+    """The outermost axes of a dim that both layouts share and no step names."""
     count = 0
     while count < min(len(a), len(b)) and a[count] == b[count] and a[count] not in named:
         count += 1
@@ -141,7 +140,7 @@ def _same_place(axis: str, source: Layout, target: Layout, outer: set[str]) -> b
 
 
 def _strip(layout: Layout, inner: Mesh, kept: Sequence[tuple[str, ...]], apart: Sequence[str]) -> Layout:
-    """The layout without the axes that are `apart`. Raises VerifyError where it has them elsewhere."""
+    """The layout without the axes in `apart`. Raises VerifyError if it has them elsewhere."""
     dims = []
     for d, dim in enumerate(layout.dims):
         if dim.axes[: len(kept[d])] != kept[d]:
@@ -151,7 +150,7 @@ def _strip(layout: Layout, inner: Mesh, kept: Sequence[tuple[str, ...]], apart: 
 
 
 def _extents(size: int, d: int, axes: tuple[str, ...], layouts: Sequence[Layout]) -> list[int]:
-    """The sizes that the outer axes leave of a dim. Raises VerifyError where two layouts cut it differently."""
+    """The sizes that the outer axes leave of a dim. Raises VerifyError if two layouts cut it differently."""
     parts = [layouts[0].mesh.size(axis) for axis in axes]
     cuts = {
         unit: [nested_chunk(size, list(zip(parts, index, strict=True)), unit) for index in product(*map(range, parts))]
@@ -163,23 +162,23 @@ def _extents(size: int, d: int, axes: tuple[str, ...], layouts: Sequence[Layout]
 
 
 def _deliver(step: Step, tables: _Tables, routing: Routes, shape: tuple[int, ...], every: int) -> _Tables:
-    """What the devices of the target's mesh hold when all messages of a transfer or a permute have arrived."""
+    """The tables of the devices of the target's mesh after all messages of a transfer or a permute."""
     before, after = step.source.pieces(shape), step.target.pieces(shape)
     groups = _group_of(step)
     arrived: dict[int, list[tuple[Box, Parts]]] = {device: [] for device in after}
     for message in routing.messages:
         sender, receiver, name = message.sender, message.receiver, f"{message.sender} -> {message.receiver}"
         if sender not in tables or sender not in before:
-            raise ValueError(f"message {name}: device {sender} holds nothing")
+            raise ValueError(f"message {name}: device {sender} has nothing")
         if not before[sender].contains(message.box) or not tables[sender].is_piece(before[sender]):
-            raise ValueError(f"message {name}: device {sender} does not hold {_text(message.box)}")
+            raise ValueError(f"message {name}: device {sender} does not have {_text(message.box)}")
         if groups and groups[sender] != groups.get(receiver):
-            raise ValueError(f"message {name}: device {receiver} is of another group")
+            raise ValueError(f"message {name}: device {receiver} is in another group")
         part = tables[sender].part(message.box)
         if step.kind == "transfer" and not is_complete(tables[sender], message.box, every):
             raise ValueError(f"message {name}: a contribution is missing on device {sender}")
         if receiver not in after or not after[receiver].contains(message.box):
-            raise ValueError(f"message {name}: {_text(message.box)} are not of the piece of device {receiver}")
+            raise ValueError(f"message {name}: {_text(message.box)} are not in the piece of device {receiver}")
         if any(box.intersect(message.box).num_elements for box, _ in arrived[receiver]):
             raise ValueError(f"message {name}: {_text(message.box)} arrive twice")
         arrived[receiver].append((message.box, part))
@@ -197,7 +196,7 @@ def _deliver(step: Step, tables: _Tables, routing: Routes, shape: tuple[int, ...
 
 
 def _group_of(step: Step) -> Mapping[int, int]:
-    """The number of each device's group in a permute."""
+    """The index of each device's group in a permute."""
     if step.kind == "transfer":
         return {}
     return {device: i for i, group in enumerate(step.source.mesh.groups(step.axes)) for device in group}
@@ -219,7 +218,7 @@ def _start(source: Layout, shape: Sequence[int]) -> _Tables:
 
 
 def _spans(table: DeviceTable, dim: int, unit: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each member of a group cuts one device's array."""
+    """Where each member of a group cuts a device's array."""
     extent = table.shape[dim]
     return [nested_chunk(extent, list(zip(sizes, index, strict=True)), unit) for index in product(*map(range, sizes))]
 
@@ -237,9 +236,9 @@ def _all_gather(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
 
 def _all_to_all(step: Step, group: _Group, sizes: Sequence[int]) -> _Group:
     if step.to_dim is None or sorted(step.to_axes) != sorted(step.axes):
-        raise ValueError("there is no dim to scatter, or other axes")
+        raise ValueError("no dim to scatter, or other axes")
     there = [sizes[step.axes.index(axis)] for axis in step.to_axes]
-    whole = join(group, step.dim)  # to join the cuts along another dim is to cut what is joined
+    whole = join(group, step.dim)  # cutting and joining along different dims commute
     spans = _spans(whole, step.to_dim, step.unit, there)
     received = []
     for index in product(*map(range, sizes)):
@@ -317,7 +316,7 @@ def _check_end(tables: _Tables, source: Layout, target: Layout, shape: Sequence[
 
 def _wrong_value(group: Sequence[int], source: Layout, target: Layout, got: str) -> VerifyError:
     return VerifyError(
-        "the steps do not keep the value",
+        "the steps change the value",
         where=f"devices {list(group)}, {source} -> {target}",
         got=got,
         expected="every contribution to every element once",
@@ -340,8 +339,8 @@ def _check_scale(steps: Sequence[Step], source: Layout, target: Layout) -> None:
 
 
 def _check_order(steps: Sequence[Step], source: Layout, order: Order) -> None:
-    """Sound: a reduction runs only while every axis replicated now was replicated in the source. Strict: only while no
-    axis is replicated. Any: all of them on the source's mesh. Of a value that is not partial there is none."""
+    """Sound: a reduction runs only while every replicated axis was replicated in the source. Strict: only while no axis
+    is replicated. Any: all of them on the source's mesh. A value that is not partial has no reductions."""
     reductions = [step for step in steps if step.kind in REDUCTIONS]
     twins = set() if order == "strict" else set(source.replicated_axes)
     for step in reductions:

@@ -16,18 +16,18 @@ from meshweave.movement.space import LOCAL, Edge, Fan, MoveState, Space
 from meshweave.movement.steps import Kind
 
 Order = Literal["sound", "strict", "any"]
-Link = tuple[int, Edge]  # the number of the state that a step starts from, and the step
+Link = tuple[int, Edge]  # the index of the state that a step starts from, and the step
 _TICKS_PER_SECOND = 10**12
-_LENGTHS = 64  # a key is ticks * _LENGTHS + steps: of equally cheap paths the one with fewer steps
+_LENGTHS = 64  # a key is ticks * _LENGTHS + steps: ties go to fewer steps
 
 
 def to_ticks(seconds: float) -> int:
-    """Whole picoseconds, in which costs are compared, so that sums taken in another order are still ties."""
+    """Whole picoseconds, in which costs are compared, so that sums added in another order still tie."""
     return round(seconds * _TICKS_PER_SECOND)
 
 
 class StepCosts:
-    """Ticks of steps over sets of axes (bit sets of `axes`) of a mesh under a profile, each asked for once."""
+    """Ticks of steps over sets of axes (bit sets of `axes`) of a mesh under a profile, each computed once."""
 
     def __init__(self, profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.profile, self.mesh, self.axes = profile, mesh, axes
@@ -35,7 +35,7 @@ class StepCosts:
         self.known: dict[tuple[Kind, int, int], int] = {}
 
     def ticks(self, kind: Kind, mask: int, local_bytes: int) -> int:
-        """What a step over axes takes; from then on it is in `known`."""
+        """Ticks of a step over axes; cached in `known`."""
         axes = tuple(axis for i, axis in enumerate(self.axes) if mask >> i & 1)
         ticks = self.known[kind, mask, local_bytes] = to_ticks(self.profile.seconds(kind, self.mesh, axes, local_bytes))
         return ticks
@@ -48,16 +48,14 @@ def step_costs_of(profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> StepCost
 
 @dataclass(slots=True)
 class MoveProblem:
-    """A move as the search sees it.
-
-    Over the axes in `summed` the value may be partial on the way, with the reduce op of the source: it is reduced over
-    them and becomes partial over them again as that pays. At the end it is partial over those in `partial`, and over
-    the sets in `added`, one for each other op, which are never reduced. A value becomes partial over an axis from where
-    that cuts a dim, or once all else is done from where it is replicated. Along `replicated` the source is replicated.
-    All are bit sets. In an even space `total` is the bytes of the value before any axis in play cuts it, else the bytes
-    of an element; `finest` is the bytes of a piece that all axes in play cut. `order` says when a reduction may run:
-    "sound", while every axis that is replicated was so in the source; "strict", while none is (and a replicated axis
-    may become partial for it); "any".
+    """A move in the form of the search.\n\nOver the axes in `summed` the value may be partial on the way, with the
+    reduce op of the source: it may be reduced over them and become partial again. At the end it is partial over those
+    in `partial`, and over the sets in `added`, a set per other op, which are never reduced. A value becomes partial
+    over an axis that cuts a dim, or at the very end over a replicated axis. Along `replicated` the source is
+    replicated. All are bit sets. In an even space `total` is the bytes of the value before any active axis cuts it,
+    else the bytes of an element; `finest` is the bytes of a piece that all active axes cut. `order` says when a
+    reduction may run: "sound", while every replicated axis was replicated in the source; "strict", while none is (and a
+    replicated axis may become partial for it); "any".
     """
 
     space: Space
@@ -121,15 +119,14 @@ class MoveProblem:
 
 
 def _within(fans: list[Fan], mask: int, largest: int) -> list[Fan]:
-    """Those over axes in the mask; none has others than those in `largest`."""
+    """The steps over axes in the mask; none has others than those in `largest`."""
     return fans if mask == largest else [fan for fan in fans if not fan.mask & ~mask]
 
 
 def cheapest(problem: MoveProblem, cap: float, banned: Container[Link] = ()) -> tuple[Link, ...] | None:
-    """The cheapest path in which no step's input and output are more than `cap` bytes; None if there is
-    none. Of equally cheap paths the one with fewer steps, then the first in the order of the space.
+    """The cheapest path in which no step's input and output exceed `cap` bytes; None if there is none.
 
-    This is A*: of the states reached the one goes on from which the end may be cheapest, by the problem's heuristic."""
+    Ties go to fewer steps, then to the first in the order of the space. This is A* with the problem's heuristic."""
     space, end, rest = problem.space, problem.end, problem.heuristic
     states, places, bytes_of = space.states, space.places, problem.bytes_of
     known, price = problem.prices.known, problem.prices.ticks
@@ -158,7 +155,7 @@ def cheapest(problem: MoveProblem, cap: float, banned: Container[Link] = ()) -> 
             for there, edge in ends:
                 if total < best.get(there, bound) and (not banned or (here, edge) not in banned):
                     least = ahead.get(there)
-                    if least is None:  # a step at least
+                    if least is None:  # at least one step
                         least = ahead[there] = rest(states[there], places[there]) * _LENGTHS + 1
                     if total + least >= bound:
                         continue
@@ -177,7 +174,7 @@ def cheapest(problem: MoveProblem, cap: float, banned: Container[Link] = ()) -> 
 
 
 def least_peak(problem: MoveProblem) -> int:
-    """The least cap under which there is a path."""
+    """The least cap for which there is a path."""
     space = problem.space
     first = space.number(problem.start)
     best, heap = {first: 0}, [(0, first)]

@@ -1,4 +1,4 @@
-"""The layouts that a move within one mesh may pass through and the steps between them, as a graph of small numbers."""
+"""The graph of layouts that a move within a mesh may pass through, and of steps between them, as small numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import NamedTuple
 from meshweave.ir.pieces import largest_chunk
 from meshweave.movement.steps import Kind
 
-Axes = tuple[int, ...]  # numbers of axes in play
+Axes = tuple[int, ...]  # indices of active axes (those that take part in a move)
 LOCAL: frozenset[Kind] = frozenset({"slice", "to_partial"})
-REPLICATED, PARTIAL = -1, -2  # where an axis is, if it does not cut a dim
+REPLICATED, PARTIAL = -1, -2  # where an axis is if it cuts no dim
 
 
 class MoveState(NamedTuple):
-    """A layout: `cuts` are the axes in play that cut each dim, outermost first; `partial` the bit set of those over
-    which the value is partial; the others in play are replicated. The bit set `old` has the dims that are still cut in
-    the unit of the source where the target has another."""
+    """A layout: `cuts` are the active axes that cut each dim, outermost first; `partial` the bit set of those over
+    which the value is partial; the other active axes are replicated. The bit set `old` has the dims that are still cut
+    in the source's unit if the target has another."""
 
     cuts: tuple[Axes, ...]
     partial: int = 0
@@ -28,7 +28,7 @@ class MoveState(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A step from one state to another: the fields of `Step`, with numbers for axes."""
+    """A step between two states: the fields of `Step`, with indices instead of axes."""
 
     kind: Kind
     axes: Axes
@@ -38,8 +38,8 @@ class Edge(NamedTuple):
 
 
 class Fan(NamedTuple):
-    """Steps from one state that cost the same and lead to pieces of one size: their kind and bit set of axes, and
-    `work`, the size of what a device hands in, with padding."""
+    """Steps from a state with the same cost and piece size: their kind and bit set of axes, and `work`, the size of a
+    device's operand, with padding."""
 
     kind: Kind
     mask: int
@@ -50,8 +50,8 @@ class Fan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A dim of `size` that is cut by `before` in any case, then by axes in play: in blocks of `old_unit` while it is
-    cut as in the source, else of `unit`."""
+    """A dim of `size` that is always cut by `before`, then by active axes: in blocks of `old_unit` while it is cut as
+    in the source, else of `unit`."""
 
     size: int
     before: tuple[int, ...] = ()
@@ -60,14 +60,13 @@ class Extent:
 
 
 class Space:
-    """The graph of all states over axes of the given `sizes` and a number of dims; it is built where it is visited.
+    """The graph of all states over axes of `sizes` and a number of dims; built lazily.\n\nIf everything divides evenly
+    (`extents` is None) it is the same for all shapes, and the size of a state is the number of its pieces; else it is
+    the number of elements of its largest piece. The search selects the steps that a move allows: reductions, pads and
+    spreads are listed for all axes for which they are possible.
 
-    Where everything divides evenly (`extents` is None) it is the same for all shapes, and the size of a state is the
-    number of its pieces; else that is the number of elements of its largest piece. What a step may do depends on the
-    move too: reductions, pads and spreads are listed for all axes that they are possible for, for the search to choose.
-
-    Axes go to a dim in every order; with `goal` (the cuts of the target) only in the order that they have there, those
-    that the target does not have on that dim last. Then there is a graph for each target, far smaller.
+    Axes go to a dim in every order; with `goal` (the cuts of the target) only in the target's order, axes that the
+    target does not have on that dim last. Then each target has its own, much smaller graph.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Space:
         return places
 
     def replicated(self, state: MoveState) -> int:
-        """Bit set of the axes in play along which all devices hold the same."""
+        """Bit set of the active axes along which all devices have the same."""
         used = state.partial
         for cut in state.cuts:
             used |= bits(cut)
@@ -129,19 +128,19 @@ class Space:
         return self._moves[number]
 
     def reductions(self, number: int) -> list[Fan]:
-        """Every reduction over a part of the partial axes, each set of axes in fans of its own."""
+        """Every reduction over a subset of the partial axes, each set of axes in its own fans."""
         if number not in self._reductions:
             self._reductions[number] = self._fans(self.states[number], self._reduces(self.states[number]))
         return self._reductions[number]
 
     def pads(self, number: int) -> list[Fan]:
-        """Every way to become partial over innermost axes of a dim, each set of axes in fans of its own."""
+        """Every way to become partial over innermost axes of a dim, each set of axes in its own fans."""
         if number not in self._pads:
             self._pads[number] = self._fans(self.states[number], self._opens(self.states[number]))
         return self._pads[number]
 
     def spreads(self, number: int) -> list[Fan]:
-        """Every way to become partial over replicated axes: one device of each group keeps the value."""
+        """Every way to become partial over replicated axes: a single device of each group keeps the value."""
         if number not in self._spreads:
             state = self.states[number]
             some = _subsets(_axes_of(self.replicated(state)))
@@ -162,7 +161,7 @@ class Space:
         return list(fans.values())
 
     def _work(self, state: MoveState, edge: Edge, after: MoveState) -> int:
-        """The size of what a device hands in: blocks for each of the group, all as large as the largest."""
+        """The size of a device's operand: a block per member of the group, all as large as the largest."""
         if self.extents is None or edge.kind not in ("reduce_scatter", "all_to_all", "permute"):
             return self.size(state)
         if edge.kind == "permute":
@@ -175,7 +174,7 @@ class Space:
         return blocks * self.size(MoveState(dealt, state.partial, old))
 
     def _with(self, state: MoveState, d: int, cut: Axes) -> MoveState:
-        """The state with another cut of dim d. A dim that no axis cut is cut in the target's unit."""
+        """The state with another cut of dim d. A dim that no axis cut gets the target's unit."""
         fresh = not cut or not state.cuts[d]
         return MoveState(
             (*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.partial, state.old & ~(1 << d) if fresh else state.old
@@ -219,7 +218,7 @@ class Space:
         return (tuple(sorted(axes, key=lambda axis: (first.index(axis) if axis in first else len(first), axis))),)
 
     def _arrangements(self, wanted: list[int], usable: int, d: int = 0) -> Iterator[tuple[Axes, ...]]:
-        """Every way to cut the dims from d on into the wanted numbers of pieces."""
+        """Every way to cut the dims from d on into the required numbers of pieces."""
         if d == len(wanted):
             yield ()
             return
@@ -271,12 +270,12 @@ def _axes_of(mask: int) -> Axes:
 
 
 def _subsets(axes: Axes) -> Iterator[Axes]:
-    """Every part of the axes but the empty one."""
+    """Every nonempty subset of the axes."""
     return (some for count in range(1, len(axes) + 1) for some in combinations(axes, count))
 
 
 def _suffixes(state: MoveState) -> Iterator[tuple[int, Axes, Axes]]:
-    """(dim, the axes that stay, the innermost axes) for every way to take axes off a dim."""
+    """(dim, remaining axes, innermost axes) for every way to remove axes from a dim."""
     for d, cut in enumerate(state.cuts):
         for kept in reversed(range(len(cut))):
             yield d, cut[:kept], cut[kept:]

@@ -1,4 +1,4 @@
-"""Step: one collective or local op of a move, and what it does to a layout."""
+"""Step: a collective or local op of a move, and its effect on a layout."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ REDUCTIONS: tuple[Kind, ...] = ("reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op in every group of the flattened `axes` of the mesh; `target` has the pieces of `apply(source, step)`.
+    """An op in every group of the flattened `axes` of the mesh; `target` has the pieces of `apply(source, step)`.
 
     slice           keep this device's part of `dim`, cut in blocks of `unit`; `axes` become the innermost of `dim`
     reduce_scatter  reduce the partial `axes` with `op`, keep this device's part of `dim` as slice does
     all_reduce      reduce the partial `axes` with `op`
-    all_to_all      gather `dim` over its innermost `axes` while cutting `to_dim` over them, in blocks of `unit`; there
-                    they stand in the order `to_axes`
-    permute         every device gets its piece of `target` from devices of its group, as `ir.routes` says: one message
-                    each where pieces are even. `axes` are all those whose place in the layout changes.
+    all_to_all gather `dim` over its innermost `axes` while cutting `to_dim` over them, in blocks of `unit`, in the
+        order `to_axes`
+    permute every device gets its piece of `target` from devices of its group, as in `ir.routes`: a message each if
+        pieces are even. `axes` are all those whose place in the layout changes.
     all_gather      gather `dim` over its innermost `axes`
-    to_partial      index 0 of the group keeps the value, the others hold the identity of `op`. With a `dim`, whose
-                    innermost are `axes`: they stop to cut it, and what was not of a device's piece is the identity.
+    to_partial index 0 of the group keeps the value, the others get the identity of `op`. With a `dim`, whose innermost
+        are `axes`: they stop cutting it, and elements outside a device's piece are the identity.
     scale           multiply by `factor`: turns the sum over `axes` into the average. From the first reduction of an
                     avg axis to this step the value is 1 / `factor` times the global value.
-    transfer        every device of the target's mesh gets its piece from devices of the source's, as `ir.routes` says;
-                    no axes, and nothing is partial. The only step whose layouts differ in their meshes.
-    sparse_gather   all_gather of the rows that each device reads (see `movement.dispatch`); no plan has it by itself
+    transfer every device of the target's mesh gets its piece from devices of the source's, as in `ir.routes`; no axes,
+        and nothing is partial. The only step between two meshes.
+    sparse_gather all_gather of the rows that each device reads (see `movement.dispatch`); not in plans
     sparse_scatter  reduce_scatter of the rows that each device has, likewise
 
-    `dim` is -1, `to_dim` None, `to_axes` and `op` empty where the kind has none. `op` is sum, max or min, never avg.
-    `seconds` and `bytes_received` (per device) are those of the largest piece under the profile of the plan; of a
-    transfer those of the busiest device.
+    `dim` is -1, `to_dim` None, `to_axes` and `op` empty if the kind has none. `op` is sum, max or min, never avg.
+    `seconds` and `bytes_received` (per device) are those of the largest piece under the plan's profile; for a transfer
+    those of the busiest device.
     """
 
     kind: Kind
@@ -92,11 +92,10 @@ def _place(mesh: Mesh) -> str:
 
 
 def apply(layout: Layout, step: Step) -> Layout:
-    """The layout after `step` (its kind, axes, dims, unit and op; its own layouts are not read, but for the target of a
-    transfer or a permute: the one leads there from anywhere, the other from what differs only in its axes).
-
-    An appended axis sets the unit of the whole dim, which for a non-empty dim must leave the pieces before it as they
-    are. The result is not normalised. Raises VerifyError where the step does not fit the layout.
+    """The layout after `step` (its kind, axes, dims, unit and op; its own layouts are not read, except the target of a
+    transfer or a permute: a transfer leads there from anywhere, a permute from layouts that differ only in its axes).
+    An appended axis sets the unit of the whole dim, which for a non-empty dim must not change the earlier pieces. The
+    result is not normalised. Raises VerifyError if the step does not fit the layout.
     """
     return _APPLY[step.kind](layout, step)
 
@@ -128,7 +127,7 @@ def _permute(layout: Layout, step: Step) -> Layout:
     _need(len(layout.dims) == len(target.dims), layout, step, f"{len(target.dims)} dims")
     places = [{axis: side.dim_of(axis) for axis in side.mesh.axis_names} for side in (layout, target)]
     still = (axis for axis in layout.mesh.axis_names if axis not in step.axes)
-    _need(all(places[0][axis] == places[1][axis] for axis in still), layout, step, "that the other axes stay")
+    _need(all(places[0][axis] == places[1][axis] for axis in still), layout, step, "other axes unchanged")
     return target
 
 
@@ -148,7 +147,7 @@ def _to_partial(layout: Layout, step: Step) -> Layout:
 
 def _scale(layout: Layout, step: Step) -> Layout:
     ops = {op for axis, op in layout.partial if axis in step.axes}
-    _need(ops <= {"avg"}, layout, step, "axes whose average is taken")
+    _need(ops <= {"avg"}, layout, step, "averaged axes")
     return replace(layout, partial=tuple((a, "sum" if a in step.axes else op) for a, op in layout.partial))
 
 

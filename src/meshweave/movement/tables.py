@@ -1,7 +1,7 @@
-"""What a device holds, as a table: the elements that lie in its array, and the contributions that their values sum up.
+"""A device's array as a table: its elements, and the contributions that their values sum up.
 
-Arrays stay products of one table per dim whatever is done to them, so a table costs no more for a large tensor than for
-a small one.
+Arrays stay products of a table per dim whatever is done to them, so a table costs no more for a large tensor than for a
+small tensor.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from itertools import pairwise
 
 from meshweave.ir.pieces import Box
 
-Runs = tuple[
-    tuple[int, int], ...
-]  # start and size of stretches of elements along a dim, in the order in which they lie
-Parts = Mapping[Box, int]  # boxes of the global index space, with the bit set of contributions that are there
+Runs = tuple[tuple[int, int], ...]  # start and size of stretches of elements along a dim, in their order in the array
+Parts = Mapping[Box, int]  # boxes of the global index space, with the bit set of contributions to them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTable:
-    """One device's array. Position by position along dim d it stands for the elements of `runs[d]`; `parts` are the
-    elements that are really there, without empty boxes. The rest is the identity of the reduce op."""
+    """A device's array. Along dim d its positions are the elements of `runs[d]`; `parts` are the elements with values,
+    without empty boxes. The rest is the identity of the reduce op."""
 
     runs: tuple[Runs, ...]
     parts: Parts
@@ -36,7 +34,7 @@ class DeviceTable:
         return tuple([runs[0][1] if len(runs) == 1 else sum([size for _, size in runs]) for runs in self.runs])
 
     def is_piece(self, box: Box) -> bool:
-        """Whether the array stands for the box, element by element in order."""
+        """Whether the array is the box, element by element in order."""
         if not box.num_elements:
             return self.shape == box.size
         return self.runs == tuple(((o, s),) for o, s in zip(box.offset, box.size, strict=True))
@@ -54,13 +52,13 @@ class DeviceTable:
         return DeviceTable((*self.runs[:dim], tuple(runs), *self.runs[dim + 1 :]), _within(self.parts, dim, runs))
 
     def part(self, box: Box) -> Parts:
-        """What is there of a box."""
+        """The parts inside a box."""
         cut = {box.intersect(part): bits for part, bits in self.parts.items()}
         return {part: bits for part, bits in cut.items() if part.num_elements}
 
 
 def join(members: Sequence[DeviceTable], dim: int) -> DeviceTable:
-    """The arrays side by side along `dim`. Raises ValueError where they differ along other dims, or hold an element
+    """The arrays side by side along `dim`. Raises ValueError if they differ along other dims, or contain an element
     twice."""
     first, shapes = members[0], [table.shape for table in members]
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
@@ -78,13 +76,13 @@ def join(members: Sequence[DeviceTable], dim: int) -> DeviceTable:
 
 
 def unite(members: Sequence[DeviceTable]) -> DeviceTable:
-    """The arrays reduced into one. Raises ValueError where they hold different elements or a contribution twice."""
+    """The reduction of the arrays. Raises ValueError if they contain different elements or a contribution twice."""
     first, parts = members[0], dict[Box, int]()
     if len(members) == 1:
         return first
     for table in members:
         if table.runs != first.runs:
-            raise ValueError("the devices that reduce hold different elements")
+            raise ValueError("the devices that reduce have different elements")
         for box, bits in table.parts.items():
             if parts.get(box, 0) & bits:
                 raise ValueError("a contribution is counted twice")
@@ -98,7 +96,7 @@ def unite(members: Sequence[DeviceTable]) -> DeviceTable:
 
 
 def is_complete(table: DeviceTable, box: Box, every: int) -> bool:
-    """Whether all of the contributions are there for each element of the box; none of them is there twice."""
+    """Whether each element of the box has all of the contributions, none of them twice."""
     if len(table.parts) == 1 and table.parts.get(box) == every:
         return True
     inside = table.part(box)
@@ -107,7 +105,7 @@ def is_complete(table: DeviceTable, box: Box, every: int) -> bool:
 
 
 def _within(parts: Parts, dim: int, runs: Sequence[tuple[int, int]]) -> Parts:
-    """The parts that lie in the runs along `dim`."""
+    """The parts inside the runs along `dim`."""
     inside: dict[Box, int] = {}
     for box, bits in parts.items():
         for start, size in runs:
@@ -137,7 +135,7 @@ def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def _merged_parts(parts: Sequence[tuple[Box, int]], dim: int) -> Parts:
-    """Parts that continue each other along `dim` as one."""
+    """Adjacent parts along `dim` merged."""
     rows: dict[tuple[Box, int], list[tuple[int, int]]] = {}
     for box, bits in parts:
         rows.setdefault((_with_span(box, dim, 0, 0), bits), []).append((box.offset[dim], box.size[dim]))

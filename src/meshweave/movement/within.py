@@ -1,4 +1,4 @@
-"""Steps within one mesh: which axes are in play, the search over them, and its path as steps from layout to layout."""
+"""Steps within a mesh: the active axes, the search over them, and its path as steps from layout to layout."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from meshweave.movement.search import Link, MoveProblem, Order, cheapest, least_
 from meshweave.movement.space import LOCAL, Axes, Edge, Extent, MoveState, bits, space_of
 from meshweave.movement.steps import REDUCTIONS, Step, apply
 
-# With more axes in play than this, they go to a dim only in the order in which the target has them there: six axes make
-# 13,699 layouts of a matrix, with some thousand steps from each.
+# With more active axes than this, axes go to a dim only in the target's order: six axes make 13,699 layouts of a
+# matrix, each with some thousand steps.
 _MANY_AXES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of the planner: how a value of `shape` gets from one normal form to another.
-
-    `cap` bounds the bytes of the input and output of any step on a device; None: `room`, or twice the larger of source
-    and target where that is more, or if no plan does with that (uneven pieces), the least that one does.
+    """A request to the planner: how a value of `shape` gets from a normal form to another.\n\n`cap` bounds the bytes of
+    the input and output of any step on a device; None: the larger of `room` and twice the larger of source and target,
+    or if no plan fits (uneven pieces), the least possible peak.
     """
 
     source: Layout
@@ -45,7 +44,7 @@ class Request:
 
     @property
     def roomy(self) -> int:
-        """The cap that holds where none is asked for."""
+        """The default cap."""
         return max(self.room, 2 * max(self.bytes_of(self.source), self.bytes_of(self.target)))
 
     def bytes_of(self, layout: Layout) -> int:
@@ -53,7 +52,7 @@ class Request:
         return self.dtype.itemsize * prod(layout.local_shape(self.shape))
 
     def work(self, step: Step, before: Layout, after: Layout) -> int:
-        """Bytes that a device hands in: blocks for each of the group, all as large as the largest."""
+        """Bytes of a device's operand: a block per member of the group, all as large as the largest."""
         blocks = before.mesh.flat_size(step.axes)
         if step.kind == "reduce_scatter":
             return blocks * self.bytes_of(after)
@@ -64,22 +63,21 @@ class Request:
         return max(self.bytes_of(before), self.bytes_of(after) if step.kind == "permute" else 0)
 
     def bytes_during(self, step: Step) -> int:
-        """The most bytes of the input and output of a step that one device may hold."""
+        """The most bytes of the input and output of a step on a device."""
         before, after = self.bytes_of(step.source), self.bytes_of(step.target)
         apart = step.kind == "transfer" and set(step.source.mesh.devices).isdisjoint(step.target.mesh.devices)
         return max(before, after) if apart else before + after
 
     def peak(self, steps: Sequence[Step]) -> int:
-        """The most that a step holds; without steps the value itself."""
+        """The peak over the steps; without steps the value itself."""
         return max(map(self.bytes_during, steps), default=self.bytes_of(self.source))
 
 
 @lru_cache(maxsize=16384)
 def steps_within(request: Request) -> tuple[Step, ...]:
-    """The steps of the cheapest plan from one normal form to another on the same mesh, as `plan_move` says.
-
-    Raises LayoutError for reduce ops that do not commute (sum and max in one value that must be reduced), for an
-    average of integers, for a target that is partial(avg) where the source is not, and where no plan keeps to the cap.
+    """The steps of the cheapest plan from a normal form to another on the same mesh; see `plan_move`.\n\nRaises
+    LayoutError for reduce ops that do not commute (sum and max of the same value that must be reduced), for an average
+    of integers, for a target that is partial(avg) if the source is not, and if no plan stays under the cap.
     """
     search = MoveSearch.of(request)
     path = cheapest(search.problem, request.roomy if request.cap is None else request.cap)
@@ -93,7 +91,7 @@ def steps_within(request: Request) -> tuple[Step, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan that was not taken, and why."""
+    """A rejected plan, and why."""
 
     steps: tuple[Step, ...]
     seconds: float
@@ -102,8 +100,8 @@ class Alternative:
 
 
 def alternatives_within(request: Request) -> tuple[Alternative, ...]:
-    """The cheapest plan without each step of the best one; and the cheapest in any order of reductions and the cheapest
-    without a cap, where these cost less. The cheapest first."""
+    """The cheapest plan without each step of the best plan; the cheapest in any order of reductions and the cheapest
+    without a cap, if these cost less. The cheapest first."""
     chosen = steps_within(request)
     best = sum(step.seconds for step in chosen)
     cap = request.cap if request.cap is not None else request.roomy
@@ -125,7 +123,7 @@ def alternatives_within(request: Request) -> tuple[Alternative, ...]:
 
 
 def alternative(request: Request, steps: tuple[Step, ...], why: str, best: float) -> Alternative:
-    """`why` it was not taken; empty: for its cost."""
+    """`why` it was rejected; empty: for its cost."""
     seconds = sum(step.seconds for step in steps)
     if not why:
         why = "as cheap" if to_ticks(seconds) == to_ticks(best) else "slower"
@@ -136,7 +134,7 @@ def alternative(request: Request, steps: tuple[Step, ...], why: str, best: float
 
 def no_plan(request: Request, least: int) -> LayoutError:
     return LayoutError(
-        "no plan keeps to the memory cap",
+        "no plan stays under the memory cap",
         where=request.where,
         got=f"a cap of {request.cap} bytes",
         expected=f"{least} bytes or more: the least that the input and output of a step take on a device",
@@ -146,7 +144,7 @@ def no_plan(request: Request, least: int) -> LayoutError:
 
 @dataclass(frozen=True, slots=True)
 class _Ops:
-    """What happens to the partial axes. `pending` are reduced with `op`, `added` become partial with their op, over
+    """The treatment of partial axes. `pending` are reduced with `op`, `added` become partial with their op, over
     `averaged` the value is scaled once (they are reduced as sums, or stay partial as sums). `open` are partial with
     `op` at both ends: the value may be reduced over them and become partial again, as the same sum in other parts."""
 
@@ -172,16 +170,16 @@ class _Ops:
                 "a move cannot make a value partial(avg)",
                 where=request.where,
                 got=str(target),
-                expected="partial(avg) only over axes where the source has it",
-                hint="ask for partial(sum)",
+                expected="partial(avg) only over axes of the source's partial(avg)",
+                hint="use partial(sum)",
             )
         if pending and len(set(as_sum.values())) > 1:
             raise LayoutError(
                 "a value that is partial with several reduce ops cannot be reduced",
                 where=request.where,
                 got=str(source),
-                expected="one reduce op, for the result depends on which comes first",
-                hint="reduce the inner one where the value is made",
+                expected="a single reduce op, because the result depends on their order",
+                hint="reduce the inner op where the value is computed",
             )
         if averaged and not (dtype.is_floating_point or dtype.is_complex):
             raise LayoutError(
@@ -189,7 +187,7 @@ class _Ops:
                 where=request.where,
                 got=f"{dtype} partial(avg: {','.join(averaged)})",
                 expected="a floating dtype",
-                hint="make the value floating, or partial(sum)",
+                hint="use a floating-point value, or partial(sum)",
             )
         op = next(iter(as_sum.values())) if len(set(as_sum.values())) == 1 else ""
         return _Ops(pending, tuple(axis for axis in before if op and after.get(axis) == op), op, added, averaged)
@@ -200,14 +198,14 @@ _NO_OPS = _Ops((), (), "", (), ())
 
 @dataclass(frozen=True, slots=True)
 class MoveSearch:
-    """A request with the axes in play: all but those that cut a dim alike in source and target, outermost first (steps
-    over these could only move data that is where it belongs), and those over which an average, or a value with several
-    reduce ops, stays partial."""
+    """A request with its active axes: all except common outermost axes of a dim in source and target (steps over these
+    could only move data away from its place), and axes over which an average, or a value with several reduce ops, stays
+    partial."""
 
     request: Request
     ops: _Ops
     axes: tuple[str, ...]
-    kept: tuple[int, ...]  # per dim how many axes stay
+    kept: tuple[int, ...]  # per dim how many common axes stay
     extents: tuple[Extent, ...]
     problem: MoveProblem
 
@@ -270,7 +268,7 @@ class MoveSearch:
         return MoveSearch(request, ops, axes, kept, tuple(extents), problem)
 
     def least(self) -> int:
-        """The least cap under which there is a plan."""
+        """The least cap for which there is a plan."""
         path = cheapest(self.problem, least_peak(self.problem))
         assert path is not None, "there is a path under the least peak"
         return self.request.peak(self.steps(path))
@@ -293,11 +291,11 @@ class MoveSearch:
         return chain(self.request, drafts)
 
     def _adds(self, axis: str) -> bool:
-        """Whether it is for the search to make the value partial over the axis, with another op than the source's."""
+        """Whether the search has to make the value partial over the axis, with another op than the source's."""
         return bool(sum(self.problem.added) >> self.axes.index(axis) & 1)
 
     def _draft(self, edge: Edge, after: MoveState) -> Step:
-        """The step without its layouts, but for the dims of a permute's target."""
+        """The step without its layouts, except the dims of a permute's target."""
         kind, source, ops = edge.kind, self.request.source, self.ops
         axes, onto = self._names(edge.axes), edge.to_dim if edge.to_dim >= 0 else edge.dim
         unit = self._unit(onto, after) if kind in ("slice", "reduce_scatter", "all_to_all") else 1
@@ -322,7 +320,7 @@ class MoveSearch:
 
 
 def _common(size: int, sizes: dict[str, int], a: DimSharding, b: DimSharding) -> int:
-    """How many outermost axes of a dim, cut alike, both layouts have."""
+    """How many outermost axes of a dim both layouts share, with equal cuts."""
     count = 0
     while count < min(len(a.axes), len(b.axes)) and a.axes[count] == b.axes[count]:
         count += 1
@@ -337,7 +335,7 @@ def _alike(size: int, parts: list[int], *units: int) -> bool:
 
 
 def chain(request: Request, drafts: Sequence[Step]) -> tuple[Step, ...]:
-    """The drafts with their layouts and prices, one after the other from the source."""
+    """The drafts with their layouts and prices, in sequence from the source."""
     layout, steps = request.source, []
     for draft in drafts:
         if draft.kind == "permute":

@@ -1,5 +1,5 @@
-"""Passes over programs: each a frozen dataclass of its options, all in one list (`passes=` of compile, of the backend
-and of the command line)."""
+"""Passes over programs: each is a frozen dataclass of its options, all in a single list (`passes=` of compile, of the
+backend and of the command line)."""
 
 from meshweave.passes.base import CapturedProgram, MeshProgram, Pass, PassProgram
 from meshweave.passes.candidates import Budget, ProgramVariant

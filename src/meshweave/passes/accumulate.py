@@ -1,4 +1,4 @@
-"""Where gradients of several microbatches are added up: whole where memory has room for them, else in shards."""
+"""Where gradients of several microbatches are added up: whole if memory has room for them, else in shards."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshweave.sharding.sums import sum_bytes
 def accumulated(
     expanded: Callable[[str], tuple[StepGraph, tuple[RankGraph, ...]]], microbatches: int, where: str, room: int | None
 ) -> tuple[StepGraph, tuple[RankGraph, ...], str]:
-    """A program whose microbatches' gradients are added up `where` it is asked for, and what to say of that.
+    """A program that adds up its microbatches' gradients as `where` asks, and a sentence about that.
 
-    `expanded(where)` places and expands it. "auto" is whole, unless a device would hold more than `room` bytes then.
+    `expanded(where)` places and expands it. "auto" is whole, unless a device would then use more than `room` bytes.
     """
     placed, roles = expanded("whole" if where == "auto" else where)
     if microbatches == 1:

@@ -1,4 +1,4 @@
-"""What a pass is, what it works on, and what it says afterwards."""
+"""What a pass is, what it works on, and what it reports."""
 
 from __future__ import annotations
 
@@ -24,41 +24,42 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class CapturedProgram:
-    """The step as captured, before placement. `cuts`: by parameter the dims that the plan cuts."""
+    """The step as captured, before placement. `cuts`: for each parameter the dims that the plan cuts."""
 
     step: StepGraph
     cuts: Cuts = field(default_factory=dict)
 
 
 class PassProgram(Protocol):
-    """What passes behind expansion work on: all roles of a step (`MeshProgram`), or one graph that a compiler holds
+    """What passes after expansion work on: all roles of a step (`MeshProgram`), or a graph of torch.compile
     (`GraphProgram`)."""
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
-        """What is run, as it is now: other graphs are another program."""
+        """The current graphs; a change makes a new program."""
 
     def each(self, rewrite: Rewrite[R]) -> tuple[Self, tuple[R, ...]]:
-        """Every graph as `rewrite` makes it of a `DeviceProgram`, and what that says of each; `self` where it changes
-        none. So a pass is written once for roles and for the graphs of others."""
+        """Apply `rewrite` to every graph, as a `DeviceProgram`. Returns the new program (`self` if no graph changed)
+        and a report for each graph. So a pass is written once for roles and for graphs of torch.compile."""
 
     def verify(self, before: Self) -> None:
-        """Raise VerifyError for what a pass did wrong that made this of `before`."""
+        """Raise VerifyError for what the pass from `before` to this program broke."""
 
     def seconds(self, costs: Any) -> float:
-        """What it takes in simulation; infinite where it cannot be run under its cap."""
+        """Seconds in simulation; infinite if it cannot run under its cap."""
 
     def agreed(self, choice: int) -> int:
-        """The choice among candidates that all processes take which decide together."""
+        """The choice among candidates on which all processes that decide together agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshProgram:
-    """What all devices of a mesh run: one graph per role, and what joins them.
+    """What all devices of a mesh run: a graph per role, and how roles communicate.
 
-    placed: the graph that the roles were made of. microbatches: how often a step runs forward and backward.
-    memory_cap_bytes: the most that a device may hold at once. keeps_gradients: they live to the end of the step.
-    carry: of how many blocks the scheduler may have the parameters gathered in the step before.
+    placed: the graph that the roles were expanded from. microbatches: how often a step runs forward and backward.
+    memory_cap_bytes: the most that may be live on a device at once. keeps_gradients: gradients live to the end of the
+    step.
+    carry: for how many blocks the scheduler may gather parameters in the previous step.
     """
 
     roles: tuple[RankGraph, ...]
@@ -86,24 +87,24 @@ class MeshProgram:
         return simulate_roles(self.roles, costs, SimulateOptions(microbatches=self.microbatches)).seconds
 
     def agreed(self, choice: int) -> int:
-        return choice  # every process has the same costs
+        return choice  # all processes have the same costs
 
 
 class Report(Protocol):
-    """What a pass did to one role."""
+    """What a pass did to a role."""
 
     def left(self, reason: str) -> Self:
-        """The same, of a role that stays as it was for this reason."""
+        """A report of a role that stays as it is, with the reason."""
 
 
 class Pass(Protocol[P]):
     """A frozen dataclass whose fields are its options.
 
-    name: what lists of passes call it. numerics: "exact" where every value stays the same to the bit.
-    stage: what it works on. "captured": a CapturedProgram; else a MeshProgram: "expanded" as soon as there is one,
-    "written" passes write other ops, "ordered" ones change order and buckets alone, which is proven after each.
-    scope: whether it needs a whole training step, or any graph will do, as torch.compile has them (a `GraphProgram`):
-    "graph": of forward and of backward, each by itself; "joint graph": before the two are parted.
+    name: its name in lists of passes. numerics: "exact" where every value stays the same to the bit.
+    stage: what it works on. "captured": a CapturedProgram; else a MeshProgram: "expanded" passes run right after
+    expansion, "written" passes rewrite ops, "ordered" passes change order and buckets only, which is proven after each.
+    scope: "step" if it needs a whole training step. Passes with the other scopes also run on graphs of torch.compile (a
+    `GraphProgram`): "graph": forward and backward, each by itself; "joint graph": before the two are partitioned.
     """
 
     __slots__ = ()
@@ -114,24 +115,26 @@ class Pass(Protocol[P]):
 
     @property
     def needs_costs(self) -> bool:
-        """Whether it cannot run without a machine profile, as what is compared cannot."""
+        """Whether it needs a machine profile; passes that are compared do."""
         return self.is_compared
 
     @property
     def is_compared(self) -> bool:
-        """Whether the program without it is kept too, and the faster one of the two is taken in the end."""
+        """Whether the program without it is kept too, and the faster of the two is taken in the end."""
         return False
 
     @property
     def alternatives(self) -> tuple[Pass[P], ...]:
-        """The passes that are tried in its place, each of which makes one program."""
+        """The passes that are tried in its place; each yields a program."""
         return (self,)
 
     @property
     def label(self) -> str:
-        """What a program that has been changed by it is called among those that are compared."""
+        """The name of a program that this pass changed, among the programs compared."""
         return self.name
 
     def run(self, program: P, costs: Any) -> tuple[P, tuple[Report, ...]]:
-        """Another program, `program` itself where nothing changes, and a report for each role. What is handed in stays
-        as it is. `costs` are a MachineProfile where it needs costs. Raises MeshweaveError for what cannot be done."""
+        """Another program (`program` itself if nothing changes), and a report for each role.
+
+        `program` is not modified. `costs` are a MachineProfile if the pass needs costs. Raises MeshweaveError for what
+        it cannot do."""

@@ -1,4 +1,4 @@
-"""Programs on their way through a list of passes: those that are compared, and the one that is taken."""
+"""Candidate programs on their way through a list of passes, and the choice among them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshweave.schedule.decide import NoOrderError
 
 Progress = Callable[[str], None]
 Q = TypeVar("Q", bound=PassProgram)
-AS_IT_IS = "as it is"  # the name of a program in which no ops are written anew
+AS_IT_IS = "as it is"  # the name of a program whose ops no pass rewrote
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long programs are tried beside the first. `agreed` makes what one process finds late the word of all of them,
-    which call it together."""
+    """How long further programs are tried. `agreed` turns the time-out of a process into that of all; all processes
+    call it together."""
 
     seconds: float = math.inf
     agreed: Callable[[bool], bool] = bool
@@ -32,8 +32,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ProgramVariant:
-    """One way to write a program. `seconds` are those in simulation, behind all passes; `reason` says why it has
-    none."""
+    """A variant of the program. `seconds` is its simulated time after all passes; `reason` says why it has none."""
 
     name: str
     seconds: float = 0.0
@@ -45,8 +44,8 @@ class ProgramVariant:
 
 @dataclass(frozen=True, slots=True)
 class ProgramCandidate(Generic[Q]):
-    """A program on its way through the passes; `written`: as it was before the passes that only order it; `unfit`: why
-    it got no further."""
+    """A program on its way through the passes; `written`: the program before the ordering passes; `unfit`: why it got
+    no further."""
 
     name: str
     program: Q
@@ -55,8 +54,9 @@ class ProgramCandidate(Generic[Q]):
     unfit: NoOrderError | None = None
 
     def behind(self, new_pass: Pass[Q], costs: Any) -> Iterator[ProgramCandidate[Q]]:
-        """What becomes of it in a pass: with what that does and, if it is to be compared or does nothing, without.
-        Raises VerifyError for what the pass did wrong."""
+        """The candidates after a pass: the changed program and, if it is to be compared or nothing changed, the
+        unchanged program.
+        Raises VerifyError for what the pass broke."""
         if self.unfit is not None:
             yield self
             return
@@ -98,11 +98,12 @@ def run_passes(
     budget: Budget = Budget(),
     progress: Progress = lambda stage: None,
 ) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
-    """The program behind the passes, verified after each, and which ways to write it were compared, where several were.
+    """Run the passes, verified after each. Returns the program and, if there were several, the variants that were
+    compared.
 
-    What a pass does by gain is taken only if the program, behind all passes, is simulated faster and stays under the
-    cap: of all variants the fastest is taken, the first of equals; what is written anew has to be faster by the share
-    `least_gain`. Raises NoOrderError where no variant is under the cap.
+    A pass that is taken by gain is kept only if the program after all passes simulates faster and stays under the
+    cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. Raises
+    NoOrderError if no variant is under the cap.
     """
     began, untried = time.monotonic(), dict[str, ProgramVariant]()
     candidates = [ProgramCandidate(AS_IT_IS, program, program)]
@@ -111,7 +112,7 @@ def run_passes(
         behind: list[ProgramCandidate[Q]] = []
         for i, candidate in enumerate(candidates):
             if i and budget.is_over(began):
-                reason = f"not tried: {budget.seconds:g} s were over"
+                reason = f"not tried: the {budget.seconds:g} s were used up"
                 untried[candidate.name] = ProgramVariant(candidate.name, reason=reason)
             else:
                 behind += candidate.behind(next_pass, costs)
@@ -119,28 +120,35 @@ def run_passes(
     if len(candidates) == 1 and not untried:
         chosen, variants = candidates[0], tuple[ProgramVariant, ...]()
     else:
-        chosen, variants = _fastest(candidates, costs, least_gain)
+        chosen, variants = _fastest_candidate(candidates, costs, least_gain)
     if chosen.unfit is not None:
         raise chosen.unfit
     return chosen, (*variants, *untried.values())
 
 
-def _fastest(
+def fastest(
+    names: Sequence[str], seconds: Sequence[float], least_gain: float
+) -> tuple[int, tuple[ProgramVariant, ...], str]:
+    """The index of the fastest program, the time of each, and why a pass of the others is not taken. Programs that are
+    not `AS_IT_IS` have to be faster by `least_gain`; if none fits (infinite seconds), the first."""
+    variants = tuple(
+        ProgramVariant(name, took) if took < math.inf else ProgramVariant(name, reason="does not fit under the cap")
+        for name, took in zip(names, seconds, strict=True)
+    )
+    handicap = [1.0 if name == AS_IT_IS else 1.0 / (1.0 - least_gain) for name in names]
+    at = min(range(len(names)), key=lambda i: seconds[i] * handicap[i])
+    return at, variants, "the program is not faster with it: " + "; ".join(map(str, variants))
+
+
+def _fastest_candidate(
     candidates: Sequence[ProgramCandidate[Q]], costs: Any, least_gain: float
 ) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
-    """The fastest candidate and what each takes; its reports say of passes that others went through why it did not.
-    Where none fits, the first."""
-    variants: list[ProgramVariant] = []
-    for candidate in candidates:
-        seconds = candidate.program.seconds(costs) if candidate.unfit is None else math.inf
-        reason = "" if seconds < math.inf else "does not fit under the cap"
-        variants.append(ProgramVariant(candidate.name, 0.0 if reason else seconds, reason))
-    handicap = [1.0 if variant.name == AS_IT_IS else 1.0 / (1.0 - least_gain) for variant in variants]
-    at = min(range(len(variants)), key=lambda i: (variants[i].reason, variants[i].seconds * handicap[i]))
+    """The fastest candidate and the time of each. Its reports say why passes of other candidates were not taken."""
+    seconds = [each.program.seconds(costs) if each.unfit is None else math.inf for each in candidates]
+    at, variants, reason = fastest([each.name for each in candidates], seconds, least_gain)
     chosen = candidates[candidates[0].program.agreed(at)]
-    reason = "the program is not faster with it: " + "; ".join(map(str, variants))
     rejected: dict[str, tuple[Report, ...]] = {}
     for candidate in candidates:
         for name, reports in candidate.reports.items():
             rejected.setdefault(name, tuple(report.left(reason) for report in reports))
-    return replace(chosen, reports={**rejected, **chosen.reports}), tuple(variants)
+    return replace(chosen, reports={**rejected, **chosen.reports}), variants

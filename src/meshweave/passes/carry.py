@@ -1,4 +1,4 @@
-"""Parameters that the step before gathers, as a pass over rank graphs."""
+"""Parameters gathered in the previous step, as a pass over rank graphs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from meshweave.schedule.decide import OverlapOptions
 
 @dataclass(frozen=True, slots=True)
 class Carry(Pass[MeshProgram]):
-    """The first `blocks` blocks of the model may have their parameters gathered among the updates of the step before,
-    and held from step to step. "auto": as many as the simulated step gains by. The order is that of `Overlap`, which
-    says in its report what is carried; without it nothing is."""
+    """Parameters of the first `blocks` blocks of the model may be gathered during the updates of the previous step, and
+    kept from step to step.
+
+    "auto": as many blocks as shorten the simulated step. `Overlap` chooses the order and reports what is carried;
+    without it nothing is."""
 
     name: ClassVar[str] = "carry"
     numerics: ClassVar[Numerics] = "exact"

@@ -1,4 +1,4 @@
-"""Collectives taken apart into messages between chunks of matmuls, as a pass."""
+"""Collectives decomposed into messages between chunks of matmuls, as a pass."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshweave.rings import DecomposeOptions, DecomposeReport, GraphTrials, deco
 
 @dataclass(frozen=True, slots=True)
 class Decompose(DecomposeOptions, Pass[Any]):
-    """Collectives beside matmuls become rings of messages between the chunks of these. Gathers stay exact; sums over
-    devices are taken in the order of the messages."""
+    """Collectives beside matmuls become rings of messages between chunks of these matmuls. Gathers stay exact; sums
+    over devices are added in the order of the messages."""
 
     name: ClassVar[str] = "decompose"
     numerics: ClassVar[Numerics] = "reassociates"

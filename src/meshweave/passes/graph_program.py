@@ -1,4 +1,4 @@
-"""A graph that a compiler holds, as passes take it."""
+"""A graph of torch.compile, in the form that passes take."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from meshweave.schedule.decide import NoOrderError, OrderOptions
 
 @dataclass(frozen=True, slots=True)
 class GraphProgram:
-    """One graph of ATen ops and functional collectives with meta["val"], forward, backward or both in one.
+    """One graph of ATen ops and functional collectives with meta["val"], forward, backward or both.
 
-    groups: ranks by name of group; None: as torch.distributed knows them. rank: whose graph it is; None: the rank in
-    torch.distributed. memory_cap_bytes: the most that may be live at once. agree: has all ranks take the same figures.
-    order: how it is ordered where it is compared with others. ordered_seconds: what it takes in the order that it has,
-    where a pass has ordered it.
+    groups: ranks by name of group; None: from torch.distributed. rank: the rank that runs it; None: the rank in
+    torch.distributed. memory_cap_bytes: the most that may be live at once. agree: makes all ranks use the same figures.
+    order: how it is ordered when compared with other programs. ordered_seconds: its time in its present order, if a
+    pass has ordered it.
     """
 
     module: fx.GraphModule
@@ -50,15 +50,17 @@ class GraphProgram:
         return self if module is self.module else self.with_module(module), (report,)
 
     def verify(self, before: GraphProgram) -> None:
-        """The graph is in order, as `mw.overlap` has it, takes the inputs that it took, and gives results of the same
-        shapes."""
+        """Check that the graph is well-formed (as `mw.overlap` requires), takes the same inputs, and returns results of
+        the same shapes."""
         self.module.graph.lint()
         read(graph_program(self.module.graph, self.groups))
         now, then = _ends(self.module.graph), _ends(before.module.graph)
         if now != then:
             wrong = next((x, y) for x, y in zip_longest(now, then) if x != y)
             raise VerifyError(
-                "a pass has changed what a graph takes or gives", got=f"{wrong[0]}", expected=f"{wrong[1]}, as before"
+                "a pass has changed the inputs or outputs of a graph",
+                got=f"{wrong[0]}",
+                expected=f"{wrong[1]}, as before",
             )
 
     def seconds(self, costs: Any) -> float:

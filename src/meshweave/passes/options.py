@@ -1,4 +1,4 @@
-"""What `passes=`, `--passes` and the short forms of single passes ask for, as one list."""
+"""Parses `passes=`, `--passes` and the short forms of single passes into a single list."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from meshweave.rows import SplitOptions
 from meshweave.schedule import OverlapOptions
 from meshweave.schedule.decide import OrderOptions
 
-# All passes that a text can name, in the order in which they run.
+# All passes that text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {
     each_pass.name: each_pass
     for each_pass in (Recompute, Prefetch, Keep, RingAttention, Split, Decompose, Carry, Overlap)
 }
 GROUPS = {
-    "exact": ("keep", "carry", "overlap"),  # those that change no value
-    # All that are taken by gain but carry: what a script writes to a parameter through `.data` is not seen by it.
+    "exact": ("keep", "carry", "overlap"),  # passes that change no value
+    # All passes taken by gain except carry, which does not see what a script writes to a parameter through `.data`.
     "default": ("keep", "split", "decompose", "overlap"),
 }
 PassesArgument = str | Sequence[Pass[Any]] | None
@@ -49,10 +49,10 @@ def pipeline_of(
     memory_cap_bytes: int | None = None,
     keeps_gradients: bool = False,
 ) -> Pipeline:
-    """The passes that a caller asks for: a list, or text, and the short forms of single passes.
+    """The passes that a caller asks for: a list or text, and the short forms of single passes.
 
-    `memory_cap_bytes` implies the overlap pass, which keeps to it. Raises MeshweaveError for what names no pass, for a
-    pass that is asked for twice, and for a cap that is no size or that no pass keeps to.
+    `memory_cap_bytes` implies the overlap pass, which keeps to the cap. Raises MeshweaveError for an unknown pass, a
+    pass named twice, and a cap that is not a size or that no pass enforces.
     """
     listed = pass_list(passes)
     _check_cap(memory_cap_bytes, overlap)
@@ -70,21 +70,21 @@ def pipeline_of(
 
 
 def pass_list(requested: PassesArgument) -> tuple[Pass[Any], ...]:
-    """The passes of a list, or of a text: names with commas between, in any order, each with a value for its first
-    option where one is due, and names for several: "none", "exact" (keep, carry, overlap) and "default" (keep, split,
-    decompose, overlap; where a plan cuts sequences also ring). What is named by itself replaces what a name for several
-    brings.
+    """The passes of a list, or of text: names separated by commas, in any order, with a value for the first option of
+    those that take a value. Some names mean several passes: "none", "exact" (keep, carry, overlap) and "default" (keep,
+    split, decompose, overlap; if a plan cuts sequences also ring). A pass that is named by itself replaces that of a
+    group.
 
         "overlap"   "default,split=4"   "recompute=selective,prefetch=1"   "overlap,my_passes.py:Fuse"
 
-    A pass of one's own goes by the file or module that has it, and its name there: a class, or an instance.
-    Raises MeshweaveError for what names no pass or no value of its option.
+    Your own pass is written as its file or module and its name there: a class, or an instance.
+    Raises MeshweaveError for an unknown pass or an invalid value of its option.
     """
     if requested is None or isinstance(requested, str):
         return tuple(_named(requested or "none"))
     if not isinstance(requested, Sequence) or not all(_is_pass(each_pass) for each_pass in requested):
         raise MeshweaveError(
-            "passes is no list of passes",
+            "passes is not a list of passes",
             where="passes=",
             got=repr(requested),
             expected=f'[meshweave.passes.Overlap(), ...], or text such as "default,split=2" of {", ".join(PASSES)}',
@@ -120,10 +120,10 @@ def _pass(text: str) -> Pass[Any]:
     kind = PASSES.get(name)
     if kind is None:
         raise MeshweaveError(
-            "there is no such pass",
+            "unknown pass",
             where="passes=",
             got=repr(text),
-            expected=f"none, exact, default, or some of {', '.join(PASSES)} with commas between",
+            expected=f"none, exact, default, or some of {', '.join(PASSES)} separated by commas",
         )
     if not equals:
         return kind()
@@ -141,7 +141,7 @@ def _pass(text: str) -> Pass[Any]:
 
 
 def _loaded(text: str) -> Pass[Any]:
-    """The pass that a file or a module has by a name."""
+    """The pass of this name in a file or a module."""
     module, _, name = text.rpartition(":")
     path = Path(module)
     try:
@@ -174,7 +174,7 @@ def _split(setting: Any) -> list[Split]:
         return [Split()]
     if not isinstance(setting, int):
         raise MeshweaveError(
-            "split says neither whether nor how",
+            "invalid value of split",
             got=repr(setting),
             expected="True, False, a number or SplitOptions(...)",
         )
@@ -200,8 +200,8 @@ def _options(options: Any, kind: type[Any]) -> list[Any]:
 
 def _check_cap(memory_cap_bytes: int | None, overlap: bool | OverlapOptions | None) -> None:
     if memory_cap_bytes is not None and memory_cap_bytes <= 0:
-        raise MeshweaveError("memory_cap_bytes is no size", got=f"{memory_cap_bytes}", expected="more than 0")
+        raise MeshweaveError("memory_cap_bytes is not a size", got=f"{memory_cap_bytes}", expected="more than 0")
     if memory_cap_bytes is not None and overlap is False:
         raise MeshweaveError(
-            "memory_cap_bytes is kept by the scheduler", got="overlap=False", expected="overlap=True, or left out"
+            "memory_cap_bytes needs the scheduler", got="overlap=False", expected="overlap=True, or left out"
         )

@@ -14,8 +14,8 @@ from meshweave.schedule.steps import Scheduling, overlap_roles
 
 @dataclass(frozen=True, slots=True)
 class Overlap(OrderOptions, Pass[Any]):
-    """Communication runs beside compute: the step is put into another order and collectives are merged, where it is
-    simulated faster so or the cap on memory asks for it. Values are the same to the bit."""
+    """Communication runs beside compute: the step is reordered and collectives are merged, where that simulates faster
+    or the memory cap requires it. Values are the same to the bit."""
 
     name: ClassVar[str] = "overlap"
     numerics: ClassVar[Numerics] = "exact"
@@ -33,7 +33,7 @@ class Overlap(OrderOptions, Pass[Any]):
     def run(
         self, program: MeshProgram | GraphProgram, costs: Any
     ) -> tuple[MeshProgram | GraphProgram, tuple[OverlapReport, ...]]:
-        """Raises NoOrderError where no order is under the cap."""
+        """Raises NoOrderError if no order is under the cap."""
         if isinstance(program, GraphProgram):
             module, report = overlap(
                 program.module,

@@ -1,5 +1,5 @@
-"""The passes of a program, one after the other: what is asked for, the programs that are compared, and the proof that
-the one that is taken still does what it did."""
+"""Runs the passes of a program in order, compares the candidates, and proves that the chosen program still does what
+the original did."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from meshweave.schedule.decide import NoOrderError
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Passes, in the order of their stages and else as listed, and what holds for all of them.
+    """Passes, sorted by stage and then as listed, and the options common to all.
 
-    memory_cap_bytes: the most that a device may hold at once; keeps_gradients: those of a step live to its end.
-    least_gain: what writes ops anew is taken if the step is simulated faster by this share of it at least.
-    is_default: nobody asked for the passes over rank graphs, and where they cannot do with a program or its costs it
-    stays as it is.
+    memory_cap_bytes: the most that may be live on a device at once; keeps_gradients: gradients live to the end of a
+    step. least_gain: a rewrite of ops is taken if the step simulates faster by at least this share.
+    is_default: the caller did not ask for the passes over rank graphs; a program or costs that they do not support
+    leave it unchanged.
     """
 
     passes: tuple[Pass[Any], ...] = ()
@@ -52,20 +52,20 @@ class Pipeline:
         return tuple(each_pass for each_pass in self.passes if each_pass.stage in stages)
 
     def having(self, each_pass: Pass[Any]) -> Pipeline:
-        """The pipeline with a pass, in place of the one of its name."""
+        """The pipeline with this pass, in place of the pass of the same name."""
         return replace(self, passes=(each_pass, *(other for other in self.passes if other.name != each_pass.name)))
 
     def without(self, name: str) -> Pipeline:
         return replace(self, passes=tuple(one for one in self.passes if one.name != name))
 
     def room(self, costs: Costs) -> int | None:
-        """Bytes that a device may hold: the cap, else what the machine has; None where neither is known."""
+        """Bytes available on a device: the cap, else the machine's memory; None if neither is known."""
         if self.memory_cap_bytes is not None:
             return self.memory_cap_bytes
         return None if costs.usable_bytes is None else int(costs.usable_bytes)
 
     def captured(self, program: CapturedProgram, costs: Costs, progress: Progress) -> StepGraph:
-        """The step behind the passes over what is captured, each proven by itself."""
+        """The step after the passes over the captured graph, each proven by itself."""
         for each_pass in self.of("captured"):
             progress(each_pass.name)
             program, _ = each_pass.run(program, costs)
@@ -73,7 +73,7 @@ class Pipeline:
         return program.step
 
     def expanded(self, roles: tuple[RankGraph, ...], costs: Costs) -> tuple[RankGraph, ...]:
-        """Rank graphs behind the passes over what has just been expanded."""
+        """Rank graphs after the passes that run right after expansion."""
         program = MeshProgram(roles)
         for each_pass in self.of("expanded"):
             before = program
@@ -84,9 +84,9 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Optimized:
-    """A program's roles, and what they were before: as expanded, and as the scheduler got them (the same, where no ops
-    were written anew). `reports`: by name of a pass what it did, per role, where it ran; `variants`: which ways to
-    write the program were compared, where several were."""
+    """A program's roles, and earlier states of them: as expanded, and as the scheduler got them (the same if no ops
+    were rewritten). `reports`: by name of a pass, its report for each role, if it ran; `variants`: the variants that
+    were compared, if there were several."""
 
     roles: tuple[RankGraph, ...]
     expanded: tuple[RankGraph, ...]
@@ -116,12 +116,12 @@ def optimize(
     microbatches: int = 1,
     progress: Progress = lambda stage: None,
 ) -> Optimized:
-    """The roles of a program behind the passes over rank graphs, proven.
+    """The roles of a program after the passes over rank graphs, proven.
 
-    What a pass does by gain is taken only if the whole step, behind all passes, is simulated faster and stays under the
-    cap: of all variants the fastest is taken, the first of equals. Raises MeshweaveError for costs that the passes
-    cannot do with, and NoOrderError where no variant is under the cap. Passes that nobody asked for leave the roles as
-    they are in place of the first, and the name of the result says why.
+    A pass that is taken by gain is kept only if the whole step, after all passes, simulates faster and stays under the
+    cap: the fastest variant wins, the first of equals. Raises MeshweaveError for costs that the passes do not support,
+    and NoOrderError if no variant is under the cap. Default passes leave the roles unchanged instead of the former
+    error, and the name of the result gives the reason.
     """
     if not pipeline.is_default:
         return _optimized(placed, roles, costs, pipeline, microbatches, progress)
@@ -158,7 +158,7 @@ def _check_costs(each_pass: Pass[Any], roles: tuple[RankGraph, ...], costs: Cost
         return
     if not isinstance(costs, MachineProfile):
         raise MeshweaveError(
-            "to overlap communication with compute needs the costs of both",
+            "overlapping communication with compute needs the costs of both",
             where=f"the pass '{each_pass.name}'",
             got=type(costs).__name__,
             expected='a machine profile: profile="h100", another name or a file',
@@ -167,11 +167,10 @@ def _check_costs(each_pass: Pass[Any], roles: tuple[RankGraph, ...], costs: Cost
 
 
 def prove(placed: StepGraph, optimized: Optimized) -> tuple[Completeness, DeadlockFreedom]:
-    """Raise VerifyError for the first thing that a pass did wrong; else say what was proven of the program.
-
-    Merged collectives and gathers of the next step are taken apart and back, and the step is replayed. Chunks are no
-    form that the replay knows: there it is done on the roles as expanded; that all chunks of rings meet their places,
-    and that the scheduler changed nothing but order and buckets, is proven by itself.
+    """Raise VerifyError for the first fault of a pass; else return what was proven. Merged collectives and gathers of
+    the next step are undone, and the step is replayed. The replay does not support chunks: then it runs on the expanded
+    roles. Separate proofs show that all chunks of rings reach their places, and that the scheduler changed only order
+    and buckets.
     """
     prologues = [role.prologue for role in optimized.roles if role.prologue is not None]
     for role in (*optimized.roles, *prologues):

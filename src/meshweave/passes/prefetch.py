@@ -12,7 +12,8 @@ from meshweave.passes.base import MeshProgram, Numerics, Pass, Report, Stage
 
 @dataclass(frozen=True, slots=True)
 class Prefetch(Pass[MeshProgram]):
-    """Gathers of parameters start `blocks` blocks ahead of the one that needs them; so many more are held whole."""
+    """Gathers of parameters start `blocks` blocks before the block that needs them; that many more blocks are kept
+    whole."""
 
     name: ClassVar[str] = "prefetch"
     numerics: ClassVar[Numerics] = "exact"

@@ -12,10 +12,9 @@ from meshweave.passes.base import CapturedProgram, Numerics, Pass, Report, Stage
 
 @dataclass(frozen=True, slots=True)
 class Recompute(Pass[CapturedProgram]):
-    """The backward pass makes again what it needs of forward, instead of keeping it.
-
-    policy: of each repeated block is kept, with "full", what enters it; with "selective" also attention, every second
-    matmul and sums over devices; with "none" everything. Raises PlanError for another.
+    """The backward pass recomputes values of the forward pass instead of saving them. policy: what is saved of each
+    repeated block: "full": its inputs; "selective": also attention, every second matmul and sums over devices; "none":
+    everything. Raises PlanError for another policy.
     """
 
     name: ClassVar[str] = "recompute"

@@ -11,8 +11,8 @@ from meshweave.rings.attention import AttentionReport, ring_attention
 
 @dataclass(frozen=True, slots=True)
 class RingAttention(Pass[MeshProgram]):
-    """Keys and values go round the devices of a sequence instead of being gathered: memory for them falls as one over
-    their number. `when`: "gain" (where the step is simulated faster), or "always"."""
+    """Keys and values are passed around the devices of a sequence instead of being gathered: a device needs 1/n of the
+    memory for them on n devices. `when`: "gain" (if the step simulates faster), or "always"."""
 
     name: ClassVar[str] = "ring"
     numerics: ClassVar[Numerics] = "reassociates"

@@ -14,8 +14,8 @@ Q = TypeVar("Q", bound=PassProgram)
 
 @dataclass(frozen=True, slots=True)
 class Split(SplitOptions, Pass[Any]):
-    """What goes row by row runs in chunks of a device's rows, so that communication of one hides under the compute of
-    another. Sums over rows are added chunk by chunk."""
+    """Ops that work row by row run in chunks of a device's rows, so that communication of a chunk hides under the
+    compute of another. Sums over rows are added chunk by chunk."""
 
     name: ClassVar[str] = "split"
     numerics: ClassVar[Numerics] = "reassociates"
@@ -36,7 +36,7 @@ class Split(SplitOptions, Pass[Any]):
         return f"rows in {self.num_chunks[0]} chunks"
 
     def run(self, program: Q, costs: Any) -> tuple[Q, tuple[SplitReport, ...]]:
-        """In the first of `num_chunks`. Gradients of weights are added in float32, chunk by chunk; of a graph that a
-        compiler holds by the matmuls themselves."""
+        """Splits into the first of `num_chunks`. Gradients of weights are added in float32, chunk by chunk; in a graph
+        of torch.compile the matmuls add them."""
         is_step = isinstance(program, MeshProgram)
         return program.each(partial(split_program, num_chunks=self.num_chunks[0], fuse_sums=not is_step))

@@ -1,1 +1,1 @@
-"""A program as the scheduler sees it: items with seconds, what needs what, what lives where."""
+"""A program in the scheduler's form: items with durations, dependencies and storages."""

@@ -1,4 +1,4 @@
-"""Parts of a step in a problem: what stays before the beginning of a part, and what behind it."""
+"""Parts of a step in a problem: which items stay before the beginning of a part, and which after it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from meshweave.problem.problem import Problem
 
 
 def hold_fences(problem: Problem, fences: Sequence[tuple[int, bool]]) -> None:
-    """Let items stay on their side of the fences, which are items themselves, in order, each with whether gathers may
-    pass it."""
+    """Keep items on their side of the fences, which are items themselves, in order, each with whether gathers may pass
+    it."""
     first = -1
     for fence, gathers_pass in fences:
         _hold(problem, first, fence, gathers_pass)
@@ -17,11 +17,11 @@ def hold_fences(problem: Problem, fences: Sequence[tuple[int, bool]]) -> None:
 
 
 def _hold(problem: Problem, first: int, fence: int, gathers_pass: bool) -> None:
-    """Let item `fence` stand behind all after item `first`, and before all behind it.
+    """Keep item `fence` after all items from `first` on that precede it, and before all later items.
 
-    Kernels that need nothing but inputs and lead to one other item, as the cast of a parameter to its gather, go with
-    that: held themselves, they could be folded into nothing. `gathers_pass`: communications that need no more than that
-    may start before the fence.
+    Kernels that depend only on inputs and have a single user, as the cast of a parameter before its gather, stay with
+    that user: if they were fenced themselves, they could not be folded. `gathers_pass`: communications that depend on
+    nothing else may start before the fence.
     """
     users: list[set[int]] = [set() for _ in problem.names]
     for i, (deps, waits) in enumerate(zip(problem.deps, problem.waits, strict=True)):

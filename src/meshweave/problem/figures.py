@@ -1,4 +1,4 @@
-"""All numbers that a decision depends on, in one value, so that ranks can agree on them before they decide."""
+"""All numbers that a decision depends on, as a single value, so that ranks can agree on them first."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshweave.ir.collectives import WAIT
 from meshweave.problem.prices import SIZES, Curve, Prices, handed_in
 from meshweave.problem.read import Reading
 
-LEVELS = ("node", "net")  # of links, as profiles name them
+LEVELS = ("node", "net")  # of links, named as in profiles
 Agree = Callable[["CostNumbers"], "CostNumbers"]
 
 
 @dataclass(frozen=True, slots=True)
 class CostNumbers:
-    """`fingerprint` is the shape of the graph, the same on every rank that runs it: ops, dependencies, channels in
-    order of appearance. `numbers` are seconds and bytes, which may differ where ranks were measured or hold uneven
-    pieces."""
+    """`fingerprint` identifies the structure of the graph, equal on every rank that runs it: ops, dependencies,
+    channels in order of appearance. `numbers` are seconds and bytes, which may differ if ranks were measured or have
+    uneven pieces."""
 
     fingerprint: str
     numbers: tuple[float, ...]
@@ -29,8 +29,8 @@ class CostNumbers:
 
 @dataclass(frozen=True, slots=True)
 class MergeCosts:
-    """What merging is priced with. `moved` are bytes handed in by item; by (op, channel) `curves` are the seconds of
-    the channel, `hosts` those of the stream; `copy_rate` in bytes read and written per second."""
+    """The costs of merging. `moved` are operand bytes by item; by (op, channel) `curves` are the seconds on the
+    channel, `hosts` those on the stream; `copy_rate` in bytes read and written per second."""
 
     moved: dict[int, float]
     curves: dict[tuple[str, int], Curve]
@@ -39,9 +39,9 @@ class MergeCosts:
 
 
 def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None) -> MergeCosts:
-    """Fill the problem of a reading with seconds. With `agree`, those that it returns are taken, on every rank alike.
+    """Fill the problem of a reading with seconds. With `agree`, all ranks use the numbers that it returns.
 
-    `factor` scales all communication. Raises MeshweaveError, naming the node, for a cost that is no duration.
+    `factor` scales all communication. Raises MeshweaveError, naming the node, for a cost that is not a duration.
     """
     problem = reading.problem
     problem.seconds = [0.0] * problem.num_items
@@ -51,7 +51,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
         if i in reading.rows:
             moved[i] = handed_in(reading, i)
             own[i] = prices.start(i, moved[i])
-        elif node.target is not WAIT:  # one for an earlier graph's communication
+        elif node.target is not WAIT:  # a wait for an earlier graph's communication
             problem.seconds[i] = prices.compute(node)
     kinds: dict[tuple[str, int], int] = {}
     for i in reading.rows:
@@ -85,7 +85,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
 
 
 def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:
-    """The numbers that all ranks take."""
+    """The numbers that all ranks use."""
     if agree is None:
         return numbers
     mine = CostNumbers(fingerprint(reading), tuple(numbers))
@@ -95,7 +95,7 @@ def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> S
             "ranks compile different graphs: their communications would not meet",
             got=f"figures of graph {common.fingerprint}, {len(common.numbers)} numbers",
             expected=f"graph {mine.fingerprint}, {len(mine.numbers)} numbers",
-            hint="let only ranks that run the same graph agree",
+            hint="call `agree` only among ranks that run the same graph",
         )
     return common.numbers
 

@@ -1,4 +1,5 @@
-"""A problem's order on the virtual clock: how long it takes, what is exposed, and the bytes that live at each item."""
+"""Plays an order of a problem on the virtual clock: its time, its exposed communication, and the live bytes at each
+item."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def seconds_of(problem: Problem, order: Order, slowdown: Slowdown | None = None)
 
 
 def play(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> Played:
-    """As `seconds_of`, with the times of every item."""
+    """Like `seconds_of`, with the times of every item."""
     times, n = _times(problem, order, slowdown or (lambda levels: 1.0)), problem.num_items
     is_start = [c >= 0 for c in problem.channel]
     begin = tuple(times.starts[n + i if start else i] for i, start in enumerate(is_start))
@@ -41,7 +42,8 @@ def play(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> Pl
 
 
 def _times(problem: Problem, order: Order, slowdown: Slowdown) -> clock.Times:
-    """Item i is task i, its communication task n + i, the wait for it task 3n - 1 - i: an index of ~i finds that."""
+    """Item i is task i, its communication is task n + i, the wait for it task 3n - 1 - i, which the index ~i
+    reaches."""
     n, channel = problem.num_items, problem.channel
     none: list[tuple[tuple[str, float], ...]] = [()] * n
     work = clock.Work(
@@ -68,7 +70,8 @@ def _needs(n: int) -> list[Sequence[int]]:
 def _stalls(
     problem: Problem, order: Order, begin: Sequence[float], end: Sequence[float]
 ) -> Iterator[tuple[int, float, float]]:
-    """Where the stream stands still: at a wait, and behind its last entry, where it waits for what began first."""
+    """Where the stream is idle: at a wait, and after its last entry, where it waits for all channels in order of
+    begin."""
     now = 0.0
     for x in order:
         if x < 0:
@@ -85,12 +88,12 @@ def _stalls(
 
 
 def peak_of(problem: Problem, order: Order) -> int:
-    """The most bytes that live at once in `order`, those of storages that live before it included."""
+    """The most live bytes in `order`, including storages that live before it."""
     return max(live_bytes(problem.live_ranges(order), len(order) + 1))
 
 
 def live_at_peak(problem: Problem, order: Order) -> tuple[int, tuple[int, ...]]:
-    """The entry of `order` at its peak, and the storages that live then, the largest first."""
+    """The entry of `order` at its peak, and the storages alive then, the largest first."""
     ranges = list(problem.live_ranges(order))
     levels = live_bytes(ranges, len(order) + 1)
     at = levels.index(max(levels))

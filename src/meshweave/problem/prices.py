@@ -1,5 +1,4 @@
-"""Seconds of every item: from a machine profile on the actual ranks of each group, or from a callable of the
-caller's."""
+"""The seconds of every item: from a machine profile on the actual ranks of each group, or from a caller's callable."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ from meshweave.simulate.classify import known_kind, memory_work, work_of
 from meshweave.simulate.clock import Slowdown
 
 Cost = Callable[..., float]
-SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is known: 1 KiB to 8 GiB
-_COPY_RATE = 1.5e12  # bytes/s of a copy where no op of the graph shows one: half of an H100's HBM3 data sheet figure
-_FASTEST = 8e12  # bytes/s that no memory of a device is above: HBM3E of a B200 (NVIDIA Blackwell data sheet, 2024)
-_LARGE = 1 << 20  # bytes from which launching an op takes no part of its time
-_COPIED = 1 << 28  # bytes of a copy that is timed
-_QUANTILE = 0.75  # of the rates that ops show: some move less than they seem to, others more slowly than a copy
+SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is sampled: 1 KiB to 8 GiB
+_COPY_RATE = 1.5e12  # bytes/s of a copy if no op of the graph shows one: half of an H100's HBM3 data sheet figure
+_FASTEST = 8e12  # bytes/s that no device memory exceeds: HBM3E of a B200 (NVIDIA Blackwell data sheet, 2024)
+_LARGE = 1 << 20  # bytes above which an op's launch time is negligible
+_COPIED = 1 << 28  # bytes of the timed copy
+_QUANTILE = 0.75  # quantile of the rates of ops: some move less than they seem to, others are slower than a copy
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of a communication over the bytes that one rank hands in: known at `SIZES`, straight between."""
+    """Seconds of a communication as a function of a rank's operand bytes: sampled at `SIZES`, linear in between."""
 
     seconds: tuple[float, ...]
 
@@ -48,7 +47,7 @@ class Curve:
 
     @property
     def least(self) -> float:
-        """Seconds per byte that no communication of the kind is below, however much is merged."""
+        """A lower bound of seconds per byte for communications of this kind, merged or not."""
         last = (self.seconds[-1] - self.seconds[-2]) / (SIZES[-1] - SIZES[-2])
         return max(min(last, *(s / size for s, size in zip(self.seconds, SIZES, strict=True))), 0.0)
 
@@ -57,8 +56,9 @@ _NOTHING = Curve((0.0,) * len(SIZES))
 
 
 class Prices(Protocol):
-    """What the scheduler asks of the costs of one program. `notes`: what a reader must know of them. What the caller of
-    a communication does itself, once the bytes are there, is in `host`, and neither in `start` nor in `curve`."""
+    """The scheduler's interface to the costs of a program. `notes`: remarks for readers of the report. The time that
+    the caller of a communication spends itself, once the bytes are there, is in `host`, and neither in `start` nor in
+    `curve`."""
 
     @property
     def notes(self) -> tuple[str, ...]: ...
@@ -71,7 +71,7 @@ class Prices(Protocol):
 
 
 def handed_in(reading: Reading, item: int) -> float:
-    """Bytes that one rank hands in to the communication that item starts."""
+    """Operand bytes of a rank in the communication that the item starts."""
     node, row = reading.nodes[item], reading.rows[item]
     operands: list[fx.Node] = []
     fx.map_arg([argument(node, p) for p in row.operands], operands.append)
@@ -79,24 +79,24 @@ def handed_in(reading: Reading, item: int) -> float:
 
 
 def check_seconds(node: fx.Node, seconds: Any) -> float:
-    """`seconds`, any real scalar of Python, NumPy or PyTorch, as a float. Raises MeshweaveError, naming the node, for
-    what is no duration."""
+    """`seconds`, any real scalar of Python, NumPy or PyTorch, as a float. Raises MeshweaveError, naming the node, for a
+    value that is not a duration."""
     is_scalar = isinstance(seconds, Real) or getattr(seconds, "ndim", None) == 0
     kind = type(seconds).__name__ + str(getattr(seconds, "dtype", ""))
     number = float(seconds) if is_scalar and not re.search("bool|complex|str|object|date|time", kind) else nan
     if not isfinite(number) or number < 0:
         raise MeshweaveError(
-            "a cost is no duration", where=place_of(node), got=repr(seconds), expected="seconds: a number, 0 or more"
+            "a cost is not a duration", where=place_of(node), got=repr(seconds), expected="seconds: a number, 0 or more"
         )
     return number
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedCost:
-    """A callable of the caller's, `cost(node)` or `cost(node, num_bytes)`, whose answers are durations."""
+    """A caller's callable, `cost(node)` or `cost(node, num_bytes)`, whose results are checked to be durations."""
 
     cost: Cost
-    needs_bytes: bool  # the callable has a second argument that must be given
+    needs_bytes: bool  # the callable has a second required argument
     takes_bytes: bool
 
     def __call__(self, node: fx.Node, num_bytes: int | None = None) -> float:
@@ -129,8 +129,8 @@ def priced_views(graph: fx.Graph, ask: CheckedCost) -> frozenset[Any]:
 
 @dataclass(slots=True)
 class CallablePrices:
-    """Costs that the caller has. A merged collective is asked for with its bytes where the callable takes them; else it
-    lies on the line through the smallest and the largest collective of the same op and group in the graph."""
+    """A caller's costs. A merged collective is priced by the callable with its bytes if it accepts them; else on the
+    line through the smallest and the largest collective of the same op and group in the graph."""
 
     reading: Reading
     ask: CheckedCost
@@ -166,8 +166,8 @@ class CallablePrices:
         return ()
 
     def copy_rate(self) -> float:
-        """Bytes read and written per second of large memory-bound ops: of those that some compiler may have fused, the
-        bytes that it moves all the same count (`_moved`), so that no op seems faster than memory is."""
+        """Bytes read and written per second by large memory-bound ops. For ops that a compiler may have fused, only
+        bytes that are moved in any case count (`_moved`), so that no op seems faster than memory."""
         problem, rates = self.reading.problem, list[float]()
         for node, seconds in zip(self.reading.nodes, problem.seconds, strict=True):
             if seconds > 0 and known_kind(node) in _MEMORY_BOUND:
@@ -176,8 +176,8 @@ class CallablePrices:
         return min(sorted(rates)[int(_QUANTILE * len(rates))], _FASTEST) if rates else _COPY_RATE
 
     def _moved(self, node: fx.Node) -> int:
-        """Bytes that an op moves whatever is fused: operands that no memory-bound op makes, and its results where
-        another kind of op reads them."""
+        """Bytes that an op moves even if fused: operands that no memory-bound op computes, and results that another
+        kind of op reads."""
         values, kinds = self.reading.values, [known_kind(n) for n in _readers(node, self.reading)]
         read = {n for n in node.all_input_nodes if known_kind(_source(n, self.reading)) not in _MEMORY_BOUND}
         written = [x.bytes for x in values[node]] if any(kind not in _MEMORY_BOUND for kind in kinds) else []
@@ -188,14 +188,14 @@ _MEMORY_BOUND = frozenset({"pointwise", "strided", "reduction", "gather", "scan"
 
 
 def _source(node: fx.Node, reading: Reading) -> fx.Node:
-    """What made the tensor that a node is a view of."""
+    """The node that computed the tensor that a node is a view of."""
     while node in reading.free and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _readers(node: fx.Node, reading: Reading) -> Iterator[fx.Node]:
-    """What reads a node, or a view of it."""
+    """The nodes that read a node, or a view of it."""
     for user in node.users:
         if user in reading.free:
             yield from _readers(user, reading)
@@ -204,7 +204,7 @@ def _readers(node: fx.Node, reading: Reading) -> Iterator[fx.Node]:
 
 
 def _arguments(cost: Cost) -> tuple[int, int]:
-    """How many positional arguments a callable needs, and how many it takes."""
+    """How many positional arguments a callable requires, and how many it accepts."""
     try:
         parameters = inspect.signature(cost).parameters.values()
     except (TypeError, ValueError):
@@ -215,8 +215,8 @@ def _arguments(cost: Cost) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSeconds:
-    """What the simulator of whole steps says of the nodes of a program: seconds (of starts and kernels; what is not
-    there costs nothing), and of starts the links that they use."""
+    """The simulator's figures for the nodes of a program: seconds (of starts and kernels; missing nodes cost nothing),
+    and for starts the links that they use."""
 
     seconds: Mapping[fx.Node, float]
     usage: Mapping[fx.Node, tuple[tuple[str, float], ...]]
@@ -224,28 +224,30 @@ class SimulatedSeconds:
 
 @dataclass(slots=True)
 class ProfilePrices:
-    """Costs of a machine. Communication is priced on the ranks of its group; chains of pointwise ops count as the
-    kernel that a compiler makes of them, where the profile's machine runs one: what only they read is neither written
-    nor read. What `simulated` says of nodes as they are goes before."""
+    """Costs of a machine profile.
+
+    Communication is priced on the ranks of its group; chains of pointwise ops count as a fused kernel if the profile's
+    machine fuses: values that only the chain reads are neither written nor read. Figures in `simulated` take
+    precedence."""
 
     reading: Reading
     profile: MachineProfile
     simulated: SimulatedSeconds | None = None
-    unknown: dict[str, None] = field(default_factory=dict)  # ops that were priced as memory traffic alone
+    unknown: dict[str, None] = field(default_factory=dict)  # ops that were priced only by memory traffic
 
     @property
     def notes(self) -> tuple[str, ...]:
         names = ", ".join(sorted(self.unknown))
-        return (f"priced by bytes moved: {names}; mw.register_rule(op, ..., cost=...) says more",) if names else ()
+        return (f"priced by bytes moved: {names}; mw.register_rule(op, ..., cost=...) is more exact",) if names else ()
 
     def compute(self, node: fx.Node) -> float:
         if self.simulated is not None:
-            return self.simulated.seconds.get(node, 0.0)  # a fence, or an op that a compiler makes once
+            return self.simulated.seconds.get(node, 0.0)  # a fence, or an op that a compiler computes once
         return sum(self.profile.compute_seconds(work) for work in self.work(node))
 
     def work(self, node: fx.Node) -> tuple[Work, ...]:
         values = self.reading.values
-        inputs: list[fx.Node] = []  # as written: one that stands twice is two operands
+        inputs: list[fx.Node] = []  # as written: a repeated operand counts twice
         fx.map_arg((node.args, node.kwargs), inputs.append)
         operands = tuple(x for n in inputs for x in values[n])
         results = values[node]
@@ -260,7 +262,8 @@ class ProfilePrices:
         return work_of(node, operands, results)
 
     def is_inner(self, node: fx.Node) -> bool:
-        """Whether only pointwise ops over as many elements read what a pointwise op makes: it stays in registers."""
+        """Whether only pointwise ops over equally many elements read the result of a pointwise op: it stays in
+        registers."""
         results = self.reading.values[node]
         if node.op != "call_function" or len(results) != 1 or known_kind(node) != "pointwise":
             return False
@@ -303,14 +306,14 @@ class ProfilePrices:
 
 
 def copy_rate_of(profile: MachineProfile) -> float:
-    """Bytes read and written per second of a copy so large that to launch it takes no part of the time."""
+    """Bytes read and written per second by a copy that is so large that its launch time is negligible."""
     work = MemoryWork("strided", _COPIED, _COPIED // 4, torch.bfloat16)
     return _COPIED / profile.compute_seconds(work)
 
 
 class CostModel(Protocol):
-    """Where costs come from. `slowdown`: by how much compute is slower beside communication; `capacity`: bytes of a
-    device. None where it is not known."""
+    """Where costs come from. `slowdown`: the factor by which compute is slower beside communication; `capacity`: bytes
+    of a device. None if unknown."""
 
     @property
     def slowdown(self) -> Slowdown | None: ...
@@ -324,7 +327,7 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProfileCosts:
-    """Costs of a machine profile; `simulated`: what the simulator has said of the program as it is."""
+    """Costs of a machine profile; `simulated`: the simulator's figures for the present program."""
 
     profile: MachineProfile
     simulated: SimulatedSeconds | None = None
@@ -346,7 +349,7 @@ class ProfileCosts:
 
 @dataclass(frozen=True, slots=True)
 class CallableCosts:
-    """Costs that a callable of the caller's gives."""
+    """Costs from a caller's callable."""
 
     ask: CheckedCost
     slowdown: Slowdown | None = None

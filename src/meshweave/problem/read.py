@@ -1,5 +1,4 @@
-"""An fx graph as a problem: what needs what (data, mutations, random numbers, point-to-point order), what lives
-where."""
+"""Reads an fx graph as a problem: dependencies (data, mutations, random numbers, point-to-point order) and storages."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ _NONE: Sources = (frozenset(), frozenset())
 
 @dataclass(slots=True)
 class Reading:
-    """A graph as a problem. `nodes[i]` is item i; `rows[i]` its row where it starts a communication; `waits[i]` its
-    wait nodes. Nodes that are neither are free: views, symbols and the like, which stand where they are needed."""
+    """A graph as a problem. `nodes[i]` is item i; `rows[i]` its row if it starts a communication; `waits[i]` its wait
+    nodes. Other nodes are free: views, symbols and the like, which are placed where they are needed."""
 
     program: DeviceProgram
     problem: Problem = field(default_factory=Problem)
     nodes: list[fx.Node] = field(default_factory=list)
     rows: dict[int, Collective] = field(default_factory=dict)
     waits: dict[int, list[fx.Node]] = field(default_factory=dict)
-    groups: list[Any] = field(default_factory=list)  # by channel: the argument that names it
+    groups: list[Any] = field(default_factory=list)  # by channel: its name argument
     free: dict[fx.Node, None] = field(default_factory=dict)
 
     @property
@@ -52,7 +51,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """What an op is, whatever its operands."""
+    """Properties of an op, independent of its operands."""
 
     is_symbolic: bool
     is_impure: bool
@@ -66,24 +65,22 @@ class _GraphReader:
     reading: Reading
     priced_views: Collection[Any] = ()
     sources: dict[fx.Node, Sources] = field(default_factory=dict)
-    begun: dict[fx.Node, int] = field(
-        default_factory=dict
-    )  # nodes that hold what a communication makes, before its wait
+    begun: dict[fx.Node, int] = field(default_factory=dict)  # nodes with the result of a communication, before its wait
     mutated: set[int] = field(default_factory=set)
-    writer: dict[int, int] = field(default_factory=dict)  # mutated storage -> item that wrote it last
+    writer: dict[int, int] = field(default_factory=dict)  # mutated storage -> the last item that wrote it
     readers: dict[int, list[int]] = field(default_factory=dict)
     flying: dict[int, set[int]] = field(
         default_factory=dict
     )  # storage -> communications that read it, until their waits
-    landing: dict[int, set[int]] = field(default_factory=dict)  # storage -> those that write it
+    landing: dict[int, set[int]] = field(default_factory=dict)  # storage -> communications that write it
     ops: dict[Any, _Op] = field(default_factory=dict)  # by target
     channels: dict[Any, int] = field(default_factory=dict)
     last: dict[Any, int] = field(default_factory=dict)  # per chain of items that keep their order: the latest
-    fence: int = -1  # the latest item that everything stays behind
+    fence: int = -1  # the latest item that everything has to follow
     since: list[int] = field(default_factory=list)  # items after it
     storages: set[int] = field(default_factory=set)
     waited: set[int] = field(default_factory=set)  # storages whose communication has been waited for
-    coming: set[fx.Node] = field(default_factory=set)  # inputs that are waited for
+    coming: set[fx.Node] = field(default_factory=set)  # inputs that have a wait
     owners: Counter[int] = field(default_factory=Counter)  # storage -> inputs that live in it
 
     def run(self) -> Reading:
@@ -118,7 +115,7 @@ class _GraphReader:
         return self.reading
 
     def place(self, node: fx.Node, before: bool, kept: bool) -> tuple[int, ...]:
-        """Enter the storages that a node makes; returns their numbers."""
+        """Register the storages that a node allocates; returns their numbers."""
         problem = self.reading.problem
         storages = []
         for x in self.reading.values[node]:
@@ -147,7 +144,7 @@ class _GraphReader:
         return op
 
     def written(self, node: fx.Node, op: _Op) -> set[int]:
-        """The storages that a node writes into."""
+        """The storages that a node writes."""
         if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":  # which torch may not have loaded
             return {x.storage for n in node.all_input_nodes for x in self.reading.values[n]}
         storages: set[int] = set()
@@ -159,7 +156,7 @@ class _GraphReader:
         return storages
 
     def is_free(self, node: fx.Node, op: _Op) -> bool:
-        """Whether a node does no work: it makes no tensor, or one that lives where an operand does, and writes none."""
+        """Whether a node does no work: it returns no tensor, or one in an operand's storage, and writes none."""
         if node.op != "call_function":
             return False
         if op.is_symbolic:
@@ -171,13 +168,13 @@ class _GraphReader:
         return all([x.storage in operands for x in results]) and not op.writes and not op.is_impure
 
     def is_priced(self, node: fx.Node) -> bool:
-        """Whether a view is a kernel that costs something; one of what is in flight stands where it is."""
+        """Whether a view is a kernel with a cost; a view of a pending result keeps its place."""
         is_flying = _base(node) in self.coming or any(n in self.begun for n in node.all_input_nodes)
         return node.target in self.priced_views and not is_flying
 
     def pass_through(self, node: fx.Node) -> None:
         self.reading.free[node] = None
-        if any(n in self.begun for n in node.all_input_nodes):  # a part of what a coalesced collective makes
+        if any(n in self.begun for n in node.all_input_nodes):  # a part of a coalesced collective's result
             self.begun[node] = next(self.begun[n] for n in node.all_input_nodes if n in self.begun)
         self.sources[node] = _join([self.sources[n] for n in node.all_input_nodes])
 
@@ -189,10 +186,10 @@ class _GraphReader:
             return
         if start is None:
             raise VerifyError(
-                "a wait has no start: what it waits for is no result of a collective of this graph",
+                "a wait has no start: its operand is not the result of a collective in this graph",
                 where=place_of(node),
                 got=f"{operand}",
-                hint="a wait is for the result of a start, or for an input, whose communication an earlier graph began",
+                hint="the result of a start, or an input whose communication an earlier graph began",
             )
         problem = self.reading.problem
         if not problem.is_waited[start]:
@@ -206,14 +203,14 @@ class _GraphReader:
         self.sources[node] = (frozenset((start,)), frozenset((start,)))
 
     def is_landed(self, operand: fx.Node) -> bool:
-        """Whether a wait is for what has been waited for, or for a communication that an earlier graph began."""
+        """Whether a wait is for a communication that has finished or that an earlier graph began."""
         while operand in self.reading.free and operand.target is not WAIT and operand.all_input_nodes:
             operand = operand.all_input_nodes[0]
         return operand.target is WAIT or operand.op in ("placeholder", "get_attr")
 
     def arrived(self, node: fx.Node) -> set[int]:
-        """The storages of inputs that a wait makes readable, but where nothing else reads them: then it stands where
-        it is needed, as a view."""
+        """The storages of inputs that become readable by a wait, unless other nodes read them: in that case it is
+        placed like a view."""
         operand = node.args[0] if node.args else None
         storages = {x.storage for x in self.reading.values[operand]} if isinstance(operand, fx.Node) else set[int]()
         is_alone = isinstance(operand, fx.Node) and operand.op == "placeholder" and len(operand.users) == 1
@@ -221,7 +218,7 @@ class _GraphReader:
         return {s for s in storages if self.owners[s] > (is_alone and is_read)}
 
     def landed(self, node: fx.Node) -> None:
-        """A wait that costs nothing. Where other nodes read the input that it is for, they keep their side of it."""
+        """A wait that costs nothing. If other nodes read its input, they keep their side of it."""
         storages = self.arrived(node) & self.mutated
         if not storages:
             self.pass_through(node)
@@ -247,12 +244,12 @@ class _GraphReader:
         self.enter(node, row, deps - {number}, waits - {number}, reads, writes)
 
     def complete(self, result: fx.Node, user: fx.Node) -> int:
-        """The start whose result is used by itself. Raises VerifyError where no wait for it stands before."""
+        """The start whose result is used directly. Raises VerifyError if no wait for it comes before."""
         if not self.waited.issuperset(x.storage for x in self.reading.values[result]):
             raise VerifyError(
                 "the result of a collective is used before its wait",
                 where=place_of(user),
-                got=f"{result.name}, which nothing has waited for",
+                got=f"{result.name}, which has no wait before it",
                 hint="use the result of wait_tensor",
             )
         return self.begun[result]
@@ -263,15 +260,15 @@ class _GraphReader:
             if writers:
                 name = self.reading.nodes[min(writers)].name
                 raise VerifyError(
-                    "a buffer is touched while a communication is in flight",
+                    "a buffer is accessed while a communication is in flight",
                     where=place_of(node),
                     got=f"it {'writes' if s in writes else 'reads'} what {name} still uses",
                     expected=f"the wait for {name} before it",
-                    hint="move the op behind the wait, or give the collective a copy",
+                    hint="move the op after the wait, or pass a copy to the collective",
                 )
 
     def mutation(self, number: int, reads: Iterable[int], writes: set[int], deps: set[int], waits: set[int]) -> None:
-        """Reads stay behind the last write of a storage, writes behind what read or wrote it."""
+        """Reads stay after the last write of a storage, writes after the accesses before them."""
         problem = self.reading.problem
         for s in self.mutated.intersection(reads):
             before = [self.writer[s]] if s in self.writer else []
@@ -284,7 +281,7 @@ class _GraphReader:
             waits.update(b for b in before if problem.channel[b] >= 0)
 
     def chain(self, node: fx.Node, row: Collective | None, op: _Op, number: int, deps: set[int]) -> None:
-        """Random numbers come in their order; nothing passes an op that may do anything."""
+        """Random ops keep their order; nothing passes an op with arbitrary side effects."""
         chains: list[Any] = []
         if row is not None:
             chains += [("group", self.channel(node, row))]
@@ -306,7 +303,7 @@ class _GraphReader:
         self.since.append(number)
 
     def keeps_order(self, key: Any, row: Collective) -> bool:
-        """Where a message meets its partner by its place, all communications of its group keep theirs."""
+        """If messages are matched by order, all communications of the group keep theirs."""
         return row.is_ordered or self.reading.rows[self.last[key]].is_ordered
 
     def channel(self, node: fx.Node, row: Collective) -> int:
@@ -355,7 +352,7 @@ class _GraphReader:
             for x in self.reading.values[n]:
                 self.reading.problem.kept[x.storage] = True
         for start in self.reading.rows:
-            if not self.reading.problem.is_waited[start]:  # held for ever
+            if not self.reading.problem.is_waited[start]:  # never freed
                 for s in self.reading.problem.holds(start):
                     self.reading.problem.kept[s] = True
 
@@ -368,8 +365,8 @@ def _base(node: Any) -> Any:
 
 
 def _is_harmless(target: Any) -> bool:
-    """Ops that torch keeps for what they check or order, not for what they change: their operands say where they
-    stand."""
+    """Ops that torch keeps because they check or order, not because they change anything: their operands determine
+    their place."""
     name = operator_name(target) if is_operator(target) else str(target)
     return name.startswith(("_assert", "sym_constrain", "control_deps"))
 
@@ -381,9 +378,9 @@ def _join(sources: Sequence[Sources]) -> Sources:
 
 
 def read(program: DeviceProgram, priced_views: Collection[Any] = ()) -> Reading:
-    """The problem of a program, without costs; ops among `priced_views` are kernels though they make views. Raises
+    """The problem of a program, without costs; ops among `priced_views` are kernels although they return views. Raises
     VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before its
-    wait, and for a buffer that is touched while a communication is in flight."""
+    wait, and for a buffer that is accessed while a communication is in flight."""
     reading = _GraphReader(Reading(program), priced_views).run()
     hold_fences(reading.problem, [(reading.nodes.index(fence.node), fence.gathers_pass) for fence in program.fences])
     return reading

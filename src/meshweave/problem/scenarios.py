@@ -1,4 +1,4 @@
-"""Machines that are not quite as the costs say: what an order is judged under besides them."""
+"""Scenarios: machines that differ slightly from the costs; orders are also judged under them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshweave.problem.play import seconds_of
 from meshweave.problem.problem import Order, Problem
 from meshweave.simulate.clock import Slowdown
 
-NOISE = 0.4  # every item takes up to this part more or less
-_SHARED = "shared"  # a link that every communication wants for itself
+NOISE = 0.4  # the largest relative deviation of an item
+_SHARED = "shared"  # a link that every communication needs exclusively
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A name, and what it makes of a problem."""
+    """A name, and the function that modifies a problem."""
 
     name: str
     change: Callable[[Problem], Problem]
@@ -40,9 +40,9 @@ def _noisy(problem: Problem) -> Problem:
     )
 
 
-@lru_cache(1 << 16)  # the candidates of one graph have most of their names in common
+@lru_cache(1 << 16)  # the candidates of a graph share most of their names
 def _spread(name: str) -> float:
-    """A number from -1 to 1 that hangs on a name alone, so that every rank has the same."""
+    """A number from -1 to 1 that depends only on a name, so that it is the same on every rank."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") / 2**31 - 1
 
 

@@ -1,1 +1,1 @@
-"""Compute between communications as one compiled function: regions of a rank graph, and who compiles them."""
+"""Compute between communications as compiled functions: regions of a rank graph, and their compiler."""

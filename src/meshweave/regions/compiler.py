@@ -1,4 +1,4 @@
-"""Compiles the regions of rank graphs, each distinct one once, and says where that pays."""
+"""Compiles the regions of rank graphs, each distinct region once, and decides where that pays off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshweave.interop.lazy import load_inductor
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
-from meshweave.ir.values import local_values, ragged
+from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
 from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
@@ -24,11 +24,11 @@ from meshweave.regions.worth import COMPILE_S, STEPS, Compiled, gained_seconds, 
 
 BackendName = Literal["eager", "inductor", "auto"]
 BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "auto")
-Functions = Mapping[int, RegionFunction]  # of one region, by device
+Functions = Mapping[int, RegionFunction]  # of a region, by device
 
 T = TypeVar("T")
 _NOTES = logging.getLogger("meshweave")
-_SHOWN = 40  # names of ops in a note
+_SHOWN = 40  # most names of ops in a note
 
 
 def checked_backend(name: str) -> BackendName:
@@ -36,14 +36,14 @@ def checked_backend(name: str) -> BackendName:
     for known in BACKENDS:
         if name == known:
             return known
-    raise MeshweaveError("no backend of that name", where="backend", got=repr(name), expected=", ".join(BACKENDS))
+    raise MeshweaveError("unknown backend", where="backend", got=repr(name), expected=", ".join(BACKENDS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runner:
-    """Runs a region on the devices of a process. `strides` are those that it was compiled for, by number of the
-    operand: of what other regions make they are known, other operands are brought into them. `written` has for every
-    output the operand that it was written into, or -1."""
+    """Runs a region on the devices of a process. `strides` are those that it was compiled for, by index of the
+    operand: operands from other regions have them, other operands are copied. `written` has for every output the
+    operand that it was written into, or -1."""
 
     by_device: Mapping[int, Compiled]
     strides: tuple[tuple[int, Shape], ...]
@@ -61,7 +61,7 @@ class Runner:
 
 
 def _restrided(x: Tensor, stride: Shape) -> Tensor:
-    """A tensor in other strides: itself where they differ in dims of one element alone, else a copy."""
+    """A tensor with other strides: itself if they differ only in dims of one element, else a copy."""
     pairs = zip(x.shape, x.stride(), stride, strict=True)
     if all(size == 1 or a == b for size, a, b in pairs):
         return x.as_strided(x.shape, stride)
@@ -73,13 +73,12 @@ Planned = fx.Node | tuple[Region, Runner]
 
 @dataclass(slots=True)
 class RegionCompiler:
-    """Compiles for one step and its variants. `compiled` are the functions by the region's key, None where the
-    compiler failed; `notes` say what failed. `any_rank(flag)` is whether a rank of the job says so: what they decide,
-    all decide alike, or replicas of a value would part. Processes of a host share Inductor's cache on disk: each begins
-    at another region, `begin` (0 <= begin < 1) of the list, and finds there what the others compiled meanwhile.
-
-    What `auto` has not measured yet is compiled by a process beside the steps. While one of any rank is at it, `fuse`
-    leaves everything as it is, and `is_waiting` says so.
+    """Compiles for a step and its variants. `compiled` are the functions by the region's key, None if the compiler
+    failed; `notes` say what failed. `any_rank(flag)` is whether any rank of the job passes True: all ranks decide
+    equally, or replicas of a value would diverge. Processes of a host share Inductor's disk cache: each begins at
+    another region, at the fraction `begin` (0 <= begin < 1) of the list, and uses the cached results of the others.
+    Regions that `auto` has not measured yet are compiled by a background process. While such a process of any rank
+    runs, `fuse` changes nothing, and `is_waiting` is true.
     """
 
     backend: BackendName = "eager"
@@ -94,14 +93,15 @@ class RegionCompiler:
     def fuse(
         self, role: RankGraph, devices: Sequence[int], device: torch.device, parts: Parts, kept: Collection[fx.Node]
     ) -> list[list[Planned]]:
-        """The parts of a role with its regions compiled, for those of its devices that the process holds. A region that
-        cannot be compiled runs op by op, and so does everything where compiling does not pay or is still under way."""
+        """The parts of a role with its regions compiled, for the role's devices of this process. A region that cannot
+        be compiled runs op by op, and so does everything if compiling does not pay off or is not finished."""
         plain: list[list[Planned]] = [list(part) for part in parts]
         if self.backend == "eager":
             return plain
-        local = {d: local_values(role, d) for d in devices}
+        lead = role.devices[0] if self.backend == "auto" else devices[0]  # all devices of a role judge by its first
+        local = {d: local_values(role, d) for d in {*devices, lead}}
         values = local[devices[0]].values
-        sized = ragged(role)  # a compiler gets shapes that do not change
+        sized = ragged(role)  # compiled shapes are static
         refused = {
             n
             for part in parts
@@ -112,12 +112,11 @@ class RegionCompiler:
             steps = cut(parts, kept, values, lambda node: node not in refused)
             steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)
             regions = [step for part in steps for step in part if isinstance(step, Region)]
-            if too_small := self._too_small(role, regions, device):
+            its = {d: [region_function(r, x.values, x.symbols, device) for r in regions] for d, x in local.items()}
+            if too_small := self._too_small(regions, [function.key for function in its[lead]], local[lead].values):
                 refused.update(too_small)
                 continue
-            functions = [
-                {d: region_function(r, x.values, x.symbols, device) for d, x in local.items()} for r in regions
-            ]
+            functions = [{d: its[d][i] for d in devices} for i in range(len(regions))]
             verdict = self._known_verdict(functions)
             if verdict is False:
                 return plain
@@ -137,8 +136,8 @@ class RegionCompiler:
         return [[(s, runners[s]) if isinstance(s, Region) else s for s in part] for part in steps]
 
     def _compiles_beside(self, functions: Sequence[Functions], device: torch.device) -> bool:
-        """Whether a process of some rank is still at regions that nobody has compiled yet; it is started where none is.
-        Only for processors: on a GPU it would take memory of the device."""
+        """Whether a background process of any rank still compiles new regions; starts one if none has been started.
+        Only on CPUs: on a GPU it would take memory of the device."""
         inductor = load_inductor()
         if self.any_rank(device.type != "cpu" or not self.has_compiler or not inductor.has_cache()):
             return False
@@ -148,16 +147,17 @@ class RegionCompiler:
             self._processes[keys] = process = CompilerProcess(self._in_own_order(list(distinct.values())))
             try:
                 process.start()
-            except Exception as error:  # no process to be had, options that cannot be handed over: compiled here
+            # no process can be started, or options cannot be pickled: compile in this process
+            except Exception as error:
                 _NOTES.info("regions are compiled in this process (%s: %s)", type(error).__name__, error)
         waits = self.any_rank(self.is_busy)
-        self.is_waiting |= waits  # the process may end before the next graph of the step is asked for
+        self.is_waiting |= waits  # the process may end before the next graph of the step is requested
         if not waits and keys:
             self._note_crash(self._processes[keys])
         return waits
 
     def _in_own_order(self, items: list[T]) -> list[T]:
-        """The items from where this process begins to the end, then those before."""
+        """The items from this process's start position to the end, then the items before it."""
         first = int(self.begin * len(items))
         return [*items[first:], *items[:first]]
 
@@ -172,7 +172,7 @@ class RegionCompiler:
             process.wait()
 
     def _note_crash(self, process: CompilerProcess) -> None:
-        """The region at which a process crashed is not tried again: this process would crash, too."""
+        """Do not try the region at which a process crashed again: this process would crash, too."""
         left = [f for f in process.functions if f.key not in process.finished]
         if process.crash and left:
             self.compiled[left[0].key] = None
@@ -193,13 +193,13 @@ class RegionCompiler:
     def _compiled(self, region: Region, function: RegionFunction) -> Compiled | None:
         if not self.has_compiler:
             return None
-        inductor = load_inductor()  # takes a second, and eager steps do without
+        inductor = load_inductor()  # slow to import, and eager steps do not need it
         try:
             return inductor.compile_graph(function, function.forms, function.device)  # type: ignore[no-any-return]
         except inductor.InvalidCxxCompiler:
             self.has_compiler = False
             self._note("there is no C++ compiler, so ops run one by one (Inductor needs g++ or clang++, or $CXX)")
-        except Exception as error:  # whatever goes wrong in the compiler: the region can run without
+        except Exception as error:  # whatever fails in the compiler: the region can run op by op
             names = list(dict.fromkeys(op_name(n.target) for n in region.nodes))
             shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             what = str(error).strip().splitlines()[:1]
@@ -226,22 +226,21 @@ class RegionCompiler:
         written = tuple(place[region.written[n]] if n in region.written else -1 for n in region.outputs)
         return Runner(by_device, tuple(strides), written)
 
-    def _too_small(self, role: RankGraph, regions: Sequence[Region], device: torch.device) -> set[fx.Node]:
-        """The nodes of regions that may not save in STEPS steps what compiling them takes, all twins of one together:
-        values that stay in registers, and ops that nobody calls. Judged by the role's first device, so that all its
-        devices judge alike."""
-        if self.backend == "inductor" or not regions:
+    def _too_small(
+        self, regions: Sequence[Region], keys: Sequence[str], values: Mapping[fx.Node, Values]
+    ) -> set[fx.Node]:
+        """The nodes of regions that may not save in STEPS steps what compiling them takes, summed over regions of equal
+        keys: values that stay in registers, and calls of ops."""
+        if self.backend == "inductor":
             return set()
-        first = local_values(role)
-        keys = [region_function(region, first.values, first.symbols, device).key for region in regions]
         saved = dict.fromkeys(keys, 0.0)
         for key, region in zip(keys, regions, strict=True):
-            saved[key] += saved_seconds(region, first.values) * STEPS
+            saved[key] += saved_seconds(region, values) * STEPS
         pairs = zip(keys, regions, strict=True)
         return {node for key, region in pairs if saved[key] <= COMPILE_S for node in region.nodes}
 
     def _pays(self, functions: Sequence[Functions]) -> bool:
-        """Whether compiled regions are faster than ops one by one, a step's worth of both: measured, and remembered."""
+        """Whether compiled regions are faster than single ops over a step: measured, and cached."""
         if self.backend == "inductor":
             return True
         counts = Counter(f.key for its in functions for f in its.values())
@@ -255,7 +254,8 @@ class RegionCompiler:
         return pays
 
     def _known_verdict(self, functions: Sequence[Functions]) -> bool | None:
-        """Whether compiling these regions paid when an earlier start measured it; None where a rank does not know."""
+        """Whether compiling these regions paid off when an earlier start measured it; None if any rank does not
+        know."""
         if self.backend == "inductor":
             return None
         known = remembered(functions) if functions else False
@@ -263,8 +263,8 @@ class RegionCompiler:
 
 
 def _renewed(role: RankGraph) -> dict[fx.Node, fx.Node]:
-    """New parameters and optimizer state by the inputs whose place they take, where a tensor of its own is behind each:
-    not where a value is an output twice, nor where gathered parameters are carried over, which may share memory."""
+    """New parameters and optimizer state by the inputs that they replace, if each has its own tensor: not if a value is
+    an output twice, nor if gathered parameters are carried over, which may share memory."""
     if any(item.kind == "carry" for item in role.inputs):
         return {}
     results: Any = next(iter(reversed(role.graph.nodes))).args[0]

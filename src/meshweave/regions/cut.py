@@ -1,8 +1,8 @@
-"""Where the compute of a rank graph is cut into regions, each of which a compiler gets as one graph.
+"""Where the compute of a rank graph is cut into regions, each of which is compiled as a graph.
 
 A region is a run of compute between communications, in the order of the graph. It is also cut where a repeated block of
-the model begins, so that the regions of twin layers are the same graph. Views belong to no region: a region makes the
-views that it reads again, which costs nothing, and so passes on nothing that shares memory with something else.
+the model begins, so that the regions of twin layers are the same graph. Views belong to no region: a region repeats the
+views that it reads, which costs nothing, and so never returns a tensor that shares memory with another.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import work_kind
 from meshweave.ir.values import Values
 
-# A region of the update ends when it has made so many bytes of what outlives the step: old parameters and optimizer
-# state are freed when it returns, so they are in memory twice. 4 MiB are the weights of a small layer.
+# A region of the update ends when it has computed so many bytes of lasting values: old parameters and optimizer state
+# are freed when it returns, so both are in memory until then. 4 MiB are the weights of a small layer.
 UPDATE_BYTES = 4 << 20
-LEAST_GENERATED = 2  # ops that a compiler writes loops for: fewer have nothing to be fused with
-LEAST_AT_BORDER = 16  # and a border of a block cuts nothing that is shorter, such as the layers of an nn.Sequential
+LEAST_GENERATED = 2  # generated ops (those that a compiler writes loops for): with fewer, nothing can be fused
+# and the border of a block never makes a region shorter than this, as for the layers of an nn.Sequential
+LEAST_AT_BORDER = 16
 
-_LIBRARY = frozenset({"matmul", "attention"})  # kinds of work that a compiler calls a library for
+_LIBRARY = frozenset({"matmul", "attention"})  # kinds of work for which a compiler calls a library
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Compute that runs as one function of `inputs`, and gives `outputs`.
-
-    `nodes` are what it computes and the views that it makes, in order; a view may stand in several regions. `written`:
-    outputs that are written into an input, whose memory they take.
-    """
+    """Compute that runs as a function of `inputs`, and returns `outputs`. `nodes` are its ops and the views that it
+    repeats, in order; a view may be in several regions. `written`: outputs that are written into the memory of an
+    input."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -90,7 +89,7 @@ class _Cut:
         return is_view(node, self.values)
 
     def runs(self, part: Sequence[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
-        """The nodes of a part that are no views: runs of compute, and what runs by itself."""
+        """The nodes of a part except views: runs of compute, and nodes that run by themselves."""
         run: list[fx.Node] = []
         for node in _elements_first(part):
             if self.is_view(node):
@@ -108,7 +107,8 @@ class _Cut:
         yield from self.closed(run)
 
     def ends_before(self, run: Sequence[fx.Node], node: fx.Node) -> bool:
-        """Whether a new region begins: another block of the model, or as much of the update as may be new at once."""
+        """Whether a new region begins: at another block of the model, or when the update has computed the allowed
+        bytes."""
         if node.target is operator.getitem:
             return False
         origin = origin_of(node)
@@ -118,21 +118,21 @@ class _Cut:
         return is_border and sum(map(is_generated, run)) >= LEAST_AT_BORDER
 
     def closed(self, run: list[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
-        """A run as a region, or node by node where a compiler would gain nothing."""
+        """A run as a region, or node by node if a compiler would gain nothing."""
         if sum(map(is_generated, run)) >= LEAST_GENERATED:
             yield run
         else:
             yield from run
 
     def keep_views(self, node: fx.Node) -> None:
-        """Let a view that something outside of regions reads, and the views it is of, run by themselves."""
+        """Let a view with readers outside of regions, and its bases, run by themselves."""
         if self.is_view(node) and node not in self.alone:
             self.alone.add(node)
             for operand in node.all_input_nodes:
                 self.keep_views(operand)
 
     def with_views(self, run: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """A run and the views that it reads, each after what it is of."""
+        """A run and the views that it reads, each after its base."""
         nodes: dict[fx.Node, None] = {}
 
         def add(node: fx.Node) -> None:
@@ -146,7 +146,7 @@ class _Cut:
         return tuple(nodes)
 
     def placed(self, steps: Sequence[Step], views: Sequence[fx.Node]) -> list[Step]:
-        """Steps with views among them, each as soon as what it reads is there."""
+        """Items with views among them, each as soon as its base is available."""
         waiting, placed = list(views), list[Step]()
         pending = {n for step in steps for n in (step.outputs if isinstance(step, Region) else (step,))} | set(views)
 
@@ -162,17 +162,17 @@ class _Cut:
             placed.append(step)
             pending.difference_update(step.outputs if isinstance(step, Region) else (step,))
             settle()
-        assert not waiting, f"{waiting} read what no step makes"
+        assert not waiting, f"{waiting} read values that no item computes"
         return placed
 
 
 def written_in_place(
     steps: Sequence[Sequence[Step]], renewed: Mapping[fx.Node, fx.Node], values: Mapping[fx.Node, Values]
 ) -> list[list[Step]]:
-    """The steps with updates in place: `renewed` are new values by the inputs that they take the place of. One is
-    written into the old one's memory where no step after its region reads that, and both have one form."""
+    """The items with updates in place: `renewed` are new values by the inputs that they replace. A new value is written
+    into the old value's memory if no item after its region reads that, and both have the same form."""
     order = [step for part in steps for step in part]
-    last: dict[int, Step] = {}  # by storage, who reads it last
+    last: dict[int, Step] = {}  # by storage, its last reader
     for step in order:
         for node in step.inputs if isinstance(step, Region) else step.all_input_nodes:
             last.update((x.storage, step) for x in values.get(node, ()))
@@ -192,8 +192,8 @@ def written_in_place(
 
 
 def is_view(node: fx.Node, values: Mapping[fx.Node, Values]) -> bool:
-    """Whether a node makes nothing of its own. An element of what an op makes anew is none, though it has no memory of
-    its own: a region passes on tensors, not tuples."""
+    """Whether a node only returns a view. An element of a new tuple does not count, although it has no memory of its
+    own: a region returns tensors, not tuples."""
     if node.op != "call_function" or node.target in SYMBOLS or node.target is WAIT or node.target in STARTS:
         return False
     results = values[node]
@@ -204,12 +204,12 @@ def is_view(node: fx.Node, values: Mapping[fx.Node, Values]) -> bool:
 
 
 def is_generated(node: fx.Node) -> bool:
-    """Whether a compiler writes loops for a node, and does not call a library."""
+    """Whether a compiler writes loops for a node, instead of calling a library."""
     return node.target is not operator.getitem and work_kind(node.target) not in _LIBRARY
 
 
 def _elements_first(part: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes of a part with the elements of a tuple right after the op that makes it."""
+    """The nodes of a part with the elements of a tuple right after the op that computes it."""
     own = set(part)
     for node in part:
         if node.target is operator.getitem and node.all_input_nodes[0] in own:
@@ -219,7 +219,7 @@ def _elements_first(part: Sequence[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The tensors that nodes read and none of them makes, in the order in which they are read."""
+    """The tensors that nodes read and none of them computes, in the order in which they are read."""
     own = set(nodes)
     read = (n for node in nodes for n in node.all_input_nodes)
     return tuple(dict.fromkeys(n for n in read if n not in own and n.target not in SYMBOLS))

@@ -1,9 +1,9 @@
-"""A process that compiles regions into Inductor's cache on disk, while steps run without them.
+"""A process that compiles regions into Inductor's disk cache, while steps run without them.
 
     python -m meshweave.regions.process  < regions, pickled  > a line per region
 
-What compiles them then, in the process that trains, finds them in the cache. A compiler that crashes ends this process
-alone. It ends with the process that has started it, whose end of the pipe closes then.
+The training process then finds them in the cache. A crash of the compiler ends only this process. It ends with its
+parent, when the parent's end of the pipe closes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPS_OF_KERNELS = {id(kernel): op for op, kernel in KERNELS.items()}
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles operators, and our kernels of them, by name."""
+    """Pickles operators, and meshweave's kernels of them, by name."""
 
     def persistent_id(self, value: Any) -> tuple[bool, str] | None:
         if is_operator(value):
@@ -48,7 +48,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(value: Any) -> bytes:
-    """A value with operators in it as bytes, for a process that has registered the same operators."""
+    """A value that contains operators as bytes, for a process that has registered the same operators."""
     file = BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
@@ -61,11 +61,9 @@ def load(data: bytes) -> Any:
 
 @dataclass(slots=True)
 class CompilerProcess:
-    """A process that compiles regions one after the other, beginning with the first of `functions`.
-
-    `finished` are the keys of those that it is through with, be it that it failed in Python; complete when it has
-    ended. What it was at when it crashed, and what came after, is not among them.
-    """
+    """A process that compiles regions one after the other, beginning with the first of `functions`. `finished` are the
+    keys of those that are done, including failures in Python; complete when it has ended. The region at which it
+    crashed, and later regions, are not among them."""
 
     functions: Sequence[RegionFunction]
     finished: set[str] = field(default_factory=set)
@@ -73,7 +71,7 @@ class CompilerProcess:
     _reader: Thread | None = None
 
     def start(self) -> None:
-        """Raises OSError where no process can be started, PickleError for functions that cannot be handed over."""
+        """Raises OSError if no process can be started, PickleError for functions that cannot be pickled."""
         payload = dump((load_inductor().settings(), [dump(function) for function in self.functions]))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "meshweave.regions.process"]
@@ -83,7 +81,7 @@ class CompilerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the process that trains
+            start_new_session=True,  # Ctrl-C is for the training process
         )
         self._process = process
         self._reader = Thread(target=self._talk, args=(payload,), name="meshweave: compiler", daemon=True)
@@ -94,12 +92,12 @@ class CompilerProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(OSError):  # a process that has crashed reads no more
+        with suppress(OSError):  # a crashed process does not read
             process.stdin.write(len(payload).to_bytes(_HEADER_BYTES, "big") + payload)
             process.stdin.flush()
         with process.stdout as lines:
             for line in lines:
-                if line.strip().isdigit():  # not what a library prints
+                if line.strip().isdigit():  # not output of a library
                     self.finished.add(self.functions[int(line)].key)
         process.wait()
         with suppress(OSError):
@@ -111,7 +109,7 @@ class CompilerProcess:
 
     @property
     def crash(self) -> int:
-        """The number of the signal that ended it; 0 where none did."""
+        """The number of the signal that ended it; 0 if none did."""
         code = self._process.returncode if self._process is not None else 0
         return -code if code and code < 0 else 0
 
@@ -121,14 +119,14 @@ class CompilerProcess:
 
 
 def give_way() -> None:
-    """Let training go first: before this thread, on Linux, and the processes that it starts."""
+    """Give training priority: over this thread, on Linux, and over the processes that it starts."""
     with suppress(OSError):
         os.nice(_NICE)
 
 
 def main() -> None:
-    """Compile what stands on stdin; print the number of each region when it is through."""
-    out, sys.stdout = sys.stdout, sys.stderr  # what a compiler prints is no number
+    """Compile the regions on stdin; print the number of each region when it is done."""
+    out, sys.stdout = sys.stdout, sys.stderr  # output of a compiler is not a number
     give_way()
     size = int.from_bytes(sys.stdin.buffer.read(_HEADER_BYTES), "big")
     inductor = load_inductor()
@@ -136,7 +134,7 @@ def main() -> None:
     Thread(target=_end_with_the_parent, daemon=True).start()
     inductor.apply_settings(settings)
     for i, data in enumerate(functions):
-        with suppress(Exception):  # the process that trains tries again, and says what is wrong
+        with suppress(Exception):  # the training process tries again, and reports the error
             function = load(data)
             inductor.compile_graph(function, function.forms, function.device)
         print(i, file=out, flush=True)

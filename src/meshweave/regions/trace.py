@@ -1,4 +1,4 @@
-"""A region as a function of tensors, and what tells it from others: twin regions have one key."""
+"""A region as a function of tensors, and its identity: equal regions have equal keys."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ aten, ours = torch.ops.aten, torch.ops.meshweave
 Shape = tuple[int, ...]
 Form = tuple[Shape, Shape, torch.dtype]  # shape, stride and dtype of a tensor
 
-# Ops whose kernels a compiler sees into, for what these call are ops of ATen. Of our other ops it calls the kernel as
-# it is: random numbers wrap around in 64 bits, and squares are added in float64 in an order of our own.
+# Ops whose kernels a compiler traces through, because these call ATen ops. It calls the kernels of other meshweave ops
+# as they are: random numbers wrap around in 64 bits, and squares are added in float64 in a particular order.
 _SEEN_INTO = {
     op: KERNELS[op]
     for op in (
@@ -36,7 +36,7 @@ _SEEN_INTO = {
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Stands for the value of a node of a region: input or result number `index`."""
+    """Represents the value of a node of a region: input or result number `index`."""
 
     is_input: bool
     index: int
@@ -51,13 +51,13 @@ class RegionCall:
 
 @dataclass(frozen=True, slots=True)
 class RegionFunction:
-    """What a region computes on one device, free of the names of its nodes: calls in order, whose arguments are inputs,
-    results of calls before, and numbers. Equal `key`s: equal functions of equal inputs."""
+    """What a region computes on a device, without the names of its nodes: calls in order, whose arguments are inputs,
+    results of earlier calls, and numbers. Equal `key`s: equal functions of equal inputs."""
 
     calls: tuple[RegionCall, ...]
     forms: tuple[Form, ...]  # of the inputs
-    outputs: tuple[int, ...]  # which results are given out
-    writes: tuple[tuple[int, int], ...]  # (result, input): results that are written into inputs, and not given out
+    outputs: tuple[int, ...]  # which results are returned
+    writes: tuple[tuple[int, int], ...]  # (result, input): results that are written into inputs, and not returned
     device: torch.device
     key: str
 
@@ -81,7 +81,7 @@ class RegionFunction:
 def region_function(
     region: Region, values: Mapping[fx.Node, Values], symbols: Mapping[fx.Node, Any], device: torch.device
 ) -> RegionFunction:
-    """A region with the symbols of a device in it. `values` are those of that device."""
+    """A region with the symbols of a device bound. `values` are those of that device."""
     place = {node: _Tensor(True, i) for i, node in enumerate(region.inputs)}
     calls: list[RegionCall] = []
     for i, node in enumerate(region.nodes):
@@ -106,5 +106,5 @@ def _name(function: Any) -> str:
 
 
 def samples(forms: Sequence[Form], make: Callable[..., Tensor]) -> list[Tensor]:
-    """A tensor of each form, by a function like torch.empty_strided."""
+    """A tensor of each form, from a function like torch.empty_strided."""
     return [make(shape, stride, dtype=dtype) for shape, stride, dtype in forms]

@@ -1,4 +1,4 @@
-"""Whether compiling the regions of a step pays: estimated before they are compiled, measured after, and remembered."""
+"""Whether compiling the regions of a step pays off: estimated before compilation, measured after, and cached."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from meshweave.ir.values import Values
 from meshweave.regions.cut import Region, is_generated, is_view
 from meshweave.regions.trace import RegionFunction, samples
 
-Compiled = Callable[[list[Any]], Sequence[Any]]  # empties the list that it is called with
+Compiled = Callable[[list[Any]], Sequence[Any]]  # empties its argument list
 
-# When `auto` compiles a region: it may save more in so many steps than compiling takes. Figures of 2 cores, torch 2.13,
-# 2026-11: a kernel of a 24.6M Llama compiles in about 1 s; an op by itself costs 5 us of Python, and reads and writes
-# memory at 10 GB/s in one thread; into memory that the allocator has from the system anew, 2.5 GB/s.
+# When `auto` compiles a region: if it may save more in so many steps than compiling takes. Figures of 2 cores, torch
+# 2.13, 2026-11: a kernel of a 24.6M Llama compiles in about 1 s; a single op costs 5 us of Python, and reads and writes
+# memory at 10 GB/s in a thread; fresh memory from the system, 2.5 GB/s.
 STEPS = 1000
 COMPILE_S = 1.0
 OP_S = 5e-6
 BYTES_PER_S = 10e9
 NEW_BYTES_PER_S = 2.5e9
-FORMAT = 1  # of what is remembered
-_ROUNDS = 3  # of a measurement, of which the fastest counts
+FORMAT = 1  # version of the cached verdicts
+_ROUNDS = 3  # repetitions of a measurement, of which the fastest counts
 _COMPILED, _EAGER = "compiled", "eager"
 
 
 def saved_seconds(region: Region, values: Mapping[fx.Node, Values]) -> float:
-    """What a compiler may save of a region in a step: the bytes that generated ops read and write one by one, but for
-    what they read from outside or from library calls, and what these read of them; the call of each op; and new memory
-    for parameters and optimizer state that it writes into the old."""
+    """What a compiler may save of a region in a step: the bytes that generated ops read and write separately, except
+    reads from outside or from library calls, and what library calls read of them; the call of each op; and fresh memory
+    for parameters and optimizer state that it writes in place."""
     generated = [node for node in region.nodes if is_generated(node)]
     views = {node for node in generated if is_view(node, values)}
     loops = {node: None for node in generated if node not in views}
@@ -57,21 +57,21 @@ def saved_seconds(region: Region, values: Mapping[fx.Node, Values]) -> float:
 
 
 def gained_seconds(regions: Iterable[tuple[RegionFunction, Compiled | None, int]]) -> tuple[float, list[str]]:
-    """How much faster compiled regions are in a step than op by op, each run as often as it says, measured on operands
-    of their forms; and why some could not be measured, of which nothing is known."""
+    """How much faster compiled regions are in a step than op by op, each run as often as in the step, measured on
+    operands of their forms; and why some could not be measured, about which nothing is known."""
     gained, unknown = 0.0, []
     for function, compiled, count in regions:
         assert compiled is not None
         try:
             eager = _seconds(lambda operands, run=function: run(*operands), function)  # type: ignore[misc]
             gained += count * (eager - _seconds(compiled, function))
-        except Exception as error:  # operands of ones that an op refuses
+        except Exception as error:  # an op may reject operands of ones
             unknown.append(f"{type(error).__name__}: {error}")
     return gained, unknown
 
 
 def _seconds(run: Callable[[list[Any]], Any], function: RegionFunction) -> float:
-    """The fastest of some runs. Operands are ones, which no op divides by zero with and any index may be."""
+    """The fastest of some runs. Operands are ones, which are valid divisors and indices."""
     seconds = []
     for _ in range(_ROUNDS):
         operands = [x.fill_(1) for x in samples(function.forms, partial(torch.empty_strided, device=function.device))]
@@ -89,18 +89,18 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# What earlier starts found out
+# Results of earlier starts
 
 
 def remembered(functions: Sequence[Mapping[int, RegionFunction]]) -> bool | None:
-    """Whether the regions of a step, by device, were worth compiling when they were measured on this machine; None
-    where they were not, or what is kept of that is damaged."""
+    """Whether the regions of a step, by device, paid off when they were measured on this machine; None if they were
+    not, or the cache is damaged."""
     text, _ = _entry(functions).read()
     return {_COMPILED: True, _EAGER: False}.get(text)
 
 
 def remember(functions: Sequence[Mapping[int, RegionFunction]], pays: bool) -> None:
-    """Keep it for the next start. Where that is not possible, that start measures again."""
+    """Cache the verdict for the next start. If that is not possible, that start measures again."""
     _entry(functions).write(_COMPILED if pays else _EAGER)
 
 

@@ -1,4 +1,4 @@
-"""What differs between two simulated steps: which communications appear, vanish or change, and where the time went."""
+"""Differences between two simulated steps: which communications appear, vanish or change, and where the time goes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshweave.report.spans import COMPUTE_CLASSES, class_of, folded
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table
 from meshweave.simulate.result import Simulation, Span
 
-_SHOWN_SECONDS = 5e-7  # a change of less is none: what is shown has three digits behind the point of a millisecond
+_SHOWN_SECONDS = 5e-7  # smaller changes do not count: milliseconds are shown with three decimals
 _PHASES = ("forward", "loss", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """All communications of one key in one step: their number, seconds, exposed seconds, bytes received."""
+    """All communications with the same key in a step: their number, seconds, exposed seconds, bytes received."""
 
     count: int = 0
     seconds: float = 0.0
@@ -38,11 +38,9 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """Communications of one phase, op, group, layouts and module (`*` for layer numbers), in step `a` and in step `b`.
-
-    `kind` is `same`, `changed`, `appears`, `vanishes` or `moved`: then `a` is of another group, layout or op, which
-    `change` names. `change` says in words what differs.
-    """
+    """Communications of a phase, op, group, layouts and module (`*` for layer numbers), in step `a` and in step `b`.
+    `kind` is `same`, `changed`, `appears`, `vanishes` or `moved`: then `a` has another group, layout or op, which
+    `change` names. `change` describes the difference in words."""
 
     phase: str
     op: str
@@ -66,8 +64,8 @@ class DiffRow:
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """Seconds of one phase and class in both steps, averaged over the roles. The rows of a split add up to the seconds
-    of the steps. `part` is the class of a kernel, `exposed` with the op of a communication, or `idle`."""
+    """Seconds of a phase and class in both steps, averaged over the roles. The rows of a split add up to the seconds of
+    the steps. `part` is the class of a kernel, `exposed` with the op of a communication, or `idle`."""
 
     phase: str
     part: str
@@ -90,8 +88,8 @@ def diff_rows(a: Simulation, b: Simulation) -> tuple[DiffRow, ...]:
     """A row per phase, op, group, layouts and module of the communications of both steps, those whose exposed seconds
     differ the most first, then by seconds, then in the order of the key.
 
-    What stands in one step alone is matched with what stands in the other alone in the same phase and module, for the
-    same value: it moved.
+    Communications that are only in the first step are matched with those only in the second in the same phase and
+    module, for the same value: they moved.
     """
     sums_a, sums_b = _sums(a), _sums(b)
     only_in_a = {key: total for key, total in sums_a.items() if key not in sums_b}
@@ -130,7 +128,7 @@ def _sums(simulation: Simulation) -> dict[_Key, Sum]:
 
 
 def _moved_from(key: _Key, total: Sum, candidates: Mapping[_Key, Sum]) -> _Key | None:
-    """What of `candidates` this was: same phase, module and value, best the same op and number."""
+    """The candidate that became this communication: same phase, module and value, preferably the same op and number."""
     phase, op, _, layout, module = key
     value = layout.partition(": ")[0]
     near = [k for k in candidates if (k[0], k[4], k[3].partition(": ")[0]) == (phase, module, value)]
@@ -146,7 +144,7 @@ def _shown(total: Sum) -> str:
 
 
 def _moved(before: _Key, after: _Key, a: Sum, b: Sum) -> str:
-    """What of op, group and layouts is another, and what that changes."""
+    """Which of op, group and layouts differ, and the effect."""
     names = (("", 1), ("over ", 2), ("", 3))
     parts = [f"{word}{after[at]} instead of {before[at] or 'none'}" for word, at in names if before[at] != after[at]]
     _, change = _changed(a, b)
@@ -172,8 +170,9 @@ def _longer(a: float, b: float, more: str, less: str) -> list[str]:
 
 
 def step_split(a: Simulation, b: Simulation) -> tuple[SplitRow, ...]:
-    """Where the time of two steps goes. A role computes, shows a communication or is idle: kernels per phase and class,
-    exposed communications per phase and op, and what is left is idle. Sums over roles are divided by their number."""
+    """Where the time of two steps goes. A role computes, exposes a communication or is idle: kernels per phase and
+    class, exposed communications per phase and op, and the rest is idle. Sums over roles are divided by their
+    number."""
     parts_a, parts_b = _parts(a), _parts(b)
     keys = sorted({*parts_a, *parts_b}, key=_order)
     rows = [
@@ -204,8 +203,8 @@ def _parts(simulation: Simulation) -> dict[tuple[str, str], float]:
 
 @dataclass(frozen=True, slots=True)
 class ClassError:
-    """A class of tasks in a modelled and a measured step: how many, seconds in all. `error` is modelled / measured - 1,
-    None where nothing was measured."""
+    """A class of tasks in a modelled and a measured step: their number, total seconds. `error` is modelled / measured -
+    1, None if nothing was measured."""
 
     name: str
     num_modelled: int
@@ -226,7 +225,7 @@ class _Class:
 
 def class_errors(modelled: Simulation, measured: Simulation) -> tuple[ClassError, ...]:
     """Per class of tasks the error of the model: kernels first, then communications by name; last the exposed time of
-    the role that has the most, and the step. The host's part of a measured step has no model."""
+    the role that has the most, and the step. The host's part of a measured step is not modelled."""
     classes: dict[str, _Class] = {}
     for which, simulation in enumerate((modelled, measured)):
         for span in simulation.spans:

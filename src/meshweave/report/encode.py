@@ -12,7 +12,7 @@ from meshweave.report.moves import MoveRow
 from meshweave.report.spans import class_of, exposed_stretches, folded, lanes_of, nanoseconds
 from meshweave.simulate.result import RoleResult, Simulation, Span
 
-_NUM_NAMES = 24  # graph nodes of a fused kernel that are listed; their number is written where there are more
+_NUM_NAMES = 24  # listed graph nodes of a fused kernel; if there are more, their number is shown
 _COLUMNS = (
     "name op kind lane start seconds phase module fold line flops bytes layout group microbatch exposed cls needs names"
     " move"
@@ -21,15 +21,15 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class _Page:
-    """What a page holds, as it is filled run by run. Spans of all runs have one numbering."""
+    """The contents of a page, filled run by run. Spans of all runs are numbered together."""
 
     strings: dict[str, int] = field(default_factory=lambda: {"": 0})
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _COLUMNS.split()})
-    stretches: list[int] = field(default_factory=list)  # span, begin in it, length
+    stretches: list[int] = field(default_factory=list)  # span, offset in it, length
     reasons: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # span, kind, ns, text, blocker
     lanes: list[tuple[int, int, int, int]] = field(default_factory=list)  # run, role, name, row
     runs: list[dict[str, Any]] = field(default_factory=list)
-    last: int = 0  # start of the span before
+    last: int = 0  # start of the previous span
 
     def string(self, text: str) -> int:
         return self.strings.setdefault(text, len(self.strings))
@@ -64,7 +64,7 @@ class _Page:
             "bytes": round(span.bytes),
             "microbatch": span.microbatch,
             "exposed": nanoseconds(span.exposed_seconds),
-            "needs": [span.index - n for n in needs],  # how far back
+            "needs": [span.index - n for n in needs],  # distance back to the needed span
             "move": move,
         }
         texts = {
@@ -113,7 +113,7 @@ class _Page:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """Moves by what the communications of their steps share with them."""
+    """Moves by the properties that they share with the communications of their steps."""
 
     rows: tuple[MoveRow, ...]
     places: dict[tuple[str, str, str, str], list[int]]
@@ -126,7 +126,7 @@ class _Moves:
         return _Moves(tuple(rows), places)
 
     def find(self, span: Span) -> int:
-        """The move that a communication is a step of, -1 where none is known; of several that with its layouts."""
+        """The move that a communication is a step of, -1 if unknown; among several that with its layouts."""
         value, _, change = span.layout.partition(": ")
         source, _, target = change.partition(" -> ")
         candidates = self.places.get((span.phase, span.module, span.line, value), []) if span.layout else []
@@ -166,7 +166,7 @@ def _totals(simulation: Simulation) -> dict[str, Any]:
 def page_data(
     simulation: Simulation, moves: Iterable[MoveRow], measured: Simulation | None, other: Simulation | None
 ) -> str:
-    """The JSON text that the page reads. Safe inside a script element: no `<`, `>` or `&` stands in it."""
+    """The JSON text that the page reads. Safe inside a script element: it contains no `<`, `>` or `&`."""
     page = _Page()
     known = _Moves.of(tuple(moves))
     page.add(simulation, known)
@@ -195,7 +195,7 @@ def _errors(simulation: Simulation, measured: Simulation) -> list[list[Any]]:
 
 
 def _diff(before: Simulation, after: Simulation) -> dict[str, Any]:
-    """From the other plan (A) to this one (B)."""
+    """The difference from the other plan (A) to this one (B)."""
     rows = []
     for row in diff_rows(before, after):
         sums = [

@@ -1,4 +1,4 @@
-"""The table of moves: what moves, why, how, and how many bytes."""
+"""The table of moves: value, reason, steps and bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshweave.movement.steps import Step
 
 @dataclass(frozen=True, slots=True)
 class MoveRow:
-    """One move. Bytes and seconds are per device, of the largest piece, under the profile of the plan."""
+    """A move. Bytes and seconds are per device, of the largest piece, under the profile of the plan."""
 
     name: str
     phase: str
@@ -37,15 +37,13 @@ class MoveRow:
 
 
 def move_rows(placed: StepGraph, program: Mesh) -> list[MoveRow]:
-    """A row for every move of an expanded step on `program`'s mesh, in the order in which they stand in the graph."""
+    """A row for every move of an expanded step on `program`'s mesh, in graph order."""
     return [_row(node, program) for node in placed.graph.nodes if node.target is ops.move]
 
 
 def rounded_sums(placed: StepGraph) -> tuple[str, int]:
-    """The 16-bit dtype in which sums over devices are taken, or "", and how many of them there are in a step.
-
-    Each device rounds its part of such a sum (of a matmul, of a bias's gradient); one device rounds the whole once.
-    """
+    """The 16-bit dtype of sums over devices, or "", and how many of them there are in a step. Each device rounds its
+    part of such a sum (of a matmul, of a bias's gradient); a single device rounds the whole once."""
     moved = [
         (str(spec_of(node).dtype).removeprefix("torch."), node.args[0].meta["layout"])
         for node in placed.graph.find_nodes(op="call_function", target=ops.move)
@@ -76,12 +74,12 @@ def _row(node: fx.Node, program: Mesh) -> MoveRow:
 
 
 def _takes_part(step: Step) -> bool:
-    """A transfer from which every device keeps what it has is no work."""
+    """A transfer in which every device keeps its elements does no work."""
     return step.kind != "transfer" or step.bytes_received > 0
 
 
 def _where(layout: Layout, program: Mesh) -> str:
-    """The layout; with its devices where they are not those of the program."""
+    """The layout; with its devices if those are not all of the program."""
     return str(layout) if layout.mesh == program else f"{layout} on {_few(layout.mesh.devices)}"
 
 
@@ -90,10 +88,10 @@ def _few(devices: tuple[int, ...]) -> str:
 
 
 def _why(node: fx.Node, source: fx.Node) -> str:
-    """What needs the value in its new layout."""
+    """The user of the value in its new layout."""
     users = [u for u in node.users if u.op == "call_function"]
     producer = op_name(source.target) if source.op == "call_function" else "input"
     if not users:
-        return f"{producer} is returned so"
+        return f"{producer} is returned in it"
     needs = ", ".join(dict.fromkeys(op_name(u.target) for u in users[:3]))
     return f"{producer} -> {needs}"

@@ -18,7 +18,7 @@ _NUM_EXPOSED = 10  # communications listed
 
 @dataclass(frozen=True, slots=True)
 class ClassTotal:
-    """All tasks of a class: their number and seconds, of these exposed, and the bytes that they receive or touch."""
+    """All tasks of a class: their number, seconds, exposed seconds, and the bytes that they receive or access."""
 
     name: str
     count: int
@@ -45,7 +45,7 @@ def class_totals(simulation: Simulation) -> tuple[ClassTotal, ...]:
 
 
 def simulation_table(simulation: Simulation) -> Group:
-    """What the simulator says of a step: totals, time by class, exposed communications with reason and line, memory."""
+    """The totals of a simulated step, time by class, exposed communications with reason and line, memory."""
     parts: list[RenderableType] = [
         _totals(simulation),
         Text(),
@@ -94,7 +94,8 @@ def _classes(simulation: Simulation) -> Table:
 
 
 def _exposed(simulation: Simulation) -> Table:
-    """The most exposed communications, those of repeated layers as one: their sum, and the main reason of the worst."""
+    """The most exposed communications, with those of repeated layers combined: their sum, and the main reason of the
+    worst."""
     table = plain_table(">exposed", ">of", ">times", "op", "over", "phase", "~module", "~line", "~why")
     table.columns[-1].no_wrap = False
     twins: dict[tuple[str, ...], list[Span]] = {}
@@ -115,7 +116,7 @@ def _exposed(simulation: Simulation) -> Table:
 
 
 def _memory(simulation: Simulation) -> Table:
-    """Of the role that needs the most: what is held at its peak, by kind. A simulation lists the largest tensors."""
+    """The memory of the role that needs the most, at its peak, by kind. A simulation lists the largest tensors."""
     role = max(simulation.roles, key=lambda tensor: tensor.peak_bytes)
     kinds: dict[str, int] = {}
     for tensor in role.at_peak:

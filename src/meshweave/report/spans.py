@@ -1,5 +1,5 @@
-"""What reports say of spans: their class, the module with its layer number folded, where a communication is exposed,
-and rows in which no two spans overlap."""
+"""Properties of spans in reports: their class, the module with its layer number folded, where a communication is
+exposed, and rows without overlapping spans."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from meshweave.simulate.result import Simulation, Span
 
 COMPUTE_CLASSES = ("matmul", "attention", "memory", "host")
-NANOSECONDS = 1e9  # per second; reports are rounded to whole ones
+NANOSECONDS = 1e9  # per second; reports are rounded to whole nanoseconds
 
 
 def class_of(span: Span) -> str:
-    """`matmul`, `attention`, `memory` (every other kernel), `host` (putting a communication on its way, finishing it),
-    or the op of a communication.
-
-    Only matmuls and attention have flops in a Simulation; an attention is told by its name.
-    """
+    """`matmul`, `attention`, `memory` (every other kernel), `host` (starting or finishing a communication), or the op
+    of a communication. Only matmuls and attention have flops in a Simulation; an attention is identified by its
+    name."""
     if span.kind != "compute":
         return span.op
     if span.op in ("start", "wait"):
@@ -30,7 +28,7 @@ def class_of(span: Span) -> str:
 
 
 def folded(module: str) -> str:
-    """A module path with `*` for its numbers: what twins in repeated layers have in common."""
+    """A module path with `*` for its numbers: the common path of twins in repeated layers."""
     return re.sub(r"\b\d+\b", "*", module)
 
 
@@ -40,8 +38,8 @@ def nanoseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A row of a timeline: spans of one role and stream that do not overlap, in order of time. `row` counts the lanes
-    of one stream: above 0 are those whose time was taken in the rows before."""
+    """A row of a timeline: spans of a role and stream that do not overlap, in order of time. `row` counts the lanes of
+    a stream: rows above 0 contain spans for which earlier rows had no room."""
 
     role: int
     stream: str
@@ -83,11 +81,11 @@ def _rows(spans: Sequence[Span]) -> list[list[int]]:
 
 
 def exposed_stretches(simulation: Simulation) -> Mapping[int, tuple[tuple[int, int], ...]]:
-    """Per communication that is exposed, where: (begin, end) in nanoseconds, inside the span, in order.
+    """For each exposed communication, where it is exposed: (begin, end) in nanoseconds, inside the span, in order.
 
-    A Simulation says how long; here the gaps of its role's compute that the span covers are taken from the last
-    backwards until they are that long (who shares a gap with others has a part of it alone). What no gap covers (a
-    transfer that another role waits for) stands at the span's end.
+    A Simulation only has the duration; here the gaps of its role's compute that the span covers are taken from the last
+    backwards until they add up to it (a shared gap counts in part). The remainder (a transfer that another role waits
+    for) is put at the span's end.
     """
     gaps = _compute_gaps(simulation)
     stretches = {}
@@ -101,7 +99,7 @@ def exposed_stretches(simulation: Simulation) -> Mapping[int, tuple[tuple[int, i
 
 
 def _compute_gaps(simulation: Simulation) -> dict[int, list[tuple[int, int]]]:
-    """Per role, when it computes nothing."""
+    """By role, the intervals in which it computes nothing."""
     ends: dict[int, int] = {}
     gaps: dict[int, list[tuple[int, int]]] = {role.index: [] for role in simulation.roles}
     for span in sorted((s for s in simulation.spans if s.kind == "compute"), key=lambda s: (s.start, s.index)):
@@ -115,7 +113,7 @@ def _compute_gaps(simulation: Simulation) -> dict[int, list[tuple[int, int]]]:
 
 
 def _last(gaps: Sequence[tuple[int, int]], begin: int, end: int, length: int) -> tuple[tuple[int, int], ...]:
-    """The last `length` nanoseconds of the gaps within begin..end; (end - length, end) where they are shorter."""
+    """The last `length` nanoseconds of the gaps within begin..end; (end - length, end) if they are shorter."""
     busy: list[tuple[int, int]] = []
     left = length
     for at in range(bisect_right(gaps, (end, end)) - 1, -1, -1):
@@ -126,7 +124,7 @@ def _last(gaps: Sequence[tuple[int, int]], begin: int, end: int, length: int) ->
             low = max(low, high - left)
             busy.append((low, high))
             left -= high - low
-    # Both ends of a gap are rounded: two nanoseconds are no sign that the gap was another.
+    # Both ends of a gap are rounded: a difference of two nanoseconds is not another gap.
     if left > 2:
         return ((max(begin, end - length), end),)
     return tuple(reversed(busy))

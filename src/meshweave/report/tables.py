@@ -1,4 +1,4 @@
-"""Tables for the terminal: the moves of a plan, and what a check found."""
+"""Tables for the terminal: the moves of a plan, and the result of a check."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshweave.check.deadlock import DeadlockFreedom
 from meshweave.check.numerics import NumericsReport, TensorError
 from meshweave.report.moves import MoveRow
 
-_LEAST_FOLDED = 7  # characters of a folded column
+_LEAST_FOLDED = 7  # width of a folded column
 
 
 @dataclass(frozen=True, slots=True)
 class FoldedRow:
-    """Moves that differ in the number of their layer alone. `name` is the module or parameter, `*` for the number."""
+    """Moves that differ only in the number of their layer. `name` is the module or parameter, `*` for the number."""
 
     row: MoveRow
     name: str
@@ -31,7 +31,7 @@ class FoldedRow:
 
 
 def fold(rows: Iterable[MoveRow], *, twins: bool = True) -> list[FoldedRow]:
-    """Rows in the order of their first appearance; with `twins`, those of repeated layers as one."""
+    """Rows in the order of their first appearance; with `twins`, those of repeated layers combined."""
     counts: dict[Any, int] = {}
     first: dict[Any, MoveRow] = {}
     for i, row in enumerate(rows):
@@ -53,7 +53,7 @@ def _twin_key(row: MoveRow) -> tuple[Any, ...]:
 
 
 def moves_table(rows: Sequence[MoveRow], *, show_all: bool = False) -> Table:
-    """One line per move: bytes are those that one device receives. Twins share a line unless `show_all`."""
+    """A line per move: bytes are those that a device receives. Twins share a line unless `show_all`."""
     table = plain_table("phase", "kind", "~from", "~to", "~value", ">bytes", ">times", "~of", "~line")
     phase = ""
     for item in fold(rows, twins=not show_all):
@@ -75,7 +75,7 @@ def short_line(line: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """All moves of one kind in one phase."""
+    """All moves of a kind in a phase."""
 
     phase: str
     kind: str
@@ -87,7 +87,7 @@ class Total:
 
 
 def totals(rows: Iterable[MoveRow]) -> list[Total]:
-    """One total per phase and kind, in the order of their first appearance."""
+    """A total per phase and kind, in the order of their first appearance."""
     by_kind: dict[tuple[str, str], Total] = {}
     for row in rows:
         previous = by_kind.get((row.phase, row.kind), Total(row.phase, row.kind, 0, 0))
@@ -97,7 +97,7 @@ def totals(rows: Iterable[MoveRow]) -> list[Total]:
 
 
 def totals_table(rows: Sequence[MoveRow]) -> Table:
-    """Number and bytes of the moves, per kind and phase and in all."""
+    """Number and bytes of the moves, per kind and phase and in total."""
     table = plain_table("phase", "kind", ">moves", ">bytes per device")
     for total in totals(rows):
         table.add_row(total.phase, total.kind, str(total.count), bytes_text(total.bytes_received))
@@ -107,17 +107,17 @@ def totals_table(rows: Sequence[MoveRow]) -> Table:
 
 
 def proof_text(complete: Completeness, deadlock: DeadlockFreedom) -> str:
-    """What was proven of the rank graphs, in two lines."""
+    """What was proven about the rank graphs, in two lines."""
     roles = "all devices" if complete.num_roles == 1 else f"{complete.num_roles} roles"
     return (
-        f"[green]complete[/]: {complete.num_values:,} values on {complete.num_devices} devices ({roles}) hold every "
-        f"contribution; {complete.num_steps} steps of moves replayed, {complete.num_twins} more are their twins\n"
-        f"[green]free of deadlock[/]: {deadlock.num_communications:,} communications in one order"
+        f"[green]complete[/]: {complete.num_values:,} values on {complete.num_devices} devices ({roles}) have every "
+        f"contribution; {complete.num_steps} steps of moves replayed, {complete.num_twins} more are equal to "
+        f"these\n[green]free of deadlock[/]: {deadlock.num_communications:,} communications in a consistent order"
     )
 
 
 def numerics_table(report: NumericsReport) -> Table:
-    """Per run and kind of tensor the worst of them, with its bound."""
+    """For each run and kind of tensor the worst tensor, with its bound."""
     table = plain_table("run", "against", "kind", ">tensors", ">worst error", ">bound", "~worst tensor", "~")
     groups: dict[tuple[str, str, str], list[TensorError]] = {}
     for error in report.errors:
@@ -169,7 +169,8 @@ def milliseconds_text(seconds: float) -> str:
 
 
 def plain_table(*columns: str) -> Table:
-    """A plain table; a column that begins with > is aligned to the right, one with ~ is folded on a narrow terminal."""
+    """A plain table; a column that begins with > is aligned to the right, a column with ~ is folded on a narrow
+    terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"

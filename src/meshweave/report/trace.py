@@ -1,6 +1,6 @@
 """Steps in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Format: "Trace Event Format", Google, the JSON object form. Times are in microseconds with nanoseconds behind the point.
+Format: "Trace Event Format", Google, the JSON object form. Times are in microseconds with nanoseconds as decimals.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ Event = dict[str, Any]
 
 
 def trace_json(simulations: Sequence[Simulation]) -> str:
-    """One JSON object with the steps of `simulations` side by side, all beginning at 0.
-
-    A process per step and role, a thread per stream (a second one where its spans overlap), a slice per span, inside a
-    communication a slice for each exposed stretch, arrows from what a communication needs to it and from it to what
-    needs it, and a counter of the role's memory. Slices of a thread nest; events are in order of time; equal steps give
-    equal bytes. Raises MeshweaveError where there is no step.
+    """A JSON object with the steps of `simulations` side by side, all beginning at 0.\n\nA process per step and role, a
+    thread per stream (a second one if its spans overlap), a slice per span, inside a communication a slice for each
+    exposed stretch, arrows to a communication from its predecessors and to its successors, and a counter of the role's
+    memory. Slices of a thread nest; events are in order of time; equal steps give equal bytes. Raises MeshweaveError if
+    there is no step.
     """
     if not simulations:
         raise MeshweaveError("there is no step to write as a trace", expected="at least one simulation")
@@ -37,7 +36,7 @@ def trace_json(simulations: Sequence[Simulation]) -> str:
         flows = list(writer.flows(num_flows))
         num_flows += len(flows) // 2
         events += flows
-    # Outer slices before inner ones, and both ends of an arrow behind the slices that they belong to.
+    # Outer slices before inner slices, and both ends of an arrow after their slices.
     events.sort(key=lambda e: (e["ts"], e["ph"] != "X", -e.get("dur", 0.0)))
     shown = {"displayTimeUnit": "ms", "otherData": {"steps": [_source(s) for s in simulations]}}
     return json.dumps({**shown, "traceEvents": names + events}, separators=(",", ":"), allow_nan=False)
@@ -54,7 +53,7 @@ def _microseconds(nanos: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _TraceWriter:
-    """The events of one step. Its roles are processes from `first` on."""
+    """The events of a step. Its roles are processes from `first` on."""
 
     simulation: Simulation
     first: int
@@ -127,7 +126,7 @@ def _slice(
 
 
 def _args(span: Span) -> dict[str, Any]:
-    """What is known of a span; what is empty is left out."""
+    """The fields of a span; empty fields are omitted."""
     fields = {
         "op": span.op,
         "phase": span.phase,
@@ -145,7 +144,7 @@ def _args(span: Span) -> dict[str, Any]:
 
 
 def _devices(role: RoleResult) -> str:
-    """The devices of a role: their number and where they begin and end."""
+    """The devices of a role: their number, and the first and last."""
     if len(role.devices) == 1:
         return f"device {role.devices[0]}"
     return f"{len(role.devices)} devices, {min(role.devices)} to {max(role.devices)}"

@@ -1,4 +1,4 @@
-"""Collectives taken apart into messages between the chunks of matmuls."""
+"""Collectives decomposed into messages between the chunks of matmuls."""
 
 from meshweave.rings.algorithms import ALGORITHMS, Algorithm, RingStep, algorithm, prove
 from meshweave.rings.graphs import GraphTrials, decompose_graph

@@ -1,8 +1,8 @@
-"""Collectives as data: steps over chunks, one table, and the replay that proves a row.
+"""Collectives as data: steps over chunks, in a single table, and the replay that proves a row.
 
-A group of n devices, r the index of a device in it; all indices count modulo n. An algorithm is the same on every
-device but for r. References: the direct, cyclic and stream broadcast gathers are those of nvFuser (PR 5963, host loops
-with a swizzle), the bidirectional gather and the ring of sums those of windowed einsum (Wang et al., ASPLOS 2023), the
+A group of n devices, r the index of a device in it; all indices are modulo n. An algorithm is the same on every device
+except for r. References: the direct, cyclic and stream broadcast gathers are those of nvFuser (PR 5963, host loops with
+a swizzle), the bidirectional gather and the ring of sums those of windowed einsum (Wang et al., ASPLOS 2023), the
 direct scatter and the all-to-all by peer those of Thakur, Rabenseifner and Gropp (IJHPCA 2005).
 """
 
@@ -24,15 +24,13 @@ OWN = Index(1, 0)
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """One step on device r.
+    """A step on device r.\n\n`chunk` is what the step computes on: in a gather the received chunk (or its own), in a
+    reduction the chunk of which it computes its part, in an all-to-all the device whose chunk was received. Its message
+    goes from r to r + `shift`; a step with a shift of 0 has none, a step with a `root` is a broadcast from there.
 
-    `chunk` is what the step computes: of a gather the chunk that has come (or is its own), of a reduction the chunk of
-    which it makes its part, of an all-to-all the device whose chunk has come. Its message goes from r to r + `shift`; a
-    step with a shift of 0 has none, and one with a `root` is a broadcast from there.
-
-    A gather's message carries the chunk of step `of`, and arrives for this step. A reduction's carries what the step
-    has made, to which it has added the messages that arrived of the steps `adds`; without a message that is the result.
-    An all-to-all's carries the chunk for device `sends`.
+    A gather's message carries the chunk of step `of`, and arrives for this step. A reduction's carries the step's part,
+    plus the received messages of the steps `adds`; in a step without a message that sum is the result. An all-to-all's
+    carries the chunk for device `sends`.
     """
 
     chunk: Index
@@ -49,8 +47,8 @@ class RingStep:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to run a collective. `steps(n)` are those of a group of n >= 1; `ahead` messages are on their way while a
-    chunk is computed; `numerics` says what becomes of values."""
+    """An algorithm of a collective. `steps(n)` are those of a group of n >= 1; `ahead` messages are in flight while a
+    chunk is computed; `numerics` describes the effect on values."""
 
     name: str
     collective: Collective
@@ -65,7 +63,7 @@ class Algorithm:
         return sum(step.has_message for step in self.steps(n))
 
     def num_rounds(self, n: int) -> int:
-        """Messages that follow each other: `ahead` go at once."""
+        """Number of sequential rounds of messages: `ahead` messages form a round."""
         return -(-len(self.steps(n)) // self.ahead)
 
 
@@ -78,7 +76,8 @@ def _gather_cyclic(n: int) -> tuple[RingStep, ...]:
 
 
 def _gather_both_ways(n: int) -> tuple[RingStep, ...]:
-    """Chunks come in turn from the device before and the one after: r - 1, r + 1, r - 2, ..., two in a round."""
+    """Chunks are received alternately from the previous and the next device: r - 1, r + 1, r - 2, ..., two in a
+    round."""
     turns = ((k, -1 if k % 2 else 1, (k + 1) // 2) for k in range(1, n))
     return (
         RingStep(OWN),
@@ -103,7 +102,7 @@ def _exchange(n: int) -> tuple[RingStep, ...]:
 
 
 _MOVED = "exact: every element is moved once"
-_SUMMED = "one sum in the accumulation dtype, in the order of the group, rounded once: what the collective does"
+_SUMMED = "a single sum in the accumulation dtype, in group order, rounded once: as the collective does"
 ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("direct", "all_gather", _gather_direct, 1, _MOVED),
     Algorithm("cyclic", "all_gather", _gather_cyclic, 1, _MOVED),
@@ -115,15 +114,15 @@ ALGORITHMS: tuple[Algorithm, ...] = (
         "reduce_scatter",
         _scatter_ring,
         1,
-        "a sum along the ring, which is sent in the accumulation dtype; every chunk has an order of its own",
+        "a sum along the ring, which is sent in the accumulation dtype; every chunk has its own order",
     ),
     Algorithm("peer", "all_to_all", _exchange, 1, _MOVED),
 )
-# An all-reduce is a reduce-scatter and an all-gather: any of the one and any of the other.
+# An all-reduce is a reduce-scatter and an all-gather: any algorithm of either.
 
 
 def algorithm(collective: Collective, name: str) -> Algorithm:
-    """The row of the table. Raises MeshweaveError for one that it lacks."""
+    """The row of the table. Raises MeshweaveError for an unknown algorithm."""
     for row in ALGORITHMS:
         if (row.collective, row.name) == (collective, name):
             return row
@@ -133,10 +132,10 @@ def algorithm(collective: Collective, name: str) -> Algorithm:
 
 @lru_cache(maxsize=1024)
 def prove(row: Algorithm, n: int) -> None:
-    """Raise VerifyError unless the steps do what the collective promises on every device of a group of n.
+    """Raise VerifyError unless the steps implement the collective on every device of a group of n.
 
-    A gather brings every device every chunk, each once. A reduction gives device r chunk r with one contribution of
-    each device. An all-to-all brings every device the chunk that each has for it, each once.
+    A gather gives every device every chunk, each once. A reduction gives device r chunk r with one contribution of each
+    device. An all-to-all gives every device the chunk that each device has for it, each once.
     """
     _PROOFS[row.collective](row, row.steps(n), n)
 
@@ -150,7 +149,7 @@ def _prove_gather(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
 
 
 def _prove_scatter(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
-    sums: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and who has contributed to it
+    sums: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and its contributions
     results: list[list[tuple[int, list[int]]]] = [[] for _ in range(n)]
     for k, step in enumerate(steps):
         own_sums = []
@@ -181,7 +180,7 @@ def _prove_exchange(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None
 
 def _expect(row: Algorithm, n: int, holds: bool, place: str) -> None:
     if not holds:
-        raise VerifyError(f"{row} does not do what it promises in a group of {n}", where=place)
+        raise VerifyError(f"{row} does not implement its collective in a group of {n}", where=place)
 
 
 _PROOFS = {"all_gather": _prove_gather, "reduce_scatter": _prove_scatter, "all_to_all": _prove_exchange}

@@ -1,5 +1,5 @@
-"""All-to-alls taken apart by peer: what stands between one and the one that takes it back (an expert's matmuls) is
-computed for the chunk of one device while that of the next is on its way."""
+"""All-to-alls decomposed by peer: the region between an all-to-all and its inverse (an expert's matmuls) is computed
+for the chunk of a device while that of the next is in flight."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from meshweave.rings.rewrite import Products, RingScheme, erase_unused, finish, 
 
 @dataclass(slots=True)
 class ExchangeRegion:
-    """What is made of the chunks that an all-to-all brings, up to `back`, the start of the one that takes them back.
-
-    `cuts` has the cut of every value on the way, the arrived one first; `kept` are those that others read, too.
-    """
+    """What is computed from the chunks of an all-to-all, up to `back`, the start of the inverse all-to-all. `cuts` has
+    the cut of every value on the path, the received value first; `kept` are those with other readers."""
 
     cuts: dict[fx.Node, Cut]
     back: fx.Node
@@ -36,7 +34,7 @@ class ExchangeRegion:
 
 
 def is_even(start: fx.Node) -> bool:
-    """Whether all blocks of an all-to-all are of one size."""
+    """Whether all blocks of an all-to-all have the same size."""
     received, sent = start.args[1:3]
     return received == sent and len(set(received)) == 1  # type: ignore[arg-type]
 
@@ -44,7 +42,7 @@ def is_even(start: fx.Node) -> bool:
 def exchanged(
     start: fx.Node, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int], why: list[str]
 ) -> ExchangeRegion | None:
-    """The region behind an all-to-all; None, with a reason in `why`, where there is none with a matmul in it."""
+    """The region after an all-to-all; None, with a reason in `why`, if there is none with a matmul in it."""
     wait, block = wait_of(start), Cut(0, 1, ring.size)
     cuts, returns = {wait: block}, list[fx.Node]()
     for node in sorted(order, key=order.__getitem__)[order[wait] + 1 :]:
@@ -59,7 +57,7 @@ def exchanged(
         late = [n for node in region.cuts if node is not wait for n in operands_of(node) if n not in region.cuts]
         late = [n for n in late if earlier(n, wait, order) is None]
         if late:
-            why.append(f"{late[0].name} is made later")
+            why.append(f"{late[0].name} is computed later")
         elif region.matmuls:
             inside = {*region.cuts, back}
             region.read_outside = [node for node in region.cuts if any(user not in inside for user in node.users)]
@@ -68,7 +66,7 @@ def exchanged(
 
 
 def _followed(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: list[str]) -> Cut | None:
-    """The cut of what is made of chunks; None where chunks do not give chunks."""
+    """The cut of a value computed from chunks; None if chunks do not give chunks."""
     kind = cuttable(node, [])
     if kind is None:
         return None
@@ -89,7 +87,8 @@ def _followed(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: l
 def rewrite_exchange(
     write: ChunkWriter, start: fx.Node, region: ExchangeRegion, ring: Ring, scheme: RingScheme, shapes: Shapes
 ) -> None:
-    """Chunks of a device are sent back to it as soon as they are computed. Values that others read are put together."""
+    """Chunks of a device are sent back to it as soon as they are computed. Values with other readers are
+    concatenated."""
     assert scheme.row is not None
     wait, last = wait_of(start), wait_of(region.back)
     (piece,), (operand,) = operands_of(start), operands_of(region.back)
@@ -121,7 +120,7 @@ def rewrite_exchange(
 def rewrite_deal(
     write: ChunkWriter, start: fx.Node, chain: Upstream, ring: Ring, scheme: RingScheme, shapes: Shapes
 ) -> None:
-    """What matmuls make for each device is sent as soon as it is made, the own chunk last."""
+    """The results of matmuls for each device are sent as soon as they are computed, this device's own chunk last."""
     assert scheme.row is not None
     wait, (operand,) = wait_of(start), operands_of(start)
     write.follow(start, start)

@@ -1,9 +1,10 @@
-"""Ring attention: keys and values go round, and what queries see of each piece is merged.
+"""Ring attention: pieces of keys and values are passed around, and the results of queries over each piece are merged.
 
-Where an attention's keys and values are gathered over a group, each device's piece goes round the group instead, in one
-message per step with both, and the results over the pieces, (out, lse), are merged as they come. In backward the pieces
-go round again, and what a device adds to the gradient of a piece goes to its owner. Nothing is held whole: a device has
-two pieces of keys and values at most. Pieces that a causal mask hides from all of a device's queries cost nothing.
+Where an attention's keys and values are gathered over a group, each device's piece is passed around the group instead,
+in a message per step with both, and the results over the pieces, (out, lse), are merged as they come. In backward the
+pieces are passed around again, and a device's contribution to the gradient of a piece is sent to its owner. A device
+has at most two pieces of keys and values at a time. Pieces that a causal mask hides from all of a device's queries cost
+nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ aten = torch.ops.aten
 ours = torch.ops.meshweave
 FORWARD, BACKWARD = ATTENTION
 _MASKED = {aten.masked_fill.Scalar, aten.where.self}
-_SPELLED = "its scores are there as a whole, for a bias that has a gradient, dropout or an attention of the model's own"
+_SPELLED = "its whole score matrix exists: for a bias with a gradient, dropout or an attention of the model's own"
 _SEQUENCE = 2  # the dim of positions in [batch, heads, positions, size]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """An attention whose queries are cut, and what became of it."""
+    """An attention whose queries are cut, and the outcome."""
 
     name: str
     place: str
@@ -65,7 +66,7 @@ class AttentionReport:
         return sum(row.is_taken for row in self.rows)
 
     def left(self, reason: str) -> AttentionReport:
-        """The same, of a role that stays as it was for this reason."""
+        """A report of a role that stays as it is, with the reason."""
         return AttentionReport(tuple(replace(row, num_permutes=0, reason=reason) for row in self.rows))
 
     def __str__(self) -> str:
@@ -79,7 +80,7 @@ class _Left(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A value that is gathered along the sequence: the piece, the start, and what lies between it and the attention."""
+    """A value that is gathered along the sequence: the piece, the start, and the nodes between it and the attention."""
 
     piece: fx.Node
     start: fx.Node
@@ -87,7 +88,7 @@ class _Gathered:
 
 
 def ring_attention(program: DeviceProgram) -> tuple[fx.Graph | None, AttentionReport]:
-    """The program's graph with rings in place of attentions over gathered keys; None where there are none."""
+    """The program's graph with rings instead of attentions over gathered keys; None if there are none."""
     rows = []
     for node in [n for n in program.graph.nodes if n.target in ATTENTION]:
         is_forward = node.target is FORWARD
@@ -108,7 +109,7 @@ def ring_attention(program: DeviceProgram) -> tuple[fx.Graph | None, AttentionRe
 
 
 def _weighs(node: fx.Node) -> bool:
-    """Whether a softmax goes into a matmul: it is of scores. Rows that see nothing may be zeros between."""
+    """Whether a softmax is multiplied by a matmul: it is of scores. Fully masked rows may be set to zero in between."""
     users = [user.target for user in node.users]
     return any(t in PRODUCTS for t in users) or any(
         user.target in VIEWS | CASTS | _MASKED and _weighs(user) for user in node.users
@@ -116,7 +117,7 @@ def _weighs(node: fx.Node) -> bool:
 
 
 def _find(program: DeviceProgram, node: fx.Node, at: int) -> tuple[_Gathered, _Gathered] | None:
-    """The gathers of keys and values, arguments `at` and `at + 1`; None where neither is gathered by its positions."""
+    """The gathers of keys and values, arguments `at` and `at + 1`; None if neither is gathered by its positions."""
     both = [_gathered(node, node.args[i]) for i in (at, at + 1)]  # type: ignore[arg-type]
     if both == [None, None]:
         return None
@@ -136,7 +137,7 @@ def _gathered(node: fx.Node, x: fx.Node) -> _Gathered | None:
     if wait.target is not WAIT or wait.args[0].target is not ALL_GATHER.op:
         return None
     if join.args[4] is not None:
-        raise _Left("its pieces of the sequence are of several sizes: the group does not divide it")
+        raise _Left("its pieces of the sequence have several sizes: the group does not divide it")
     if list(join.args[2]) != sorted(join.args[2]):  # type: ignore[arg-type,type-var]
         raise _Left("its pieces are in another order than the devices of the group")
     if any(user.target not in ATTENTION for user in join.users) or set(wait.users) != {join}:
@@ -149,7 +150,7 @@ def _gathered(node: fx.Node, x: fx.Node) -> _Gathered | None:
 
 @dataclass(slots=True)
 class _Site:
-    """One attention that becomes a ring."""
+    """An attention that becomes a ring."""
 
     program: DeviceProgram
     node: fx.Node
@@ -217,7 +218,7 @@ class _Site:
             if shift == 0:
                 add("kv", both)
                 return
-            if under_way:  # one gradient is on its way while the next is computed
+            if under_way:  # a gradient is in flight while the next is computed
                 add("kv", write.wait(under_way.pop()))
             under_way.append(write.call(permute, write.contiguous(both), shift, self.ring.group))
 
@@ -235,7 +236,7 @@ class _Site:
         return 2 * num
 
     def go_round(self, consume: Callable[[Number, fx.Node, fx.Node], None]) -> int:
-        """Send pieces of keys and values round, and hand each to `consume`; returns the number of messages."""
+        """Pass pieces of keys and values around, and give each to `consume`; returns the number of messages."""
         write, row = self.write, algorithm("all_gather", "cyclic")
         size_k, size_v = (self.shape(x.piece)[-1] for x in (self.keys, self.values))
         order = {node: i for i, node in enumerate(self.program.graph.nodes)}
@@ -252,14 +253,14 @@ class _Site:
         return row.num_messages(self.ring.size)
 
     def placed(self, settings: Sequence[Any], number: Number) -> tuple[Any, ...]:
-        """The mask, the scale, the places of the first query and key of a piece, and where chunks begin."""
+        """The mask, the scale, the positions of the first query and key of a piece, and where chunks begin."""
         is_causal, scale, *rest = settings
         first, starts = rest[0] if rest else 0, rest[3:]
         size = self.shape(self.keys.piece)[_SEQUENCE]
         return (is_causal, scale, first, self.product(number, size), True, *starts)
 
     def product(self, number: Number, size: int) -> Number:
-        """number * size, as a symbol where the number is one; it stands right behind that."""
+        """number * size, as a symbol if the number is a symbol; it comes right after that."""
         if isinstance(number, int):
             return number * size
         if number not in self.products:
@@ -268,7 +269,7 @@ class _Site:
         return self.products[number]
 
     def bias_of(self, bias: Any, number: Number) -> Any:
-        """What of a bias, which broadcasts to [b, h, s, t], belongs to a piece of the keys."""
+        """The part of a bias, which broadcasts to [b, h, s, t], for a piece of the keys."""
         shape = () if bias is None else self.shape(bias)
         if not shape or shape[-1] == 1:
             return bias
@@ -280,7 +281,7 @@ class _Site:
         for target in (local_ops.deal_blocks, aten.contiguous.default, REDUCE_SCATTER.op, WAIT):
             users = list(node.users)
             if len(users) != 1 or users[0].target is not target:
-                raise _Left("gradients of keys or values are not scattered as these were gathered")
+                raise _Left("gradients of keys or values are not scattered in the way that these were gathered")
             node = users[0]
             if target is REDUCE_SCATTER.op and (node.args[1] != "sum" or node.args[-1] != self.ring.group):
                 raise _Left("gradients of keys or values are summed over other devices")
@@ -289,7 +290,7 @@ class _Site:
         return node
 
     def shift_of(self, number: Number) -> int:
-        """How far a device is from the owner of a piece."""
+        """Distance of a device from the owner of a piece."""
         return number if isinstance(number, int) else int(number.args[3])  # type: ignore[arg-type]
 
     def take_over(self, old: fx.Node, new: fx.Node) -> None:
@@ -297,7 +298,7 @@ class _Site:
         old.replace_all_uses_with(new)
 
     def erase(self) -> None:
-        """Take out the attention, and gathers that nobody reads any more."""
+        """Erase the attention, and gathers that are no longer read."""
         nodes = [self.node, *self.node.users, *self.keys.between, *self.values.between]
         for node in [*self.node.users]:
             erase_unused(self.program.graph, [node])

@@ -1,8 +1,8 @@
-"""Blocks of a group in anyone's graph: joined and dealt as one op each.
+"""Represents blocks of a group in any graph by a single op each, to join or to cut them.
 
-A graph of torch.compile cuts and joins the blocks of a collective along other dims than 0 by split and cat; these
-become join_blocks and deal_blocks, for which the tables of cuts have rows. What is left of them is lowered to slices
-and a cat.
+A graph of torch.compile cuts and joins the blocks of a collective along dims other than 0 by split and cat; these
+become join_blocks and deal_blocks, for which the tables of cuts have rows. The remaining ops are lowered to slices and
+a cat.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def raise_blocks(graph: fx.Graph) -> bool:
-    """Write them so, in place; whether there were any."""
+    """Rewrite them in place; returns whether there were any."""
     has_blocks = False
     for node in list(graph.nodes):
         if node.target is not aten.cat.default or node.kwargs:
@@ -47,7 +47,7 @@ def raise_blocks(graph: fx.Graph) -> bool:
 
 
 def _cut_of(parts: Sequence[Any]) -> tuple[fx.Node, int] | None:
-    """What these are all the parts of, in order and of one size, and along which dim."""
+    """The value that these are all the parts of, in order and of equal size, and the dim."""
     items = [p for p in parts if isinstance(p, fx.Node) and p.target is operator.getitem]
     if len(items) != len(parts) or len(items) < 2 or [p.args[1] for p in items] != list(range(len(items))):
         return None

@@ -1,4 +1,4 @@
-"""Graphs in which some collectives are taken apart, written from one that stays as it is."""
+"""Graphs in which some collectives are decomposed, written from a graph that is not changed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshweave.rings.report import DecomposeReport
 from meshweave.rings.rewriter import Pick, take_apart
 from meshweave.rings.ring_graph import RingGraph, ring_graph
 
-_ORDER_OF_SUMS = "sums in the order in which messages come, another for each chunk"
+_ORDER_OF_SUMS = "sums in the order of messages, which differs between chunks"
 
 
 @dataclass(frozen=True, slots=True)
 class RingCandidate:
-    """A candidate: the graph, what became of its collectives, and the decisions that make it again."""
+    """A candidate: the graph, the outcome of each collective, and the decisions that reproduce it."""
 
     module: fx.GraphModule
     report: DecomposeReport

@@ -1,7 +1,7 @@
-"""Algorithms written into a rank graph, with what is computed on their chunks between the messages.
+"""Writes algorithms into a rank graph, with the computation on their chunks between the messages.
 
-Of every algorithm, at most `ahead` messages are on their way while a chunk is computed: the message of the next step
-is started before what the step computes, so that the two run beside each other.
+At most `ahead` messages of an algorithm are in flight while a chunk is computed: the message of the next step is
+started before the step's computation, so that the two overlap.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from meshweave.ir.collectives import BROADCAST, permute
 from meshweave.rings.algorithms import Algorithm, RingStep
 
 aten = torch.ops.aten
-Produce = Callable[[Number], fx.Node]  # the number of a chunk -> the chunk, made here
-Consume = Callable[[Number, fx.Node], None]  # the number of a chunk, and the chunk, which has come
+Produce = Callable[[Number], fx.Node]  # the index of a chunk -> the chunk, computed here
+Consume = Callable[[Number, fx.Node], None]  # the index of a chunk, and the received chunk
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class _Emission:
     row: Algorithm
     ring: Ring
     steps: tuple[RingStep, ...] = ()
-    started: dict[int, fx.Node] = field(default_factory=dict)  # per step its message, that is on its way
-    chunks: dict[int, fx.Node] = field(default_factory=dict)  # per step the chunk that has come, or is its own
+    started: dict[int, fx.Node] = field(default_factory=dict)  # by step, its message in flight
+    chunks: dict[int, fx.Node] = field(default_factory=dict)  # by step, the received or own chunk
 
     def __post_init__(self) -> None:
         self.steps = self.row.steps(self.ring.size)
@@ -47,7 +47,7 @@ class _Emission:
             self.started[k] = self.write.call(permute, x, step.shift % ring.size, ring.group)
 
     def received(self, k: int) -> fx.Node:
-        """What the message of step k has brought."""
+        """The received chunk of step k."""
         return self.write.wait(self.started.pop(k))
 
 
@@ -55,12 +55,12 @@ def write_gather(
     write: ChunkWriter, row: Algorithm, ring: Ring, piece: fx.Node, consume: Consume, early: fx.Node | None = None
 ) -> None:
     """An all-gather of every device's `piece`: `consume(number, chunk)` is called for every chunk, in the order of the
-    steps. The first messages are started before `early`, if given."""
+    steps. The first messages are started before `early`, if not None."""
     done = _Emission(write, row, ring)
     posted = int(not done.steps[0].has_message)
 
     def post(until: int, last: int) -> None:
-        """Start the messages of the steps before `until` whose chunk the steps up to `last` have brought."""
+        """Start the messages of the steps before `until` whose chunks have been received up to step `last`."""
         nonlocal posted
         while posted < min(until, len(done.steps)) and done.steps[posted].of <= last:
             step = done.steps[posted]
@@ -85,10 +85,9 @@ def write_reduce(
     wide: torch.dtype,
     late: fx.Node | None = None,
 ) -> fx.Node:
-    """A reduce-scatter (sum) of what `produce(number)` makes of each chunk, in `dtype`; returns that of the own chunk.
-
-    Sums are taken in `wide`. A message to which the device that gets it adds is sent in `wide`, one that goes to the
-    owner of its chunk in `dtype`. What follows the last part stands before `late`, if given.
+    """A reduce-scatter (sum) of the parts `produce(number)` of each chunk, in `dtype`; returns the own chunk.\n\nSums
+    are accumulated in `wide`. A message to which the receiver adds is sent in `wide`, a message to the owner of its
+    chunk in `dtype`. Nodes after the last part come before `late`, if not None.
     """
     done = _Emission(write, row, ring)
     last = len(done.steps) - 1
@@ -108,7 +107,7 @@ def write_reduce(
 
 
 def _summed(done: _Emission, step: RingStep, own: fx.Node, wide: torch.dtype) -> fx.Node:
-    """The own part and those that have come, added up in the order of the group."""
+    """This device's part and the received parts, added up in group order."""
     parts, numbers = [own], [done.number(step)]
     for earlier in step.adds:
         numbers.append(done.write.index(done.ring, Index(1, -done.steps[earlier].shift)))
@@ -117,16 +116,16 @@ def _summed(done: _Emission, step: RingStep, own: fx.Node, wide: torch.dtype) ->
 
 
 def blocks_of(write: ChunkWriter, x: fx.Node, ring: Ring) -> Produce:
-    """Makes the blocks that x is stacked of along dim 0, one for each device."""
+    """Returns the blocks that x is stacked of along dim 0, a block per device."""
     return lambda number: write.call(local_ops.take_chunk, x, 0, 1, ring.size, number)
 
 
 def write_exchange(
     write: ChunkWriter, row: Algorithm, ring: Ring, produce: Produce, consume: Consume, early: fx.Node | None = None
 ) -> None:
-    """An all-to-all of what `produce(number)` makes for each device: `consume(number, chunk)` is called for the chunk
-    of every device. What is sent in the next step is made and sent before a chunk is waited for; the first message is
-    started before `early`, if given."""
+    """An all-to-all of the chunks `produce(number)` for each device: `consume(number, chunk)` is called for the chunk
+    of every device. The chunk of the next step is computed and sent before a chunk is waited for; the first message is
+    started before `early`, if not None."""
     done, posted = _Emission(write, row, ring), 1
 
     def post(until: int) -> None:

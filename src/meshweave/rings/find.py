@@ -1,4 +1,4 @@
-"""Which collectives of a rank graph stand beside matmuls, and whether chunks of them can be had."""
+"""Finds the collectives of a rank graph that are beside matmuls, and whether they can run in chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshweave.ir.collectives import ALL_REDUCE, OURS, STARTS, WAIT
 from meshweave.rings.rewrite import RingScheme, wait_of
 
 KINDS: Mapping[Any, str] = {row.op: row.name for row in OURS if row.may_decompose}
-_MOST_HOISTED = 16  # nodes that stand before a matmul's operand: views and casts of a weight are two or three
+_MOST_HOISTED = 16  # nodes before a matmul's operand: views and casts of a weight are two or three
 
 
 def starts_of(graph: fx.Graph) -> list[fx.Node]:
@@ -24,7 +24,7 @@ def starts_of(graph: fx.Graph) -> list[fx.Node]:
 def gathered(
     start: fx.Node, scheme: RingScheme, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]
 ) -> Downstream:
-    """What is made of the chunks of a gather (or an all-to-all), as far as it can be made where that is waited for."""
+    """What is computed from the chunks of a gather (or an all-to-all), as far as it can be computed at its wait."""
     wait = wait_of(start)
     last = Downstream({})
     for cut in _cuts(scheme, ring, shapes.of(wait)):
@@ -39,7 +39,7 @@ def gathered(
 
 
 def _cuts(scheme: RingScheme, ring: Ring, shape: Shape) -> list[Cut]:
-    """How blocks stacked along dim 0 may be cut: into themselves, or into parts of all of them along some dim."""
+    """How blocks stacked along dim 0 may be cut: into the blocks, or into parts of all of them along some dim."""
     if not shape:
         return []
     if scheme.row is not None:
@@ -48,18 +48,18 @@ def _cuts(scheme: RingScheme, ring: Ring, shape: Shape) -> list[Cut]:
 
 
 def in_time(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Downstream:
-    """The same without matmuls of what is made later, and cannot be made earlier."""
+    """The same without matmuls whose operands are computed later, and cannot be moved forward."""
     for consumer in list(chain.consumers):
         if late := _late(consumer, wait, chain, order):
-            chain.why.append(f"{late.name}, which {consumer.name} takes, is made later")
+            chain.why.append(f"{late.name}, an operand of {consumer.name}, is computed later")
             del chain.consumers[consumer]
     chain.cuts = needed(chain, wait, chain.consumers)
     return chain
 
 
 def variants(chain: Downstream, wait: fx.Node, with_sums: bool) -> list[Downstream]:
-    """The same for all consumers, or for the first few of them: those that come first hide the messages, and the others
-    are faster whole. Sums of products come last, if at all."""
+    """Variants with all consumers, or only the first few: the first hide the messages, and the others are faster whole.
+    Sums of products come last, if at all."""
     rows = [node for node, cut in chain.consumers.items() if cut != "sum"]
     sums = [node for node, cut in chain.consumers.items() if cut == "sum"] if with_sums else []
     ordered = [*rows, *sums]
@@ -71,7 +71,7 @@ def variants(chain: Downstream, wait: fx.Node, with_sums: bool) -> list[Downstre
 
 
 def needed(chain: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> dict[fx.Node, Cut]:
-    """The cuts on the way to these consumers, in order; the gathered value's first."""
+    """The cuts on the path to these consumers, in order; the gathered value's first."""
     waiting, kept = list(consumers), {wait}
     while waiting:
         for operand in operands_of(waiting.pop()):
@@ -82,8 +82,8 @@ def needed(chain: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> di
 
 
 def _late(consumer: fx.Node, wait: fx.Node, chain: Downstream, order: Mapping[fx.Node, int]) -> fx.Node | None:
-    """An operand, of the consumer or of what is on its way, that is not there when the gather is waited for and cannot
-    be made by then."""
+    """An operand, of the consumer or of the path to it, that is not available at the gather's wait and cannot be
+    computed by then."""
     on_way = [node for node in needed(chain, wait, [consumer]) if node is not wait]
     for node in (*on_way, consumer):
         for operand in operands_of(node):
@@ -93,8 +93,8 @@ def _late(consumer: fx.Node, wait: fx.Node, chain: Downstream, order: Mapping[fx
 
 
 def earlier(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node] | None:
-    """What has to be moved before `anchor` for `node` to stand there, in order: views, casts and the like of what is
-    there, and waits for what has been started. None where that is not all."""
+    """What has to be moved before `anchor` for `node` to come there, in order: views, casts and the like of available
+    values, and waits for started communications. None if that is not all."""
     limit = order[anchor]
     moved: set[fx.Node] = set()
     waiting = [node]
@@ -115,7 +115,7 @@ def earlier(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> lis
 
 
 def hoisted(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
-    """What stands after the wait and has to stand before it."""
+    """Nodes after the wait that have to move before it."""
     seen: set[fx.Node] = set()
     for node in (*chain.consumers, *chain.cuts):
         for operand in operands_of(node) if node is not wait else ():
@@ -127,7 +127,7 @@ def hoisted(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> I
 
 
 def reduced(start: fx.Node, scheme: RingScheme, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]) -> Upstream:
-    """What makes the chunks of a reduction's operand: of an all-reduce those along the first dim that has matmuls."""
+    """What computes the chunks of a reduction's operand: for an all-reduce along the first dim with matmuls."""
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
     count, shape = ring.size if scheme.row is not None else scheme.num_chunks, shapes.of(operand)

@@ -1,7 +1,7 @@
-"""The pass on anyone's graph: what torch.compile hands its backends, from FSDP, DTensor or by hand.
+"""The pass on any graph: as torch.compile passes it to its backends, from FSDP, DTensor or by hand.
 
-What is worth it is judged by the whole graph, not collective by collective: a candidate is written, and put into its
-best order by the overlap pass with the same costs. What other work hides anyway is so left alone.
+The gain is judged by the whole graph, not collective by collective: a candidate is written, and the overlap pass orders
+it with the same costs. So collectives that other work hides anyway are left alone.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def decompose_graph(
     overlap_options: OrderOptions | None = None,
     agree: Agree | None = None,
 ) -> tuple[fx.GraphModule, DecomposeReport]:
-    """An equal graph in which collectives beside matmuls are taken apart, and what became of each; `gm` stays as it is.
+    """An equivalent graph in which collectives beside matmuls are decomposed, and the outcome of each; `gm` is not
+    changed.
 
     gm: ATen ops and functional collectives with fake tensors in meta["val"], as `mw.overlap` takes it.
-    cost, groups, memory_cap_bytes, overlap_options: those of `mw.overlap`, with which candidates are judged. A machine
-        profile also says which way is the best for a collective; of a callable, which is asked for the nodes of every
-        candidate, a few are tried.
-    rank: whose graph it is, since chunks have numbers of their own on every rank; default: that of torch.distributed.
-    options: `when="always"` asks no cost, and takes the first way that can be gone for every collective.
-    agree: called with what has been decided; returns what every rank is to do.
+    cost, groups, memory_cap_bytes, overlap_options: those of `mw.overlap`, with which candidates are judged. With a
+    machine profile the best algorithm of a collective is estimated; with a callable, which prices the nodes of every
+    candidate, a few are tried.
+    rank: the rank that runs the graph, since chunk numbers differ between ranks; default: that of torch.distributed.
+    options: `when="always"` needs no costs, and takes the first possible algorithm for every collective. agree: called
+    with the decisions; returns the decisions for every rank.
 
-    Collectives of one kind and shape before matmuls of the same shapes go one way. Permutes are all-to-alls with one
-    block each way: a ring of n ranks has n - 1. Ranks' graphs differ in the numbers of blocks and slices, and in the
-    order of operands of a cat. The input comes back as a copy where nothing gains. Sums over a group are taken in the
-    order in which messages come, which is fixed, in float32 for half precision. Raises MeshweaveError where it is not
-    known whose graph it is, for an unknown group and for a cost that is none; VerifyError, as `mw.overlap`, for graphs
-    that are not in order.
+    Collectives of the same kind and shape before matmuls of the same shapes get the same algorithm. Permutes are
+    all-to-alls with a single block each way: a ring of n ranks has n - 1. Ranks' graphs differ in the numbers of blocks
+    and slices, and in the order of operands of a cat. The result is a copy of the input if nothing gains. Sums over a
+    group are added in the order of messages, which is fixed, in float32 for half precision. Raises MeshweaveError for
+    an unknown rank, an unknown group and an invalid cost; VerifyError, like `mw.overlap`, for malformed graphs.
     """
     trials = GraphTrials(gm, cost, groups, rank, options or DecomposeOptions(), memory_cap_bytes, overlap_options)
     if trials.options.when == "always":
@@ -69,7 +69,8 @@ def decompose_graph(
 
 @dataclass(frozen=True, slots=True)
 class GraphTrials:
-    """A graph whose collectives may be taken apart, and what candidates are judged by: as `decompose_graph` has it."""
+    """A graph whose collectives may be decomposed, and the costs by which candidates are judged; see
+    `decompose_graph`."""
 
     gm: fx.GraphModule
     cost: MachineProfile | Cost | None
@@ -80,7 +81,7 @@ class GraphTrials:
     order: OrderOptions | None
 
     def chosen(self, agree: Agree | None) -> RingCandidate:
-        """The fastest candidate, for who compares it with the graph as it is; where costs are not asked the first."""
+        """The fastest candidate, for a caller that compares it with the unchanged graph; without costs the first."""
         if self.options.when == "always":
             return self.writer().written(first)
         search = self.search()
@@ -89,7 +90,7 @@ class GraphTrials:
     def search(self) -> CandidateSearch:
         if not (isinstance(self.cost, MachineProfile) or callable(self.cost)):
             raise MeshweaveError(
-                "to take collectives apart needs costs of compute and of links",
+                "decomposing collectives needs costs of compute and of links",
                 got=type(self.cost).__name__,
                 expected="a machine profile, or a callable that gives a node's seconds",
                 hint='or DecomposeOptions(when="always")',
@@ -116,7 +117,7 @@ def _rank(rank: int | None) -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     raise MeshweaveError(
-        "chunks have numbers of their own on every rank, and it is not known which rank's graph this is",
+        "chunk numbers differ between ranks, and the rank of this graph is unknown",
         got="rank=None, and torch.distributed is not initialised",
         expected="rank=, one of the ranks of every group",
     )

@@ -1,8 +1,8 @@
-"""Rings in anyone's graph as ATen ops and functional collectives, on the rank that runs it.
+"""Lowers rings in any graph to ATen ops and functional collectives, on the rank that runs it.
 
-Indices of devices become numbers, chunks slices, chunks put together a cat. A permute is an all-to-all in which every
-rank sends to one other and receives from one (as torch's permute_tensor has it), which every backend has. Ranks get
-graphs that differ in numbers and in the order of operands of a cat alone.
+Indices of devices become numbers, chunks slices, joined chunks a cat. A permute is an all-to-all in which every rank
+sends to a single rank and receives from a single rank (as in torch's permute_tensor), which every backend supports. The
+graphs of ranks differ only in numbers and in the order of operands of a cat.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ convert = torch.ops.prims.convert_element_type.default
 
 
 def lower(rings: RingGraph) -> None:
-    """Write in place what the pass has left in the vocabulary of rank graphs, with fake tensors in meta["val"]."""
+    """Lower in place the rank-graph ops that the pass has left, with fake tensors in meta["val"]."""
     _RingLowering(rings.program.graph, rings).run()
 
 
 def rewrite_graph(
     gm: fx.GraphModule, rewrite: Rewrite[R], groups: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[fx.GraphModule, R]:
-    """A module with the graph that `rewrite` makes of anyone's graph, in which every node has meta["val"]; `gm` itself,
-    which stays as it is, where it makes none."""
+    """A module with the graph that `rewrite` returns for any graph, in which every node has meta["val"]; `gm` itself,
+    unchanged, if it returns none."""
     own = copied_graph(gm.graph)
     raise_blocks(own)
     graph, report = rewrite(graph_program(own, groups))
@@ -88,7 +88,8 @@ class _RingLowering:
         return node
 
     def laid(self, lowered: fx.Node, node: fx.Node) -> fx.Node:
-        """`lowered` in memory as what it stands for was, where that is said: later graphs hold on to it."""
+        """`lowered` with the memory layout of the node that it replaces, if that is known: later graphs depend on
+        it."""
         wanted = node.meta.get("val")
         if wanted is None:
             return lowered
@@ -108,7 +109,7 @@ class _RingLowering:
         return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def viewed(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """x in another shape; a copy is made where its memory does not have it."""
+        """x in another shape; a copy if its memory layout requires it."""
         try:
             val_of_call(aten.view.default, (x, list(shape)), {}, self.like)
         except RuntimeError:
@@ -125,10 +126,10 @@ class _RingLowering:
         index = self.rings.index(",".join(axes))
         return ring_index({axes[0]: index}, axes[:1], sizes, *rest)
 
-    # what stands in the graph
+    # nodes in the graph
 
     def same(self, node: fx.Node, *args: Any) -> fx.Node:
-        """An op on chunks. Where they lie in memory otherwise than it can take they are copied."""
+        """An op on chunks. They are copied if the op cannot take their memory layout."""
         if node.target in RESHAPES:
             return self.viewed(args[0], args[1])
         try:
@@ -138,7 +139,7 @@ class _RingLowering:
                 "an op cannot take chunks, although the table of cuts says so",
                 where=place_of(node),
                 got=str(error),
-                hint=f"mend the row of {op_name(node.target)} in chunks/cut.py",
+                hint=f"fix the row of {op_name(node.target)} in chunks/cut.py",
             ) from error
 
     def whole(self, node: fx.Node, x: fx.Node) -> fx.Node:
@@ -173,9 +174,9 @@ class _RingLowering:
         return [parts[numbers.index(i)] for i in sorted(numbers)]
 
     def sum(self, node: fx.Node, parts: Sequence[fx.Node], indices: Sequence[Number], wide: torch.dtype) -> fx.Node:
-        """What the ranks of a group have for the chunk of one is added up as it comes: every chunk has an order of its
-        own, and who holds it also has that. Products of chunks are added in the order of the group, on every rank
-        alike: as one sum, since a chain of additions would be another graph on each."""
+        """Sums over the ranks of a group are added up as parts are received: every chunk has its own order, which also
+        applies to its replicas. Products of chunks are added in group order, on every rank equally: as a single sum,
+        since a chain of additions would be another graph on each rank."""
         val = parts[0].meta["val"]
         if node.meta["ring"].kind == "sum":
             total, *others = (self.converted(x, wide) for x in parts)

@@ -1,4 +1,4 @@
-"""What may be taken apart, and how."""
+"""Which collectives may be decomposed, and how."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from meshweave.errors import MeshweaveError
 
 @dataclass(frozen=True, slots=True)
 class DecomposeOptions:
-    """What may be taken apart, and how.
+    """Which collectives may be decomposed, and how.
 
-    when: "gain": where the costs say that it is faster; "always": wherever it can be, the first way that can, and costs
-        are not asked.
-    all_gather, reduce_scatter, all_reduce, all_to_all: the ways that are tried, in this order: names of the table of
-        algorithms (an all-reduce has those of a reduce-scatter), or "pipelined": collectives of parts (of all but an
-        all-to-all). None: stays as it is.
-    num_chunks: the numbers of parts that "pipelined" tries.
-    accumulate: the dtype in which sums are taken; None: float32 for half precision, else that of the operand.
-    sums: whether a matmul that sums over what was gathered may be taken apart, into a sum of products.
-    share: whether equal gathers of one phase become one first.
-    most_devices: of a group; the graph grows with it.
-    margin: the share of the time before that has to be gained, by taking apart at all and by more steps.
+    when: "gain": where it is faster by the costs; "always": wherever possible, with the first possible algorithm and
+        without costs. all_gather, reduce_scatter, all_reduce, all_to_all: the algorithms that are tried, in this order:
+        names of the table of algorithms (an all-reduce uses those of a reduce-scatter), or "pipelined": collectives of
+        parts (not for an all-to-all). None: unchanged. num_chunks: the numbers of parts that "pipelined" tries.
+        accumulate: the dtype in which sums are accumulated; None: float32 for half precision, else that of the operand.
+        sums: whether a matmul that sums over the gathered dim may become a sum of products. share: whether equal
+        gathers of a phase are merged first. most_devices: the largest group; the graph grows with it. margin: the share
+        of the former time that has to be gained, by decomposition at all and by more steps.
     """
 
     when: Literal["gain", "always"] = "gain"
@@ -41,14 +38,15 @@ class DecomposeOptions:
 
     @classmethod
     def of(cls, options: bool | DecomposeOptions | None) -> DecomposeOptions | None:
-        """How collectives are taken apart; None: not at all. Raises MeshweaveError for what says neither."""
+        """The options for a value of `decompose`; None: no decomposition. Raises MeshweaveError for an invalid
+        value."""
         if options is None or options is False:
             return None
         if options is True:
             return cls()
         if not isinstance(options, DecomposeOptions):
             raise MeshweaveError(
-                "decompose says neither whether nor how",
+                "invalid value of decompose",
                 got=repr(options),
                 expected="True, False or DecomposeOptions(...)",
             )

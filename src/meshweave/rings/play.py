@@ -1,4 +1,5 @@
-"""Steps of algorithms on the virtual clock: a processor that computes, a link that all messages of a device share."""
+"""Plays the steps of algorithms on the virtual clock: a processor that computes, a link that all messages of a device
+share."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from meshweave.simulate.clock import Work, play
 
 @dataclass(frozen=True, slots=True)
 class MessageCost:
-    """Seconds of a message, of which the processor itself spends `host` when it is waited for: 0 where links work
-    alone. Compute takes `slowdown` times as long while one is on its way."""
+    """Seconds of a message, of which the processor itself spends `host` at the wait: 0 if links work on their own.
+    Compute takes `slowdown` times as long while a message is in flight."""
 
     seconds: float
     host: float = 0.0
@@ -21,7 +22,7 @@ class MessageCost:
 
 @dataclass(slots=True)
 class _Steps:
-    """What the processor does, in its order, and the messages on the link."""
+    """The work of the processor, in order, and the messages on the link."""
 
     slowdown: float
     work: Work = field(default_factory=Work)
@@ -29,11 +30,11 @@ class _Steps:
     link: list[int] = field(default_factory=list)
 
     def run(self, seconds: float, needs: Sequence[int] = (), *, is_kernel: bool = False) -> None:
-        """Only a kernel is slower beside a message."""
+        """Only kernels are slower beside a message."""
         self.order.append(self.work.add(seconds, needs, is_kernel=is_kernel))
 
     def send(self, message: MessageCost) -> int:
-        """A message that is sent now, as soon as the link is free."""
+        """Send a message now, as soon as the link is free."""
         self.run(0.0)
         self.link.append(self.work.add(message.seconds - message.host, self.order[-1:], (("link", 1.0),)))
         return self.link[-1]
@@ -44,7 +45,7 @@ class _Steps:
 
 
 def play_gather(steps: Sequence[RingStep], ahead: int, chunk: float, message: MessageCost, hidden: float) -> float:
-    """Seconds from the wait of a gather to its last product. Its first messages are sent `hidden` seconds before."""
+    """Seconds from the wait of a gather to its last product. Its first messages are sent `hidden` seconds earlier."""
     played, sent = _Steps(message.slowdown), list[int]()
 
     def post(until: int) -> None:
@@ -62,8 +63,8 @@ def play_gather(steps: Sequence[RingStep], ahead: int, chunk: float, message: Me
 
 
 def play_reduce(steps: Sequence[RingStep], chunk: float, message: MessageCost, hidden: float) -> float:
-    """Seconds from the first part of a reduction to its result, less `hidden` of other work after the last part, beside
-    the messages that are then on their way."""
+    """Seconds from the first part of a reduction to its result, less `hidden` seconds of other work after the last
+    part, beside the messages then in flight."""
     played, sent, last = _Steps(message.slowdown), dict[int, int](), len(steps) - 1
     for k, step in enumerate(steps):
         played.run(chunk, is_kernel=True)
@@ -83,8 +84,8 @@ def play_reduce(steps: Sequence[RingStep], chunk: float, message: MessageCost, h
 def play_exchange(
     steps: Sequence[RingStep], chunk: float, there: MessageCost, back: MessageCost, before: float, after: float
 ) -> float:
-    """Seconds from the wait of an all-to-all to the end of the one that brings back what is computed of its chunks,
-    less `after` of other work beside that. Its first message is sent `before` seconds earlier."""
+    """Seconds from the wait of an all-to-all to the end of the inverse all-to-all of the results, less `after` seconds
+    of other work beside that. Its first message is sent `before` seconds earlier."""
     played, sent, returned = _Steps(there.slowdown), list[int](), list[int]()
     for k, step in enumerate(steps):
         sent += [played.send(there) for _ in steps[len(sent) + 1 : k + 2]]

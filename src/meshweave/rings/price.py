@@ -1,4 +1,4 @@
-"""Is it worth it: seconds of a collective with its matmuls as they are, and chunk by chunk."""
+"""The gain of a decomposition: seconds of a collective with its matmuls unchanged, and chunk by chunk."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Estimate:
     """Seconds before and after.
 
     Before: `compute` after (or before) `collective`, less what other work between start and wait has `hidden` of it;
-    `host` of the collective is the processor's own work, which nothing hides. After: the steps played one by one, with
-    one link and one processor: `chunk` is the compute of a step, `message` that of its message, `losses` are copies and
-    sums of results, and what is left of a collective.
+    `host` is the processor's own part of the collective, which nothing hides. After: the steps played one by one, with
+    one link and one processor: `chunk` is the compute of a step, `message` the time of its message, `losses` are copies
+    and sums of results, and any remaining collective.
     """
 
     compute: float
@@ -52,12 +52,12 @@ class Estimate:
         return self.played + self.losses
 
 
-Kernels = Sequence[tuple[float, float]]  # position (among those of the nodes) and seconds of each
+Kernels = Sequence[tuple[float, float]]  # position (among the nodes) and seconds of each
 
 
 @dataclass(slots=True)
 class RingPrices:
-    """What a graph's work and communication cost on a machine."""
+    """The costs of a graph's work and communication on a machine."""
 
     program: DeviceProgram
     profile: MachineProfile
@@ -69,17 +69,17 @@ class RingPrices:
         self.order = {node: i for i, node in enumerate(self.program.graph.nodes)}
 
     def between(self, first: fx.Node, last: fx.Node) -> float:
-        """Compute that stands between two nodes."""
+        """Compute between two nodes."""
         low, high = self.order[first], self.order[last]
         return sum(seconds for position, seconds in self.kernels if low < position < high)
 
     @property
     def launch(self) -> float:
-        """What an op takes that moves nothing, such as a view: as simulate.tasks has it."""
+        """Time of an op that moves nothing, such as a view: as in simulate.tasks."""
         return self.profile.launch_s if self.profile.fusion == "none" else 0.0
 
     def op(self, node: fx.Node, cuts: Sequence[Cut | None] = (), result: Cut | None = None) -> float:
-        """An op, or what it takes on chunks of its operands for a chunk of its result."""
+        """Time of an op, or of the op on chunks of its operands for a chunk of its result."""
         values, operands = self.shapes.values, operands_of(node)
         if values[node][0].storage in {values[n][0].storage for n in operands}:
             return self.launch  # a view
@@ -92,7 +92,7 @@ class RingPrices:
     def chunk(
         self, node: fx.Node, cuts: Sequence[Cut | None], result: Cut | None, inside: Mapping[fx.Node, Cut]
     ) -> float:
-        """An op on chunks, and the slices that these are; those that lie apart are copied."""
+        """Time of an op on chunks, and of slicing them; chunks that are not contiguous are copied."""
         pairs = [(n, cut) for n, cut in zip(operands_of(node), cuts, strict=True) if n not in inside]
         slices = sum(
             self.copy(n, 1 / cut.count) if cut.outer > 1 else self.launch for n, cut in pairs if cut is not None
@@ -100,7 +100,7 @@ class RingPrices:
         return self.op(node, cuts, result) + slices
 
     def along(self, cuts: Mapping[fx.Node, Cut]) -> tuple[float, float]:
-        """Compute of these nodes, whole and of one chunk."""
+        """Compute of these nodes, whole and for a chunk."""
         whole = chunk = 0.0
         for node, cut in cuts.items():
             whole += self.op(node)
@@ -111,7 +111,7 @@ class RingPrices:
         return whole, chunk
 
     def copy(self, node: fx.Node, times: float = 1.0, kind: str = "strided") -> float:
-        """Reading and writing the value of a node."""
+        """Time to read and write the value of a node."""
         value = self.shapes.values[node][0]
         work = MemoryWork(kind, int(2 * times * value.bytes), value.num_elements, value.dtype)
         return self.profile.compute_seconds(work)
@@ -120,8 +120,8 @@ class RingPrices:
         return self.named(start, KINDS[start.target], self.bytes(start))
 
     def named(self, start: fx.Node, op: str, num_bytes: float) -> MessageCost:
-        """An op of profiles in the groups of a start: what of it is the processor's own work (sums, copies, the launch
-        of a start and a wait: as simulate.tasks has it), and what it takes from compute beside it."""
+        """An op of profiles in the groups of a start: the processor's own work in it (sums, copies, the launch of a
+        start and a wait: as in simulate.tasks), and its slowdown of compute beside it."""
         profile, where = self.profile, self.program.group_of(start)
         launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
         levels = frozenset(level for level, _ in profile.usage(op, *where))
@@ -130,14 +130,14 @@ class RingPrices:
 
     def in_turn(self, start: fx.Node, op: str, num_bytes: float, count: int) -> MessageCost:
         """One of `count` messages of so many bytes each. Links that let a short message through faster than their rate
-        (a token bucket does) do so once: all take no less than one of all their bytes."""
+        (a token bucket does) do so once: all together take at least the time of a single message of all their bytes."""
         message = self.named(start, op, num_bytes)
         if count < 2:
             return message
         return replace(message, seconds=max(message.seconds, self.named(start, op, count * num_bytes).seconds / count))
 
     def bytes(self, start: fx.Node) -> int:
-        """What a device hands in to a start."""
+        """A device's operand bytes of a start."""
         value = self.shapes.values[operands_of(start)[0]][0]
         return value.num_elements * value.dtype.itemsize
 
@@ -145,8 +145,8 @@ class RingPrices:
 def gather_estimate(
     prices: RingPrices, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme, second_half: bool = False
 ) -> Estimate:
-    """Of an all-gather or all-to-all taken apart, or of the second half of an all-reduce. Results, and what others read
-    of the values on the way, are put together or added up."""
+    """Estimate for an all-gather or all-to-all, or for the second half of an all-reduce. Results, and values with other
+    readers, are concatenated or added up."""
     wait, steps = wait_of(start), _steps(ring, scheme)
     compute = chunk = losses = 0.0
     results: dict[fx.Node, Cut | Sum] = {**chain.cuts, **chain.consumers}
@@ -173,7 +173,7 @@ def gather_estimate(
 def reduce_estimate(
     prices: RingPrices, start: fx.Node, chain: Upstream, ring: Ring, scheme: RingScheme, wide_factor: float
 ) -> Estimate:
-    """Of a reduce-scatter, all-reduce or all-to-all taken apart. `wide_factor`: bytes of a message per byte of the
+    """Estimate for a reduce-scatter, all-reduce or all-to-all. `wide_factor`: bytes of a message per byte of the
     operand."""
     wait, steps = wait_of(start), _steps(ring, scheme)
     compute, chunk = prices.along(chain.cuts)
@@ -197,7 +197,7 @@ def reduce_estimate(
 def exchange_estimate(
     prices: RingPrices, start: fx.Node, region: ExchangeRegion, ring: Ring, scheme: RingScheme
 ) -> Estimate:
-    """Of two all-to-alls with what is computed between them, taken apart by peer."""
+    """Estimate for two all-to-alls with the region between them, decomposed by peer."""
     wait, last, back = wait_of(start), wait_of(region.back), region.back
     compute, chunk = prices.along({node: cut for node, cut in region.cuts.items() if node is not wait})
     steps = _steps(ring, scheme)
@@ -236,14 +236,14 @@ def _estimate(
 
 
 def _steps(ring: Ring, scheme: RingScheme) -> tuple[RingStep, ...]:
-    """Those of the algorithm, or a message (a collective) for every part."""
+    """The steps of the algorithm, or a message (a collective) for every part."""
     if scheme.row is not None:
         return scheme.row.steps(ring.size)
     return tuple(RingStep(Index(0, i), root=0) for i in range(scheme.num_chunks))
 
 
 def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme, num_bytes: float) -> MessageCost:
-    """One message of a device. They share its links, and go one after the other."""
+    """A message of a device. Messages share its links, and follow each other."""
     if scheme.row is None:
         parts = scheme.num_chunks
         return prices.in_turn(start, KINDS[start.target], prices.bytes(start) / parts, parts)

@@ -1,9 +1,8 @@
-"""Rings proven where they stand in a graph: every chunk that is put together is the one that its number says, and every
-sum has one contribution of each device.
+"""Proves the rings of a graph: every joined chunk has its number, and every sum has a contribution of each device.
 
-Nothing is taken from the table of algorithms: what a node holds on each device of a group follows from the permutes,
-broadcasts and slices on the way to it. A writer marks the nodes of one ring (`meta["ring"]`), so that what else they
-take is told from what goes round.
+The table of algorithms is not used: the content of a node on each device of a group follows from the permutes,
+broadcasts and slices on the path to it. A writer marks the nodes of a ring (`meta["ring"]`), so that their other
+operands are distinguished from the ring's values.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Graphed(Protocol):
 
 
 def prove_rings(role: _Graphed) -> int:
-    """The number of rings in a graph, each proven. Raises VerifyError, naming the node, for one that is wrong."""
+    """The number of rings in a graph, each proven. Raises VerifyError, with the node, for a wrong ring."""
     rings: dict[Mark, list[fx.Node]] = {}
     for node in role.graph.nodes:
         if "ring" in node.meta:
@@ -47,7 +46,7 @@ def prove_rings(role: _Graphed) -> int:
 class _RingProof:
     mark: Mark
     nodes: Sequence[fx.Node]
-    pieces: frozenset[fx.Node] = frozenset()  # what goes round as it was handed in: the chunk of a device is its own
+    pieces: frozenset[fx.Node] = frozenset()  # the values that are passed around, at the start: each device's own chunk
     known: dict[tuple[fx.Node, int], tuple[_Token, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -69,9 +68,8 @@ class _RingProof:
         return node.target in _MOVES or any(map(self.goes_round, operands_of(node)))
 
     def check_numbers(self, node: fx.Node, r: int) -> None:
-        """Parts are those that their numbers say: chunks, of which there are all, or contributions of devices to a sum
-        over the group. An exchange has brought them from the device of their number, or has taken them there and back.
-        """
+        """Parts match their numbers: chunks, all of them, or contributions of devices to a sum over the group. An
+        exchange has brought them from the device of their number, or has taken them there and back."""
         parts, numbers = node.args[:2]
         stated = [self.number(number, r) for number in numbers]  # type: ignore[union-attr]
         if sorted(stated) != list(range(len(stated))):
@@ -86,20 +84,20 @@ class _RingProof:
             else:
                 is_right = {token[0 if is_group_sum else 1] for token in tokens} == {number}
             if not is_right:
-                raise self.wrong(node, f"takes {part} for number {number} on device {r}, which holds {tokens}")
+                raise self.wrong(node, f"takes {part} for number {number} on device {r}, which has {tokens}")
         if is_group_sum:
             self.check_sum(node, r)
 
     def check_sum(self, node: fx.Node, r: int) -> None:
-        """What is added up is of the device's own chunk, with as much of each device."""
+        """The addends are of the device's own chunk, with an equal share of each device."""
         tokens = self.content(node, r)
         counts = Counter(device for device, _ in tokens)
         if {chunk for _, chunk in tokens} != {r} or len(counts) != self.mark.ring.size or len(set(counts.values())) > 1:
             raise self.wrong(node, f"adds up on device {r} (device, chunk): {tokens}")
 
     def check_attention(self, node: fx.Node, r: int) -> None:
-        """A part is of the keys that its position says. What is taken from the ring is of all keys for the device's own
-        queries, or of its own keys for the queries of all."""
+        """A part has the keys of its stated position. A result of the ring covers all keys for the device's own
+        queries, or its own keys for the queries of all."""
         n = self.mark.ring.size
         if node.target in ATTENTION:
             chunks = [chunk for _, chunk in self.content(_keys_of(node), r)]
@@ -119,7 +117,7 @@ class _RingProof:
         return is_taken and self.mark.kind == "attention" and bool(self.content(node, 0)) and node not in self.pieces
 
     def content(self, node: fx.Node, r: int) -> tuple[_Token, ...]:
-        """What a node holds on device r: whose data, of which chunk. Nothing, where it is no part of the ring."""
+        """The content of a node on device r: whose data, of which chunk. Empty if it is not part of the ring."""
         if node in self.pieces:
             return ((r, r),)
         if node.meta.get("ring") != self.mark:
@@ -137,7 +135,7 @@ class _RingProof:
         return self.known[node, r]
 
     def source(self, node: fx.Node, r: int) -> int:
-        """The device from which a node of device r takes its operands."""
+        """The device from which a node of device r gets its operands."""
         if node.target is permute:
             return destinations(node.args[1], self.mark.ring.size).index(r)  # type: ignore[arg-type]
         return int(node.args[1]) if node.target is _BROADCAST else r  # type: ignore[arg-type]
@@ -151,7 +149,7 @@ class _RingProof:
             self.mark.ring.group,
             self.mark.ring.sizes,
         ):
-            raise self.wrong(value, "is no index along the group of its ring")
+            raise self.wrong(value, "is not an index along the group of its ring")
         return (sign * r + shift) % self.mark.ring.size
 
     def wrong(self, node: fx.Node, what: str) -> VerifyError:
@@ -163,14 +161,14 @@ ATTENTION = FORWARD, BACKWARD = (
     torch.ops.meshweave.attention.default,
     torch.ops.meshweave.attention_backward.default,
 )
-# Of what stands in pairs, (out, lse) or keys and values, the first says it.
+# For pairs, (out, lse) or keys and values, the first element decides.
 _FIRST_OF_TWO = (local_ops.merge_attention, local_ops.finish_attention, aten.cat.default)
 _BROADCAST = BROADCAST.op
 _MOVES = frozenset({permute, _BROADCAST})
 
 
 def _keys_of(node: fx.Node) -> fx.Node:
-    """The keys that an attention is given."""
+    """The keys of an attention."""
     keys = node.args[1 if node.target is FORWARD else 2]
     assert isinstance(keys, fx.Node)
     return keys

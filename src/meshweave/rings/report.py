@@ -1,4 +1,4 @@
-"""What became of every collective, and why."""
+"""The outcome of every collective, and why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meshweave.rings.rewrite import RingScheme
 
 @dataclass(frozen=True, slots=True)
 class RingRow:
-    """A collective, and what became of it. Seconds are 0 where costs were not asked; `matmuls` are those of `way`, the
-    best that there was ("" if there was none)."""
+    """A collective, and its outcome. Seconds are 0 without costs; `matmuls` are those of `way`, the best algorithm (""
+    if there was none)."""
 
     name: str
     op: str
@@ -33,8 +33,8 @@ class RingRow:
 
 @dataclass(frozen=True, slots=True)
 class DecomposeReport:
-    """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: those for which an equal one stands, then
-    in order. The gather that an all-reduce has become follows it. Of anyone's graph, where costs were asked, also the
+    """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: first those merged into an equal
+    collective, then in order. The gather of a decomposed all-reduce follows it. For any graph with costs also the
     seconds of the whole graph before and after, each in its best order; else 0."""
 
     rows: tuple[RingRow, ...]
@@ -47,16 +47,16 @@ class DecomposeReport:
 
     @property
     def saved_seconds(self) -> float:
-        """What the estimates promise together."""
+        """The estimated gain in total."""
         return sum(row.seconds_before - row.seconds_after for row in self.rows if row.is_taken)
 
     def left(self, reason: str) -> DecomposeReport:
-        """The same, of a graph that stays as it was for this reason."""
+        """A report of a graph that stays as it is, with the reason."""
         rows = (replace(r, is_taken=False, reason=f"{reason}; {r.reason}") if r.is_taken else r for r in self.rows)
         return replace(self, rows=tuple(rows))
 
     def __str__(self) -> str:
-        head = f"{self.num_taken} of {len(self.rows)} collectives taken apart"
+        head = f"{self.num_taken} of {len(self.rows)} collectives decomposed"
         if self.seconds_before:
             head += f"; the graph takes {_microseconds(self.seconds_after)} instead of "
             head += _microseconds(self.seconds_before)
@@ -69,7 +69,7 @@ def shared_row(name: str, group: str, kept: str) -> RingRow:
 
 
 def joined_reasons(reasons: list[str]) -> str:
-    return "; ".join(dict.fromkeys(reasons)) or "no matmul stands beside it"
+    return "; ".join(dict.fromkeys(reasons)) or "no matmul is beside it"
 
 
 def _microseconds(seconds: float) -> str:
@@ -77,16 +77,16 @@ def _microseconds(seconds: float) -> str:
 
 
 def gain_text(scheme: RingScheme, estimate: Estimate | None, more: float) -> str:
-    """`more` is what the second half of an all-reduce can gain."""
+    """`more` is the possible gain of the second half of an all-reduce."""
     if estimate is None:
-        return f"{scheme}, as the options ask"
+        return f"{scheme}, as requested by the options"
     before, after = _microseconds(estimate.before), _microseconds(estimate.after)
     second = f", and its gather can gain {_microseconds(more)} beside what comes after" if more else ""
     return f"{scheme}: {after} instead of {before}{second}"
 
 
 def no_gain_text(scheme: RingScheme, estimate: Estimate) -> str:
-    """Which of its parts makes the best way too slow."""
+    """Which part of the best decomposition makes it too slow."""
     before, after = _microseconds(estimate.before), _microseconds(estimate.after)
     if estimate.hidden >= estimate.collective:
         return f"other work hides it: {_microseconds(estimate.hidden)} of {_microseconds(estimate.collective)}"

@@ -1,4 +1,4 @@
-"""Writes a collective and its matmuls anew, chunk by chunk, in place of start, wait and matmuls."""
+"""Rewrites a collective and its matmuls chunk by chunk, replacing start, wait and matmuls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class RingScheme:
-    """How a collective is taken apart: by an algorithm of the table, or (None) as `num_chunks` collectives of the same
+    """How a collective is decomposed: by an algorithm of the table, or (None) as `num_chunks` collectives of the same
     kind, each of a part of every device's piece."""
 
     row: Algorithm | None
@@ -37,7 +37,7 @@ def wait_of(start: fx.Node) -> fx.Node:
 
 
 def inherit(new: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
-    """`new` stands for `old` from now on."""
+    """`new` replaces `old` from now on."""
     shapes.take_over(new, shapes.values[old], old)
     new.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
     old.replace_all_uses_with(new)
@@ -45,7 +45,7 @@ def inherit(new: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
 
 
 def erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Take out those of the nodes that nobody uses any more, and what only they used."""
+    """Erase those of the nodes that are unused, and what only they used."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -60,7 +60,7 @@ def erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 @dataclass(slots=True)
 class _Results:
-    """The products of the chunks, to be put together."""
+    """The products of the chunks, to be joined."""
 
     write: ChunkWriter
     wide: torch.dtype
@@ -75,7 +75,7 @@ class _Results:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of values of a dtype are taken unless said otherwise: float32 for half precision."""
+    """The default dtype in which sums are accumulated: float32 for half precision."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -88,8 +88,8 @@ def rewrite_gather(
     shapes: Shapes,
     wide: torch.dtype,
 ) -> None:
-    """An all-gather, or an all-to-all, and the matmuls that `chain` leads to. Who else reads the gathered value finds
-    it put together."""
+    """An all-gather, or an all-to-all, and the matmuls that `chain` leads to. Other readers of the gathered value get
+    it joined."""
     wait = wait_of(start)
     write.follow(start, wait)
     piece = start.args[0]
@@ -120,12 +120,12 @@ def rewrite_gather(
 
 
 def _of_piece(cut: Cut, ring: Ring) -> Cut:
-    """The cut of one of the blocks of a group, where all of them, stacked along dim 0, are cut so."""
+    """The cut of a single block of a group, from the cut of all of them, stacked along dim 0."""
     return cut if cut.dim else Cut(0, cut.outer // ring.size, cut.count)
 
 
 def _write_parts_gathered(write: ChunkWriter, start: fx.Node, cut: Cut, consume: Consume) -> None:
-    """Part i of every piece is gathered while part i - 1 is computed with."""
+    """Part i of every piece is gathered while part i - 1 is used in compute."""
     piece, *args = start.args
     begun: list[fx.Node] = []
 
@@ -154,7 +154,7 @@ def rewrite_scatter(
     shapes: Shapes,
     wide: torch.dtype,
 ) -> None:
-    """A reduce-scatter and the matmuls that make its operand."""
+    """A reduce-scatter and the matmuls that compute its operand."""
     wait = wait_of(start)
     write.follow(start, start)
     operand = start.args[0]
@@ -177,8 +177,8 @@ def rewrite_reduce(
     shapes: Shapes,
     wide: torch.dtype,
 ) -> fx.Node | None:
-    """An all-reduce and the matmuls that make its operand: as a reduce-scatter that is taken apart and an all-gather,
-    whose start it returns, or as all-reduces of parts."""
+    """An all-reduce and the matmuls that compute its operand: as a decomposed reduce-scatter and an all-gather, whose
+    start it returns, or as all-reduces of parts."""
     wait = wait_of(start)
     write.follow(start, start)
     operand = start.args[0]
@@ -205,7 +205,7 @@ def rewrite_reduce(
 
 
 def finish(write: ChunkWriter, result: fx.Node, start: fx.Node, products: Products) -> None:
-    """`result` stands for what a reduction has brought; nobody needs what it was made of."""
+    """`result` replaces the result of a reduction, whose operand is no longer needed."""
     wait = wait_of(start)
     products.join(start)
     inherit(result, wait, products.shapes)
@@ -214,7 +214,7 @@ def finish(write: ChunkWriter, result: fx.Node, start: fx.Node, products: Produc
 
 @dataclass(slots=True)
 class Products:
-    """Makes the chunks of what a start hands in, and keeps those of values that others read."""
+    """Computes the chunks of a start's operand, and keeps those of values with other readers."""
 
     write: ChunkWriter
     shapes: Shapes
@@ -232,7 +232,7 @@ class Products:
         return product
 
     def join(self, place: fx.Node) -> None:
-        """Put together before `place` what others read."""
+        """Join before `place` the values with other readers."""
         with self.write.at(place):
             for node, parts in self.parts.items():
                 cut = self.chain.cuts[node]
@@ -243,7 +243,7 @@ class Products:
 def _write_parts_reduced(
     write: ChunkWriter, start: fx.Node, produce: Produce, scheme: RingScheme, joined: Cut
 ) -> fx.Node:
-    """Part i is reduced while part i + 1 is computed; the results are put together at the wait."""
+    """Part i is reduced while part i + 1 is computed; the results are joined at the wait."""
     _, *args = start.args
     begun = [write.call(start.target, write.contiguous(produce(i)), *args) for i in range(scheme.num_chunks)]
     write.place = wait_of(start)

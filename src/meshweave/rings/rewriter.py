@@ -1,4 +1,4 @@
-"""Collectives beside matmuls become rings, where a choice takes one; every one says why or why not."""
+"""Replaces collectives beside matmuls by rings, as a choice function decides; each outcome has a reason."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from meshweave.rings.share import Shared, share_gathers
 
 @dataclass(frozen=True, slots=True)
 class RingChoice:
-    """A way that can be gone, and what it costs."""
+    """A possible decomposition, and its costs."""
 
     way: RingScheme
     chain: Downstream | Upstream | ExchangeRegion
     num_steps: int
     estimate: Estimate | None
-    more: float = 0.0  # that the second half of an all-reduce can gain then
+    more: float = 0.0  # gain of the second half of an all-reduce in that case
 
     @property
     def gain(self) -> float:
@@ -48,7 +48,7 @@ class RingChoice:
         return tuple(chain.consumers) if isinstance(chain, Downstream) else tuple(chain.matmuls)
 
 
-# Of the choices for a start: which, and why it is left all the same ("": it is taken).
+# Among the choices for a start: that chosen, and the reason if it is not taken after all ("": it is taken).
 Pick = Callable[[fx.Node, Sequence[RingChoice]], tuple[int, str]]
 
 
@@ -57,8 +57,8 @@ def first(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
 
 
 def by_gain(margin: float) -> Pick:
-    """Of the choices that gain as much as the best but for the margin, the one with the fewest steps (each costs what
-    no estimate sees, and nodes of the graph), the first of equals; left where it does not gain the margin."""
+    """Among the choices whose gain is within the margin of the best, that with the fewest steps (each has costs
+    beyond the estimate, and nodes in the graph), the first of equals; not taken if it does not gain the margin."""
 
     def pick(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
         most = max(choices, key=lambda choice: choice.gain)
@@ -75,19 +75,20 @@ def by_gain(margin: float) -> Pick:
 
 @dataclass(slots=True)
 class RingRewriter:
-    """Goes through the collectives of a graph in order, `pick` deciding what becomes of each. What it has decided is
-    in `decisions`: per collective that could be taken apart the number of the choice, -1 where it was left."""
+    """Visits the collectives of a graph in order; `pick` decides the outcome of each. `decisions` has for each
+    decomposable collective the number of the choice, -1 if it was left."""
 
     program: DeviceProgram
     options: DecomposeOptions
     shapes: Shapes
     prices: RingPrices | None
     pick: Pick
-    order_of_sums: str = ""  # over a group, where it is not as the algorithm says
+    order_of_sums: str = ""  # over a group, if it differs from the algorithm's
     decisions: list[int] = field(default_factory=list)
     write: ChunkWriter = field(init=False)
-    returned: dict[fx.Node, RingRow] = field(default_factory=dict)  # all-to-alls that went with an earlier one
-    halves: list[fx.Node] = field(default_factory=list)  # gathers that all-reduces have become
+    # all-to-alls that were decomposed with an earlier all-to-all
+    returned: dict[fx.Node, RingRow] = field(default_factory=dict)
+    halves: list[fx.Node] = field(default_factory=list)  # gathers of decomposed all-reduces
 
     def __post_init__(self) -> None:
         self.write = ChunkWriter(self.program.graph, next(iter(self.program.graph.nodes)))
@@ -138,13 +139,13 @@ class RingRewriter:
     def refused(self, start: fx.Node, ring: Ring, ways: list[RingScheme]) -> str:
         """Why nothing is tried, if so."""
         if not ways:
-            return "the options leave it as it is"
+            return "the options exclude it"
         if ring.size == 1:
-            return "its group is of one device: nothing moves"
+            return "its group has one device: nothing moves"
         if ring.size > self.options.most_devices:
-            return f"its group is of {ring.size} devices, and a ring would have as many steps"
+            return f"its group has {ring.size} devices, and a ring would have as many steps"
         if start.target is ALL_TO_ALL.op and not is_even(start):
-            return "its blocks are of several sizes"
+            return "its blocks have several sizes"
         return ""
 
     def choices(
@@ -166,7 +167,7 @@ class RingRewriter:
             if kind == "all_gather":
                 continue
             if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
-                why.append(f"a {start.args[1]} is not taken apart into messages")
+                why.append(f"a {start.args[1]} cannot be decomposed into messages")
                 continue
             producers = reduced(start, way, ring, self.shapes, order)
             why.append(joined_reasons(producers.why))
@@ -189,7 +190,7 @@ class RingRewriter:
         return reduce_estimate(self.prices, start, chain, ring, scheme, factor)
 
     def second_half(self, start: fx.Node, chain: Upstream, ring: Ring, order: dict[fx.Node, int]) -> float:
-        """What the gather that an all-reduce ends with can gain beside the matmuls that come after."""
+        """The possible gain of an all-reduce's final gather beside the matmuls after it."""
         if self.prices is None:
             return 0.0
         wait, (operand,) = wait_of(start), operands_of(start)
@@ -215,7 +216,7 @@ class RingRewriter:
         return self.options.accumulate or wide_dtype(dtype)
 
     def rewrite(self, start: fx.Node, ring: Ring, best: RingChoice, order: dict[fx.Node, int]) -> str:
-        """Do it; returns what becomes of values."""
+        """Rewrite; returns the effect on values."""
         scheme, chain, wide = best.way, best.chain, self.wide(self.dtype(start))
         kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
         write.begin(ring, _RINGS[kind])
@@ -239,7 +240,7 @@ class RingRewriter:
         return self.numerics(kind, scheme, chain, wide)
 
     def located(self, begun: fx.Node, start: fx.Node, wait: fx.Node) -> None:
-        """A new collective stands, for costs, where the one stood that it comes from."""
+        """For costs, a new collective is where the collective was that it comes from."""
         if self.prices is not None:
             order = self.prices.order
             order |= {begun: order[start], wait_of(begun): order[wait]}
@@ -254,7 +255,7 @@ class RingRewriter:
         if is_summed and scheme.row is not None and not isinstance(chain, Downstream):
             order = self.order_of_sums or order
         sums = f"; sums in {str(wide).removeprefix('torch.')}" if is_summed else ""
-        return f"{order}{sums}; a matmul of fewer rows may round otherwise than the whole"
+        return f"{order}{sums}; a matmul of fewer rows may round differently than the whole"
 
 
 _RINGS: dict[str, RingKind] = {
@@ -273,7 +274,7 @@ def described(row: RingRow, best: RingChoice) -> RingRow:
 
 
 def _returned(back: fx.Node, start: fx.Node, ring: Ring, scheme: RingScheme) -> RingRow:
-    reason = f"{scheme}: it takes back the chunks that {start.name} brings, each as soon as it is computed"
+    reason = f"{scheme}: it returns the chunks of {start.name}, each as soon as it is computed"
     row = RingRow(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(scheme), num_steps=ring.size)
     return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
@@ -285,11 +286,9 @@ def take_apart(
     profile: MachineProfile | None,
     order_of_sums: str = "",
 ) -> tuple[DecomposeReport, tuple[int, ...]]:
-    """Rewrite the graph of a program in place; what became of each collective, and the decisions that do it again.
-
-    `profile`: of the machine; None: costs are not asked. `order_of_sums`: over a group, where it is not as the
-    algorithm says.
-    """
+    """Rewrite the graph of a program in place; returns the outcome of each collective, and the decisions that reproduce
+    it.
+    `profile`: of the machine; None: no costs. `order_of_sums`: over a group, if it differs from the algorithm's."""
     shared = share_gathers(program) if options.share else ()
     shapes = Shapes(dict(program.values), dict(program.uneven))
     prices = None if profile is None else RingPrices(program, profile, shapes, _kernels(program, profile))

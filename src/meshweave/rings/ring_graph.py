@@ -1,4 +1,4 @@
-"""Anyone's graph as the pass takes it: groups by name with their ranks, and what has to stay where it is."""
+"""Any graph in the form of the pass: named groups with their ranks, and nodes that must not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshweave.rings.find import KINDS
 
 @dataclass(frozen=True, slots=True)
 class RingGraph:
-    """A graph in which `rank` may have its collectives taken apart. `members` are the ranks by name of group."""
+    """A graph in which `rank` may have its collectives decomposed. `members` are the ranks by name of group."""
 
     program: DeviceProgram
     reading: Reading
@@ -33,12 +33,12 @@ class RingGraph:
     members: Mapping[str, tuple[int, ...]]
 
     def index(self, group: str) -> int:
-        """The place of this rank in a group."""
+        """The index of this rank in a group."""
         return self.members[group].index(self.rank)
 
 
 def ring_graph(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: int) -> RingGraph:
-    """A copy of a graph, as the pass takes it. Raises VerifyError as `mw.overlap` does, and MeshweaveError for a group
+    """A copy of a graph, in the form of the pass. Raises VerifyError like `mw.overlap`, and MeshweaveError for a group
     of a collective that is unknown or that `rank` is not in."""
     graph = copied_graph(old)
     raise_blocks(graph)
@@ -51,18 +51,18 @@ def ring_graph(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: 
             members[name] = program.group_of(node)[0].devices
             _expect_member(node, name, members[name], rank)
     _fix(graph, reading.values)
-    lasting = frozenset(graph.find_nodes(op="placeholder"))  # which of them are parameters a graph does not say
+    lasting = frozenset(graph.find_nodes(op="placeholder"))  # a graph does not tell which of them are parameters
     program = replace(program, sources=lasting, refused=partial(_refused, members))
     return RingGraph(program, reading, rank, members)
 
 
 def _refused(members: Mapping[str, Sequence[int]], start: fx.Node) -> str:
-    """Why a start stays as it is whatever the costs; "" if it need not."""
+    """Why a start must stay as it is, whatever the costs; "" if it need not."""
     users = list(start.users)
     if start.kwargs or not isinstance(start.args[-1], str) or start.args[-1] not in members:
-        return "its group is not handed over by name"
+        return "its group is not passed by name"
     if len(users) != 1 or users[0].target is not WAIT:
-        return "it is waited for more than once, or not here"
+        return "it is waited for more than once, or not in this graph"
     for node in (start, users[0]):
         if FIXED in node.meta:
             return f"it {node.meta[FIXED]}"
@@ -75,12 +75,12 @@ def _expect_member(node: fx.Node, name: str, ranks: tuple[int, ...], rank: int) 
             "this rank is not in the group of a collective that it runs",
             where=place_of(node),
             got=f"rank {rank}, group {name!r} of ranks {ranks[:8]}",
-            expected="the rank that this graph is for: rank=, or that of torch.distributed",
+            expected="the rank of this graph: rank=, or that of torch.distributed",
         )
 
 
 def _fix(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> None:
-    """Mark what stays where and as it is."""
+    """Mark nodes that must not change or move."""
     written: set[int] = set()
     for node in graph.nodes:
         for position, name in written_of(node.target):
@@ -94,9 +94,9 @@ def _fix(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> None:
             node.meta[LOOSE] = True
         if any(x.storage in written for n in near for x in values[n]):
             node.meta.pop(LOOSE, None)
-            node.meta[FIXED] = "touches memory that is written to"
+            node.meta[FIXED] = "accesses memory that is written"
         elif any(map(_is_symbolic, near)):
-            node.meta[FIXED] = "has sizes that are not known when it is compiled"
+            node.meta[FIXED] = "has sizes that are unknown at compile time"
         elif node.target not in (*KINDS, WAIT) and node.is_impure(impure_random=True):
             node.meta[FIXED] = "has effects besides its result"
 

@@ -1,4 +1,4 @@
-"""The pass on roles: collectives beside matmuls become rings, where the costs say that it is worth it."""
+"""The pass on roles: collectives beside matmuls become rings, if that gains by the costs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from meshweave.rings.rewriter import by_gain, first, take_apart
 def decompose(
     role: RankGraph, costs: object = None, options: DecomposeOptions | None = None
 ) -> tuple[RankGraph, DecomposeReport]:
-    """A new rank graph in which collectives beside matmuls are taken apart, and what became of each; the role is
-    untouched, and itself what comes back where none is.
+    """A new rank graph in which collectives beside matmuls are decomposed, and the outcome of each; the role is not
+    changed, and is itself returned if none is.
 
-    An all-gather whose value goes to matmuls (past views, casts and what goes element by element) becomes a ring of
+    An all-gather whose value is used by matmuls (possibly after views, casts and elementwise ops) becomes a ring of
     permutes with a product for each chunk; so does a reduce-scatter of matmuls' results, and an all-reduce as a
-    reduce-scatter and an all-gather. Message i + 1 is started before product i. `costs` is a MachineProfile (with
-    when="always": not asked). Raises MeshweaveError for costs that do not say what compute takes, and for unknown
-    algorithms.
+    reduce-scatter and an all-gather. Message i + 1 is started before product i. `costs` is a MachineProfile (unused
+    with when="always"). Raises MeshweaveError for costs without compute, and for unknown algorithms.
     """
     options = options or DecomposeOptions()
     if options.when == "gain" and not isinstance(costs, MachineProfile):
         raise MeshweaveError(
-            "to take collectives apart needs costs of compute and of links",
+            "decomposing collectives needs costs of compute and of links",
             got=type(costs).__name__,
             expected='a MachineProfile, such as load_profile("h100")',
             hint='or DecomposeOptions(when="always")',

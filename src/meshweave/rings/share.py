@@ -1,4 +1,4 @@
-"""Equal gathers are one: what several matmuls take through views of their own is gathered once, and shares one ring."""
+"""Merges equal gathers: a value that several matmuls use through separate views is gathered once, and shares a ring."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshweave.ir.graph import origin_of
 from meshweave.rings.rewrite import erase_unused, wait_of
 
 aten = torch.ops.aten
-Shared = tuple[str, str, str]  # a gather that is gone: its name, its group, and the name of the one that stands for it
+Shared = tuple[str, str, str]  # a removed gather: its name, its group, and the name of the gather that replaces it
 
 
 def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
-    """Let those gathers of a phase that gather the same activation over the same group be the first of them. Per gather
-    that is gone: its name, its group, and the name of the one that stands for it.
+    """Replace gathers of a phase that gather the same activation over the same group by the first of them.
 
-    Parameters are left: how long they live gathered is decided where they are moved.
+    Returns for each removed gather: its name, its group, and the name of the gather that replaces it. Parameters are
+    excluded: how long they stay gathered is decided where they are moved.
     """
     first: dict[Any, fx.Node] = {}
     lasting, shared = program.lasting(), list[Shared]()
@@ -42,7 +42,7 @@ def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
 
 
 def _text(value: Any) -> Any:
-    """What a value is, down to what is no view."""
+    """A value as text, down to its first ancestor that is not a view."""
     if not isinstance(value, fx.Node):
         return str(value)
     kind = kind_of(value)

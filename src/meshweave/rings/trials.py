@@ -1,4 +1,4 @@
-"""Which collectives of anyone's graph are taken apart: candidates are written, and judged by the whole graph."""
+"""Which collectives of any graph are decomposed: candidates are written, and judged by the whole graph."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from meshweave.rings.candidates import CandidateWriter, RingCandidate
 from meshweave.rings.rewriter import Pick, RingChoice, by_gain
 from meshweave.schedule import OverlapReport
 
-Judge = Callable[[fx.GraphModule], OverlapReport]  # of a graph, in the best order that a short search finds
+Judge = Callable[[fx.GraphModule], OverlapReport]  # of a graph, in the best order of a short search
 _MOST_TRIALS = 32  # candidates that are judged, each as long as the overlap pass takes
-_LEAST = 1e-3  # of the graph's seconds: classes that are exposed for less are left, and a candidate must gain as much
+# share of the graph's seconds: classes that are exposed for less are left, and a candidate must gain at least as much
+_LEAST = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class _Aim:
-    """What a class of collectives is to become: messages, or collectives of parts (of `num_chunks`, if said).
-    `with_half`: the gather that an all-reduce leaves is taken apart, too, where no estimate says whether."""
+    """The target of a class of collectives: messages, or collectives of parts (of `num_chunks`, if set). `with_half`:
+    the gather of an all-reduce is decomposed, too, if there is no estimate to decide."""
 
     is_messages: bool
     num_chunks: int = 0
@@ -38,8 +39,8 @@ class _Aim:
 
 @dataclass(slots=True)
 class _Twins:
-    """Collectives of one kind and shape, before or after matmuls of the same shapes; `exposed` are seconds, of all
-    together, in the best order of the graph as it is."""
+    """Collectives of the same kind and shape, before or after matmuls of the same shapes; `exposed` is their total
+    exposed time in the best order of the unchanged graph."""
 
     aims: tuple[_Aim, ...]
     reason: str  # why they are left
@@ -48,19 +49,19 @@ class _Twins:
 
 @dataclass(slots=True)
 class CandidateSearch:
-    """Class by class, that with most exposed seconds first: the fastest of what it may become, if that is faster than
-    to leave it."""
+    """Class by class, that with the most exposed seconds first: the fastest of its aims, if that is faster than leaving
+    it."""
 
     work: CandidateWriter
     judge: Judge
     twins: dict[Any, _Twins] = field(default_factory=dict)
     of: dict[str, _Twins] = field(default_factory=dict)  # by name of a start
-    names: frozenset[str] = frozenset()  # of the graph as it is
+    names: frozenset[str] = frozenset()  # of the unchanged graph
     num_trials: int = 0
-    decomposed: frozenset[int] = frozenset()  # ids of the classes that `run` has taken apart
+    decomposed: frozenset[int] = frozenset()  # ids of the classes that `run` has decomposed
 
     def run(self) -> RingCandidate:
-        """What is the fastest of what was tried."""
+        """The fastest of the tried candidates."""
         whole = self.judge(self.work.gm)
         self.enrol(whole)
         aims: dict[int, _Aim] = {}
@@ -78,13 +79,13 @@ class CandidateSearch:
         return self.work.written(self.picking(aims))
 
     def left(self) -> RingCandidate:
-        """The graph as it is, where that is as fast as what `run` has found."""
+        """The unchanged graph, if it is as fast as the result of `run`."""
         for twins in self.twins.values():
             twins.reason = "the graph does not get faster" if id(twins) in self.decomposed else twins.reason
         return self.work.written(self.picking({}))
 
     def agreed(self, mine: RingCandidate, agree: Agree | None) -> RingCandidate:
-        """The candidate that all ranks take, as `agree` says."""
+        """The candidate that all ranks use, by `agree`."""
         if agree is None:
             return mine
         mark = fingerprint(self.work.rings().reading)
@@ -92,7 +93,7 @@ class CandidateSearch:
         return mine if decisions == mine.decisions else self.work.written(_again(decisions))
 
     def enrol(self, whole: OverlapReport) -> None:
-        """Find the classes, and what each may become."""
+        """Register the classes, and the aims of each."""
         self.names = frozenset(node.name for node in self.work.gm.graph.nodes)
         shown: dict[str, float] = {}
         for row in whole.collectives:
@@ -113,17 +114,17 @@ class CandidateSearch:
         self.work.written(note)
 
     def tried(self, aims: Mapping[int, _Aim], twins: _Twins, whole: float) -> float:
-        """Seconds of a candidate; for ever where it cannot be had, with the reason in the class."""
+        """Seconds of a candidate; infinite if it is not possible, with the reason in the class."""
         if self.num_trials == _MOST_TRIALS:
-            twins.reason = f"not tried: {_MOST_TRIALS} other candidates were"
+            twins.reason = f"not tried, because {_MOST_TRIALS} other candidates were"
             return float("inf")
         self.num_trials += 1
         try:
             seconds = self.judge(self.work.written(self.picking(aims)).module).seconds
-        except MeshweaveError as error:  # no order under the cap, or a callable that has no price for what is new
+        except MeshweaveError as error:  # no order under the cap, or a callable without a price for a new node
             twins.reason = f"a candidate cannot be judged: {error.what}, {error.where}"
             return float("inf")
-        twins.reason = f"the graph would take {seconds * 1e6:.1f} us, and {whole * 1e6:.1f} us as it is"
+        twins.reason = f"the graph would take {seconds * 1e6:.1f} us, and {whole * 1e6:.1f} us unchanged"
         return seconds
 
     def picking(self, aims: Mapping[int, _Aim]) -> Pick:
@@ -133,7 +134,7 @@ class CandidateSearch:
             is_priced = choices[0].estimate is not None
             twins = self.of.get(start.name)
             if twins is None and start.name in self.names:
-                return 0, "it stands beside a matmul only where others are taken apart"
+                return 0, "it is beside a matmul only if others are decomposed"
             if twins is None:  # the second half of an all-reduce
                 return by_gain(margin)(start, choices) if is_priced else (0, "" if with_half else "no gain was found")
             aim = aims.get(id(twins))
@@ -147,18 +148,18 @@ class CandidateSearch:
 
 
 def _again(decisions: Sequence[int]) -> Pick:
-    """What has been decided before, on this rank or another."""
+    """Reproduce earlier decisions, of this rank or another."""
     rest = iter(decisions)
 
     def pick(start: fx.Node, choices: Sequence[RingChoice]) -> tuple[int, str]:
         at = next(rest)
-        return (at, "") if at >= 0 else (0, "as was decided")
+        return (at, "") if at >= 0 else (0, "as decided before")
 
     return pick
 
 
 def _key(start: fx.Node, choices: Sequence[RingChoice]) -> Any:
-    """What twins have in common."""
+    """What the collectives of a class have in common."""
     matmuls = [(op_name(n.target), *map(_shape, operands_of(n))) for n in choices[0].matmuls]
     kind = isinstance(choices[0].chain, Downstream)
     return op_name(start.target), str(start.args[1:]), _shape(start.all_input_nodes[0]), kind, tuple(matmuls)
@@ -169,8 +170,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _aims(start: fx.Node, choices: Sequence[RingChoice], margin: float) -> Iterator[_Aim]:
-    """What is tried for a class: by estimates the best ring and the best number of parts, if they gain; without, one of
-    each kind."""
+    """The candidates of a class: the best ring and the best number of parts by estimate, if they gain; without
+    estimates, one of each kind."""
     if choices[0].estimate is None:
         counts = dict.fromkeys(choice.way.num_chunks for choice in choices)
         halves = (False, True) if op_name(start.target).endswith("all_reduce") else (False,)

@@ -1,4 +1,4 @@
-"""Rows of a batch in chunks, so that the communication of one runs under the compute of another."""
+"""Rows of a batch in chunks, so that the communication of a chunk runs under the compute of another."""
 
 from meshweave.rows.options import SplitOptions
 from meshweave.rows.split import SplitReport, split_batch, split_program

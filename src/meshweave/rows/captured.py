@@ -1,7 +1,7 @@
-"""The batch split of a captured step: models whose rows are sorted over all tokens, as those of experts are.
+"""The batch split of a captured step: for models whose rows are sorted over all tokens, such as those of experts.
 
-Placement would put a move between a sort and the rows of all devices; so such a step is written in chunks before it is
-placed, and every chunk has a sort, a dispatch and experts' work of its own.
+Placement would insert a move between a sort and the rows of all devices; so such a step is split before it is placed,
+and every chunk has its own sort, dispatch and expert compute.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def has_experts(step: StepGraph) -> bool:
 
 
 def split_captured(step: StepGraph, num_chunks: int, num_devices: int) -> tuple[StepGraph | None, SplitReport]:
-    """The step with what goes row by row in chunks of each device's rows, `num_devices` of which share the batch; None
-    where no expert's work comes apart, with the reason in the report.
+    """The step with its row-wise ops in chunks of each device's rows, `num_devices` of which share the batch; None if
+    no expert op can be split, with the reason in the report.
 
-    Values are those of the step: what a token gets is of its own rows, and sums over rows are taken per chunk and then
-    added (`rows.orders`). What of a model needs the rows of all tokens together (an auxiliary loss, a capacity) is
-    done on all of them, and where that is between a sort and its way back the sort stays whole.
+    Values are unchanged: a token's result depends only on its own rows, and sums over rows are computed per chunk and
+    then added (`rows.orders`). Ops that need the rows of all tokens (an auxiliary loss, a capacity) run on all of them;
+    if such an op is between a sort and its inverse the sort stays whole.
     """
     cut = Cut(0, num_devices, num_chunks)
     graph = _described(step)
@@ -59,7 +59,7 @@ def split_captured(step: StepGraph, num_chunks: int, num_devices: int) -> tuple[
 
 
 def _why_whole(graph: fx.Graph, chunked: Regions) -> str:
-    """Why the first work of experts is not in chunks."""
+    """Why the first expert op is not in chunks."""
     for node in graph.nodes:
         if node.target in BY_ROWS:
             sorts = [str(n.meta[FIXED]) for n in graph.nodes if FIXED in n.meta]
@@ -68,8 +68,8 @@ def _why_whole(graph: fx.Graph, chunked: Regions) -> str:
 
 
 def _described(step: StepGraph) -> fx.Graph:
-    """A copy of the graph whose nodes say in meta["val"] what they make; what is made of numbers alone is made anew for
-    every user, whose rows may be in another order."""
+    """A copy of the graph with meta["val"] on all nodes; tensors computed from numbers alone are recomputed for every
+    user, whose rows may be in another order."""
     graph = copied_graph(step.graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in FACTORIES:
@@ -83,7 +83,7 @@ def _described(step: StepGraph) -> fx.Graph:
 
 
 def _empty(specs: Specs) -> Any:
-    """Tensors without data. Values of a captured step have no order in memory: all are contiguous."""
+    """Tensors without data. Values of a captured step have no memory layout: all are contiguous."""
     if isinstance(specs, tuple):
         return tuple(map(_empty, specs))
     return None if specs is None else torch.empty(specs.shape, dtype=specs.dtype, device=_META)

@@ -1,4 +1,4 @@
-"""In how many chunks rows are split, and when."""
+"""Into how many chunks rows are split, and when."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from meshweave.errors import MeshweaveError
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
     """How graphs are split.
-
-    num_chunks: the numbers of chunks that are tried. when: "gain": where the simulated step is faster so; "always":
-    wherever it can be, in the first of `num_chunks`, and costs are not asked.
-    """
+    num_chunks: the numbers of chunks to try. when: "gain": if the simulated step is faster; "always": wherever
+    possible, into the first of `num_chunks`, without costs."""
 
     num_chunks: tuple[int, ...] = (2, 4)
     when: Literal["gain", "always"] = "gain"
 
     def __post_init__(self) -> None:
         if not self.num_chunks or any(type(n) is not int or n < 2 for n in self.num_chunks):
-            raise MeshweaveError("a batch is split in two chunks or more", got=f"num_chunks={self.num_chunks!r}")
+            raise MeshweaveError("a batch is split into two or more chunks", got=f"num_chunks={self.num_chunks!r}")
         if self.when not in ("gain", "always"):
-            raise MeshweaveError("unknown time to split", got=repr(self.when), expected="gain or always")
+            raise MeshweaveError("unknown value of when", got=repr(self.when), expected="gain or always")

@@ -1,9 +1,9 @@
-"""Rows that a sort has put in another order, chunk by chunk: each chunk sorts its own rows.
+"""Rows in sorted order, chunk by chunk: each chunk sorts its own rows.
 
-A model of experts sorts the rows of all tokens by expert, works on them, and puts what comes of it back to the tokens.
-What a token gets does not hang on which rows were sorted beside its own, so a chunk may sort, work on and put back its
-own rows. That holds where whatever is made of the sorted rows treats each by itself, sums all of them up, or finds them
-by positions of the same sort; the labels below follow that through a graph, and anything else is refused.
+A model of experts sorts the rows of all tokens by expert, processes them, and puts the results back in token order. A
+token's result does not depend on the other rows in the sort, so a chunk may sort, process and put back its own rows.
+This is valid if every op on the sorted rows treats each row independently, sums all of them, or indexes them by
+positions of the same sort; the labels below track that through a graph, and any other use is rejected.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from torch import fx
 
 from meshweave.chunks.cut import Cut, NoCut, Shape
 from meshweave.ir.collectives import WAIT, communicates
-from meshweave.ir.graph import argument, spec_of, tensor_inputs
+from meshweave.ir.graph import argument, row_index, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, RANK_CHANGES, RESHAPES
 from meshweave.rows.way import End, RowRule
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
 _SORTS = (aten.sort.default, aten.sort.stable)
-_INDICES = frozenset({*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim})  # whose second result is never negative
+# ops whose second result is never negative
+_INDICES = frozenset({*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim})
 _SAME_VALUES = frozenset({*CASTS, *RESHAPES, *RANK_CHANGES, aten.clone.default, aten.alias.default})
-_EXACT = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})  # any number of rows there may be
-Order = fx.Node | None  # the sort that has put rows in an order, or the order of the value that is cut
+_EXACT = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})  # any number of rows
+Order = fx.Node | None  # the sort that has produced the order, or the order of the value that is cut
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted(Cut):
-    """Chunk c has the rows of `Cut`, in the order in which `order` has sorted them: those of the whole value are sorted
-    among all. With `into` the values are positions of rows: (order of these, how many all chunks have)."""
+    """Chunk c has the rows of `Cut`, in the order of `order`; the whole value has them sorted among all. With `into`
+    the values are positions of rows: (their order, how many rows all chunks have)."""
 
     order: Order = None
     into: tuple[Order, int] | None = None
@@ -46,8 +47,8 @@ class Sorted(Cut):
 
 @dataclass(frozen=True, slots=True)
 class Counted(Cut):
-    """Chunk c has a value of its own of the whole shape, and the whole value is the sum of all: how often each number
-    stands in the chunk's rows of the value `of`, or how often that and lesser ones do."""
+    """Chunk c has its own value of the whole shape, and the whole value is the sum of all: how often each number occurs
+    in the chunk's rows of the value `of`, or how often that and lesser numbers do."""
 
     of: Order = None
     is_running: bool = False
@@ -63,12 +64,12 @@ Plain = Callable[[fx.Node, End, Cut], RowRule]
 
 
 def needs_chunks(cut: Cut | None) -> bool:
-    """Whether chunks of this kind cannot be taken from a whole value."""
+    """Whether chunks of this kind cannot be cut out of a whole value."""
     return isinstance(cut, (Sorted, Counted))
 
 
 def way_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
-    """How an op runs in chunks of rows that may have been sorted; `plain` says it of rows that have not."""
+    """How an op runs in chunks of rows that may be sorted; `plain` decides for unsorted rows."""
     find = _TABLE.get(node.target)
     rule = find(node, end, cut) if find is not None else None
     if rule is not None:
@@ -77,13 +78,13 @@ def way_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
         raise NoCut("counts of the rows of a chunk are used as those of all")
     if not isinstance(cut, Sorted):
         return plain(node, end, cut)
-    if cut.into is not None and (node.target not in _SAME_VALUES or not _is_integer(node)):
+    if cut.into is not None and (node.target not in _SAME_VALUES or not spec_of(node).is_integer):
         raise NoCut("positions of rows are used as numbers")
     if node.target is WAIT or communicates(node.target):
-        raise NoCut("it sends rows that are in another order")
+        raise NoCut("it communicates rows in another order")
     rule = plain(node, end, Cut(cut.dim, cut.outer, cut.count))
     if node.target in RESHAPES and not _keeps_rows(node, rule):
-        raise NoCut("it takes sorted rows together")
+        raise NoCut("it combines sorted rows")
     return replace(
         rule,
         operands=tuple(_sorted_as(cut, c) if c is not None else None for c in rule.operands),
@@ -104,7 +105,7 @@ def _keeps_rows(node: fx.Node, rule: RowRule) -> bool:
 
 
 def _rows(like: Cut, order: Order, into: tuple[Order, int] | None = None) -> Cut:
-    """Rows along dim 0, cut as others, in another order."""
+    """Rows along dim 0, cut like others, in another order."""
     plain = order is None and into is None
     return Cut(0, like.outer, like.count) if plain else Sorted(0, like.outer, like.count, order, into)
 
@@ -113,7 +114,7 @@ def _order_of(cut: Cut) -> Order:
     return cut.order if isinstance(cut, Sorted) else None
 
 
-# what sorts, and positions of rows
+# sorts, and positions of rows
 
 
 def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
@@ -128,7 +129,7 @@ def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     if into is None:
         return RowRule((cut,), (_rows(cut, node), _rows(cut, node, (order, size))))
     if into[1] != size or not _is_ascending(node):
-        raise NoCut("it sorts positions of which some are missing")
+        raise NoCut("it sorts incomplete positions")
     return RowRule((cut,), (_rows(cut, into[0], into), _rows(cut, into[0], (order, size))))  # the inverse
 
 
@@ -137,7 +138,7 @@ def _is_ascending(sort: fx.Node) -> bool:
 
 
 def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    """The rows that k positions in succession make one of."""
+    """The rows that each consist of k consecutive positions."""
     if not isinstance(cut, Sorted) or cut.into is None:
         return None
     order, size = cut.into
@@ -145,18 +146,18 @@ def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     if end.is_result or order is not None or type(by) is not int or by < 1 or not is_floor:
         raise NoCut("positions of rows are used as numbers")
     if size % (cut.outer * cut.count * by):
-        raise NoCut("rows that belong together are of several chunks")
+        raise NoCut("rows that belong together are in several chunks")
     return RowRule((cut,), (_rows(cut, cut.order, (None, size // by)),))
 
 
 def _lookup(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    """Rows of a table: of a whole one at sorted numbers, or of one in chunks at positions of its rows."""
-    at = _index(node)
+    """Rows of a table: of a whole table at sorted numbers, or of a table in chunks at positions of its rows."""
+    at = row_index(node)
     if at is None or end.is_result or tensor_inputs(node)[end.index] is not at or not isinstance(cut, Sorted):
         return None
     table, result = tensor_inputs(node)[0], _rows(cut, cut.order)
     if table is at:
-        raise NoCut("it looks positions up among themselves")
+        raise NoCut("it indexes positions by positions")
     if cut.into is None:
         return RowRule((None, cut), (result,))
     order, size = cut.into
@@ -167,7 +168,7 @@ def _lookup(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 def _put(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     """Rows that are added, or written, at positions of the rows of a chunk."""
-    at, args = _index(node), node.args
+    at, args = row_index(node), node.args
     if at is None or not isinstance(cut, Sorted) or end.is_result or tensor_inputs(node)[end.index] is not at:
         return None
     if cut.into is None:
@@ -179,39 +180,23 @@ def _put(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     if len(args) > 3 and args[3]:
         return RowRule((_rows(cut, order), cut, _rows(cut, cut.order)), (_rows(cut, order),))
     if rows[0] != size:
-        raise NoCut("what several rows write to one place must meet there")
+        raise NoCut("several rows may write to the same place")
     into = (cut.order, size) if _counts_up(values, size) else None
     return RowRule((_rows(cut, order), cut, _rows(cut, cut.order, into)), (_rows(cut, order, into),))
 
 
 def _numbers(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    """Positions of rows, in their order."""
+    """Positions of rows, in order."""
     if not isinstance(cut, Sorted):
         return None
     size = spec_of(node).shape[0]
     if cut.into != (cut.order, size) or not _counts_up(node, size):
-        raise NoCut("its numbers hang on where rows stand")
+        raise NoCut("its numbers depend on positions of rows")
     return RowRule((), (cut,), splits_at=(1,))
 
 
 def _counts_up(node: fx.Node, size: int) -> bool:
     return node.target is aten.arange.start_step and node.args == (0, size, 1)
-
-
-def _index(node: fx.Node) -> fx.Node | None:
-    """The one index along dim 0 of a lookup, or of a sum at places."""
-    args: Any = node.args
-    is_select = node.target is aten.index_select.default
-    if len(args) <= 1 + is_select:  # handed over by name
-        return None
-    indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
-    is_plain = len(indices) == 1 and indices[0] is not None
-    return indices[0] if is_plain and len(spec_of(indices[0]).shape) == 1 and _is_integer(indices[0]) else None
-
-
-def _is_integer(node: fx.Node) -> bool:
-    dtype = spec_of(node).dtype
-    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 # how many rows each expert has
@@ -224,7 +209,7 @@ def _histogram(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 
 def _sum(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    """The sum over rows of where they are equal to 0, 1, ..."""
+    """The sum over rows of whether they equal 0, 1, ..."""
     equal, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
     if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Tensor or dims != [0] or len(node.args) > 2:
         return None
@@ -261,7 +246,7 @@ def _same_counts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 
 def _root(value: Any) -> fx.Node:
-    """The value that rows in some order are those of."""
+    """The value whose rows these are, in some order."""
     while True:
         if value.target in _SAME_VALUES and spec_of(value).dtype in _EXACT:
             value = value.args[0]
@@ -276,18 +261,18 @@ def _root(value: Any) -> fx.Node:
 
 
 def _of_experts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    """Rows by expert, with the ends that say which: those of the chunk's own rows."""
+    """Rows by expert, with the ends of each expert's rows: those of the chunk's own rows."""
     sums = node.target is ours.grouped_outer.default
     rows = (0, 1) if sums else (0,)
     if (end.is_result and sums) or (not end.is_result and end.index not in rows) or cut.dim:
-        raise NoCut("rows of experts are cut along their rows only")
+        raise NoCut("expert ops can be cut only along their rows")
     if not isinstance(cut, Sorted) or cut.order is None or cut.into is not None:
-        raise NoCut("its rows are not those of an expert after the other in every chunk")
+        raise NoCut("its rows are not sorted by expert in every chunk")
     ids = _root(cut.order.args[0])
     args: Any = ids.args
     is_index = ids.target is operator.getitem and args[1] == 1 and args[0].target in _INDICES
     if not _is_ascending(cut.order) or not (is_index or ids.target is aten.argmax.default):
-        raise NoCut("its rows may be of no expert: what they are sorted by may be negative, or descends")
+        raise NoCut("its rows may belong to no expert: their sort key may be negative, or descending")
     ends = Counted(0, cut.outer, cut.count, ids, True)
     return RowRule((cut, cut, ends), ("sum",)) if sums else RowRule((cut, None, ends), (cut,))
 

@@ -1,4 +1,4 @@
-"""Which values of a graph are cut into chunks of rows: followed from one value through all ops, then settled."""
+"""Which values of a graph are cut into chunks of rows: propagated from a value through all ops, to a fixed point."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from meshweave.rows.ways import ATTENTION, fits, specs_of, way_of
 
 @dataclass(slots=True)
 class Regions:
-    """What of a graph runs in chunks.
-
-    `cuts`: the values that exist in chunks; `ways`: the ops that make them, or that put them together; `refused`: the
-    ops that stay whole although an operand or the result is cut, with the reason.
-    """
+    """The parts of a graph that run in chunks.
+    `cuts`: the values that exist in chunks; `ways`: the ops that compute or join them; `refused`: the ops that stay
+    whole although an operand or the result is cut, with the reason."""
 
     count: int
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
@@ -48,7 +46,7 @@ class Regions:
 
 
 def work_of(node: fx.Node) -> int:
-    """Multiplications of a matmul, of experts, or of an attention (forward), 0 of anything else."""
+    """Multiplications of a matmul, an expert op, or an attention (forward), 0 for others."""
     shapes = [n.meta["spec"].shape for n in tensor_inputs(node)] if node.op == "call_function" else []
     if node.target in MATMULS:
         return prod(shapes[-2]) * int(shapes[-1][-1])
@@ -60,10 +58,8 @@ def work_of(node: fx.Node) -> int:
 
 
 def regions(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
-    """The ops that run in chunks where the rows of all `seeds` do. Nodes have meta["spec"].
-
-    A sort of rows whose order somebody needs whole stays whole, and what is made of it.
-    """
+    """The ops that run in chunks if the rows of all `seeds` do. Nodes have meta["spec"]. A sort of rows whose order is
+    needed whole stays whole, with the ops on its result."""
     changed, count = _changed(graph), next(iter(seeds.values())).count
     while True:
         settled = _settle(graph, _follow(seeds, changed), count)
@@ -75,7 +71,7 @@ def regions(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
 
 
 def _needed_whole(graph: fx.Graph, settled: Regions) -> dict[fx.Node, str]:
-    """The sorts in chunks whose order an op takes whole, and the reason."""
+    """The sorts in chunks whose order an op needs whole, and the reason."""
     sorts: dict[fx.Node, str] = {}
     for node in graph.nodes:
         for operand in node.all_input_nodes if node not in settled.ways and node not in settled.cuts else ():
@@ -86,7 +82,7 @@ def _needed_whole(graph: fx.Graph, settled: Regions) -> dict[fx.Node, str]:
 
 
 def _changed(graph: fx.Graph) -> set[int]:
-    """Storages that some op writes into."""
+    """Storages that some op writes."""
     storages = set()
     for node in graph.nodes:
         for position, name in written_of(node.target):
@@ -109,7 +105,7 @@ def _storages(node: fx.Node) -> Iterator[int]:
 
 
 def _follow(seeds: Mapping[fx.Node, Cut], changed: set[int]) -> dict[fx.Node, Cut]:
-    """The cut that each value would have, by the first way that leads to it, both up and down."""
+    """The cut that each value would have, by the first path that reaches it, both up and down."""
     labels: dict[fx.Node, Cut] = {}
     queue: deque[fx.Node] = deque()
 
@@ -117,7 +113,7 @@ def _follow(seeds: Mapping[fx.Node, Cut], changed: set[int]) -> dict[fx.Node, Cu
         spec = node.meta.get("spec")
         if not isinstance(cut, Cut) or not isinstance(spec, Spec):
             return
-        if node in labels and (needs_chunks(labels[node]) or not needs_chunks(cut)):  # that it is sorted says more
+        if node in labels and (needs_chunks(labels[node]) or not needs_chunks(cut)):  # a sorted cut is more specific
             return
         if fits(cut, spec.shape) and changed.isdisjoint(_storages(node)):
             labels[node] = cut
@@ -149,14 +145,14 @@ def _follow(seeds: Mapping[fx.Node, Cut], changed: set[int]) -> dict[fx.Node, Cu
 
 
 def _maker(node: fx.Node) -> tuple[fx.Node, int]:
-    """The op that makes a value, and which of its results it is."""
+    """The op that computes a value, and the index of the result."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return node.args[0], _index(node)
     return node, 0
 
 
 def _results(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The nodes that stand for the results of an op, and which they are."""
+    """The nodes for the results of an op, and their indices."""
     if not isinstance(node.meta.get("spec"), tuple):
         return [(node, 0)]
     return [(user, _index(user)) for user in node.users if user.target is operator.getitem]
@@ -188,7 +184,7 @@ def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regio
 
 
 def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], settled: Regions) -> RowRule | None:
-    """The way that the first end leads to which leads to one; without one the first reason is kept."""
+    """The way of the first possible end; if there is none the first reason is recorded."""
     for end, cut in ends:
         try:
             rule = _fitting(node, way_of(node, end, cut), settled.cuts)
@@ -201,24 +197,24 @@ def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], settled: Regions) -> 
 
 
 def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRule:
-    """The way, if the operands that are in chunks are in those that it takes, and the results can be put together."""
+    """The way, if the operands in chunks have the cuts that it needs, and the results can be joined."""
     operands = list(zip(tensor_inputs(node), rule.operands, strict=True))
     if node.target is WAIT and operands[0][0] not in cuts:
-        raise NoCut("what it waits for is not made in chunks")
+        raise NoCut("its communication is not in chunks")
     for operand, needed in operands:
         cut = cuts.get(operand)
         if cut != needed and isinstance(needed, Counted):
-            raise NoCut(f"{operand.name} does not say where the rows of each expert end that are sorted so")
+            raise NoCut(f"{operand.name} does not have the ends of each expert's rows in this order")
         if cut is None and needs_chunks(needed):
             raise NoCut(f"{operand.name} is not sorted chunk by chunk")
         if cut is not None and needed is None:
             raise NoCut(f"every row of its result needs all rows of {operand.name}")
         if cut is not None and needed != cut:
-            raise NoCut(f"it takes other rows together than those that {operand.name} is cut into")
+            raise NoCut(f"it combines other rows than the chunks of {operand.name}")
     if not any(isinstance(c, Cut) for c in rule.results) and not any(operand in cuts for operand, _ in operands):
-        raise NoCut("none of its operands is made in chunks")
+        raise NoCut("none of its operands is in chunks")
     if isinstance(node.meta.get("spec"), tuple) and any(u.target is not operator.getitem for u in node.users):
-        raise NoCut("its results are taken as a list")
+        raise NoCut("its results are used as a list")
     cut_results = [
         i for i, (c, s) in enumerate(zip(rule.results, specs_of(node), strict=True)) if isinstance(c, Cut) and s
     ]
@@ -228,7 +224,8 @@ def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRu
 
 
 def _is_dense(node: fx.Node, index: int) -> bool:
-    """Whether a result fills its memory, in some order of dims, or is a view, which is made anew where it is whole."""
+    """Whether a result is dense in memory, in some order of dims, or is a view, which is repeated on the whole
+    value."""
     val = node.meta["val"]
     x = val[index] if isinstance(val, (list, tuple)) else val
     if is_view(node) or x.numel() == 0:
@@ -242,12 +239,12 @@ def _is_dense(node: fx.Node, index: int) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """The result lives in an operand's memory, by the op's schema, and is not written there."""
+    """Whether the result aliases an operand, by the op's schema, and is not written."""
     return node.target is not WAIT and is_view_op(node.target)
 
 
 def _trim(graph: fx.Graph, settled: Regions) -> None:
-    """Ops are taken back whose operands come whole and whose results are only needed whole."""
+    """Removes ops whose operands are whole and whose results are only needed whole."""
     for node in reversed(list(graph.nodes)):
         rule = settled.ways.get(node)
         if rule is None or any(o in settled.cuts for o in tensor_inputs(node)):

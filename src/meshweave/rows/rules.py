@@ -1,4 +1,4 @@
-"""Factor rules of ops that captured graphs never have, since capture writes them otherwise: anyone's graphs do."""
+"""Factor rules of ops that captured graphs never contain, because capture rewrites them; other graphs do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _swapped(node: fx.Node) -> Rule:
 
 
 def _without(node: fx.Node) -> Rule:
-    """One dim, which is whole, is gone from the results."""
+    """A whole dim that the results lack."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     removed = argument(node, 1, 0) % len(shape)
     build = RuleBuilder()
@@ -36,7 +36,7 @@ def _without(node: fx.Node) -> Rule:
 
 
 def _parts(node: fx.Node) -> Rule:
-    """Parts along one dim, which is whole."""
+    """Parts along a whole dim."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     along = argument(node, 2, 0) % len(shape)
     build = RuleBuilder()
@@ -48,7 +48,7 @@ def _parts(node: fx.Node) -> Rule:
 
 
 def _reduced(node: fx.Node, op: str) -> Rule:
-    """Sums and means over the listed dims, or all: chunks of these are put together with `op`."""
+    """Sums and means over the listed dims, or all: results of chunks are combined with `op`."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     listed: Any = argument(node, 1, None)
     reduced = {d % len(shape) for d in listed} if listed and shape else set(range(len(shape)))
@@ -60,7 +60,7 @@ def _reduced(node: fx.Node, op: str) -> Rule:
 
 
 def _added_product(node: fx.Node) -> Rule:
-    """x + a @ b, x broadcast. What a sum over chunks of the contraction would add several times is whole."""
+    """x + a @ b, x broadcast. Dims of x that a sum over chunks of the contraction would add several times are whole."""
     x, a, b = (spec_of(n).shape for n in tensor_inputs(node))
     build = RuleBuilder()
     batch = build.dims(a[:-2])

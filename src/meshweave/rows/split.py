@@ -1,5 +1,5 @@
-"""The batch split: regions whose rows do not depend on each other run as chunks, so that communication of one chunk
-can run under the compute of another (Domino, Wang et al., arXiv:2409.15241). Weights are gathered once."""
+"""The batch split: regions whose rows are independent run in chunks, so that communication of a chunk can run under the
+compute of another (Domino, Wang et al., arXiv:2409.15241). Weights are gathered once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Seconds = Callable[[fx.GraphModule], float]
 Dim = int | tuple[int, int]  # a dim, or (dim, outer): the dim is [outer, rows, ...], rows of every outer index are cut
 
 _META = torch.device("meta")
-_MOST_INPUTS = 8  # whose first dim is tried as rows, where no attention or batched matmul says what the rows are
-_ENOUGH = 0.5  # of all multiplications: a way to cut that has them in chunks is taken without trying others
+_MOST_INPUTS = 8  # inputs whose first dim is tried as rows, if no attention or batched matmul determines the rows
+_ENOUGH = 0.5  # share of all multiplications: a cut that has so many in chunks is taken without trying others
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An op that stays whole although its neighbours run in chunks: there the region ends."""
+    """An op that stays whole although its neighbours run in chunks: the region ends there."""
 
     name: str
     op: str
@@ -43,11 +43,9 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """What became of a graph.
-
-    `rows` says what was cut: a value, and how. `whole` are the ops at which regions end, each with its reason; `sums`
-    the ops whose results are put together out of those of the chunks. `copied_bytes` are written by slices and joins.
-    Seconds are those that the caller's function gives, 0 where there is none.
+    """The outcome of a graph. `rows` is the cut value, and how it is cut. `whole` are the ops at which regions end,
+    each with its reason; `sums` the ops whose results are combined from those of the chunks. `copied_bytes` are written
+    by slices and joins. Seconds come from the caller's function, 0 without one.
     """
 
     is_taken: bool
@@ -67,7 +65,7 @@ class SplitReport:
     seconds_after: float = 0.0
 
     def left(self, reason: str) -> SplitReport:
-        """The same, of a graph that stays whole for this reason."""
+        """A report of a graph that stays whole, with the reason."""
         return replace(self, is_taken=False, reason=reason) if self.is_taken else self
 
     def __str__(self) -> str:
@@ -78,7 +76,7 @@ class SplitReport:
                 f"rows: {self.rows}; {self.num_split} ops in chunks, {self.num_collectives} of them collectives, "
                 f"{self.work_share:.0%} of all multiplications",
                 f"{self.num_slices} slices, {self.num_joins} joins: {self.copied_bytes / 1e6:.1f} MB written; "
-                f"{len(self.sums)} results put together: {self.numerics}",
+                f"{len(self.sums)} results combined: {self.numerics}",
             ]
         if self.seconds_before:
             lines.append(f"{self.seconds_before * 1e3:.3f} ms whole, {self.seconds_after * 1e3:.3f} ms in chunks")
@@ -93,23 +91,22 @@ def split_batch(
     seconds: Seconds | None = None,
     fuse_sums: bool = True,
 ) -> tuple[fx.GraphModule, SplitReport]:
-    """A new graph in which what goes row by row runs in chunks of the rows; the input is untouched.
+    """A new graph in which row-wise ops run in chunks of the rows; the input is not changed.
 
-    gm: an ATen graph with functional collectives and fake tensors in meta["val"]: forward, backward, or both in one.
+    gm: an ATen graph with functional collectives and fake tensors in meta["val"]: forward, backward, or both.
     num_chunks: a number of chunks, or several to choose from by `seconds`.
     dims, fuse_sums: those of `split_program`.
-    seconds: what a graph takes, best after it is ordered (`lambda g: mw.overlap(g, cost=profile)[1].seconds`): the
-        split is taken if it is faster. Without it, it is taken wherever a collective is in a region.
-
-    Split before the partitioner (the joint graph), saved activations stay in chunks and nothing is joined. Raises
-    MeshweaveError for arguments that fit no graph; a graph that cannot be split comes back as a copy, with the reason.
+    seconds: the time of a graph, preferably after ordering (`lambda g: mw.overlap(g, cost=profile)[1].seconds`): the
+    split is taken if it is faster. Without it, it is taken wherever a collective is in a region. If the joint graph is
+    split, before the partitioner, saved activations stay in chunks and nothing is joined. Raises MeshweaveError for
+    invalid arguments; a graph that cannot be split is returned as a copy, with the reason.
     """
     counts = (num_chunks,) if isinstance(num_chunks, int) else tuple(num_chunks)
     if len(counts) > 1 and seconds is None:
         raise MeshweaveError(
-            "several numbers of chunks need something to choose by",
+            "several numbers of chunks need a criterion",
             got=f"num_chunks={num_chunks!r}, no seconds",
-            hint="hand over seconds=lambda g: mw.overlap(g, cost=profile)[1].seconds",
+            hint="pass seconds=lambda g: mw.overlap(g, cost=profile)[1].seconds",
         )
     options = SplitOptions(counts, "gain" if seconds is not None else "always")
     before = seconds(gm) if seconds is not None else 0.0
@@ -135,20 +132,20 @@ def _rank(report: SplitReport) -> tuple[bool, float]:
 def split_program(
     program: DeviceProgram, num_chunks: int = 2, *, dims: Mapping[str, Dim] | None = None, fuse_sums: bool = False
 ) -> tuple[fx.Graph | None, SplitReport]:
-    """The graph of a program with what goes row by row in chunks of the rows, wherever a collective is among it; None
-    where nothing is split, with the reason in the report. The program's own graph is used up.
+    """The graph of a program with its row-wise ops in chunks of the rows, wherever they include a collective; None if
+    nothing is split, with the reason in the report. The program's own graph is used up.
 
-    dims: {name of a node: dim or (dim, outer)}, one value whose rows are known. Without it rows are the first dims of
-        the program's batch, or, where that has fewer sequences than chunks, the second: positions, with attention
-        whole. Where devices of a group each have a block of the rows, a chunk has a part of each block, if more
-        collectives are in chunks so. Where the batch is not known rows are looked for: the batch of attention, else
-        that of batched matmuls, else the first dim of an input, whichever covers most multiplications.
-    fuse_sums: whether a gradient of a weight is added to that of the chunk before by the matmul itself (addmm), which
+    dims: {name of a node: dim or (dim, outer)}, a single value whose rows are known. Without it rows are the first dims
+        of the program's batch, or, if that has fewer sequences than chunks, the second: positions, with attention
+        whole. If the devices of a group each have a block of the rows, a chunk has a part of each block where more
+        collectives are in chunks so. If the batch is unknown, candidates are tried: the batch of attention, else that
+        of batched matmuls, else the first dim of an input, whichever covers most multiplications.
+    fuse_sums: whether a gradient of a weight is added to that of the previous chunk by the matmul itself (addmm), which
         rounds the sum to the matmul's dtype per chunk; else chunks are added in float32.
 
-    Values are those of the input: what goes row by row has its operands' rows and no others; sums over rows are taken
-    per chunk and then added, in the order of the chunks; random numbers are drawn whole. What has not the same shape on
-    every device of a role stays whole, and what devices of other roles take part in.
+    Values are those of the input: row-wise ops depend only on the same rows of their operands; sums over rows are
+    computed per chunk and then added, in the order of the chunks; random numbers are drawn whole. Nodes whose shape
+    differs between devices of a role stay whole, and so do communications with devices of other roles.
     """
     graph, added = program.graph, _describe(program)
     ways: list[Mapping[str, Dim] | None] = [dims]
@@ -159,9 +156,9 @@ def split_program(
             return None, SplitReport(False, num_chunks, reason)
     chosen = _most_communication(graph, num_chunks, ways)
     if chosen is None or not chosen[1].num_collectives:
-        reason = "no value has rows that come apart into equal chunks"
+        reason = "no value has rows that divide into equal chunks"
         if chosen is not None:
-            reason = "no collective stands between ops that go row by row"
+            reason = "there is no collective between row-wise ops"
         return None, SplitReport(False, num_chunks, reason, whole=_ends(chosen[1]) if chosen is not None else ())
     rows, cut = chosen
     writer = RowWriter(graph, cut, fuse_sums)
@@ -173,7 +170,7 @@ def split_program(
 
 
 def report_of(graph: fx.Graph, cut: Regions, writer: RowWriter, rows: str) -> SplitReport:
-    """What became of a graph that was written in chunks of `rows`."""
+    """The report of a graph that was written in chunks of `rows`."""
     work = sum(work_of(node) for node in graph.nodes)
     return SplitReport(
         is_taken=True,
@@ -193,7 +190,8 @@ def report_of(graph: fx.Graph, cut: Regions, writer: RowWriter, rows: str) -> Sp
 
 
 def _numerics(fuse_sums: bool) -> str:
-    """The tier of what differs from the whole graph: rows are the same but for the kernels' choices at another size."""
+    """The numerical difference from the whole graph: rows are the same except for the kernels' choices at another
+    size."""
     products = (
         "products rounded to their dtype after each chunk" if fuse_sums else "products of chunks added in float32"
     )
@@ -201,18 +199,18 @@ def _numerics(fuse_sums: bool) -> str:
 
 
 def _ends(cut: Regions) -> tuple[Whole, ...]:
-    """Ops that stay whole and have an operand in chunks, or a result that is taken so."""
+    """Ops that stay whole and have an operand in chunks, or a result that is used in chunks."""
     touching = [n for n in cut.refused if any(o in cut.cuts for o in tensor_inputs(n))]
     return tuple(Whole(n.name, op_name(n.target), cut.refused[n]) for n in touching)
 
 
 def _describe(program: DeviceProgram) -> tuple[str, ...]:
-    """Have all nodes say what they make in meta["spec"], as sharding rules read it, and in meta["val"], as new nodes
-    are described by; returns the keys that are to go again. Symbolic shapes say nothing."""
+    """Set meta["spec"], which sharding rules read, and meta["val"], from which new nodes are described, on all nodes;
+    returns the keys to remove again. Symbolic shapes are omitted."""
     is_role = not any("val" in node.meta for node in program.graph.nodes)
     for node in program.graph.nodes:
         if node in program.uneven:
-            node.meta[FIXED] = "it has not the same shape on every device"
+            node.meta[FIXED] = "its shape differs between devices"
         elif is_role and (values := program.values[node]):
             tensors = tuple(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=_META) for x in values)
             is_list = len(tensors) != 1 or isinstance(node.meta.get("spec"), tuple)
@@ -260,14 +258,14 @@ def _most_communication(
 
 
 def _spec_of(val: Any) -> Any:
-    """What meta["val"] says, as meta["spec"] has it; None where that is no tensor, or of symbolic shape."""
+    """meta["val"] as meta["spec"]; None if that is not a tensor, or has a symbolic shape."""
     if isinstance(val, (list, tuple)):
         return tuple(map(_spec_of, val))
     return Spec(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) and not is_symbolic(val) else None
 
 
 def _chosen(graph: fx.Graph, count: int, dims: Mapping[str, Dim] | None) -> tuple[str, Regions] | None:
-    """The cut that has most multiplications in chunks; the first of equals."""
+    """The cut that has the most multiplications in chunks; the first of equals."""
     total = sum(work_of(node) for node in graph.nodes)
     best: tuple[str, Regions] | None = None
     tried: set[tuple[fx.Node, Cut]] = set()
@@ -289,11 +287,11 @@ def _named(graph: fx.Graph, count: int, dims: Mapping[str, Dim]) -> Iterator[tup
         dim, outer = (at, 1) if isinstance(at, int) else at
         spec = nodes[name].meta.get("spec") if name in nodes else None
         if not isinstance(spec, Spec):
-            raise MeshweaveError("dims names no tensor of the graph", got=name, expected="the name of a node")
+            raise MeshweaveError("dims does not name a tensor of the graph", got=name, expected="the name of a node")
         cut = Cut(dim, outer, count)
         if dim < 0 or not fits(cut, spec.shape):
             raise MeshweaveError(
-                "rows do not come apart into equal chunks",
+                "rows do not divide into equal chunks",
                 where=f"dims[{name!r}]",
                 got=f"dim {dim} of {spec} inside {outer}, {count} chunks",
                 expected="a dim, counted from 0, whose size is a multiple of outer * num_chunks",

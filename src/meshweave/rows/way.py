@@ -1,4 +1,4 @@
-"""What it is to run an op in chunks."""
+"""How an op runs in chunks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ Combine = Literal["sum", "avg", "max", "min", "same", "chain"]  # "same": equal 
 @dataclass(frozen=True, slots=True)
 class RowRule:
     """How an op runs chunk by chunk.
-
-    `operands`: per tensor operand the cut of which chunk c takes chunk c, None where it takes the whole. `results`: per
-    result its cut, or how the chunks' results become the whole one; "chain": the first operand of chunk c + 1 is the
+    `operands`: for each tensor operand the cut whose chunk c is used by chunk c, None if it is used whole. `results`:
+    for each result its cut, or how the chunks' results are combined; "chain": the first operand of chunk c + 1 is the
     result of chunk c. `shape_at`: the argument that is the shape of the result, -1 without; `splits_at`: arguments that
-    are sizes along what is cut, one or a list.
-    """
+    are sizes along the cut dim, a single size or a list."""
 
     operands: tuple[Cut | None, ...]
     results: tuple[Cut | Combine, ...]

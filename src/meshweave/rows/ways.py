@@ -1,4 +1,4 @@
-"""How one op of anyone's graph runs on chunks of rows: collectives, views, attention; all else by sharding rules."""
+"""How an op of any graph runs on chunks of rows: collectives, views, attention; all others by sharding rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
-# collectives: blocks of the members of the group stand one after another on dim 0
+# collectives: blocks of the members of the group follow each other on dim 0
 
 
 def _gather(node: fx.Node, end: End, cut: Cut) -> RowRule:
@@ -52,14 +52,14 @@ def _fewer(cut: Cut, size: int) -> Cut:
 
 
 def _exchange(node: fx.Node, end: End, cut: Cut) -> RowRule:
-    """All-to-all of equal blocks; every block is cut alike."""
+    """All-to-all of equal blocks; every block is cut equally."""
     arguments = _arguments(node)
     sizes = (*arguments["output_split_sizes"], *arguments["input_split_sizes"])
     blocks = len(arguments["input_split_sizes"])
     if cut.dim:
         return RowRule((cut,), (cut,))
     if any(type(s) is not int for s in sizes) or len(set(sizes)) != 1:
-        raise NoCut("its blocks are of several sizes, or of sizes that only the data says")
+        raise NoCut("its blocks have several sizes, or sizes that depend on data")
     if cut.outer % blocks:
         raise NoCut(f"a chunk of its rows is not the same part of all {blocks} blocks")
     return RowRule((cut,), (cut,), splits_at=(1, 2))
@@ -83,7 +83,7 @@ def _view(node: fx.Node, end: End, cut: Cut) -> RowRule:
     return RowRule((cut,), (through_view(cut, before, after),), shape_at)
 
 
-# attention: every sequence of the batch by itself
+# attention: sequences of the batch are independent
 
 
 def _attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
@@ -91,11 +91,11 @@ def _attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
     query: fx.Node = arguments["query"]
     batch = spec_of(query).shape[0]
     if arguments.get("dropout_p", 0.0) or any(arguments.get(name) is not None for name in _VARLEN):
-        raise NoCut("its dropout draws from one stream, or its sequences are of several lengths")
+        raise NoCut("its dropout draws from a single stream, or its sequences have several lengths")
     rows = [spec_of(n).shape[:1] == (batch,) and len(spec_of(n).shape) > 2 for n in tensor_inputs(node)]
     results = [s is not None and s.shape[:1] == (batch,) and len(s.shape) > 2 for s in specs_of(node)]
     if cut.dim or not (results if end.is_result else rows)[end.index]:
-        raise NoCut("attention is cut along its batch only")
+        raise NoCut("attention can be cut only along its batch")
     results_of_cut: list[Cut | Combine] = [cut if has else "same" for has in results]
     return RowRule(tuple(cut if has else None for has in rows), tuple(results_of_cut))
 
@@ -104,13 +104,13 @@ _VARLEN = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments by the names of the op's schema, defaults included."""
+    """Arguments by the names of the op's schema, including defaults."""
     arguments = arguments_of(node.target)  # type: ignore[arg-type]
     passed = dict(zip([a.name for a in arguments], node.args, strict=False)) | node.kwargs
     return {a.name: a.default_value for a in arguments} | passed
 
 
-# a sum over rows that is written into what is there: the chunks write one after the other
+# a sum over rows that is written to an existing tensor: the chunks write in turn
 
 
 def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowRule:
@@ -118,13 +118,13 @@ def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowRule:
     arguments = _arguments(node)
     indices = arguments["indices"]
     if not arguments.get("accumulate", True):
-        raise NoCut("what several rows write to one place must meet there")
+        raise NoCut("several rows may write to the same place")
     if end.is_result or end.index == 0 or len(indices) != 1:
         raise NoCut("it writes anywhere into the rows that are cut")
     operands = tensor_inputs(node)
     width = len(spec_of(indices[0]).shape)
     if cut.dim >= width:
-        raise NoCut("it is cut along its index only")
+        raise NoCut("it can be cut only along its index")
     size = spec_of(operands[end.index]).shape[cut.dim]
     if any(spec_of(n).shape[cut.dim : cut.dim + 1] != (size,) for n in operands[1:]):
         raise NoCut("its values are repeated along the rows")
@@ -135,17 +135,17 @@ def _accumulate(node: fx.Node, end: End, cut: Cut) -> RowRule:
 
 
 def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowRule:
-    """A factor is cut where it stands alone in a dim; results that lack it are put together."""
+    """A factor is cut where it is alone in a dim; results that lack it are combined."""
     if None in specs_of(node):
-        raise NoCut("some of its results are no tensors")
+        raise NoCut("some of its results are not tensors")
     rule, localize = _rule(node)
     return _by_factors(node, end, cut, rule, localize)
 
 
 def _own_attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
-    """Our attention, every sequence of the batch by itself: where its positions begin is the same in all."""
+    """meshweave's attention; sequences of the batch are independent: their positions begin at the same index."""
     if cut.dim:
-        raise NoCut("attention is cut along its batch only")
+        raise NoCut("attention can be cut only along its batch")
     return _by_factors(node, end, cut, row_for(node).rule(node), "")
 
 
@@ -153,17 +153,17 @@ def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, localize: str) ->
     dims = (rule.results if end.is_result else rule.operands)[end.index]
     factors = [f for f in dims[cut.dim] if rule.sizes[f] > 1]
     if len(factors) != 1:
-        raise NoCut("the rows are one of several loops over a dim")
+        raise NoCut("the rows are a part of several loops over a dim")
     factor = factors[0]
     if factor in rule.whole:
         raise NoCut(f"it works along the whole of dim {cut.dim}")
     if localize in _BY_INDEX and not any(factor in dim for dim in rule.operands[1]):
-        raise NoCut("the rows are what its indices point into")
+        raise NoCut("the rows are the dim that its indices refer to")
     results = tuple(_cut_of(rule, dims, factor, cut) or rule.reduce_op(factor) for dims in rule.results)
     shape_at = _SHAPE_AT.get(node.target, -1)  # type: ignore[call-overload]
     operands = tuple(_cut_of(rule, dims, factor, cut) for dims in rule.operands)
     if node.target in PRODUCTS and "sum" in results and any(node.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
-        raise NoCut("what is added to its product is scaled")
+        raise NoCut("the addend of its product is scaled")
     return RowRule(operands, results, shape_at)  # type: ignore[arg-type]
 
 
@@ -173,7 +173,7 @@ def _rule(node: fx.Node) -> tuple[Rule, str]:
             return RULES[node.target](node), ""
         row = row_for(node)
         if row.localize not in _AS_IT_IS:
-            raise NoCut("what it does on a part depends on where the part lies")
+            raise NoCut("its result on a part depends on the position of the part")
         return row.rule(node), row.localize
     except RuleError as error:
         raise NoCut(error.what) from error
@@ -188,16 +188,16 @@ def _cut_of(rule: Rule, dims: Dims, factor: int, cut: Cut) -> Cut | None:
     return Cut(at[0], cut.outer, cut.count)
 
 
-# A product with something added -> the product alone.
+# A product with an addend -> the product alone.
 PLAIN: Mapping[Any, Any] = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
-# A product -> the op that adds it to that of the chunks before, where it sums over rows.
+# A product -> the op that adds it to that of the earlier chunks, if it sums over rows.
 PRODUCTS: Mapping[Any, Any] = {
     aten.mm.default: aten.addmm.default,
     aten.addmm.default: aten.addmm.default,
     aten.bmm.default: aten.baddbmm.default,
     aten.baddbmm.default: aten.baddbmm.default,
 }
-# Rewrites of expand/localize that are none where a whole index, or no index at all, is cut.
+# Rewrites of expand/localize that change nothing if a whole index, or no index at all, is cut.
 _BY_INDEX = frozenset({"embedding", "embedding_backward", "gather", "scatter", "index_select"})
 _AS_IT_IS = _BY_INDEX | {"", "shape", "full", "extreme", "guarded"}
 _SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
@@ -223,38 +223,38 @@ ATTENTION = frozenset({*(target for target, way in TABLE.items() if way is _atte
 
 
 def way_of(node: fx.Node, end: End, cut: Cut) -> RowRule:
-    """How `node` runs in chunks where one end of it is cut so. Raises NoCut with the reason where it cannot."""
+    """How `node` runs in chunks if an end of it is cut in this way. Raises NoCut with the reason if it cannot."""
     if FIXED in node.meta:
         raise NoCut(node.meta[FIXED])
     find = TABLE.get(node.target)
     if find is None:
         _check_operator(node)
     if not _is_described(node):
-        raise NoCut("the shape of an operand or a result is symbolic, or not known")
+        raise NoCut("the shape of an operand or a result is symbolic, or unknown")
     rule = way_in_order(node, end, cut, find or _by_rule)
     if max(rule.shape_at, *rule.splits_at, -1) >= len(node.args):
-        raise NoCut("its sizes are handed over by name")
+        raise NoCut("its sizes are passed by name")
     shapes = [(spec_of(n).shape, c) for n, c in zip(tensor_inputs(node), rule.operands, strict=True)]
     shapes += [(s.shape, c) for s, c in zip(specs_of(node), rule.results, strict=True) if s is not None]  # type: ignore[misc]
     if any(isinstance(c, Cut) and not fits(c, shape) for shape, c in shapes):
-        raise NoCut(f"its rows do not come apart into {cut.count} equal chunks")
+        raise NoCut(f"its rows do not divide into {cut.count} equal chunks")
     return rule
 
 
 def _check_operator(node: fx.Node) -> None:
-    """Raise NoCut for what sharding rules cannot speak of."""
+    """Raise NoCut for ops that sharding rules do not describe."""
     if node.op != "call_function" or not is_operator(node.target):
-        raise NoCut("it is no operator of a known meaning")
+        raise NoCut("it is not a known operator")
     if is_mutable(node.target):
         raise NoCut("it writes into an operand")
     if communicates(node.target):
         raise NoCut("it is a collective that has no row here: split before collectives are merged")
     if is_random(node.target):
-        raise NoCut("its random numbers are drawn in one stream")
+        raise NoCut("its random numbers are drawn from a single stream")
 
 
 def _is_described(node: fx.Node) -> bool:
-    """Whether all tensors that an op takes and makes say their shape, in numbers."""
+    """Whether all operands and results of an op have known, non-symbolic shapes."""
     for value in (node, *node.all_input_nodes):
         val = value.meta.get("val")
         tensors = val if isinstance(val, (list, tuple)) else (val,)
@@ -270,6 +270,6 @@ def fits(cut: Cut, shape: Shape) -> bool:
 
 
 def specs_of(node: fx.Node) -> list[Spec | None]:
-    """Per result of a node, None for one that is no tensor."""
+    """For each result of a node its spec, None if it is not a tensor."""
     spec = node.meta.get("spec")
     return list(spec) if isinstance(spec, tuple) else [spec]

@@ -1,4 +1,4 @@
-"""The graph in which regions run in chunks: slices before, what puts chunks together after, all else as it was."""
+"""Writes the graph in which regions run in chunks: slices before a region, joins after it, other nodes unchanged."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ _JOINED = {"sum": aten.add.Tensor, "avg": aten.add.Tensor, "max": aten.maximum.d
 @dataclass(slots=True)
 class RowWriter:
     """Writes the split graph of `old`, whose nodes have meta["spec"].
-
-    `fuse_sums`: a product that sums over rows is added to the sum of those before by the matmul itself; else the
-    products are added in float32.
-    """
+    `fuse_sums`: the matmul itself adds a product that sums over rows to the sum of earlier chunks; else the products
+    are added in float32."""
 
     old: fx.Graph
     regions: Regions
@@ -64,19 +62,19 @@ class RowWriter:
     # whole values
 
     def keep(self, node: fx.Node) -> fx.Node:
-        """The node as it is, on whole operands."""
+        """The node unchanged, on whole operands."""
         args, kwargs = map_nodes(node, self.as_whole)
         new = self.new.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = dict(node.meta)
         pairs = zip(new.all_input_nodes, node.all_input_nodes, strict=True)
         changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
-        if is_view(node) and changed and "val" in node.meta:  # without: its shape is not the same on every device
+        if is_view(node) and changed and "val" in node.meta:  # without: its shape differs between devices
             new.meta["val"] = val_of_call(node.target, new.args, new.kwargs, node.meta["val"])
         self.whole[node] = new
         return new
 
     def as_whole(self, node: fx.Node) -> fx.Node:
-        """A value whole: as it was made, as a view of a whole one, or its chunks joined."""
+        """The whole value: as computed, as a view of a whole value, or its chunks joined."""
         if node in self.whole:
             return self.whole[node]
         if is_view(node):
@@ -89,7 +87,7 @@ class RowWriter:
         return joined
 
     def join(self, node: fx.Node, chunks: Sequence[fx.Node], cut: Cut) -> fx.Node:
-        """Chunks side by side, in memory as the value was."""
+        """Chunks concatenated, with the value's memory layout."""
         val = node.meta["val"]
         order = memory_order(val)
         back = [order.index(d) for d in range(len(order))]
@@ -113,7 +111,7 @@ class RowWriter:
         return self.call(aten.permute.default, (x, list(order)), {}, like)
 
     def viewed(self, x: fx.Node, shape: Sequence[int], like: fx.Node, c: int | None = None) -> fx.Node:
-        """x in another shape; a copy is made where its memory does not have it."""
+        """x in another shape; a copy if its memory layout requires it."""
         try:
             return self.call(aten.view.default, (x, list(shape)), {}, like, c)
         except RuntimeError:
@@ -122,7 +120,7 @@ class RowWriter:
     # chunks
 
     def as_chunk(self, node: fx.Node, cut: Cut, c: int) -> fx.Node:
-        """Chunk c of a value: as it was made, or sliced from the whole one."""
+        """Chunk c of a value: as computed, or sliced from the whole value."""
         if node in self.chunks and self.regions.cuts.get(node) == cut:
             return self.chunks[node][c]
         slices = self.slices.setdefault((node, cut), [])
@@ -131,8 +129,8 @@ class RowWriter:
         return slices[c]
 
     def slice(self, node: fx.Node, cut: Cut, c: int) -> fx.Node:
-        """Chunk c of a whole value: a view where the chunk is one stretch of its dim or single rows at equal distances,
-        else a copy."""
+        """Chunk c of a whole value: a view if the chunk is a single stretch of its dim or single rows at equal
+        distances, else a copy."""
         whole = self.as_whole(node)
         shape = tuple(whole.meta["val"].shape)
         size = shape[cut.dim] // cut.count
@@ -144,7 +142,7 @@ class RowWriter:
         return self.viewed(part, cut.chunk(shape), node, c)
 
     def split(self, node: fx.Node, rule: RowRule) -> None:
-        """The op once per chunk, and one whole result of those that only together have it."""
+        """The op once per chunk, and a whole result where the chunks' results have to be combined."""
         chunks: list[fx.Node] = []
         for c in range(self.regions.count):
             chunks.append(self.chunk_of(node, rule, c, chunks))
@@ -186,7 +184,7 @@ class RowWriter:
         return self.fuse_sums and node.meta["spec"].dtype.is_floating_point
 
     def op(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, c: int) -> fx.Node:
-        """An op on chunks. A slice that lies in memory otherwise than the op can take is copied."""
+        """An op on chunks. A slice whose memory layout the op cannot take is copied."""
         for at in _CONTIGUOUS_OPERANDS.get(target, ()):
             args = _replaced(args, at, self.contiguous(args[at], node, c))
         try:
@@ -197,7 +195,7 @@ class RowWriter:
                     "an op cannot take chunks of its rows, although its sharding rule says so",
                     where=f"node {node.name} ({op_name(node.target)})",
                     got=str(error),
-                    hint="mend the rule in sharding/, or the one that register_rule was handed",
+                    hint="fix the rule in sharding/, or the registered rule",
                 ) from error
             return self.call(target, (self.contiguous(args[0], node, c), *args[1:]), kwargs, node, c)
 
@@ -218,7 +216,7 @@ class RowWriter:
             self.whole[node] = self.together(node, chunks, kind)
 
     def together(self, node: fx.Node, chunks: Sequence[fx.Node], kind: str) -> fx.Node:
-        """The whole result, by the results of the chunks."""
+        """The whole result, from the results of the chunks."""
         if kind == "same":
             return chunks[0]
         fused = kind == "sum" and node.target in PRODUCTS and self.is_fused(node)
@@ -241,7 +239,7 @@ class RowWriter:
     def call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node, c: int | None = None
     ) -> fx.Node:
-        """A new node in the place of `like`, of chunk c where it belongs to one."""
+        """A new node instead of `like`, for chunk c if it belongs to one."""
         is_item = target is operator.getitem
         val = args[0].meta["val"][args[1]] if is_item else val_of_call(target, args, kwargs, like.meta["val"])
         name = like.name if c is None else f"{like.name}_chunk{c}"
@@ -250,7 +248,7 @@ class RowWriter:
         return new
 
 
-# The operands that an op takes to be contiguous. That of layer norm reads its statistics so, without asking.
+# The operands that an op requires to be contiguous. Layer norm's kernel reads its statistics so, unchecked.
 _CONTIGUOUS_OPERANDS: Mapping[Any, tuple[int, ...]] = {
     **{row.op: (0,) for row in OURS if row.may_cut},
     aten.native_layer_norm_backward.default: (3, 4),
@@ -258,7 +256,7 @@ _CONTIGUOUS_OPERANDS: Mapping[Any, tuple[int, ...]] = {
 
 
 def _unfolded(shape: Sequence[int], dim: int, outer: int, split: int, count: int) -> list[int]:
-    """`shape` with `dim` seen as [outer, (count,) inner]; of a chunk where `split` chunks make the dim."""
+    """`shape` with `dim` seen as [outer, (count,) inner]; of a chunk if `split` chunks make up the dim."""
     inner = shape[dim] // outer // split // count
     return [*shape[:dim], outer, *([count] if count > 1 else []), inner, *shape[dim + 1 :]]
 

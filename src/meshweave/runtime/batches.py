@@ -1,4 +1,4 @@
-"""The piece of a batch that a device takes."""
+"""The piece of a batch for a device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from meshweave.runtime.world import World
 
 
 def batch_piece(world: World, item: Input, box: Box, value: Tensor, accumulate: int) -> Tensor:
-    """The piece of a global tensor; or the tensor itself where a process with one device was given its piece.
-
-    Raises LayoutError for a tensor of another shape or dtype. `accumulate`: the microbatches of a step.
-    """
+    """The device's piece of a global tensor; or the tensor itself if a process with a single device was passed its
+    piece.
+    Raises LayoutError for a tensor of another shape or dtype. `accumulate`: the microbatches of a step."""
     if value.dtype == item.spec.dtype:
         if tuple(value.shape) == item.spec.shape:
             return value[box.slices()].to(world.device)
@@ -27,6 +26,6 @@ def batch_piece(world: World, item: Input, box: Box, value: Tensor, accumulate: 
         f"batch entry '{item.name}' differs from the example",
         got=f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}",
         expected=f"{item.spec}{parts}",
-        hint="a program takes batches of one shape; a step of mw.compile compiles others for batches that differ from "
-        "the example in sizes alone",
+        hint="a program takes batches of a single shape; a step of mw.compile compiles further programs for batches "
+        "that differ from the example only in sizes",
     )

@@ -1,5 +1,5 @@
-"""The tensors of the user's module as the step's state: what an update makes is in them, and what the user has written
-into them counts in the next step."""
+"""Binds the tensors of the user's module to the step's state: they show every update, and values that the user writes
+to them count in the next step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshweave.runtime.state import Key, State
 from meshweave.runtime.world import World
 from meshweave.runtime.written import Written, check_written
 
-Mark = tuple[int, int]  # address and count of writes: what tells a tensor that somebody has written from one that not
+Mark = tuple[int, int]  # address and version: tells whether a tensor has been written
 
 
 Form = Literal["shared", "dtensor", "copy"]
@@ -26,11 +26,11 @@ Form = Literal["shared", "dtensor", "copy"]
 
 @dataclass(slots=True)
 class Bound:
-    """A tensor of the module that stands for a value of the state.
+    """A tensor of the module that is bound to a value of the state.
 
-    `form`: "shared", it has the memory of the piece held here, which is the whole value; "dtensor", it is a DTensor
-    with the memory of the piece held here, if there is one; "copy", it is whole beside the pieces. `mark` is that of
-    the tensor when the step last wrote or read it.
+    `form`: "shared": it shares the memory of the local piece, which is the whole value; "dtensor": it is a DTensor with
+    the memory of the local piece, if there is one; "copy": a whole copy beside the pieces. `mark` is the tensor's mark
+    when the step last wrote or read it.
     """
 
     item: Input
@@ -38,9 +38,7 @@ class Bound:
     tensor: Tensor
     form: Form
     mark: Mark = (0, -1)
-    wrapper: torch.UntypedStorage | None = field(
-        init=False, default=None
-    )  # of a DTensor, as `settle` has seen it first
+    wrapper: torch.UntypedStorage | None = field(init=False, default=None)  # of a DTensor, at the first `settle`
 
     @property
     def key(self) -> Key:
@@ -57,11 +55,11 @@ class Bound:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether nobody has written since `settle`, as far as counts of writes and addresses say."""
+        """Whether the tensor is unwritten since `settle`, as far as version and address show."""
         return self.mark == mark_of(self.memory)
 
     def share(self, piece: Tensor) -> None:
-        """Let the tensor have the memory of a piece. The tensor stays the same object, whoever holds it."""
+        """Make the tensor share the memory of a piece. The tensor stays the same object for all its users."""
         if self.form == "dtensor":
             from meshweave.runtime.dtensor_parameters import set_piece
 
@@ -71,38 +69,38 @@ class Bound:
         self.settle()
 
     def settle(self) -> None:
-        """The tensor is now as the step has it."""
+        """Record the tensor's present state as the step's."""
         self.mark = mark_of(self.memory)
         if self.form == "dtensor" and self.wrapper is None:
             self.wrapper = self.tensor.untyped_storage()
 
     def check_assigned(self) -> None:
-        """StepError where somebody has assigned to `.data` of a DTensor: PyTorch does not bring the values there."""
+        """StepError if the user has assigned to `.data` of a DTensor: PyTorch does not copy the values into it."""
         if self.wrapper is None or is_stored_in(self.tensor, self.wrapper):
             return
         if self.mark[0] == mark_of(self.memory)[0]:
             raise StepError(
                 f"other values were assigned to .data of {_shown(self.item)}, and are lost",
-                got="p.data = ... on a DTensor, which leaves its memory as it is, in PyTorch itself too",
-                expected="values that are written in place",
+                got="p.data = ... on a DTensor, which does not change its memory, in plain PyTorch either",
+                expected="values written in place",
                 hint="with torch.no_grad(): p.copy_(values), or p.data.copy_(values)",
             )
-        self.wrapper = self.tensor.untyped_storage()  # it was swapped with another tensor, memory and all
+        self.wrapper = self.tensor.untyped_storage()  # it was swapped with another tensor, including its memory
 
 
 @dataclass(slots=True)
 class Bindings:
-    """Which tensor of the module stands for which parameter or buffer of the state."""
+    """Which tensor of the module is bound to which parameter or buffer of the state."""
 
     world: World
     bound: dict[Key, Bound] = field(default_factory=dict)
-    written: dict[Key, None] = field(default_factory=dict)  # what was taken over and not yet compared over ranks
+    written: dict[Key, None] = field(default_factory=dict)  # taken over, but not yet compared over ranks
 
     def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Bind the parameters and buffers of `model` to a state that is filled. All processes call it.
+        """Bind the parameters and buffers of `model` to a filled state. All processes call it.
 
-        On a cluster parameters become DTensors when one of them is sharded: all of them, for PyTorch mixes plain
-        tensors and DTensors in hardly any op. What DTensor cannot express is kept whole on every rank.
+        On a cluster parameters become DTensors if any of them is sharded: all of them, because hardly any op of PyTorch
+        mixes plain tensors and DTensors. Values that DTensor cannot express stay whole on every rank.
         """
         named: dict[Key, Tensor] = {("param", n): p for n, p in model.named_parameters()}
         named |= {("buffer", n): b for n, b in model.named_buffers()}
@@ -123,8 +121,8 @@ class Bindings:
         optimizer: torch.optim.Optimizer | None,
         params: Sequence[tuple[Input, Layout]],
     ) -> None:
-        """Make the parameters DTensors, and let the module be loaded from full tensors all the same."""
-        from meshweave.runtime import dtensor_parameters as dtensors  # DTensor takes long to import, here and below
+        """Make the parameters DTensors that can still be loaded from full tensors."""
+        from meshweave.runtime import dtensor_parameters as dtensors  # importing DTensor is slow, here and below
         from meshweave.runtime.dtensor import has_placements, make_device_meshes
 
         known, device = dict(model.named_parameters()), self.world.device.type
@@ -143,7 +141,7 @@ class Bindings:
         dtensors.accept_full_tensors(model, {item.name: layout for item, layout in chosen})
 
     def form_of(self, item: Input, layout: Layout, as_dtensor: bool = False) -> Form:
-        """How a tensor can stand for a value."""
+        """How a tensor can be bound to a value."""
         if as_dtensor:
             from meshweave.runtime.dtensor import has_placements
 
@@ -151,20 +149,20 @@ class Bindings:
         return "shared" if self._is_whole(item, layout) else "copy"
 
     def _is_whole(self, item: Input, layout: Layout) -> bool:
-        """Whether every process holds the whole value, once."""
+        """Whether every process has the whole value, once."""
         if self.world.is_distributed:
             return self.world.has_whole(layout)
         devices = [device for device in self.world.devices if device in layout.mesh]
         return len(devices) == 1 and layout.box_of(item.spec.shape, devices[0]).size == item.spec.shape
 
     def renew(self, key: Key, piece: Tensor) -> None:
-        """An update has made a new piece: a tensor that shares the old one's memory lets go of it at once."""
+        """Release the old piece after an update: a tensor that shares its memory drops it at once."""
         bound = self.bound.get(key)
         if bound is not None and bound.form != "copy":
             bound.share(piece)
 
     def publish(self, state: State, keys: Collection[Key] | None = None) -> None:
-        """Bring the state's values, or those of `keys`, into the module's tensors. All processes call it."""
+        """Copy the state's values, or those of `keys`, to the module's tensors. All processes call it."""
         for key, bound in self.bound.items():
             if keys is None or key in keys:
                 self._bring(state, bound)
@@ -182,14 +180,15 @@ class Bindings:
             bound.share(pieces[0])
 
     def keep(self, state: State) -> None:
-        """Let go of the tensors of `optimizer.state` for which another state has nothing."""
+        """Drop the tensors of `optimizer.state` that another state does not have."""
         self.bound = {key: bound for key, bound in self.bound.items() if key in state.pieces}
 
     def take_over(self, state: State, *, is_compared: bool = False) -> None:
-        """Cut new pieces of the tensors that somebody has written since the step last did: load_state_dict, weights
-        swapped with their average, an assignment to `.data`. StepError for another shape or dtype, and
-        for a torn state; and, on every rank, where what was taken over since it was last compared differs among ranks
-        (`is_compared`: all processes call it)."""
+        """Cut new pieces of the tensors that the user has written since the step last did: load_state_dict, weights
+        swapped with their average, an assignment to `.data`.
+
+        StepError for another shape or dtype, and for a torn state; and, on every rank, if values taken over since the
+        last comparison differ among ranks (`is_compared`: all processes call it)."""
         state.check_usable()
         for bound in (b for b in self.bound.values() if b.item.kind != "state"):
             bound.check_assigned()
@@ -209,8 +208,8 @@ class Bindings:
             self.written[bound.key] = None
 
     def is_everywhere(self, bound: Bound) -> bool:
-        """Whether what writes a tensor is seen on every rank: not on those that hold nothing of a DTensor, as in
-        another stage of a pipeline."""
+        """Whether every rank sees a write to a tensor: ranks without a piece of a DTensor, as in another stage of a
+        pipeline, do not."""
         return bound.form != "dtensor" or bound.layout.mesh.covers(self.world.mesh.devices)
 
     def _written(self, bound: Bound) -> Written:
@@ -230,7 +229,7 @@ class Bindings:
             bound.share(*state.pieces[bound.key])
 
     def replace(self, kind: str, name: str, tensor: Tensor) -> None:
-        """Bind another tensor, which the user has assigned to a buffer of the module. StepError for another shape or
+        """Bind another tensor that the user has assigned to a buffer of the module. StepError for another shape or
         dtype."""
         bound = self.bound[kind, name]
         _check_spec(bound.item, tensor)
@@ -238,7 +237,7 @@ class Bindings:
 
     def _is_same(self, state: State, bound: Bound) -> bool:
         """Whether a copy has the values of its pieces: writes through `.data` leave no other trace. Virtual devices
-        compare; a process that holds a part of the mesh takes the count of writes for it."""
+        compare values; a process with a part of the mesh trusts the version counter."""
         return self.world.is_distributed or state.matches(*bound.key, bound.tensor)
 
 
@@ -247,8 +246,8 @@ def mark_of(tensor: Tensor) -> Mark:
 
 
 def set_values(tensor: Tensor, piece: Tensor) -> None:
-    """Give a tensor the memory of another one, and so its device; the object stays the same, and with it what a module
-    ties and an optimizer holds."""
+    """Give a tensor another tensor's memory, and so its device; the object stays the same, so tied modules and
+    optimizers still refer to it."""
     if not tensor.is_meta:
         tensor.data = piece
         return
@@ -269,8 +268,8 @@ def _check_spec(item: Input, tensor: Tensor) -> None:
 
 def _another(item: Input, got: str, expected: str) -> StepError:
     return StepError(
-        f"{_shown(item)} of the model has become another",
+        f"{_shown(item)} of the model has changed its shape or dtype",
         got=got,
         expected=expected,
-        hint="values may change between steps, shapes and dtypes may not: compile again for others",
+        hint="between steps only values may change: compile again for other shapes or dtypes",
     )

@@ -1,12 +1,12 @@
-"""Which calls that communicate a process makes, in order. Ranks that call different things (evaluate on one rank alone,
-a loop that one rank leaves early) are an error on every rank, before their communications meet.
+"""Which communicating calls a process makes, in order.
 
-A call is numbered and kept here; the watch posts the last ones with its heartbeat and compares them with its
-neighbour's (`runtime/watch.py`). A call that is like the one before costs no message. Any other meets: it waits until
-all ranks are at this number with the same call, so that none of its communications begins beside those of another call.
-
-What a call goes on to do by what its rank alone knows (which program it runs, that it compiles another for modes,
-options or parameters that have changed) is a choice in it, which is posted, compared and met in the same way.
+Ranks that make different calls (evaluate on a single rank, a loop that a rank leaves early) are an error on every rank,
+before their communications meet. Each call is numbered and recorded here; the watch posts the latest calls with its
+heartbeat and compares them with its neighbour's (`runtime/watch.py`). A call equal to the previous call costs no
+message. Any other call meets: it waits until all ranks are at this number with the same call, so that its
+communications never overlap those of another call. Decisions inside a call that depend on a rank's own knowledge (which
+program it runs; whether it compiles again for modes, options or parameters that have changed) are choices of the call,
+which are posted, compared and met in the same way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from meshweave.interop.process_groups import default_store
 from meshweave.runtime.consensus import named
 
 KEPT = 8  # calls that a rank posts: more than ranks run ahead of each other
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two looks at the store
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two polls of the store
 _WHAT = {
     "ended": "a rank has ended its script while others go on",
     "calls": "ranks call different things",
-    "choices": "ranks make one call of different things: model, optimizer or batch have changed on some alone",
+    "choices": "ranks choose differently within a call: model, optimizer or batch have changed on some ranks only",
 }
 _HINTS = {
     "ended": "let all ranks leave the loop together: share the decision (torch.distributed.broadcast, all_reduce), "
@@ -39,16 +39,16 @@ _HINTS = {
     "calls": "mw.compile, step, evaluate, forward_only, save, async_save, load, parameters and, with sharded "
     "parameters, model(x) communicate: call them on every rank, in the same order, not under `if rank == 0`; print and "
     "write files there",
-    "choices": "train(), eval(), requires_grad_(), options of the optimizer and shapes of batches change on every rank "
-    "alike, and parameters, buffers and optimizer state are written there (swapped for their average, too): not under "
-    "`if rank == 0`, and by what all ranks know (broadcast it)",
+    "choices": "train(), eval(), requires_grad_(), options of the optimizer, shapes of batches, and writes to "
+    "parameters, buffers and optimizer state (also swaps with their average) must be the same on every "
+    "rank: not under `if rank == 0`, and decided by values that all ranks have (broadcast them)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """What a rank posts: how many calls it has begun, whether it is in the last one, the last calls as text, what the
-    last one has chosen to do, whether the script has ended, and the exception that ended it."""
+    """What a rank posts: how many calls it has begun, whether it is in the latest call, the latest calls as text, the
+    latest call's choice, whether the script has ended, and the exception that ended it."""
 
     num: int = 0
     is_inside: bool = False
@@ -73,12 +73,12 @@ class Posted:
         }
 
     def at(self, num: int) -> str | None:
-        """The call of that number as text; None where it is not among those posted."""
+        """The call of that number as text; None if it is not among those posted."""
         index = num - self.num + len(self.calls) - 1
         return _text(self.calls[index]) if 0 <= index < len(self.calls) else None
 
     def differs_from(self, other: Posted) -> int | None:
-        """The first call that is another than that of `other`, or that `other` has ended without; None where there is
+        """The first call that differs from that of `other`, or that `other` has ended without; None if there is
         none."""
         for num in range(max(1, self.num - KEPT + 1), self.num + 1):
             mine, its = self.at(num), other.at(num)
@@ -97,7 +97,7 @@ def _text(call: Any) -> str:
 
 
 class Health(Protocol):
-    """What sees failures of other ranks: a `Watch`."""
+    """What detects failures of other ranks: a `Watch`."""
 
     @property
     def has_failed(self) -> bool: ...
@@ -108,21 +108,21 @@ class Health(Protocol):
 
 
 class Calls:
-    """The calls of this process. `now` is replaced by each, so that another thread reads it whole."""
+    """The calls of this process. `now` is replaced by each call, so that another thread reads it atomically."""
 
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self.store, self.rank, self.num_ranks = store, rank, num_ranks
         self.now = Posted()
-        self.watches: list[Health] = []  # those of the worlds that are open
+        self.watches: list[Health] = []  # of the worlds that are open
         self._before: tuple[str, Any] = ("", ())
-        self._chosen: dict[str, tuple[str, ...]] = {}  # by the name of a call what the last of that name chose
+        # for each name of a call, the choice of the latest call of that name
+        self._chosen: dict[str, tuple[str, ...]] = {}
         self._met = ""
 
     @contextmanager
     def call(self, name: str, detail: Any, is_compared: bool, check: Callable[[], None]) -> Iterator[None]:
-        """One call that communicates. `detail` are the shapes of its batch by name; `is_compared` says that the call
-        itself compares those first, so that another detail alone needs no meeting. `check` raises once a rank has
-        failed."""
+        """A call that communicates. `detail` are the shapes of its batch by name; `is_compared`: the call itself
+        compares those first, so that a different detail needs no meeting. `check` raises once a rank has failed."""
         is_like_the_last = self._before == (name, detail) or (is_compared and self._before[0] == name)
         shown = (name, () if is_compared else detail)
         with self._posted(name, detail, shown) as num:
@@ -131,8 +131,9 @@ class Calls:
             yield
 
     def choose(self, choice: str, check: Callable[[], None]) -> None:
-        """What this rank's call goes on to do. Another choice than in the last call of that name meets; ranks with
-        different ones are an error on every rank, before a communication that depends on it."""
+        """This rank's choice in the current call. A choice that differs from that of the previous call of the same name
+        meets; ranks with different choices are an error on every rank, before a communication that depends on the
+        choice."""
         now, name = self.now, self._before[0]
         chosen = (*now.choices, choice)
         self.now = replace(now, choices=chosen)
@@ -142,10 +143,10 @@ class Calls:
 
     @contextmanager
     def exchange(self, name: str) -> Iterator[Callable[[], None]]:
-        """A call in which ranks meet through the store alone (`runtime/consensus.py`), however long one of them takes:
-        it has no meeting of its own. Gives what raises, while they wait, once a rank is seen to have failed, or to be
-        in another call, by a world that is sound now. Inside another call it is part of that. Worlds that are made in
-        it end with its failure."""
+        """A call in which ranks meet only through the store (`runtime/consensus.py`), however long a rank takes: it has
+        no meeting of its own. Yields a check that raises, while they wait, once a healthy world sees that a rank has
+        failed or is in another call. Inside another call it is part of that call. Worlds created in it end if it
+        fails."""
         before = tuple(self.watches)
         sound = [watch for watch in before if not watch.has_failed]
 
@@ -171,7 +172,7 @@ class Calls:
             self.now = replace(self.now, is_inside=False)
 
     def _meet(self, key: str, check: Callable[[], None]) -> None:
-        """Wait until every rank is at this call. The key of the meeting before, where all have been, is deleted."""
+        """Wait until every rank is at this call. The key of the previous meeting, which all have left, is deleted."""
         num_here, pause = self.store.add(key, 1), _SHORTEST_PAUSE
         while num_here < self.num_ranks:
             check()
@@ -184,7 +185,7 @@ class Calls:
 
 
 def failure_of(num: int, posted: Mapping[int, Posted]) -> dict[str, Any]:
-    """What ranks that call different things fail with, by what each has posted: parts of an error. `num` is the first
+    """The error of ranks that make different calls, from what each has posted: parts of an error. `num` is the first
     call that differs."""
     ended = {rank: its for rank, its in posted.items() if its.has_ended and its.num < num}
     states = {rank: _state_at(num, its) for rank, its in posted.items()}
@@ -198,18 +199,18 @@ def failure_of(num: int, posted: Mapping[int, Posted]) -> dict[str, Any]:
     shown = "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_state.items())
     raised = [f"rank {rank} by {its.ended_by}" for rank, its in ended.items() if its.ended_by]
     got = f"call {num} that communicates is {shown}" + (f"; ended {', '.join(raised)}" if raised else "")
-    hint = f"mend what {raised[0].partition(' by ')[0]} raises" if raised else _HINTS[kind]
+    hint = f"fix what {raised[0].partition(' by ')[0]} raises" if raised else _HINTS[kind]
     return {"what": _WHAT[kind], "got": got, "hint": hint, "rank": -1}
 
 
 def uncaught_exception() -> str:
-    """The exception that ends this script, as text; nothing where none does. Python notes it as it prints it."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # the former from Python 3.12 on
+    """The exception that ends this script, as text; empty if none does. Python records it when it prints it."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # Python 3.12 and later
     return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _choice_at(num: int, rank: int, posted: Mapping[int, Posted]) -> str:
-    """What a rank has chosen in its call `num`, where ranks differ first."""
+    """A rank's choice in its call `num`, where ranks first differ."""
     if posted[rank].num > num:
         return "is past that"
     all_choices = [its.choices for its in posted.values() if its.num == num]
@@ -228,11 +229,11 @@ def _state_at(num: int, posted: Posted) -> str:
     return f"never, its script has ended after {last}" if posted.has_ended else f"not begun, after {last}"
 
 
-_CALLS: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()  # by the store of a job, as torch keeps its groups
+_CALLS: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()  # by the store of a job, as torch stores its groups
 
 
 def calls_of_job() -> Calls:
-    """The calls of this process in the job that torch.distributed is of: those of all its worlds."""
+    """The calls of this process in the current torch.distributed job: those of all its worlds."""
     store = default_store()
     if store not in _CALLS:
         prefixed = PrefixStore("meshweave/calls", store)

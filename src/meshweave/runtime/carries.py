@@ -1,4 +1,4 @@
-"""What a step hands to the next one beside its state: parameters that are gathered already."""
+"""What a step passes to the next step beside its state: parameters that are gathered already."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ GatheredParams = Mapping[str, Tensor]  # by parameter
 
 
 class Carries:
-    """The carried values of the held devices, and what makes them of the parameters where no step has.
+    """The carried values of the local devices, and the graphs that compute them from the parameters before the first
+    step.
 
-    They are used only while the parameters are the tensors, with the values, that they were gathered from: after a
-    load, or a write to the state on any rank (through `.data`, too, which leaves a tensor's version as it was), they
-    are gathered again. So nothing that a checkpoint holds is lost with them.
+    They are used only while the parameters are the same tensors, with the same values, that they were gathered from:
+    after a load, or a write to the state on any rank (also through `.data`, which does not change a tensor's version),
+    they are gathered again. So checkpoints need not contain them.
     """
 
     def __init__(self, roles: Sequence[RankGraph], world: World) -> None:
-        """Every process of the world makes it together."""
+        """Every process of the world constructs it together."""
         self._made: list[dict[str, Tensor]] | None = None
         self._sources: list[tuple[Tensor, int, Tensor]] = []  # piece, version, fingerprint of its bytes
         self._world = world
@@ -41,7 +42,7 @@ class Carries:
         self._executor = world.executor(prologues, self._ranks, None)
 
     def ready(self, state: State) -> Sequence[GatheredParams]:
-        """The values of every held device; they are gathered first where they are not there. All processes call it."""
+        """The values of every local device, gathered first if missing. All processes call it."""
         if not self._names:
             return [{} for _ in self._world.devices]
         if on_any(self._world, self._made is None or not self._is_fresh(state)):
@@ -51,12 +52,12 @@ class Carries:
         return self._made
 
     def keep(self, state: State, ranks: Sequence[Compiled], envs: Sequence[Env]) -> None:
-        """Take over what an update has made behind the parameters that now are in the state."""
+        """Store the values that an update has gathered from the new parameters."""
         if self._names:
             self._hold(state, [_carried(rank, env) for rank, env in zip(ranks, envs, strict=True)])
 
     def drop(self) -> None:
-        """Let go of the values. They live on where a step holds them."""
+        """Drop the values. They live on while a step uses them."""
         self._made, self._sources = None, []
 
     def _hold(self, state: State, gathered: list[dict[str, Tensor]]) -> None:
@@ -92,7 +93,7 @@ def _carried(rank: Compiled, env: Env) -> dict[str, Tensor]:
 
 
 def _nothing(role: RankGraph) -> RankGraph:
-    """The prologue of a role that carries nothing over, in a program where others do."""
+    """The empty prologue of a role that carries nothing, in a program where other roles do."""
     graph = fx.Graph()
     graph.output([])
     return replace(role, graph=graph, inputs=(), layouts=(), outputs=(), output_layouts=(), prologue=None)

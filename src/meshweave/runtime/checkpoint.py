@@ -1,8 +1,8 @@
-"""Checkpoints in the one format, torch.distributed.checkpoint (DCP): tables of pieces, loadable on any other mesh.
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP): tables of pieces, loadable on any other mesh.
 
 A checkpoint is a directory with DCP's `.metadata` (which piece of which tensor lies where), one data file per process
-that wrote, and `meshweave.json` (format version, sizes of the files, and what the caller wants to know again). It is
-written beside its place and renamed when complete. Loading executes nothing that a file says.
+that wrote, and `meshweave.json` (format version, sizes of the files, and the caller's own facts). It is written to a
+temporary directory beside its path and renamed when complete. Loading never executes code from a file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["Info", "ShardedTensorView", "async_save", "load", "save", "saved_spe
 
 _LOG = logging.getLogger("meshweave")
 
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # DCP warns of this; here it is ordinary
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # DCP warns about this; here it is normal
 T = TypeVar("T")
 
 
@@ -62,13 +62,13 @@ def save(
 ) -> None:
     """Write a checkpoint of `tensors` at `path`; every process of the group calls this.
 
-    A box that several processes or devices hold is written once. `info` (of the first process) is small facts such as
+    A box that several processes or devices have is written once. `info` (of the first process) is small facts such as
     step, seed and fingerprints. The files are written into `<path>.tmp-<id>`, which is renamed when all of them are
-    complete: until then what is at `path` stays, and after an error or Ctrl-C too. All processes must see one file
+    complete: until then, and after an error or Ctrl-C, the old contents of `path` stay. All processes must share a file
     system. Without torch.distributed this process writes alone.
 
-    Raises CheckpointError, on every process, when writing failed on one, when the pieces overlap or leave gaps, and
-    when `path` holds anything but a checkpoint.
+    Raises CheckpointError, on every process, when writing failed on any process, when the pieces overlap or leave gaps,
+    and when `path` contains anything but a checkpoint.
     """
     writer = _begin(path, info, process_group)
     with writer.errors(), _alone_is_fine():
@@ -87,18 +87,18 @@ def async_save(
     info: Info,
     process_group: dist.ProcessGroup | None = None,
 ) -> Future[None]:
-    """`save` whose files are written and published by a thread. Returns once the pieces are copied to CPU memory.
+    """`save` on a thread that writes and publishes the files. Returns once the pieces are copied to CPU memory.
 
     The thread communicates over `process_group`, a Gloo group that nothing else uses until the future is done. The
     future's error is a CheckpointError, logged when it occurs. Raises CheckpointError, on every process, for a path
-    that holds anything but a checkpoint, and where the copies failed on one process.
+    that contains anything but a checkpoint, and if the copies failed on any process.
     """
     copies: dict[str, ShardedTensorView] = {}
     writer = _begin(
         path, info, process_group, lambda: copies.update({name: view.copy() for name, view in tensors.items()})
     )
     if not _is_distributed():
-        warnings.filterwarnings("ignore", message=_ALONE)  # the thread must not change the filters for a while
+        warnings.filterwarnings("ignore", message=_ALONE)  # the thread must not change the warning filters temporarily
     with writer.errors():
         upload = dcp_async_save(
             copies,
@@ -113,11 +113,11 @@ def async_save(
     return done
 
 
-_LEFT = "destroy_process_group() ran while the save was under way: wait for the future that async_save returns first"
+_LEFT = "destroy_process_group() ran during the save: wait for the future that async_save returns first"
 
 
 def _settle(upload: Future[Any], writer: _PieceWriter, is_of_job: bool, done: Future[None]) -> None:
-    """Complete `done` as `upload` is, with an error of ours."""
+    """Complete `done` with the result of `upload`, or with a meshweave error."""
     try:
         with writer.errors():
             upload.result()
@@ -137,21 +137,21 @@ def load(
     wanted: Mapping[str, ShardedTensorView],
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, int | str]:
-    """Fill `wanted` in place from the checkpoint at `path`, however it was cut when saved, and return its info.
+    """Fill `wanted` in place from the checkpoint at `path`, whatever its layout when saved, and return its info.
 
-    `wanted` names every tensor of the model on every process; one that holds nothing of a tensor passes a view without
-    pieces. Each process reads the pieces that it needs and checks their checksums. A save that was killed between its
-    two renames leaves the checkpoint that it replaced at `<path>.old-<id>`, and that one is read then.
+    `wanted` names every tensor of the model on every process; a process without a part of a tensor passes a view
+    without pieces. Each process reads the pieces that it needs and checks their checksums. A save that was killed
+    between its two renames leaves the checkpoint that it replaced at `<path>.old-<id>`, which is then read.
 
-    Raises CheckpointError, on every process, when there is no checkpoint, when it is damaged, of another model or of
-    an unknown version; then `wanted` is unchanged, except where damage inside a data file was found late.
+    Raises CheckpointError, on every process, when there is no checkpoint, when it is damaged, of another model or of an
+    unknown version; then `wanted` is unchanged, unless a data file turned out to be damaged during the read.
     """
     rank = dist.get_rank(process_group) if _is_distributed() else 0
     return _together(lambda: _load(Path(os.path.realpath(path)), wanted), process_group)[rank]
 
 
 def saved_specs(path: str | os.PathLike[str]) -> dict[str, Spec]:
-    """Shapes and dtypes of the tensors in a checkpoint, by name. CheckpointError where there is none."""
+    """Shapes and dtypes of the tensors in a checkpoint, by name. CheckpointError if there is no checkpoint."""
     folder = _find(Path(os.path.realpath(path)))
     with file_errors("the checkpoint cannot be read", folder):
         metadata = read_metadata(folder, read_table(folder)["files"])
@@ -174,7 +174,7 @@ def _alone_is_fine() -> Iterator[None]:
 
 
 def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Do `work` on every process and return all results. Where it failed on one process, it fails on all."""
+    """Do `work` on every process and return all results. A failure on any process is a failure on all."""
     if not _is_distributed():
         return [work()]
     error: BaseException | None = None
@@ -197,7 +197,7 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, which drops a box that another process writes; also checks that nothing is left out."""
+    """DCP's planner, extended to drop boxes that another process writes; also checks that nothing is missing."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -215,7 +215,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _PieceWriter(FileSystemWriter):
-    """Writes into `staged`, which the first process renames to `target` when all have written."""
+    """Writes into `staged`, which the first process renames to `target` when all processes have finished."""
 
     def __init__(self, staged: Path, target: Path, info: Info, is_first: bool) -> None:
         super().__init__(staged)
@@ -223,7 +223,7 @@ class _PieceWriter(FileSystemWriter):
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """A block whose errors are ours and leave nothing in `staged`."""
+        """A context that turns errors into CheckpointError and removes `staged` on failure."""
         try:
             with file_errors(NOT_WRITTEN, self.target):
                 yield
@@ -233,15 +233,15 @@ class _PieceWriter(FileSystemWriter):
             raise
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Called by `async_save` of DCP. The pieces are copies already."""
+        """Called by DCP's `async_save`. The pieces are copies already."""
         return state_dict
 
     def storage_meta(self) -> StorageMeta | None:
-        # DCP would record the path, as a pickled object, and it is not the final path.
+        # DCP would record the path, as a pickled object, and the path is not the final path.
         return None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on the first process, with what all have written."""
+        """Called on the first process, with the results of all processes."""
         super().finish(metadata, results)
         files = frozenset(entry.storage_data.relative_path for written in results for entry in written)
         finish(self.staged, self.target, files, self.info)
@@ -250,7 +250,7 @@ class _PieceWriter(FileSystemWriter):
 def _begin(
     path: str | os.PathLike[str], info: Info, group: dist.ProcessGroup | None, work: Callable[[], None] | None = None
 ) -> _PieceWriter:
-    """Make the directory that is written into, and do `work`, on every process or none."""
+    """Create the directory to write into, and do `work`, on every process or on none."""
     target = Path(os.path.realpath(path))
     is_first = not _is_distributed() or dist.get_rank(group) == 0
 
@@ -268,8 +268,8 @@ def _begin(
 
 
 class _Reader(PieceReader):
-    """Reads with metadata that has been checked already. Checks each piece's checksums, and keeps the last piece, which
-    several wanted boxes may be cut from one after the other."""
+    """Reads with metadata that has been checked already. Checks each piece's checksums, and caches the last piece,
+    because several wanted boxes in a row may be cut from it."""
 
     def __init__(self, path: Path, metadata: Metadata, checksums: bool) -> None:
         super().__init__(path)
@@ -288,14 +288,15 @@ class _Reader(PieceReader):
         return self._last[1]
 
     def _check(self, content: bytes, piece: StorageInfo) -> None:
-        # A piece is a zip archive as torch.save makes it. torch.load does not compare its checksums; zipfile does.
+        # A piece is a zip archive written by torch.save. torch.load does not compare its checksums; zipfile does.
         with zipfile.ZipFile(BytesIO(content)) as archive:
             if archive.testzip() is not None:
                 raise damaged(Path(self.path), f"wrong checksum in {piece.relative_path}")
 
 
 class _LoadPlanner(LoadPlanner):
-    """DCP's own resharding for views, and nothing that unpickles: DCP's default planner would load bytes freely."""
+    """DCP's resharding for views, without unpickling: DCP's default planner would unpickle bytes without
+    restriction."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None
@@ -328,7 +329,7 @@ class _LoadPlanner(LoadPlanner):
         return tensor[tuple(slice(offset, offset + length) for offset, length in box)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the piece was copied into its place."""
+        """Nothing to do: the piece was copied in place."""
 
 
 def _load(target: Path, wanted: Mapping[str, ShardedTensorView]) -> dict[str, int | str]:

@@ -1,4 +1,4 @@
-"""The directory of a checkpoint: begun beside its place, checked, and published by a rename."""
+"""The directory of a checkpoint: created beside its path, checked, and published by a rename."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from meshweave.errors import CheckpointError, MeshweaveError
 from meshweave.runtime.checkpoint_tables import FORMAT_VERSION, METADATA, OUR_FILES, TABLE
 
 Info = Mapping[str, int | str]
-NOT_WRITTEN = "the checkpoint could not be written; what was at its path is untouched"
+NOT_WRITTEN = "the checkpoint could not be written; the old contents of its path are untouched"
 
 
 @contextmanager
 def errors(what: str, path: Path) -> Iterator[None]:
-    """Turn what the file system and DCP raise into ours.
+    """Turn errors of the file system and of DCP into CheckpointError.
 
-    DCP raises a BaseException with the failures of all processes. Errors of ours among them, and Ctrl-C, come through.
+    DCP raises a BaseException with the failures of all processes. A MeshweaveError among them, and Ctrl-C, pass
+    through.
     """
     try:
         yield
@@ -43,7 +44,7 @@ def errors(what: str, path: Path) -> Iterator[None]:
 
 
 def leftovers(target: Path, kind: str) -> list[Path]:
-    """What unfinished saves left beside `target`, newest first; `kind` is tmp or old."""
+    """Leftovers of unfinished saves beside `target`, newest first; `kind` is tmp or old."""
     pattern = re.compile(re.escape(target.name) + rf"\.{kind}-[0-9a-f]{{8}}")
     leftovers = [p for p in target.parent.glob("*") if pattern.fullmatch(p.name)] if target.parent.is_dir() else []
     return sorted(leftovers, key=lambda p: p.stat().st_mtime, reverse=True)
@@ -54,24 +55,24 @@ def _beside(target: Path, kind: str) -> Path:
 
 
 def prepare(target: Path) -> Path:
-    """A new directory to write into. CheckpointError where `target` is something else than a checkpoint."""
+    """A new directory to write into. CheckpointError if `target` is anything but a checkpoint."""
     if target.exists():
         strange = [target] if not target.is_dir() else [p for p in target.iterdir() if not OUR_FILES.fullmatch(p.name)]
         if strange:
             raise CheckpointError(
-                "the path holds something that is not a checkpoint, and it will not be replaced",
+                "the path contains something that is not a checkpoint, and it will not be replaced",
                 where=str(target),
                 got=", ".join(p.name for p in strange[:3]),
                 hint="save to another path, or move these away",
             )
     staged = _beside(target, "tmp")
-    with errors("the checkpoint's directory cannot be made", staged):
+    with errors("the checkpoint's directory cannot be created", staged):
         staged.mkdir(parents=True)
     return staged
 
 
 def finish(staged: Path, target: Path, files: frozenset[str], info: Info) -> None:
-    """Publish what was written into `staged` at `target`."""
+    """Publish the files in `staged` as `target`."""
     absent = sorted(name for name in files if not (staged / name).is_file())
     if absent:
         raise CheckpointError(
@@ -111,7 +112,7 @@ def _publish(staged: Path, target: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Make the names in `directory` durable."""
+    """Make the directory entries in `directory` durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

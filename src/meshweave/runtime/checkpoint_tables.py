@@ -1,4 +1,4 @@
-"""What a checkpoint holds: views of tensors as tables of pieces, and how such tables are read without trust."""
+"""The contents of a checkpoint: views of tensors as tables of pieces, and how to read untrusted tables."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ OUR_FILES = re.compile(r"\.metadata|meshweave\.json|__\d+_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTensorView:
-    """A global tensor as the pieces of it that this process holds (to save) or wants (to load, filled in place).
+    """A global tensor as the pieces that this process has (to save) or wants (to load, filled in place).
 
-    Implements DCP's `_Checkpointable` (torch/distributed/_checkpointable.py). A box may come several times, as it does
-    where one process stands for many devices: it is written once, and read once for all. Empty pieces are ordinary.
+    Implements DCP's `_Checkpointable` (torch/distributed/_checkpointable.py). A box may occur several times if a
+    process represents many devices: it is written once, and read once for all. Empty pieces are normal.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class ShardedTensorView:
             assert all(end <= size for end, size in zip(ends, self.shape, strict=True)), f"{box} leaves {self.shape}"
 
     def distinct(self) -> list[tuple[Box, Tensor]]:
-        """The pieces without repetitions and empty ones; a tensor without elements is one piece."""
+        """The pieces without duplicates and empty pieces; a tensor without elements is a single piece."""
         if prod(self.shape) == 0:
             whole = Box((0,) * len(self.shape), self.shape)
             return [(whole, tensor.new_empty(self.shape)) for _, tensor in self.pieces[:1]]
@@ -71,7 +71,7 @@ class ShardedTensorView:
                 tensor.detach().copy_(first[box])
 
     def copy(self) -> ShardedTensorView:
-        """Its distinct pieces in CPU memory of their own."""
+        """Its distinct pieces, copied to CPU memory."""
         copies = ((box, tensor.detach().to("cpu", copy=True)) for box, tensor in self.distinct())
         return replace(self, pieces=tuple(copies))
 
@@ -91,7 +91,7 @@ class ShardedTensorView:
         return [_chunk(box) for box, _ in self.distinct()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The piece at `index`. Its hint decides among wanted boxes that begin at the same offset."""
+        """The piece at `index`. Its hint chooses among wanted boxes that begin at the same offset."""
         pieces = self.distinct()
         hinted = pieces[index.index : index.index + 1] if index.index is not None else []
         return next(tensor for box, tensor in [*hinted, *pieces] if box.offset == tuple(index.offset or ()))
@@ -108,11 +108,11 @@ def check_cover(name: str, shape: Iterable[int], sizes: Iterable[Iterable[int]])
             f"the pieces of '{name}' do not make up the whole tensor",
             got=f"{covered} elements",
             expected=f"{total} elements",
-            hint="each box of the tensor's layout must be held by some process",
+            hint="some process must have each box of the tensor's layout",
         )
 
 
-# All that a table of pieces is made of. Loading any other name would let the file choose what runs.
+# The only classes that a table of pieces needs. Loading any other name would let the file choose what runs.
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     **{
         (kind.__module__, kind.__qualname__): kind
@@ -134,10 +134,10 @@ class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise CheckpointError(
-                "the checkpoint's metadata holds more than tables of pieces, and was not loaded",
+                "the checkpoint's metadata contains more than tables of pieces, and was not loaded",
                 got=f"{module}.{name}",
                 expected="the metadata classes of torch.distributed.checkpoint",
-                hint="do not use this file: whoever made it may have meant to run code on your machine",
+                hint="do not use this file: it may be an attempt to run code on your machine",
             )
         return _ALLOWED[module, name]
 
@@ -166,11 +166,11 @@ def read_table(path: Path) -> dict[str, Any]:
         raise _not_ours(path, f"another {TABLE}")
     if table.get("version") != FORMAT_VERSION:
         raise CheckpointError(
-            "the checkpoint has a format version that is not known here",
+            "unknown format version of the checkpoint",
             where=str(path),
             got=f"version {table.get('version')}",
             expected=f"version {FORMAT_VERSION}",
-            hint="load it with the meshweave that wrote it, or a newer one",
+            hint="load it with the version of meshweave that wrote it, or a newer version",
         )
     fields = {"checksums": bool, "files": dict, "info": dict}
     wrong = [name for name, kind in fields.items() if not isinstance(table.get(name), kind)]
@@ -180,7 +180,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
-    """The tables of pieces, after the files were found to be there in full length."""
+    """The tables of pieces, after a check that all files exist in full length."""
     for name, size in files.items():
         if not OUR_FILES.fullmatch(name):
             raise damaged(path, f"{TABLE} names the file {name!r}")
@@ -204,7 +204,7 @@ def _check_metadata(metadata: Any, files: Mapping[str, int]) -> None:
         raise ValueError("no tables of pieces")
     for name, table in metadata.state_dict_metadata.items():
         if not isinstance(table, TensorStorageMetadata):
-            raise ValueError(f"'{name}' is no tensor")
+            raise ValueError(f"'{name}' is not a tensor")
     for stored in metadata.storage_data.values():
         if stored.relative_path not in files or stored.transform_descriptors:
             raise ValueError(f"a piece in the file {stored.relative_path!r}")

@@ -1,4 +1,4 @@
-"""One rank of a torch.distributed job: groups, collectives and failures that reach everybody."""
+"""A rank of a torch.distributed job: groups, collectives and failures that reach every rank."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from meshweave.runtime.world import LocalWorld, World, checked_device
 
 
 class ClusterWorld:
-    """One rank of an initialised torch.distributed job; device ids of the mesh are global ranks.
+    """A rank of an initialised torch.distributed job; device ids of the mesh are global ranks.
 
-    Every rank makes its worlds in the same order. Raises MeshError, on every rank, unless the mesh names each rank of
+    Every rank creates its worlds in the same order. Raises MeshError, on every rank, unless the mesh names each rank of
     the job once.
     """
 
@@ -56,13 +56,13 @@ class ClusterWorld:
         finalize(self, self._watch.close).atexit = False
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
-        """What runs this rank, and the process groups that the roles use. All ranks call it together."""
+        """The executor of this rank, with the process groups that the roles use. All ranks call it together."""
         with self.guard():
             self.communicator.prepare(roles)
         return SerialExecutor(ranks[0], self.rank, self.communicator, meter)
 
     def close(self) -> None:
-        """Stop watching the other ranks. The world is not used afterwards."""
+        """Stop watching the other ranks. The world must not be used afterwards."""
         self._watch.close(LINGER)
 
     def meet(self) -> None:
@@ -70,7 +70,7 @@ class ClusterWorld:
         dist.barrier()
 
     def gather(self, numbers: Tensor) -> dict[int, Tensor]:
-        """By rank what each has in a one-dimensional tensor, on CPU. All ranks call it with tensors of one shape."""
+        """A one-dimensional CPU tensor of each rank, by rank. All ranks call it with tensors of the same shape."""
         axes = tuple(a for a in self.mesh.axis_names if self.mesh.size(a) > 1)
         (members,) = self.mesh.groups(axes)
         with self.guard():
@@ -81,7 +81,7 @@ class ClusterWorld:
         return dict(zip(members, gathered.view(len(members), -1), strict=True))
 
     def broadcast(self, value: Tensor) -> Tensor:
-        """What the first rank has in a tensor, on every rank, on the world's device. All ranks call it."""
+        """The first rank's tensor, on every rank, on the world's device. All ranks call it."""
         with self.guard():
             return self.communicator.broadcast(value.to(self.device, copy=True), min(self.mesh.devices))
 
@@ -91,11 +91,11 @@ class ClusterWorld:
         Replicas are not sent. Raises LayoutError for a partial value, which has no full tensor before it is reduced.
         """
         if any(layout.mesh.size(axis) > 1 for axis in layout.partial_axes):
-            raise LayoutError("a partial value cannot be put together", got=str(layout), hint="reduce it first")
+            raise LayoutError("a partial value cannot be assembled", got=str(layout), hint="reduce it first")
         mesh = layout.mesh
         axes = tuple(a for a in mesh.axis_names if a in layout.sharded_axes and mesh.size(a) > 1)
         with self.guard():
-            group = self.communicator.group(axes, mesh)  # every rank takes part in making it
+            group = self.communicator.group(axes, mesh)  # every rank takes part
             full = self._gathered(spec.shape, layout, group, axes, pieces[0]) if pieces else None
             if full is not None and mesh.covers(self.mesh.devices):
                 return full
@@ -122,10 +122,11 @@ class ClusterWorld:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """A context in which a failure of one rank is an error on every rank, within seconds.
+        """A context in which a failure of a rank is an error on every rank, within seconds.
 
-        The rank that failed raises its own error, the others StepError with the first one. When all ranks fail at the
-        same point (a loss that is not finite), each raises its own and the world stays usable; otherwise it is not.
+        The rank that failed raises its own error, the others StepError with the first error. When all ranks fail at the
+        same point (a loss that is not finite), each raises its own error and the world stays usable; otherwise it does
+        not.
         """
         if self._depth:
             yield
@@ -148,8 +149,8 @@ class ClusterWorld:
 
     @contextmanager
     def call(self, name: str, detail: Any = (), is_compared: bool = False) -> Iterator[None]:
-        """`guard`, of a call of the user's that communicates: one that the other ranks do not make, too, is an error on
-        every rank, before anything is communicated. `detail` and `is_compared` are those of `Calls.call`."""
+        """`guard`, for a user's call that communicates: a call that not all ranks make is an error on every rank, too,
+        before any communication. `detail` and `is_compared` are those of `Calls.call`."""
         if self._calls.now.is_inside:
             with self.guard():
                 yield
@@ -158,7 +159,7 @@ class ClusterWorld:
             yield
 
     def choose(self, choice: str) -> None:
-        """What this rank's call goes on to do, by what it alone knows; ranks that choose differently are an error on
+        """This rank's choice in the current call, from its own knowledge; ranks that choose differently are an error on
         every rank."""
         self._calls.choose(choice, self._watch.check)
 
@@ -167,11 +168,11 @@ class ClusterWorld:
         self._watch.check()
 
     def has_whole(self, layout: Layout) -> bool:
-        """Whether every process holds all of a value of this layout: putting it together communicates nothing."""
+        """Whether every process has the whole value of this layout, so that assembling it communicates nothing."""
         return layout.mesh.covers(self.mesh.devices) and all(layout.mesh.size(a) == 1 for a in layout.sharded_axes)
 
     def _recovers(self, error: BaseException) -> bool:
-        """Whether all ranks failed at one point, with as many collectives behind them."""
+        """Whether all ranks failed at the same point, after the same number of collectives."""
         if self._watch.has_failed or _is_lost(error) or not isinstance(error, Exception):
             return False
         point = f"{self._num_guards}/{self.communicator.num_started}/{self.communicator.num_waited}"
@@ -184,7 +185,7 @@ class ClusterWorld:
         return True
 
     def _spread(self, error: BaseException) -> None:
-        """See to it that the first failure is known everywhere."""
+        """Make sure that the first failure is known everywhere."""
         if _is_lost(error):
             self._watch.declare_silent()
         if not self._watch.has_failed:
@@ -193,7 +194,7 @@ class ClusterWorld:
 
 
 def _abort(communicator: ClusterCommunicator) -> None:
-    """Release a rank that waits for a GPU. On Gloo abort() releases nobody (torch 2.13), and `check` does it."""
+    """Release a rank that waits for a GPU. On Gloo abort() releases no rank (torch 2.13); `check` does."""
     if not communicator.is_native:
         return
     for group in (*communicator.process_groups, default_group()):
@@ -201,7 +202,7 @@ def _abort(communicator: ClusterCommunicator) -> None:
 
 
 def _is_lost(error: BaseException | None) -> bool:
-    """Whether `error` comes of a broken connection: our own collectives say so, those of others name their library."""
+    """Whether `error` results from a broken connection: meshweave's collectives say so, torch's name their library."""
     while error is not None:
         if isinstance(error, ConnectionLost | dist.DistError) or "gloo/transport" in str(error):
             return True
@@ -214,7 +215,7 @@ def _unusable(first: StepError) -> StepError:
         "this world has failed and cannot be used again",
         where=first.where,
         got=f"{first.what}: {first.got}",
-        hint="start the job again, from its last checkpoint",
+        hint="restart the job from its last checkpoint",
     )
 
 
@@ -240,7 +241,7 @@ def _check_ranks(mesh: Mesh) -> None:
     left_out = sorted(set(range(size)) - set(mesh.devices))
     if left_out:
         raise MeshError(
-            "the mesh leaves out ranks of the world, which then cannot take part",
+            "the mesh omits ranks of the world, which then cannot take part",
             where=where,
             got=f"no device for rank {', '.join(map(str, left_out))}",
             expected=f"a mesh of {size} devices",
@@ -263,7 +264,7 @@ def _local_rank() -> int:
 
 
 def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
-    """This process's part of the mesh: this rank of torch.distributed where it is initialised, else all of it."""
+    """This process's part of the mesh: this rank of torch.distributed if it is initialised, else the whole mesh."""
     is_job = dist.is_available() and dist.is_initialized()
     world: World = ClusterWorld(mesh, device) if is_job else LocalWorld(mesh, device)
     if world.device.type == "cpu":
@@ -272,14 +273,14 @@ def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
 
 
 def on_any(world: World, flag: bool) -> bool:
-    """Whether any process of the world says so. All of them call it together."""
+    """Whether any process of the world passes True. All of them call it together."""
     if not isinstance(world, ClusterWorld):
         return flag
     return any(map(bool, world.gather(torch.tensor([int(flag)])).values()))
 
 
 def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[int, int]:
-    """Join the job that torchrun's environment describes: NCCL where there is CUDA, else Gloo. Rank and world size.
+    """Join the job of torchrun's environment: NCCL if there is CUDA, else Gloo. Returns rank and world size.
 
     Raises MeshError without such an environment.
     """
@@ -298,7 +299,7 @@ def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> t
 
 
 def shutdown(world: ClusterWorld | None = None) -> None:
-    """Leave the job. Safe to call at any time, after a failure too, and without a job. Rank 0, which often hosts the
+    """Leave the job. Safe to call at any time, also after a failure and without a job. Rank 0, which often hosts the
     store, leaves last, but waits no more than seconds for the others."""
     failed = world is not None and world._watch.has_failed
     if world is not None:
@@ -311,7 +312,7 @@ def shutdown(world: ClusterWorld | None = None) -> None:
 
 def _await_others() -> None:
     store, end = default_store(), time.monotonic() + LINGER
-    with suppress(RuntimeError):  # the store ended before us
+    with suppress(RuntimeError):  # the store ended first
         num_here = store.add("meshweave/leaving", 1)
         while dist.get_rank() == 0 and num_here < dist.get_world_size() and time.monotonic() < end:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What each collective becomes over a process group. Blocks are along dim 0, in the order of the flattened axes."""
+"""How each collective runs over a process group. Blocks are along dim 0, in the order of the flattened axes."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from meshweave.runtime.messages import Message, Messages, bytes_of
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 T = TypeVar("T")
-Reduce = Callable[[Sequence[Tensor]], Tensor]  # of the members' parts, in the order of the group
+Reduce = Callable[[Sequence[Tensor]], Tensor]  # of the members' parts, in group order
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The process group of one axis list that this rank is in.
+    """The process group of a list of axes that this rank is in.
 
     torch sorts the ranks of a process group. `order[i]` is the rank in the process group of member i of the flattened
-    axes; blocks are permuted where the two orders differ.
+    axes; blocks are permuted if the two orders differ.
     """
 
     process_group: dist.ProcessGroup | None
     order: tuple[int, ...]
     is_sorted: bool
-    messages: Messages | None = None  # where collectives are done by messages
+    messages: Messages | None = None  # set if collectives run as messages
 
     @property
     def size(self) -> int:
@@ -51,7 +51,7 @@ class Group:
 
     @property
     def own(self) -> int:
-        """Which member this rank is."""
+        """The member that this rank is."""
         assert self.process_group is not None
         return self.order.index(self.process_group.rank())
 
@@ -62,24 +62,24 @@ class Group:
     def begin(
         self, received: Sequence[Message], sent: Sequence[Message], beside: Callable[[], object] = lambda: None
     ) -> tuple[Job, ...]:
-        """`Messages.begin`, with members of the flattened axes in place of ranks of the process group."""
+        """`Messages.begin`, with members of the flattened axes instead of ranks of the process group."""
         assert self.messages is not None
         came, went = ([(self.order[i], x) for i, x in pairs] for pairs in (received, sent))
         return self.messages.begin(came, went, beside)
 
     def to_ranks(self, blocks: Sequence[T]) -> list[T]:
-        """Blocks in the order of the flattened axes, put in the order of the process group."""
+        """Reorders blocks from the order of the flattened axes to that of the process group."""
         return [blocks[self.order.index(rank)] for rank in range(self.size)]
 
     def from_ranks(self, blocks: Sequence[T]) -> list[T]:
-        """Blocks in the order of the process group, put in the order of the flattened axes."""
+        """Reorders blocks from the order of the process group to that of the flattened axes."""
         return [blocks[rank] for rank in self.order]
 
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A started communication. `kept_alive` are buffers that must live until it is done; `finish` makes the value of
-    them, once."""
+    """A started communication. `kept_alive` are buffers that must live until it is done; `finish` computes the value
+    from them, once."""
 
     works: tuple[Any, ...]
     kept_alive: tuple[Tensor, ...]
@@ -96,7 +96,7 @@ def _all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 
 
 def _all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    """All-reduce in one round: every member receives the operands of all others and reduces them."""
+    """All-reduce in a single round: every member receives the operands of all others and reduces them."""
     received = {i: torch.empty_like(x) for i in group.others}
     works = _gather(group, x, list(received.items()))
     return _reduced(group, works, x, received, args[0])
@@ -112,13 +112,13 @@ def _reduced(group: Group, works: tuple[Any, ...], own: Tensor, received: Mappin
 def _gather(
     group: Group, x: Tensor, received: Sequence[tuple[int, Tensor]], beside: Callable[[], object] = lambda: None
 ) -> tuple[Any, ...]:
-    """What brings the operands of the others into `received`, by member, and the own one to them."""
+    """Start receiving the operands of the others into `received`, by member, next to this rank's own."""
     return group.begin(received, [(i, x) for i in group.others], beside)
 
 
 def exchange(group: Group, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
-    """All-to-all of rows of `x` by messages: `sent[i]` rows to member i, `received[i]` rows from it. The value is what
-    came along dim 0."""
+    """All-to-all of rows of `x` by messages: `sent[i]` rows to member i, `received[i]` rows from it. The value is the
+    received rows along dim 0."""
     out = x.new_empty((sum(received), *x.shape[1:]))
     came, went, own = out.split(list(received)), x.split(list(sent)), group.own
     pairs = [(i, came[i]) for i in group.others], [(i, went[i]) for i in group.others]
@@ -132,7 +132,7 @@ def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 
 
 def reduce_scatter(group: Group, x: Tensor, op: str) -> Pending:
-    """An exchange of equal blocks, then a local reduction: as many bytes as a ring, in one round."""
+    """An exchange of equal blocks, then a local reduction: as many bytes as a ring, in a single round."""
     blocks = x.chunk(group.size) if x.shape[0] else (x,) * group.size
     received = {i: torch.empty_like(blocks[i]) for i in group.others}
     works = group.begin(list(received.items()), [(i, blocks[i]) for i in group.others])
@@ -144,7 +144,7 @@ def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 
 
 def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    out = x.clone()  # the source keeps its operand, which torch would take for the result
+    out = x.clone()  # the source keeps its operand, which torch would use for the result
     work = dist.broadcast(bytes_of(out), group=group.process_group, group_src=group.order[args[0]], async_op=True)
     return Pending((work,), (out,), lambda: out)
 
@@ -182,11 +182,11 @@ def _native_reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pend
     return Pending((work,), (dealt, out), lambda: out.view(x.dtype))
 
 
-Begin = Callable[[Group, Tensor, Sequence[Any]], Pending]  # a collective, with the arguments of its node
+Begin = Callable[[Group, Tensor, Sequence[Any]], Pending]  # starts a collective, with the arguments of its node
 
 
 def _sparse_gather(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    """Members are sent the rows that they read; how many come from whom follows from `readers`, which all have."""
+    """Members are sent the rows that they read; the counts per sender follow from `readers`, which all members have."""
     readers, count = args[:2]
     wanted, mine = _blocks(readers, count)[:, group.own], readers[group.own]
     rows, place = rows_of(x, wanted[0]), wanted.nonzero()[:, 1]
@@ -201,7 +201,7 @@ def _sparse_gather(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]
 
 
 def _sparse_scatter(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    """Members are sent the rows that are here of theirs, and add up what comes in the order of the group."""
+    """Members are sent this rank's rows of theirs, and add up what they receive in group order."""
     readers, count = args[:2]
     own_rows, coming = readers[group.own], _blocks(readers, count)[:, group.own].flatten()
     pending = exchange(
@@ -217,19 +217,19 @@ def _sparse_scatter(exchange: Begin, group: Group, x: Tensor, args: Sequence[Any
 
 
 def _blocks(readers: Tensor, count: int) -> Tensor:
-    """Who reads which rows of whose block: [reader, member, row]."""
+    """Which member reads which rows of whose block: [reader, member, row]."""
     return readers.view(count, count, -1)
 
 
 def _counts(places: Tensor) -> list[int]:
-    """How many rows of each member's are marked. On an accelerator this waits for all before it."""
+    """How many rows of each member are marked. On an accelerator this waits for all earlier work."""
     counts: list[int] = places.sum(1).tolist()
     return counts
 
 
 def _value(pending: Pending) -> Tensor:
     value = pending.finish()
-    assert value is not None, "every member receives something, be it nothing"
+    assert value is not None, "every member receives a block, possibly empty"
     return value
 
 

@@ -1,6 +1,6 @@
-"""Ranks tell each other small things through the store of `torch.distributed`, and all learn the same verdict.
+"""Ranks exchange small values through the store of `torch.distributed`, and all get the same verdict.
 
-No collective runs, so that a rank that does not come is an error with its name, never a hang.
+No collective runs, so a rank that does not come is an error with its name, never a hang.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import default_store
 
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
-_LOOK_SECONDS = 0.1  # the longest pause between two looks at the store
-_SHOWN = 16  # ranks that an error names
+_LOOK_SECONDS = 0.1  # the longest pause between two polls of the store
+_SHOWN = 16  # the most ranks that an error names
 _PARTS = ("what", "where", "got", "expected", "hint")
 
 
@@ -29,12 +29,12 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What `ranks`, of which this process is `rank`, say to each other through `store`, one turn after the other.
+    """Turns in which `ranks`, of which this process is `rank`, exchange values through `store`.
 
-    In a turn every rank says something, the lowest of them judges what all said, and its verdict is what every rank
-    returns or raises. It waits `timeout_seconds` for the others, they twice as long for it, so that all learn who is
-    missing; `check`, which may raise, is called meanwhile. Which turn it is, each rank counts in the store itself:
-    ranks come to their n-th turn together. `purpose` names what they do, in errors and in the keys of the store.
+    In a turn every rank sends a value, the lowest rank judges all values, and every rank returns or raises its verdict.
+    The lowest rank waits `timeout_seconds` for the others, they wait twice as long for it, so that all learn who is
+    missing; `check`, which may raise, is called meanwhile. Each rank counts its turns in the store: the n-th turns of
+    all ranks meet. `purpose` says what the ranks do, in errors and in the keys of the store.
     """
 
     store: Any  # a torch.distributed.Store
@@ -54,10 +54,8 @@ class Exchange:
             )
 
     def exchange(self, own_answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
-        """What `judge` makes, on the lowest rank, of what every rank said; values as JSON has them.
-
-        Raises MeshweaveError: the judge's, or one that names the rank that failed or the ranks that did not come.
-        """
+        """What `judge` returns, on the lowest rank, for the values of all ranks; values are JSON.
+        Raises MeshweaveError: the judge's error, or an error that names the rank that failed or the missing ranks."""
         try:
             key = self._turn()
             if self.rank == self.ranks[0]:
@@ -68,7 +66,7 @@ class Exchange:
                 if self._missing(key, ["verdict"], 2 * self.timeout_seconds):
                     raise self._absent(self.ranks[:1], 2 * self.timeout_seconds)
                 verdict = json.loads(self.store.get(f"{key}/verdict"))
-        except RuntimeError as error:  # what stores raise where their server is gone
+        except RuntimeError as error:  # what stores raise if their server is gone
             raise MeshweaveError(
                 "the store of torch.distributed cannot be reached",
                 where=f"rank {self.rank}",
@@ -81,7 +79,7 @@ class Exchange:
         return verdict["said"]
 
     def leave(self, error: BaseException) -> None:
-        """Take this rank's next turn with its failure, which is then an error on every rank. It waits for nobody."""
+        """Take this rank's next turn with its failure, which is then an error on every rank. Does not wait."""
         key, text = self._turn(), f"{type(error).__name__}: {error}".rstrip(": ")
         if self.rank == self.ranks[0]:
             self.store.set(f"{key}/verdict", json.dumps({"error": _parts(self._failed(self.rank, text))}))
@@ -89,7 +87,7 @@ class Exchange:
             self.store.set(f"{key}/{self.rank}", json.dumps({"failed": text}))
 
     def _turn(self) -> str:
-        """The keys of the turn that begins. They belong to these ranks alone: others may have counted further."""
+        """The keys of this turn. They are specific to these ranks, because others may have counted further."""
         purpose = f"{self.purpose} {self.ranks!r}"
         prefix = f"meshweave/exchange/{hashlib.sha256(purpose.encode()).hexdigest()[:12]}"
         return f"{prefix}/{self.store.add(f'{prefix}/turn/{self.rank}', 1)}"
@@ -110,9 +108,9 @@ class Exchange:
             return {"error": _parts(error)}
 
     def _missing(self, key: str, names: Sequence[str], seconds: float) -> list[str]:
-        """The names that nobody has set after `seconds`, none if all are there before."""
+        """The names that are still unset after `seconds`; returns earlier if all are set."""
         keys, end, pause = [f"{key}/{name}" for name in names], time.monotonic() + seconds, 0.001
-        while keys and not self.store.check(keys):  # `wait` with a short timeout would log each time that it ends
+        while keys and not self.store.check(keys):  # `wait` with a short timeout would log every timeout
             if time.monotonic() > end:
                 return [name for name, wanted in zip(names, keys, strict=True) if not self.store.check([wanted])]
             self.check()
@@ -124,8 +122,8 @@ class Exchange:
         return MeshweaveError(
             f"rank {rank} failed while ranks {self.purpose}",
             got=text,
-            expected=f"{named(self.ranks)} to come through together",
-            hint=f"mend what rank {rank} reports and start the job again",
+            expected=f"{named(self.ranks)} to succeed together",
+            hint=f"fix what rank {rank} reports and restart the job",
         )
 
     def _absent(self, ranks: Sequence[int], seconds: float) -> MeshweaveError:
@@ -143,17 +141,14 @@ def _parts(error: MeshweaveError) -> dict[str, str]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1`: at most 16 of them."""
+    """`rank 3`, `ranks 0, 1`: at most 16 ranks."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def ranks_of_job() -> tuple[Any, int, tuple[int, ...]] | None:
-    """Store, rank and all ranks of this job; None where this process is alone.
-
-    Alone is a process without torch.distributed, of a world of one, and one on the `fake` backend, which has no other
-    ranks.
-    """
+    """Store, rank and all ranks of this job; None if this process is alone: without torch.distributed, in a world of
+    size 1, or on the `fake` backend, which has no other ranks."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return None
     if dist.get_world_size() == 1:

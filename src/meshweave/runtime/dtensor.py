@@ -1,4 +1,4 @@
-"""Pieces as DTensors, on a DeviceMesh with the axes of their mesh."""
+"""Pieces as DTensors, on a DeviceMesh with the same axes as the mesh."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def device_mesh_from_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
             expected=f"ranks 0 to {dist.get_world_size() - 1}",
             hint="start more processes or use a smaller mesh",
         )
-    # Built on the CPU whatever the default device is: the ranks are metadata.
+    # Built on the CPU regardless of the default device: the ranks are metadata.
     ranks = torch.tensor(mesh.devices, dtype=torch.int, device="cpu").reshape(mesh.shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh.axis_names)
 
 
 def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """This rank's `piece` of a tensor of `shape` as a DTensor, which shares its memory. Nothing is sent.
+    """This rank's `piece` of a tensor of `shape` as a DTensor that shares its memory. Nothing is sent.
 
-    The first call for a mesh makes the process groups of its DeviceMesh, so all ranks make it together. Raises
-    LayoutError where DTensor cannot express the layout or the piece has another shape than the layout says, and
-    MeshError when torch.distributed is not initialised or this rank is not of the mesh.
+    The first call for a mesh creates the process groups of its DeviceMesh, so all ranks call it together. Raises
+    LayoutError if DTensor cannot express the layout or the piece has another shape than in the layout, and MeshError
+    when torch.distributed is not initialised or the mesh lacks this rank.
     """
     layout = replace(layout, mesh=_with_axis(layout.mesh))
     placements = placements_from_layout(layout, shape)
@@ -66,7 +66,7 @@ def dtensor_from_piece(piece: Tensor, layout: Layout, shape: Sequence[int]) -> D
     box = layout.pieces(shape).get(dist.get_rank())
     if box is None or tuple(piece.shape) != box.size:
         raise LayoutError(
-            "this is not the piece of this rank",
+            "not the piece of this rank",
             where=f"rank {dist.get_rank()}, layout {layout} of shape {tuple(shape)}",
             got=f"shape {tuple(piece.shape)}",
             expected="no piece: the mesh lacks this rank" if box is None else f"shape {box.size}",
@@ -78,14 +78,14 @@ def dtensors_from_pieces(
     values: Iterable[tuple[Input, Layout, Sequence[Tensor]]], device_type: str
 ) -> dict[str, DTensor]:
     """DTensors by name of the values of which this rank has a piece. All ranks call it together, with the same values
-    in the same order, and make the DeviceMeshes of all, whether or not they are of them."""
+    in the same order, and create the DeviceMeshes of all, even of meshes that they are not part of."""
     listed = list(values)
     make_device_meshes((layout for _, layout, _ in listed), device_type)
     return {v.name: dtensor_from_piece(pieces[0], layout, v.spec.shape) for v, layout, pieces in listed if pieces}
 
 
 def unheld_dtensor(layout: Layout, spec: Spec, device_type: str) -> DTensor:
-    """The DTensor of a value on a rank that is not of its mesh. All ranks have made the mesh together already."""
+    """The DTensor of a value on a rank that is not in its mesh. All ranks have created the mesh together already."""
     device_mesh = _device_mesh(_with_axis(layout.mesh), device_type, _current_job())
     placements = dtensor_placements(layout, spec.shape)
     nothing = torch.empty(0, dtype=spec.dtype, device=device_type)
@@ -93,7 +93,7 @@ def unheld_dtensor(layout: Layout, spec: Spec, device_type: str) -> DTensor:
 
 
 def make_device_meshes(layouts: Iterable[Layout], device_type: str) -> None:
-    """Make the DeviceMeshes of all layouts. All ranks call it together, with the same layouts."""
+    """Create the DeviceMeshes of all layouts. All ranks call it together, with the same layouts."""
     for mesh in dict.fromkeys(layout.mesh for layout in layouts):
         _device_mesh(_with_axis(mesh), device_type, _current_job())
 
@@ -108,7 +108,7 @@ def has_placements(layout: Layout, shape: Sequence[int]) -> bool:
 
 
 def dtensor_placements(layout: Layout, shape: Sequence[int]) -> tuple[Placement, ...]:
-    """The placements of a layout on the DeviceMesh that it has here. LayoutError where DTensor cannot express it."""
+    """The placements of a layout on its DeviceMesh. LayoutError if DTensor cannot express it."""
     return placements_from_layout(replace(layout, mesh=_with_axis(layout.mesh)), shape)
 
 
@@ -118,7 +118,7 @@ def _dtensor(piece: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placem
 
 
 def _with_axis(mesh: Mesh) -> Mesh:
-    """The mesh itself; of a single device without axes one with an axis, which a DeviceMesh needs."""
+    """The mesh itself; for a single device without axes a mesh with an axis, which a DeviceMesh needs."""
     return mesh if mesh.axis_names else Mesh("rank=1", devices=mesh.devices)
 
 
@@ -128,5 +128,5 @@ def _current_job() -> weakref.ref[dist.ProcessGroup] | None:
 
 @lru_cache(maxsize=256)
 def _device_mesh(mesh: Mesh, device_type: str, job: weakref.ref[dist.ProcessGroup] | None) -> DeviceMesh:
-    """One DeviceMesh per mesh and job, for each makes process groups."""
+    """The DeviceMesh of a mesh in this job, cached, because each creates process groups."""
     return device_mesh_from_mesh(mesh, device_type)

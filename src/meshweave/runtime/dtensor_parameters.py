@@ -1,5 +1,5 @@
-"""Parameters of a module as DTensors whose memory is this rank's pieces of the state. Imported on a cluster alone, for
-DTensor takes long to import."""
+"""Parameters of a module as DTensors whose memory is this rank's pieces of the state. Imported only on a cluster,
+because importing DTensor is slow."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from meshweave.runtime.world import World
 
 
 def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> Tensor:
-    """A DTensor parameter with the memory of `piece` (None on a rank that has none); `like` itself where it is one with
-    the same placements."""
+    """A DTensor parameter with the memory of `piece` (None on a rank without a piece); `like` itself if it is a DTensor
+    with the same placements."""
     if isinstance(like, DTensor) and _is_placed(like, layout, item.spec.shape):
         own: Tensor = like
     else:
@@ -38,7 +38,7 @@ def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: L
 
 
 def dtensor_of(piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> DTensor:
-    """A DTensor with the memory of `piece`; None on a rank that has none."""
+    """A DTensor with the memory of `piece`; None on a rank without a piece."""
     if piece is None:
         return unheld_dtensor(layout, item.spec, device_type)
     return dtensor_from_piece(piece, layout, item.spec.shape)
@@ -47,8 +47,9 @@ def dtensor_of(piece: Tensor | None, item: Input, layout: Layout, device_type: s
 def replace_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, replaced: Mapping[Tensor, Tensor]
 ) -> None:
-    """Put new parameters in the place of old ones: in every module that has them, so that tied weights stay tied, in
-    the groups of the optimizer and in its state. (No plain tensor becomes a DTensor in place, which has slots.)"""
+    """Replace old parameters by new parameters in every module that has them, so that tied weights stay tied, in the
+    groups of the optimizer and in its state. (A plain tensor cannot become a DTensor in place, because DTensor has
+    slots.)"""
     for module in model.modules():
         for name, old in list(own_parameters(module).items()):
             if old is not None and old in replaced:
@@ -62,11 +63,11 @@ def replace_parameters(
 
 
 def gather_in_forward(model: nn.Module, world: World) -> None:
-    """Let `model(x)` run on plain tensors: each module has its own sharded parameters whole while its forward runs, as
-    after `fully_shard`. Gradients arrive at the DTensors.
+    """Let `model(x)` run on plain tensors: each module's sharded parameters are whole while its forward runs, as after
+    `fully_shard`. Gradients arrive at the DTensors.
 
-    The outermost forward is a call of `world`, which all ranks make: on one rank alone it is an error on every rank. A
-    model that has been here before goes on with the new world.
+    The outermost forward is a call of `world`, which all ranks make: on a single rank it is an error on every rank. A
+    model that already has the hooks switches to the new world.
     """
     modules = [m for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters())]
     known = next((hooks for module in modules for hooks in _hooks_of(module)), None)
@@ -80,7 +81,7 @@ def gather_in_forward(model: nn.Module, world: World) -> None:
 
 @dataclass(slots=True)
 class _Forward:
-    """The outermost forward that runs, how often its module is entered, and the exception handled when it began."""
+    """The running outermost forward, how often its module is entered, and the exception being handled when it began."""
 
     module: nn.Module
     call: AbstractContextManager[None]
@@ -89,7 +90,7 @@ class _Forward:
 
 
 class ForwardHooks:
-    """What runs before and after the forward of each module of a model. A copy of the model has the same hooks."""
+    """Hooks before and after the forward of each module of a model. A copy of the model has the same hooks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -102,21 +103,21 @@ class ForwardHooks:
         forward = self._forward
         if forward is not None:
             forward.num_entered += module is forward.module
-        elif any(_is_sharded(p) for p in module.parameters()):  # not while a step is captured: on other tensors
+        elif any(_is_sharded(p) for p in module.parameters()):  # not during capture, which runs on other tensors
             call = self.world.call(f"forward of {type(module).__name__}")
             call.__enter__()
             self._forward = _Forward(module, call, sys.exception())
         try:
             for owner in _owners(module):
                 _gather(owner, self.world)
-        except BaseException as error:  # raised here it is what the user sees, in `leave` a note alone
+        except BaseException as error:  # raised here it reaches the user; in `leave` it is only a note
             forward, self._forward = self._forward, None
             if forward is not None:
                 forward.call.__exit__(type(error), error, error.__traceback__)
             raise
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Torch calls it after a failure, too, and raises what failed whatever is raised here."""
+        """torch calls it after a failure, too, and then raises that failure whatever is raised here."""
         for owner in _owners(module):
             _let_go(owner)
         forward = self._forward
@@ -155,7 +156,7 @@ _READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transfor
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters the forward of one reads itself."""
+    """The modules whose parameters the forward of a module reads itself."""
     return list(module.modules()) if isinstance(module, _READ_CHILDREN) else [module]
 
 
@@ -163,8 +164,8 @@ _SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, an
 
 
 class _Whole(torch.autograd.Function):
-    """The values of a DTensor, gathered by the world's own collectives, which end on every rank when one of them fails.
-    The gradient that arrives is this rank's piece of the one that this rank has."""
+    """The values of a DTensor, gathered by the world's own collectives, which end on every rank when any rank fails.
+    The gradient that arrives is this rank's piece of the DTensor's gradient."""
 
     @staticmethod
     def forward(ctx: Any, shards: DTensor, world: World) -> Tensor:
@@ -182,7 +183,7 @@ class _Whole(torch.autograd.Function):
 
 
 def layout_of(tensor: DTensor) -> Layout:
-    """The layout whose pieces a DTensor has, on a mesh with the names of its DeviceMesh."""
+    """The layout of a DTensor's pieces, on a mesh with the axis names of its DeviceMesh."""
     at = tensor.device_mesh
     names = at.mesh_dim_names or tuple(f"dim{i}" for i in range(at.ndim))
     mesh = Mesh(dict(zip(names, at.shape, strict=True)), devices=at.mesh.flatten().tolist())
@@ -217,22 +218,20 @@ def piece_of(tensor: Tensor) -> Tensor:
 
 
 def set_piece(tensor: Tensor, piece: Tensor) -> None:
-    """Let a DTensor parameter have another piece."""
+    """Give a DTensor parameter another piece."""
     assert isinstance(tensor, DTensor), "bound as one"
     set_local_tensor(tensor, piece)
 
 
 def _is_placed(tensor: DTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether a DTensor has the placements of a layout on the layout's mesh."""
+    """Whether a DTensor has a layout's placements on the layout's mesh."""
     ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
     return ranks == tuple(layout.mesh.devices) and tuple(tensor.placements) == dtensor_placements(layout, shape)
 
 
 def accept_full_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
     """Let `model.load_state_dict` take full tensors for DTensor parameters: each rank cuts its piece, nothing is sent.
-
-    `layouts` are by parameter name. A state dict of DTensors goes on as it is.
-    """
+    `layouts` are by parameter name. A state dict of DTensors is passed on unchanged."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in model.named_parameters()}
     known = {name: layouts[first[id(p)]] for name, p in named.items() if first[id(p)] in layouts}
@@ -249,7 +248,7 @@ def accept_full_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> None
 
 
 def _cut(value: Tensor, layout: Layout, like: DTensor) -> Tensor:
-    """This rank's piece of a full tensor, as a DTensor like another one."""
+    """This rank's piece of a full tensor, as a DTensor like another DTensor."""
     rank = torch.distributed.get_rank()
     if rank not in layout.mesh:
         return like.detach()

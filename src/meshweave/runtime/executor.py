@@ -1,4 +1,4 @@
-"""Rank graphs as tasks of one device, and the runner of a process that holds one device."""
+"""Rank graphs as tasks of a device, and the runner of a process that has a single device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.traits import FACTORIES
 
-FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run one after the other
+FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run in this order
 
-Env = list[Any]  # what one device holds: a cell per node of its rank graph
+Env = list[Any]  # the values of a device: a cell per node of its rank graph
 After = Callable[[int, "Task"], None]
 
 
 class Meter(Protocol):
-    """Told of every value of held device `index` as it appears and disappears, for measurements."""
+    """Gets every value of local device `index` when it appears and disappears, for measurements."""
 
     def on_value(self, index: int, node: fx.Node, value: Any) -> None: ...
 
@@ -31,7 +31,7 @@ class Meter(Protocol):
 
 
 class TaskRecorder(Protocol):
-    """Told when tasks ran: see tracing.Recorder."""
+    """Gets the times of tasks: see tracing.Recorder."""
 
     def mark(self) -> Any: ...
 
@@ -45,29 +45,31 @@ class TaskRecorder(Protocol):
 
 
 class Executor(Protocol):
-    """Runs rank graphs on the devices that a process holds, part by part."""
+    """Runs rank graphs on the devices of a process, part by part."""
 
     meter: Meter | None
 
     def record(self, recorder: TaskRecorder | None) -> None:
-        """Tell a recorder of every task from now on, or nobody."""
+        """Report every task to a recorder from now on, or to none."""
         ...
 
     def environment(self) -> list[Env]:
-        """A fresh environment per held device, with its symbols filled in."""
+        """A fresh environment per local device, with its symbols filled in."""
         ...
 
     def begin(self, envs: list[Env]) -> None:
-        """Start a pass over the step. What an earlier pass left undone is dropped."""
+        """Start a pass over the step. Remains of an earlier pass are dropped."""
         ...
 
     def end(self) -> None:
-        """Let go of what the pass holds."""
+        """Release the values of the pass."""
         ...
 
     def run(self, part: int, after: After | None = None) -> None:
-        """Run one part to its end on all held devices. `after(i, task)` is told when the result of a task is in place
-        on held device i, on whatever thread. Raises StepError with the first cause when a task fails."""
+        """Run a part to its end on all local devices.
+
+        `after(i, task)` is called when the result of a task is available on local device i, on any thread. Raises
+        StepError with the first cause when a task fails."""
         ...
 
 
@@ -78,8 +80,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fused:
-    """Several nodes that run as one function: of the values of `inputs`, in a list that it empties, and the device. It
-    returns the values of `outputs`."""
+    """Several nodes that run as a single function of the values of `inputs` (in a list that it empties) and the device.
+    It returns the values of `outputs`."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -93,9 +95,9 @@ Fuse = Callable[[Sequence[Sequence[fx.Node]], Collection[fx.Node]], Sequence[Seq
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction: where operands are, where results go, which values nobody needs afterwards.
+    """An instruction: where operands are, where results go, which values are dead afterwards.
 
-    A task of several nodes (`fused`, of which `node` is the first) has its operands in the slots `args`, and lets go of
+    A task of several nodes (`fused`, of which `node` is the first) has its operands in the slots `args`, and releases
     those in `frees` before it begins: the function frees each after its last use.
     """
 
@@ -112,22 +114,22 @@ class Task:
 
     @property
     def out(self) -> int:
-        """The slot of the one result."""
+        """The slot of the only result."""
         return self.outs[0]
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """The nodes whose values stand in `outs`."""
+        """The nodes whose values are in `outs`."""
         return (self.node,) if self.fused is None else self.fused.outputs
 
 
 @dataclass(slots=True)
 class Compiled:
-    """The tasks of a rank graph in three parts: forward with loss, backward, update; the last is empty, and nothing of
-    backward reduces what is added up, in a microbatch that is not the last of its step.
+    """The tasks of a rank graph in three parts: forward with loss, backward, update.
 
-    A value is freed after its last use: an output that `keep` does not name, too, and an input that an output of the
-    same name replaces.
+    In a microbatch that is not the last of its step the update is empty, and backward does not reduce accumulated
+    gradients. A value is freed after its last use; so is an output that `keep` does not name, and an input that is
+    replaced by an output of the same name.
     """
 
     graph: RankGraph
@@ -138,7 +140,7 @@ class Compiled:
     nodes: tuple[fx.Node, ...]
 
 
-# Made from nothing, so told where; everything else runs where its operands are.
+# Ops without tensor inputs, which get the device; all other ops run where their operands are.
 
 
 def compile_tasks(
@@ -148,8 +150,8 @@ def compile_tasks(
     is_last: bool = True,
     fuse: Fuse | None = None,
 ) -> Compiled:
-    """What a device runs of a role's graph, in the last microbatch of a step or in one before it. `fuse(parts, kept)`
-    says which nodes of each part run together, where the values `kept` outlive the step."""
+    """The tasks of a role's graph, in the last microbatch of a step or in an earlier microbatch. `fuse(parts, kept)`
+    says which nodes of each part run together, given the values `kept` that outlive the step."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     parts = _parts(nodes)
     if not is_last:
@@ -193,7 +195,7 @@ def compile_tasks(
 
 
 def _read_by(step: Step) -> Sequence[fx.Node]:
-    """What a step reads; a wait besides what its communication does."""
+    """The nodes that a node reads; for a wait also those that its communication reads."""
     if isinstance(step, Fused):
         return step.inputs
     started = step.all_input_nodes
@@ -201,7 +203,7 @@ def _read_by(step: Step) -> Sequence[fx.Node]:
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The nodes that run, cut before the first of backward and the first of update."""
+    """The nodes that run, cut before the first node of backward and the first of the update."""
     run = [n for n in nodes if n.target not in SYMBOLS]
     phases = [origin_of(n).phase for n in run]
     update = phases.index("update") if "update" in phases else len(run)
@@ -210,7 +212,7 @@ def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def environment(compiled: Compiled, device: int) -> Env:
-    """The cells of one device, empty but for its symbols."""
+    """The cells of a device, empty except for its symbols."""
     env: Env = [None] * compiled.num_slots
     slot = {n: i for i, n in enumerate(compiled.nodes)}
     for node, value in bind_symbols(compiled.graph.graph, compiled.graph.coordinates(device)).items():
@@ -219,7 +221,7 @@ def environment(compiled: Compiled, device: int) -> Env:
 
 
 def perform(task: Task, env: Env, device: int) -> None:
-    """Run a local task on a device. Raises StepError that names op, source line and device."""
+    """Run a local task on a device. Raises StepError with op, source line and device."""
     if task.fused is None:
         env[task.out] = evaluate(task, env, device)
         return
@@ -235,7 +237,7 @@ def perform(task: Task, env: Env, device: int) -> None:
 
 
 def evaluate(task: Task, env: Env, device: int) -> Any:
-    """The result of a local task on a device. Raises StepError that names op, source line and device."""
+    """The result of a local task on a device. Raises StepError with op, source line and device."""
     try:
         if task.is_flat:
             return task.function(*[env[a.index] if type(a) is Slot else a for a in task.args])
@@ -253,7 +255,7 @@ def failed(task: Task, how: str, error: Exception) -> StepError:
 
 
 def fill(value: Any, env: Env) -> Any:
-    """`value` with every slot in it, however deep, replaced by what the device holds there."""
+    """`value` with every slot in it, however deep, replaced by the device's value."""
     if type(value) is Slot:
         return env[value.index]
     if isinstance(value, (list, tuple)):
@@ -262,7 +264,7 @@ def fill(value: Any, env: Env) -> Any:
 
 
 class Communicator(Protocol):
-    """What the communications of one device become where the process holds only that."""
+    """Runs the communications of the only device of a process."""
 
     recorder: TaskRecorder | None
 
@@ -271,7 +273,7 @@ class Communicator(Protocol):
         ...
 
     def wait(self, started: Any) -> Any:
-        """The finished value of a start; None where this device receives nothing."""
+        """The finished value of a start; None if this device receives nothing."""
         ...
 
 
@@ -340,7 +342,7 @@ def report_value(meter: Meter, task: Task, env: Env, index: int) -> None:
 
 
 def finish(task: Task, env: Env, index: int, meter: Meter | None, after: After | None, compiled: Compiled) -> None:
-    """Tell who wants to know that a task's result is in place, and let go what nobody needs any more."""
+    """Report that a task's result is available, and release dead values."""
     if after is not None:
         after(index, task)
     for slot in task.frees:

@@ -1,4 +1,4 @@
-"""Losses of microbatches: on their device, and on the way to the host while the device goes on."""
+"""Losses of microbatches: on their device, and copied to the host while the device continues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshweave.errors import StepError
 
 
 class Fetched:
-    """A 0-dim tensor. On CUDA it is copied to the host behind what made it, so that the number is read without waiting
-    for what was begun after it: the loss, checked before the update, costs no pause between forward and backward."""
+    """A 0-dim tensor. On CUDA it is copied to the host right after it is computed, so that reading it does not wait for
+    later work: checking the loss before the update adds no pause between forward and backward."""
 
     def __init__(self, value: Tensor, is_read: bool) -> None:
         self.value = value
@@ -38,12 +38,11 @@ def mean_of(losses: Sequence[Fetched]) -> Tensor:
 
 
 def check_finite(losses: Sequence[float], step: int) -> None:
-    """StepError where the mean loss of a step is NaN or infinite."""
+    """StepError if the mean loss of a step is NaN or infinite."""
     loss = sum(losses) / len(losses)
     if not math.isfinite(loss):
         raise StepError(
             f"the loss of step {step} is {loss}",
             got="a loss that is not finite; nothing was updated",
-            hint="lower the learning rate, clip gradients or look at the batch; "
-            "check_finite=False carries on regardless",
+            hint="lower the learning rate, clip gradients or check the batch; check_finite=False continues regardless",
         )

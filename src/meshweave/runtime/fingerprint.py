@@ -1,4 +1,4 @@
-"""Short numbers that tell tensors apart by their bytes: what ranks compare instead of the tensors."""
+"""Fingerprints of tensors' bytes, which ranks compare instead of the tensors."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ import hashlib
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 16  # 8-byte words that are multiplied at a time: 512 KiB, which stay in a core's cache
+_CHUNK = 1 << 16  # 8-byte words that are multiplied at a time: 512 KiB, which fit in a core's cache
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: Knuth, TAOCP 6.4
 _NEXT_CHUNK = 0x2545F4914F6CDD1D  # odd; Vigna, An experimental exploration of Marsaglia's xorshift generators (2016)
 
 
 def text_number(text: str) -> int:
-    """A 64-bit signed number of a text."""
+    """A 64-bit signed hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def fingerprint(value: Tensor, most_words: int | None = None) -> Tensor:
     """A 0-dim int64 of the bytes of a dense tensor, on its device: a sum of 8-byte words with odd weights, mod 2^64.
 
-    Tensors that differ in one word always have different numbers, others with a chance of about 2^-64 the same one.
-    Of more than `most_words` words only that many are read, an odd number of words apart. Shape and dtype don't enter.
+    Tensors that differ in a single word always have different fingerprints, others are equal with a chance of about
+    2^-64. Of more than `most_words` words only that many are read, an odd number of words apart. Shape and dtype do not
+    enter.
     """
     whole = value.detach().contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # what has one element may have any stride
+    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # a tensor of one element may have any stride
     num_words = flat.numel() // 8
     tail = torch.nn.functional.pad(flat[8 * num_words :], (0, 8 * num_words + 8 - flat.numel()))
     body = flat[: 8 * num_words]
     words = (body if body.storage_offset() % 8 == 0 else body.clone()).view(torch.int64)
     if most_words is not None and num_words > most_words:
-        words = words[:: -(-num_words // most_words) | 1]  # odd: never in step with rows of 2^n words
+        words = words[:: -(-num_words // most_words) | 1]  # odd: never aligned with rows of 2^n words
     weights = torch.arange(1, _CHUNK + 1, device=value.device) * _FACTOR
     weights = (weights ^ (weights >> 29)) | 1
     total = tail.clone().view(torch.int64)[0] * _FACTOR

@@ -1,4 +1,4 @@
-"""What the devices of a process run as compiled regions."""
+"""Which compute the devices of a process run as compiled regions."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from meshweave.runtime.executor import Fuse, Fused, Step
 from meshweave.runtime.world import World
 
 _LOOK_AGAIN = 1.2
-_LEAST_ELEMENTS = (
-    1_000_000  # an update of fewer moves no bytes to speak of, and such models seldom have regions that pay
-)
+_LEAST_ELEMENTS = 1_000_000  # smaller updates move few bytes, and such models seldom have regions that pay off
 
 
 @dataclass(slots=True)
 class Look:
-    """When steps look for what a process compiles beside them: at each of the first, then ever more seldom, so that
-    hours of training are not held up by it. Ranks look at the same steps."""
+    """When steps check whether a background process has compiled: at each of the first steps, then at growing
+    intervals, so that the checks cost nothing in long training. Ranks check at the same steps."""
 
     num_calls: int = 0
     next_call: int = 1
 
     def is_due(self) -> bool:
-        """Whether this call looks. Each call asks once."""
+        """Whether this call checks. Each call asks once."""
         self.num_calls += 1
         if self.num_calls < self.next_call:
             return False
@@ -47,16 +45,16 @@ class Look:
 
 
 def compiler_for(backend: BackendName, world: World) -> RegionCompiler:
-    """The compiler of a step. Virtual devices share one process and hide nothing: for them `auto` compiles nothing."""
+    """The compiler of a step. Virtual devices share a process and hide nothing: `auto` compiles nothing for them."""
     is_virtual = not world.is_distributed and len(world.devices) > 1
     begin = int(os.environ.get("LOCAL_RANK", "0")) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % 1
     return RegionCompiler("eager" if backend == "auto" and is_virtual else backend, partial(on_any, world), begin)
 
 
 def prepare_compiler(backend: BackendName, world: World, num_elements: int) -> None:
-    """Begin with what Inductor does once in a process, beside capture and planning, where a model of so many elements
-    will probably be compiled: it tries the C++ compiler, in another thread. It is imported in this one, before capture,
-    which compares the state of Python from beginning to end."""
+    """Run Inductor's one-time set-up (it tries the C++ compiler) on a thread, during capture and planning, if a model
+    of so many elements will probably be compiled. Inductor is imported on this thread, before capture, which compares
+    Python's state from beginning to end."""
     if compiler_for(backend, world).backend == "eager" or world.device.type != "cpu" or num_elements < _LEAST_ELEMENTS:
         return
     find = load_inductor().find_instructions
@@ -70,7 +68,8 @@ def prepare_compiler(backend: BackendName, world: World, num_elements: int) -> N
 
 
 def fuse_for(compiler: RegionCompiler, rank: RankGraph, world: World) -> Fuse:
-    """What `compile_tasks` asks which nodes of a rank graph run together on the devices of this process."""
+    """The function with which `compile_tasks` decides which nodes of a rank graph run together on the devices of this
+    process."""
     devices = [device for device in world.devices if device in rank.devices]
 
     def fuse(parts: Sequence[Sequence[fx.Node]], kept: Collection[fx.Node]) -> list[list[Step]]:

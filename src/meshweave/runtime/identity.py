@@ -1,4 +1,4 @@
-"""What every rank of a job must have alike, as text, line by line: arguments, model, optimizer, program."""
+"""What must be equal on every rank of a job, as text, line by line: arguments, model, optimizer, program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.fingerprint import fingerprint
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of objects, another in every process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # addresses of objects, which differ between processes
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -32,8 +32,8 @@ def argument_texts(
     functions: Mapping[str, Callable[..., Any]],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
-    """By topic what a step is compiled from; values of tensors are no part of it, and files are named by their place
-    on disk. Python code is compared by its bytecode and the plain values that it closes over."""
+    """By topic, what a step is compiled from. Values of tensors are not included; files are named by their path. Python
+    code is compared by its bytecode and the plain values in its closure."""
     return {
         **{name: _setting_text(value) for name, value in settings.items()},
         "versions": f"torch {torch.__version__}, Python {sys.version}",
@@ -45,14 +45,14 @@ def argument_texts(
 
 
 def program_texts(captured: StepGraph, roles: Sequence[RankGraph]) -> dict[str, str]:
-    """By topic what was compiled: the step, with its constants, and what every role runs."""
+    """By topic, what was compiled: the step, with its constants, and the graph of every role."""
     constants = [f"{name} = {int(fingerprint(value))}" for name, value in captured.constants.items()]
     runs = [f"devices {role.devices}\n{role.text()}" for role in roles]
     return {"captured step": captured.text() + "\n".join(constants), "program": "\n".join(runs)}
 
 
 def is_comparable(value: Any) -> bool:
-    """Whether a tensor is whole and real here: no DTensor, and not on the meta device."""
+    """Whether a tensor is whole and has values: not a DTensor, and not on the meta device."""
     return isinstance(value, Tensor) and not (value.is_meta or hasattr(value, "placements") or value.is_sparse)
 
 
@@ -88,12 +88,12 @@ def _optimizer_text(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
 def _batch_text(batch: Batch) -> str:
     tensors = zip(batch.names, batch.tensors, strict=True)
     shown = [f"entry '{n}' {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in tensors]
-    # What else is in it (texts, indices of rows) may differ; where the step depends on it, the captured step does.
+    # Its other contents (texts, indices of rows) may differ; if the step depends on them, the captured step differs.
     return "\n".join([*shown, *(f"entry '{name}'" for name in batch.rest)])
 
 
 def _setting_text(value: Any) -> str:
-    """Mappings and dataclasses with a line per entry, anything else on one."""
+    """Mappings and dataclasses as a line per entry, anything else as a single line."""
     if is_dataclass(value) and not isinstance(value, type):
         return "\n".join(f"{f.name} = {_plain(getattr(value, f.name))}" for f in fields(value))
     if isinstance(value, Mapping):
@@ -103,7 +103,7 @@ def _setting_text(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """The repr of what is plain, without the address of anything."""
+    """The repr of a plain value, without addresses."""
     if isinstance(value, Tensor):
         return f"{value.tolist()}" if value.numel() < 16 and is_comparable(value) else _tensor_text(value)
     if isinstance(value, Callable):  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def _has_contents(cell: types.CellType) -> bool:
 
 
 def _bytecode(code: types.CodeType) -> str:
-    """Bytecode, names and constants; sets in a fixed order, which their repr has not."""
+    """Bytecode, names and constants; sets in a fixed order, which their repr lacks."""
     inner = [
         _bytecode(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
         for c in code.co_consts

@@ -1,7 +1,7 @@
-"""Initial parameters and buffers of a model on the meta device, made module by module.
+"""Initial parameters and buffers of a model on the meta device, computed module by module.
 
-What a module gets depends on the seed and the module's path alone: it is the same on any mesh, in any order, and only
-one module's own tensors are held at a time.
+A module's values depend only on the seed and the module's path: they are the same on any mesh, in any order, and only a
+single module's own tensors are in memory at a time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class _Owner:
 def materialize(model: nn.Module, seed: int, wanted: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full CPU tensor) for each parameter and buffer of `model`, or for those named in `wanted`.
 
-    Names are those of `named_parameters` and `named_buffers`; a tied tensor comes once. The model is not changed.
-    A tensor that is not on the meta device is yielded with the value it has (and shares its memory where it is on
-    CPU). The others are initialised as when the model is built on CPU: by `_init_weights` of the Hugging Face model
-    that the module belongs to, or else by the module's `reset_parameters`; then likewise by each enclosing module in
-    turn, since a block may rescale what its children made. Random numbers come from a generator seeded with a hash of
-    `seed` and the module's path; the global generators are left as they were.
+    Names are those of `named_parameters` and `named_buffers`; a tied tensor is yielded once. The model is not changed.
+    A tensor that is not on the meta device is yielded with its value (and shares its memory if on CPU). The others are
+    initialised as when the model is built on CPU: by `_init_weights` of the module's Hugging Face model, or else by the
+    module's `reset_parameters`; then by each enclosing module in turn, since a block may rescale its children's values.
+    Random numbers come from a generator seeded with a hash of `seed` and the module's path; the global generators are
+    unchanged.
 
     Raises CaptureError for a tensor that nothing initialises, and for a name in `wanted` that the model lacks.
     """
@@ -58,11 +58,11 @@ def _walk(
         if any(name not in real for name in names):
             tensors = _make(owner, [name for name, _ in owner.tensors if name not in real], seed)
             yield from ((name, tensors.pop(name)) for name in names if name not in real)
-            del tensors  # or what was not asked for would live on while the next module is made
+            del tensors  # or a tensor that is not wanted would live on while the next module is initialised
 
 
 def full_values(tensor: Any) -> Tensor:
-    """A tensor's values; of a DTensor, which all ranks ask for together, those of the full tensor."""
+    """A tensor's values; for a DTensor, those of the full tensor, which all ranks request together."""
     values: Tensor = tensor.detach()
     return values.full_tensor() if hasattr(values, "full_tensor") else values
 
@@ -98,7 +98,7 @@ def _empty(like: Tensor, device: str) -> Tensor:
 
 
 def _owners(root: nn.Module) -> Iterator[_Owner]:
-    """The modules that own a tensor first, in the order of `named_modules`."""
+    """The first module that owns each tensor, in the order of `named_modules`."""
     seen: set[int] = set()
     for path, module in root.named_modules():
         own = own_tensors(module)
@@ -118,7 +118,7 @@ def _chain(root: nn.Module, path: str) -> tuple[nn.Module, ...]:
 
 
 def _make(owner: _Owner, missing: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """The initial tensors named `missing` of one module, which is back on the meta device when this returns."""
+    """The initial tensors named `missing` of a module, which is back on the meta device when this returns."""
     module = owner.chain[-1]
     before = copied_dicts(module)
     keys = {name: key for name, key in owner.tensors if name in missing}
@@ -142,7 +142,7 @@ def _initialise(owner: _Owner, keys: dict[str, str]) -> None:
     module = owner.chain[-1]
     if not any(_untouched(_own(module, key)) for key in keys.values()):
         return
-    # A Hugging Face model leaves the modules it does not know as their constructor made them.
+    # A Hugging Face model leaves modules of unknown classes as their constructors initialise them.
     reset = _own_reset(module)
     if reset is None or _family(owner.chain) is None:
         return
@@ -209,8 +209,8 @@ def _sentinel(dtype: torch.dtype) -> float | int:
 def _untouched(tensor: Tensor) -> bool:
     """Whether any number, or every integer, is still the sentinel.
 
-    Integers are compared as a whole, and count as touched once they were written in place, as small ones may hold
-    the sentinel rightly.
+    Integers are compared as a whole, and count as touched once they were written in place, because the sentinel may be
+    a valid small integer.
     """
     if tensor.numel() == 0:
         return False
@@ -231,7 +231,7 @@ def _finished(owner: _Owner, name: str, key: str, before: Sequence[dict[str, Any
     tensor = _own(owner.chain[-1], key).detach()
     if tensor.shape != declared.shape or tensor.dtype != declared.dtype:
         raise CaptureError(
-            f"the initialiser of '{name}' made another tensor than the model declares",
+            f"the initialiser of '{name}' returned another tensor than the model declares",
             where=_where(owner),
             got=f"{tuple(tensor.shape)} {tensor.dtype}",
             expected=f"{tuple(declared.shape)} {declared.dtype}",

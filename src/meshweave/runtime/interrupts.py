@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of an update."""
+"""Defers Ctrl-C during an update."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done, so that an update is never left half-way. Then it goes to whom it would
-    have gone: a handler that lets all processes stop after the same step, or KeyboardInterrupt."""
+    """Defer Ctrl-C until the block is done, so that an update is never left half-way. Then it is delivered as usual: to
+    a handler that stops all processes after the same step, or as KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""How the parts of a transfer become a piece."""
+"""Assembles a piece from the parts of a transfer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshweave.ir.routes import Message
 
 
 def piece_of(box: Box, inside: Box) -> tuple[slice, ...]:
-    """Where a global box lies in a piece that holds it."""
+    """Position of a global box in a piece that contains it."""
     pairs = zip(box.offset, box.size, inside.offset, strict=True)
     return tuple(slice(at - start, at - start + size) for at, size, start in pairs)
 
@@ -26,7 +26,7 @@ def receive(
     part: Callable[[Message], Tensor],
     on: torch.device,
 ) -> Tensor:
-    """A device's piece of a transfer's target, put together from what it has (`own`) and the parts that others sent."""
+    """A device's piece of a transfer's target, assembled from its own part (`own`) and the parts that others sent."""
     shape = entry.spec.shape
     mine = entry.target.box_of(shape, device)
     if own is not None and len(messages) == 1 and messages[0].sender == device and own.shape == torch.Size(mine.size):

@@ -1,4 +1,4 @@
-"""The loss that a step returns: a number as any other, but for its backward pass, which the step has done."""
+"""The loss that a step returns: an ordinary number, except that the step has already run its backward pass."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from meshweave.interop import pytree
 
 
 class LossValue(Tensor):
-    """A loss whose `backward()` is an error that says what to write. What is computed from it, and what is loaded of
-    it, are plain tensors."""
+    """A loss whose `backward()` is an error that says what to write instead. Values computed from it, or loaded from a
+    copy, are plain tensors."""
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         raise StepError(
-            "the loss of a compiled step has no backward pass to run",
+            "backward() of a compiled step's loss: the step has run backward already",
             got="loss.backward()",
             expected="step(batch) alone, which runs forward, backward and update",
-            hint="leave loss.backward(), optimizer.step() and optimizer.zero_grad() out; with other parts of a step "
-            "between them: step.forward(batch), step.backward(), step.update(); evaluate() trains nothing",
+            hint="remove loss.backward(), optimizer.step() and optimizer.zero_grad(); to run code between the parts "
+            "of a step: step.forward(batch), step.backward(), step.update(); evaluate() trains nothing",
         )
 
     @classmethod
@@ -43,5 +43,5 @@ def _plain(value: Any) -> Any:
 
 
 def loss_value(value: Tensor) -> Tensor:
-    """A loss as a step returns it."""
+    """A loss in the form that a step returns."""
     return value.as_subclass(LossValue)

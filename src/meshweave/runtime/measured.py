@@ -1,4 +1,4 @@
-"""Recorded steps as a Simulation: the spans of one device per role, exposed communication, memory."""
+"""Recorded steps as a Simulation: the spans of a device per role, exposed communication, memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from meshweave.simulate.classify import work_of
 from meshweave.simulate.exposure import covered
 from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
-_NUM_AT_PEAK = 40  # tensors listed at the peak, as in modelled steps
+_NUM_AT_PEAK = 40  # tensors listed at the peak, as in simulated steps
 
 
 @dataclass(slots=True)
 class _Role:
-    """The trace of the device that stands for a role, as spans."""
+    """The trace of the device that represents a role, as spans."""
 
     index: int
     role: RankGraph
@@ -37,7 +37,7 @@ class _Role:
     nodes: dict[str, fx.Node] = field(init=False)
     local: Local = field(init=False)
     spans: list[Span] = field(default_factory=list)
-    exposed: dict[int, float] = field(default_factory=dict)  # by place in `spans`
+    exposed: dict[int, float] = field(default_factory=dict)  # by index in `spans`
     copies: dict[tuple[str, int], int] = field(default_factory=dict)  # of a start and microbatch, likewise
     last_microbatch: int = 0
 
@@ -59,8 +59,8 @@ class _Role:
         return self.result()
 
     def task(self, node: fx.Node, event: Event) -> Span:
-        """Ops that read and write, and the host's part of communications: putting them on their way, finishing them. Of
-        ops that a compiler has made one function the bytes are those that they would read and write one by one."""
+        """Ops that read and write, and the host's part of communications: starting and finishing them. For fused ops
+        the bytes are those that the ops would read and write separately."""
         nodes = [self.nodes[name] for name in event.fused] or [node]
         is_alone = node.target in STARTS or node.target is WAIT
         works = [] if is_alone else [work for n in nodes for work in _works(n, self.local)]
@@ -101,9 +101,9 @@ class _Role:
         return Span(0, node.name, op, kind, stream, self.index, begin, seconds, **more)  # type: ignore[arg-type]
 
     def expose(self) -> None:
-        """Where the compute stream stands still while a communication that it then waits for is under way, that is
-        exposed, and so is what its channel did before it. A wait that has work to do once the communication is done (a
-        sum) is cut down to that."""
+        """Mark exposed time: where the compute stream is idle while a communication that it then waits for is running,
+        and earlier communications of the same channel. A wait that computes (a sum) after the communication is cut to
+        that part."""
         channels: dict[str, list[int]] = {}
         for i, span in enumerate(self.spans):
             if span.kind != "compute":
@@ -125,14 +125,14 @@ class _Role:
             self.spans[at] = replace(self.spans[at], exposed_seconds=seconds, reasons=reasons)
 
     def started_by(self, wait: Span) -> tuple[str, int]:
-        """Name and microbatch of the communication that a wait is for. In the update, which runs once, that is the last
+        """Name and microbatch of the communication of a wait. In the update, which runs once, it is the last
         microbatch's."""
         (start,) = self.nodes[wait.name].all_input_nodes
         is_last = origin_of(start).phase != "update" and wait.phase == "update"
         return start.name, self.last_microbatch if is_last else wait.microbatch
 
     def blame(self, channel: Sequence[int], begin: float, end: float) -> None:
-        """What a channel did from `begin` to `end` is exposed."""
+        """Mark what a channel did from `begin` to `end` as exposed."""
         for at in reversed(channel):
             span = self.spans[at]
             if span.end <= begin:
@@ -142,7 +142,7 @@ class _Role:
                 self.exposed[at] = self.exposed.get(at, 0.0) + seconds
 
     def connect(self) -> None:
-        """Spans that each span had to wait for: those of its operands, past waits for communications."""
+        """Predecessors of each span: the spans of its operands, looking through waits for communications."""
         producers: dict[str, int] = {}
         for i, span in enumerate(self.spans):
             if span.op == "wait":
@@ -177,7 +177,7 @@ class _Role:
         )
 
     def memory(self) -> tuple[tuple[tuple[float, int], ...], int, float, tuple[LiveTensor, ...]]:
-        """Curve, peak, when that was, and what was held then."""
+        """Memory curve, peak, its time, and the tensors alive then."""
         level, peak, peak_at, count = 0, 0, 0.0, 0
         curve: dict[float, int] = {}
         for i, change in enumerate(self.trace.changes, 1):
@@ -199,8 +199,8 @@ class _Role:
 
 
 def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event]:
-    """Events in the order of time. A channel takes its communications one by one: one begins when it has been posted
-    and those posted before it are done (where a backend works at several at once, they end at nearly one time)."""
+    """Events in order of time. A channel runs its communications one by one: each begins when it has been posted and
+    the earlier communications are done (where a backend works on several at once, they end at nearly the same time)."""
     free: dict[tuple[bool, str], float] = {}
     queued = []
     for event in events:
@@ -222,7 +222,7 @@ def _held(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mappin
 
 
 def _works(node: fx.Node, local: Local) -> tuple[Matmul | Attention, ...]:
-    """The work of an op; that of one which has no cost is not known, which its time does not mind."""
+    """The work of an op; an op without a known cost has none, which does not affect its measured time."""
     operands = [x for n in node.all_input_nodes if n.target not in SYMBOLS for x in local.values.get(n, ())]
     try:
         return work_of(node, operands, local.values[node])  # type: ignore[return-value]
@@ -233,11 +233,9 @@ def _works(node: fx.Node, local: Local) -> tuple[Matmul | Attention, ...]:
 def measured(
     roles: Sequence[RankGraph], traces: Sequence[DeviceTrace], devices: Sequence[int] = (), tokens: int = 0
 ) -> Simulation:
-    """The step that `traces` recorded, of all devices in one time. A role is shown by its first device, or by the one
-    of it that `devices` names. The step lasts from where the first device began to where the last one ended.
-
-    Raises MeshweaveError for a device that was not recorded.
-    """
+    """The recorded step in `traces`, with all devices on a common clock. A role is shown by its first device, or by its
+    device in `devices`. The step lasts from the start of the first device to the end of the last.
+    Raises MeshweaveError for a device that was not recorded."""
     by_device = {trace.device: trace for trace in traces}
     if strange := [d for d in devices if d not in by_device]:
         known = ", ".join(map(str, sorted(by_device)))
@@ -273,7 +271,7 @@ def measured(
 
 
 def _in_order(spans: Sequence[Span]) -> tuple[list[Span], tuple[tuple[int, int], ...]]:
-    """Spans in the order of time, numbered anew."""
+    """Spans in order of time, renumbered."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end, i))
     number = {old: new for new, old in enumerate(order)}
     events = [

@@ -1,4 +1,4 @@
-"""Measures what devices hold while a step runs: parameters, gradients and optimizer state, byte by byte."""
+"""Measures the memory of parameters, gradients and optimizer state on each device while a step runs, byte by byte."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KINDS = ("param", "grad", "state")
 
 
 def classify(graph: RankGraph) -> dict[fx.Node, str]:
-    """Node -> param (a parameter, or what only parameters went into: casts, gathers, views), grad (a gradient from the
-    op that makes it until it is used) or state. Other nodes are activations and are left out."""
+    """Node -> param (a parameter, or values computed from parameters only: casts, gathers, views), grad (a gradient
+    from the op that computes it until its use) or state. Other nodes are activations and are omitted."""
     kinds: dict[fx.Node, str] = {}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     for node, item in zip(sources, graph.inputs, strict=True):
@@ -43,7 +43,7 @@ def _tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _upstream(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and those it comes from through ops of one operand, down to the op that computed it."""
+    """The node and its ancestors through ops of a single operand, down to the op that computed it."""
     yield node
     while len(_tensor_operands(node)) == 1 and node.op == "call_function":
         (node,) = _tensor_operands(node)
@@ -51,13 +51,14 @@ def _upstream(node: fx.Node) -> Iterator[fx.Node]:
 
 
 class StateMeter:
-    """A Meter: `peak[i]` is the most bytes of parameters, gradients and optimizer state that held device i had at once.
+    """A Meter: `peak[i]` is the most bytes of parameters, gradients and optimizer state that were live on local device
+    i at once.
 
-    A storage is counted once per device however many views there are of it; a view counts its whole storage.
+    A storage is counted once per device however many views of it there are; a view counts its whole storage.
     """
 
     def __init__(self, ranks: Sequence[RankGraph]) -> None:
-        """`ranks[i]` is the rank graph of held device i."""
+        """`ranks[i]` is the rank graph of local device i."""
         kinds = {id(rank): classify(rank) for rank in ranks}
         self.kinds = [kinds[id(rank)] for rank in ranks]
         self.live: list[Counter[int]] = [Counter() for _ in ranks]
@@ -67,7 +68,7 @@ class StateMeter:
         self._inputs = [dict(zip(((i.kind, i.name) for i in r.inputs), r.graph.nodes, strict=False)) for r in ranks]
 
     def begin(self, state: State) -> None:
-        """Count the state that a step begins with."""
+        """Count the state at the beginning of a step."""
         for i, storages in enumerate(self._storages):
             for node in list(storages):
                 self.freed(i, node)

@@ -1,5 +1,5 @@
-"""`optimizer.state` as the step's state: what an update makes is in it, under PyTorch's own keys, and what the user
-loads into it counts in the next step."""
+"""Binds `optimizer.state` to the step's state: it shows every update, under PyTorch's own keys, and what the user loads
+into it counts in the next step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from meshweave.runtime.initialize import full_values
 from meshweave.runtime.state import Key, State
 from meshweave.runtime.written import shown_names
 
-Numbers = Mapping[str, Mapping[str, Any]]  # what an optimizer keeps that is no piece, such as counts of steps: by
+Numbers = Mapping[str, Mapping[str, Any]]  # values of an optimizer that are not pieces, such as step counts: by
 # parameter and slot
 
 
 @dataclass(slots=True)
 class OptimizerState:
-    """Tensors of `optimizer.state` bound to the slots of a state, `slot/parameter`; numbers beside them.
-
-    A parameter that has taken no step has no entries, as in PyTorch. `marks` are of the numbers as the step left them.
-    """
+    """Tensors of `optimizer.state` bound to the slots of a state, `slot/parameter`; numbers beside them. A parameter
+    that has taken no step has no entries, as in PyTorch. `marks` are those of the numbers when the step last wrote
+    them."""
 
     bindings: Bindings
     optimizer: torch.optim.Optimizer
@@ -39,15 +38,12 @@ class OptimizerState:
 
     @staticmethod
     def of(bindings: Bindings, optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerState:
-        """That of an optimizer over the parameters of `model`, which are bound already."""
+        """The state of an optimizer over the parameters of `model`, which are bound already."""
         return OptimizerState(bindings, optimizer, dict(model.named_parameters()))
 
     def publish(self, state: State, numbers: Numbers, names: Collection[str]) -> None:
-        """Bring slots of the parameters `names`, and numbers, into `optimizer.state`. What is bound has the values of
-        the last update.
-
-        All processes call it.
-        """
+        """Copy slots of the parameters `names`, and numbers, to `optimizer.state`. Bound tensors have the values of the
+        last update already. All processes call it."""
         for name, values in numbers.items():
             entries = self.optimizer.state[self.params[name]]
             for slot, value in values.items():
@@ -64,8 +60,8 @@ class OptimizerState:
                 entries[slot] = self._bind(state, item, layout)
 
     def put_numbers(self, state: State, spec: OptimizerSpec, fresh: Collection[str]) -> None:
-        """Write the numbers of a state that was loaded into `optimizer.state`. Parameters `fresh`, and those with an
-        empty entry in it, have taken no step and have no state."""
+        """Write the numbers of a loaded state to `optimizer.state`. Parameters in `fresh`, and those with an empty
+        entry, have taken no step and have no state."""
         likes = {slot: value for kind in spec.kinds for slot, value in kind.kept.items()}
         for name in (*fresh, *(name for name, values in state.numbers.items() if not values and name in self.params)):
             self.optimizer.state.pop(self.params[name], None)
@@ -75,9 +71,11 @@ class OptimizerState:
             self.marks |= {(name, slot): _mark(entries[slot]) for slot in values}
 
     def take_over(self, state: State) -> bool:
-        """Cut new pieces of the tensors that somebody has put into `optimizer.state`, or written, since the step last
-        did. Slots that are gone begin as zeros. Whether anything has changed: then its numbers are to be read, too.
-        On a cluster all ranks call it, and change the same."""
+        """Cut new pieces of the tensors that the user has put into `optimizer.state`, or written, since the step last
+        did.
+
+        Missing slots begin as zeros. Returns whether anything has changed: then its numbers are to be read, too. On a
+        cluster all ranks call it, and change the same entries."""
         changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
         now = {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
         numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
@@ -143,5 +141,5 @@ class OptimizerState:
 
 
 def _mark(value: Any) -> tuple[int, int]:
-    """Which object it is, and how often it was written."""
+    """The identity and version of a value."""
     return id(value), version_of(value) if isinstance(value, Tensor) else 0

@@ -1,4 +1,4 @@
-"""Collectives of one rank over process groups of torch.distributed."""
+"""Collectives of a rank over process groups of torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import Messages, bytes_of
 from meshweave.runtime.watch import await_work
 
-# A peer that is alive and silent for so long is taken for stuck. Dead ones are noticed sooner (see watch.py).
-# torch's own default for Gloo is 30 minutes.
+# A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
+# default for Gloo is 30 minutes.
 TIMEOUT = timedelta(minutes=5)
-# Up to here one round that gathers every operand beats two rounds (exchange, then gather): on Gloo, 4 processes on 2
-# shared cores, torch 2.13, 2026-11, `all_reduce` of float32, least of 4 runs: 64 B 4.4 ms in one round (native 6.0),
-# 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
+# Up to this size a single round that gathers every operand beats two rounds (exchange, then gather): on Gloo, 4
+# processes on 2 shared cores, torch 2.13, 2026-11, `all_reduce` of float32, minimum of 4 runs: 64 B 4.4 ms in one round
+# (native 6.0), 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
 
 
 class ConnectionLost(StepError):
-    """A collective that broke off. Why is known to the rank that failed first."""
+    """A collective that was interrupted. The rank that failed first knows the cause."""
 
 
 @dataclass(slots=True)
 class ClusterCommunicator:
-    """Collectives of one rank over process groups, and its part in transfers.
+    """Collectives of a rank over process groups, and its part in transfers.
 
-    On CPU (Gloo) only bytes are moved, and reductions are local, in the order of the group: so every dtype works and
-    the bits are those of the virtual devices of one process. On CUDA (NCCL) reductions are the library's.
+    On CPU (Gloo) only bytes are moved, and reductions are local, in group order: so every dtype works and the bits
+    equal those of virtual devices in one process. On CUDA (NCCL) the library reduces.
     """
 
     mesh: Mesh
@@ -64,7 +64,7 @@ class ClusterCommunicator:
     _background: Background = field(default_factory=Background)
 
     def prepare(self, roles: Sequence[RankGraph]) -> None:
-        """Make the process groups of every collective of every role. All ranks of the world call it together."""
+        """Create the process groups of every collective of every role. All ranks of the world call it together."""
         used = {
             str(node.args[-1]): rank
             for rank in roles
@@ -76,8 +76,8 @@ class ClusterCommunicator:
             self.group(axes, mesh)
 
     def group(self, axes: tuple[str, ...], mesh: Mesh | None = None) -> Group:
-        """The group of `axes` of a mesh (without one: the world's). Made when first asked for, then by all ranks of the
-        world together, those that are not of the mesh too."""
+        """The group of `axes` of a mesh (without a mesh: the world's). Created on first use, by all ranks of the world
+        together, including those outside the mesh."""
         key = (mesh or self.mesh, axes)
         if key not in self._groups:
             self._groups[key] = self._make(*key)
@@ -89,7 +89,7 @@ class ClusterCommunicator:
 
     def _make(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         groups = mesh.groups(axes)
-        # Every rank calls new_group for every group, in one order: torch names groups by counting the calls.
+        # Every rank calls new_group for every group, in the same order: torch names groups by counting the calls.
         for ranks in sorted(tuple(sorted(g)) for g in groups if len(g) > 1):
             if ranks not in self._made:
                 self._made[ranks] = dist.new_group(list(ranks), timeout=self.timeout, group_desc=",".join(axes))
@@ -113,7 +113,7 @@ class ClusterCommunicator:
         return self.collect(op, self.group(axes, mesh), operand, rest)
 
     def collect(self, op: Any, group: Group, operand: Tensor, args: Sequence[Any]) -> Any:
-        """Begin a collective. Its value is a `Pending` until waited for, or the operand in a group of one."""
+        """Begin a collective. Its value is a `Pending` until waited for, or the operand in a group of one member."""
         self.num_started += 1
         if group.process_group is None:
             return operand
@@ -122,13 +122,13 @@ class ClusterCommunicator:
         return self._begun(lambda: begin(group, operand.contiguous(), args))
 
     def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
-        """Whether an all-reduce moves fewer bytes in two rounds; small operands, and those of two, are gathered."""
+        """Whether an all-reduce moves fewer bytes in two rounds; small operands, and groups of two, use a gather."""
         is_here = op is ALL_REDUCE.op and not self.is_native
         return is_here and group.size > 2 and x.nbytes * group.size > ONE_ROUND_BYTES
 
     def _two_rounds(self, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-        """An all-reduce: blocks are exchanged, each reduced by its owner and sent to all others, by a thread as soon as
-        it can be. Messages, not a collective, for a group's collectives are begun in one order by all."""
+        """An all-reduce: blocks are exchanged, each is reduced by its owner and sent to all others, by a thread as soon
+        as possible. It uses messages, because all members must begin a group's collectives in the same order."""
         messages, own = group.messages, group.own
         assert messages is not None
         block = -(-x.numel() // group.size)
@@ -146,8 +146,8 @@ class ClusterCommunicator:
         return Pending((self._background.run(second),), (x, whole), lambda: whole.view(-1)[: x.numel()].view(x.shape))
 
     def transfer(self, entry: Transfer, operand: Tensor | None, tag: int) -> Any:
-        """Begin this rank's part of a transfer: it sends of its piece of the source what others need, and receives what
-        it lacks of its piece of the target. Every receive is posted before anything is waited for."""
+        """Begin this rank's part of a transfer: it sends from its piece of the source what others need, and receives
+        what it lacks of its piece of the target. Every receive is posted before anything is waited for."""
         self.num_started += 1
         self.check()
         return self._begun(lambda: self._send(entry, operand, tag))
@@ -187,8 +187,8 @@ class ClusterCommunicator:
         return Pending(works, (*buffers, *(part for those in parts.values() for part in those)), finish)
 
     def permute(self, group: Group, operand: Tensor, to: int | Sequence[int]) -> Any:
-        """Begin a permute in this rank's group, of operands of one shape. The receive is posted before the send; what a
-        rank sends to itself stays with it. Raises MeshweaveError for what is no permutation."""
+        """Begin a permute in this rank's group, of operands of the same shape. The receive is posted before the send;
+        what a rank sends to itself stays there. Raises MeshweaveError if it is not a permutation."""
         self.num_started += 1
         receivers = destinations(to, group.size)
         if group.process_group is None:
@@ -200,7 +200,7 @@ class ClusterCommunicator:
         own = group.own
         if receivers[own] == own:
             if group.messages is not None:
-                group.messages.tag()  # as on those that send
+                group.messages.tag()  # as on the ranks that send
             return Pending((), (x,), lambda: x)
         out, source = torch.empty_like(x), receivers.index(own)
         if group.messages is not None:
@@ -215,7 +215,7 @@ class ClusterCommunicator:
         return Pending(works, (x, out), lambda: out)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """What rank `source` has in `x`, on every rank of the world, in place."""
+        """The value of `x` on rank `source`, on every rank of the world, in place."""
         self.num_started += 1
         self.check()
         x = x.contiguous()
@@ -258,4 +258,4 @@ class ClusterCommunicator:
             else:
                 await_work(work, self.check)
         except RuntimeError as error:
-            raise ConnectionLost("a communication broke off", got=str(error)) from error
+            raise ConnectionLost("a communication was interrupted", got=str(error)) from error

@@ -1,4 +1,4 @@
-"""How far a step has come: which part may follow."""
+"""The progress of a step: which part may run next."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from meshweave.errors import StepError
 
 @dataclass(slots=True)
 class Progress:
-    """A step is (forward, backward) once per microbatch, then update. `num_done` microbatches have gone backward."""
+    """A step is (forward, backward) once per microbatch, then update. `num_done` microbatches have run backward."""
 
     num_micros: int
     num_done: int = 0
-    is_forward: bool = False  # a microbatch has gone forward and not yet backward
+    is_forward: bool = False  # a microbatch has run forward but not backward
 
     @property
     def due(self) -> str:
-        """What comes next."""
+        """The next part."""
         if self.is_forward:
             return "backward"
         return "forward" if self.num_done < self.num_micros else "update"
 
     def check(self, part: str) -> None:
-        """Raise StepError unless `part` comes next."""
+        """Raise StepError unless `part` is next."""
         if part != self.due:
             raise StepError(
-                f"{part} is not what comes next in this step",
+                f"{part} is out of order in this step",
                 got=self._so_far(),
                 expected=f"{self.due}()",
                 hint="a step is forward and backward"
@@ -38,7 +38,7 @@ class Progress:
         """Raise StepError in the middle of a step."""
         if self.is_forward or self.num_done:
             raise StepError(
-                f"{what} cannot come in the middle of a step", got=self._so_far(), expected=f"{self.due}() first"
+                f"{what} is not possible in the middle of a step", got=self._so_far(), expected=f"{self.due}() first"
             )
 
     def advance(self, part: str) -> None:

@@ -1,4 +1,5 @@
-"""Rows of a batch over ranks: which are a rank's own, and that ranks which need the same ones hand in the same."""
+"""Rows of a batch over ranks: which rows are a rank's own, and a check that ranks that need the same rows pass the same
+rows."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from meshweave.sharding.plans import Plan
 from meshweave.sharding.resolve import batch_axes
 
 BATCHES = ("global", "local")
-ALWAYS_FIRST = 16  # calls in which batches are compared
-THEN_EVERY = 32  # and after them every so many calls
-MOST_WORDS = 1 << 16  # 8-byte words of a tensor that are compared: all of up to 512 KiB
+ALWAYS_FIRST = 16  # the first calls, in all of which batches are compared
+THEN_EVERY = 32  # after them every n-th call
+MOST_WORDS = 1 << 16  # 8-byte words of a tensor that are compared: all words up to 512 KiB
 
 
 def batch_shard(mesh: Mesh | str | Mapping[str, int], plan: Plan | str | None = None) -> tuple[int, int]:
-    """Into how many parts a batch is cut on `mesh`, and which is this rank's: what DistributedSampler takes as
-    num_replicas and rank. Ranks that differ only along tp, pp or cp have the same part. (1, 0) in a single process."""
+    """Into how many parts a batch is cut on `mesh`, and which part is this rank's: DistributedSampler's num_replicas
+    and rank. Ranks that differ only along tp, pp or cp have the same part. (1, 0) in a single process."""
     join(None)
     job = ranks_of_job()
     if job is None:
@@ -43,9 +44,9 @@ def batch_shard(mesh: Mesh | str | Mapping[str, int], plan: Plan | str | None = 
 
 
 def global_example(example: Any, batch: str, num_parts: int) -> Any:
-    """The global batch of which `example` is one rank's rows: each entry with rows repeated `num_parts` times; the
-    example itself with batch="global". Values don't matter. PlanError for another word, or an entry that would then be
-    taken for one with rows."""
+    """The global batch of which `example` is a single rank's rows: each entry with rows repeated `num_parts` times; the
+    example itself with batch="global". Values do not matter. PlanError for another value of `batch`, or an entry
+    without rows that would then count as an entry with rows."""
     if batch not in BATCHES:
         raise PlanError("unknown kind of batch", got=f"batch={batch!r}", expected=" or ".join(BATCHES))
     if batch == "global" or num_parts == 1:
@@ -58,7 +59,7 @@ def global_example(example: Any, batch: str, num_parts: int) -> Any:
                 "an entry without rows has as many as the global batch",
                 where=f"entry '{name}'",
                 got=f"{list(tensor.shape)} beside {rows} rows on each of {num_parts} ranks",
-                hint="pass it as a buffer of the model, or hand in global batches with batch='global'",
+                hint="pass it as a buffer of the model, or pass global batches with batch='global'",
             )
     has_rows = [t.dim() > 0 and t.shape[0] == rows for t in local.tensors]
     whole = [torch.cat([t] * num_parts) if is_cut else t for t, is_cut in zip(local.tensors, has_rows, strict=True)]
@@ -66,22 +67,22 @@ def global_example(example: Any, batch: str, num_parts: int) -> Any:
 
 
 class RowsCheck:
-    """Compares over all ranks what they hand in: whole batches are the same everywhere, own rows on ranks that are at
-    one place of the batch axes; and numbers of the optimizer's groups everywhere.
+    """Compares over all ranks the batches that they pass: whole batches must be the same everywhere, own rows on ranks
+    at the same place of the batch axes; and numbers of the optimizer's groups everywhere.
 
-    By a fingerprint, in the first ALWAYS_FIRST calls and then in each THEN_EVERY-th: one all-gather of 24 bytes per
-    entry and one wait for it. All ranks raise the same error, so that the job can go on.
+    It compares fingerprints, in the first ALWAYS_FIRST calls and then in each THEN_EVERY-th: an all-gather of 24 bytes
+    per entry and a wait for it. All ranks raise the same error, so that the job can continue.
     """
 
     def __init__(self, world: Any, layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`shapes` are those of the entries in a global microbatch, `layouts` how they are stored."""
+        """`shapes` are those of the entries in a global microbatch, `layouts` their layouts."""
         self.world, self.num_calls, self.warned = world, 0, False
         self.names = tuple(layouts)
         self.ranks: tuple[int, ...] = world.mesh.devices
         size = batch_size(shapes.values())
         self.has_rows = {name: bool(shape) and shape[0] == size for name, shape in shapes.items()}
         self.num_rows = {name: shape[0] if shape else -1 for name, shape in shapes.items()}
-        # Per entry the place of each rank's rows: ranks at one place hold the same ones.
+        # Per entry the place of each rank's rows: ranks at the same place have the same rows.
         self.places = {
             name: {rank: layout.box_of(shapes[name], rank).offset[:1] for rank in self.ranks}
             for name, layout in layouts.items()
@@ -93,8 +94,8 @@ class RowsCheck:
         return self.num_calls < ALWAYS_FIRST or self.num_calls % THEN_EVERY == 0
 
     def check(self, batch: Batch, parts: int = 1, groups: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Compare this call's batch, of `parts` microbatches, where it is this call's turn. Raises LayoutError or
-        StepError on every rank."""
+        """Compare this call's batch, of `parts` microbatches, if this call is due. Raises LayoutError or StepError on
+        every rank."""
         is_due = self.is_due
         self.num_calls += 1
         if not is_due:
@@ -116,7 +117,7 @@ class RowsCheck:
                 "ranks have different settings of the optimizer",
                 where=named(others),
                 got="other numbers in optimizer.param_groups than on the first rank",
-                hint="schedule from what all ranks know alike: step numbers, or a metric reduced over the ranks",
+                hint="schedule by values that are equal on all ranks: step numbers, or a metric reduced over the ranks",
             )
         alike = []
         for i, name in enumerate(self.names):
@@ -132,8 +133,8 @@ class RowsCheck:
             warnings.warn(_ALIKE, stacklevel=5)  # the caller of the step
 
     def _judge_entry(self, name: str, num_rows: int, num_whole: int, contents: Mapping[int, int]) -> bool | None:
-        """Raises where ranks differ that must not. Returns whether all handed in the same as their own rows; None where
-        they are no ranks' own."""
+        """Raises if ranks differ that must not. Returns whether all passed the same rows as their own; None if the rows
+        are not a rank's own."""
         places = self.places[name]
         num_places = len(set(places.values()))
         if num_rows == num_whole:
@@ -149,7 +150,7 @@ class RowsCheck:
     def _other_size(self, name: str, others: Sequence[int], rows: Mapping[int, int]) -> LayoutError:
         first = self.ranks[0]
         return LayoutError(
-            "ranks hand in batches of different sizes",
+            "ranks pass batches of different sizes",
             where=f"entry '{name}', {named(others)}",
             got=f"{rows[others[0]]} rows on rank {others[0]}, {rows[first]} on rank {first}",
             expected="one shape and dtype on every rank",
@@ -158,9 +159,9 @@ class RowsCheck:
 
     def _other_whole(self, name: str, others: Sequence[int], num_whole: int, num_places: int) -> StepError:
         part = f", of whose {num_whole} rows each would use {num_whole // num_places}" if num_places > 1 else ""
-        hint = f"where each rank loads its own rows (DistributedSampler), mw.compile(..., batch='local'); {_SEED}"
+        hint = f"if each rank loads its own rows (DistributedSampler), mw.compile(..., batch='local'); {_SEED}"
         return StepError(
-            "ranks hand in different batches",
+            "ranks pass different batches",
             where=f"entry '{name}', {named(others)}",
             got=f"other values than on rank {self.ranks[0]}",
             expected=f"the global batch on every rank{part}",
@@ -169,29 +170,29 @@ class RowsCheck:
 
     def _other_rows(self, name: str, first: int, others: Sequence[int]) -> StepError:
         return StepError(
-            "ranks that share their rows hand in different ones",
+            "ranks that share rows pass different rows",
             where=f"entry '{name}', {named(others)}",
-            got=f"other values than on rank {first}, which is at the same place of the batch",
+            got=f"other values than on rank {first}, which needs the same rows",
             expected="the same rows on all ranks that differ only along axes which don't cut the batch (tp, pp, cp)",
-            hint=f"DistributedSampler(data, *mw.batch_shard(mesh)) gives them the same; {_SEED}",
+            hint=f"DistributedSampler(data, *mw.batch_shard(mesh)) gives them the same rows; {_SEED}",
         )
 
 
 _SEED = "seed the loader alike on every rank: generator=torch.Generator().manual_seed(0), sampler.set_epoch(epoch)"
 _ALIKE = (
-    "meshweave: every rank handed in the same rows as its own; each is to load others "
-    "(DistributedSampler), or pass batch='global' to mw.compile"
+    "meshweave: every rank passed the same rows as its own; let each load different rows (DistributedSampler), or "
+    "pass batch='global' to mw.compile"
 )
 
 
 def _others(values: Mapping[int, int]) -> list[int]:
-    """The keys whose values are not that of the first."""
+    """The keys whose values differ from the first."""
     first = next(iter(values.values()))
     return [rank for rank, value in values.items() if value != first]
 
 
 def _settings_text(groups: Sequence[Mapping[str, Any]]) -> str:
-    """The numbers of an optimizer's groups; single numbers in tensors too, which are read from CPU alone."""
+    """The numbers of an optimizer's groups; scalars in tensors too, but those are read only on CPU."""
     return repr([[(key, _number(group[key])) for key in sorted(group) if key != "params"] for group in groups])
 
 

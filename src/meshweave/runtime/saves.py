@@ -1,4 +1,4 @@
-"""The save of a state that goes on beside the steps."""
+"""Asynchronous saves of the state, concurrent with steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshweave.runtime.world import World
 
 
 class Saves:
-    """Asynchronous saves of one state, of which one is under way at most. Every process makes the same calls.
+    """Asynchronous saves of a state, at most a single save at a time.
 
-    The threads that write communicate over a Gloo group of their own, so that no collective of a step meets theirs.
-    Python waits for these threads before it ends.
+    Every process makes the same calls. The threads that write communicate over their own Gloo group, so that their
+    collectives never meet those of a step. Python waits for these threads before it exits.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Saves:
 
     @contextmanager
     def call(self, world: World, progress: Progress, name: str) -> Iterator[None]:
-        """A call that saves or loads, between two steps, when the save before is done."""
+        """A call that saves or loads, between two steps, after the previous save is done."""
         progress.check_idle("a checkpoint")
         with world.call(name):
             self._wait(world)
@@ -42,8 +42,8 @@ class Saves:
         return self._pending
 
     def _wait(self, world: World) -> None:
-        """Wait for the save that is under way. Raises its CheckpointError, once; StepError when another process has
-        failed meanwhile."""
+        """Wait for the current save. Raises its CheckpointError, once; StepError when another process has failed
+        meanwhile."""
         if self._pending is None:
             return
         while not wait_for([self._pending], POLL).done:

@@ -1,4 +1,4 @@
-"""A compiled step with its state: takes batches, keeps parameters, saves and loads."""
+"""A compiled step with its state: takes batches, owns parameters, saves and loads."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from meshweave.runtime.update import Update, nodes_of, outputs
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
-# The calls that give full tensors of a kind, as users know them.
+# The user's calls that return full tensors of each kind.
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """What a session keeps and checks. `accumulate` is the number of microbatches of a step, `backend` what compiles
-    the compute between communications, `weights` a folder of files that parameters begin with."""
+    """What a session keeps and checks. `accumulate` is the number of microbatches of a step, `backend` compiles the
+    compute between communications, `weights` is a folder of files with initial parameters."""
 
     accumulate: int = 1
     seed: int = 0
@@ -53,9 +53,9 @@ class SessionSettings:
 class Session:
     """Runs the rank graphs of a program step by step on the devices of a world.
 
-    A step is forward and backward, once per microbatch, then update; `run` does all of it. A failed step leaves the
-    state of the last completed one, unless the failure came during the update: then the state says so and refuses to
-    go on. Parameters that the step before has gathered already are no part of the state: see `Carries`.
+    A step is forward and backward, once per microbatch, then update; `run` runs all of it. A failed step leaves the
+    state of the last completed step, unless it failed during the update: then the state is torn and raises errors.
+    Parameters gathered by the previous step are not part of the state: see `Carries`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Session:
         meter: Meter | None = None,
         share: Session | None = None,
     ) -> None:
-        """`share`: another session of the same model, whose state this one trains, too."""
+        """`share`: another session of the same model, whose state this session trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
         self.compiler: RegionCompiler = compiler_for(settings.backend, world) if share is None else share.compiler
         self._has_regions, self._look = False, Look()
@@ -82,23 +82,23 @@ class Session:
         self.progress = Progress(settings.accumulate)
         self._gradients: dict[str, list[Tensor]] | None = None
         self._envs: list[Env] = []
-        self._between: list[dict[Key, Tensor]] = []  # what a microbatch leaves to the next one
+        self._between: list[dict[Key, Tensor]] = []  # values that a microbatch passes to the next
         self._losses: list[Fetched] = []
 
     def _build(self, meter: Meter | None, has_regions: bool = False) -> None:
-        """What each held device runs, and what runs it."""
+        """The tasks of each local device, and their executor."""
         kept = {"loss", "output", "norm", "buffer", "param", "state", "carry"}
         kept |= {"grad"} if self.settings.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
-        if self.settings.accumulate > 1:  # what is not the last microbatch has its own tasks, and leaves other values
+        if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values
             early = self._compiled({"loss", "buffer", "acc"}, False, has_regions)
             self._early: Executor = self.world.executor(self.roles, early, meter)
 
     def compile_regions(self, is_awaited: bool = False) -> None:
-        """Let compute run as compiled regions, from the first step on: until then a program may be there to be
-        simulated, on a machine that could not run it. Where a process compiles them, steps run without until it has
-        ended (`is_awaited`: this call waits for that). All processes call it."""
+        """Run compute as compiled regions, from the first step on; until then a program may only be simulated, on a
+        machine that could not run it. If a background process compiles, steps run without regions until it ends
+        (`is_awaited`: this call waits for that). All processes call it."""
         while not self._has_regions and self.compiler.backend != "eager" and not self.progress.num_done:
             if is_awaited:
                 self.compiler.wait()
@@ -111,7 +111,7 @@ class Session:
                 return
 
     def _compiled(self, kept: set[str], is_last: bool, has_regions: bool) -> tuple[Compiled, ...]:
-        """What each held device runs, with outputs of the kinds `kept`."""
+        """The tasks of each local device, with outputs of the kinds `kept`."""
 
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
@@ -127,7 +127,7 @@ class Session:
 
     @property
     def _running(self) -> Executor:
-        """What runs the microbatch at hand."""
+        """The tasks of the current microbatch."""
         if self._is_last:
             return self.executor
         self._early.meter = self.executor.meter
@@ -136,11 +136,9 @@ class Session:
     # running
 
     def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float]) -> Tensor:
-        """One step over its microbatches; the loss is their mean. `numbers` are those of
-        the optimizer (`capture.optimizer_steps.StepNumbers`).
-
-        Raises StepError when the loss is not finite, before anything is updated.
-        """
+        """Run a step over its microbatches; the loss is their mean. `numbers` are those of the optimizer
+        (`capture.optimizer_steps.StepNumbers`).
+        Raises StepError when the loss is not finite, before anything is updated."""
         self.progress.check_idle("a whole step")
         with self.world.guard():
             for batch in micros:
@@ -156,9 +154,9 @@ class Session:
         devices: Sequence[int] = (),
         tokens: int = 0,
     ) -> Simulation:
-        """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the whole picture."""
+        """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the records of all ranks."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
-        self.compile_regions(is_awaited=True)  # else the step under way could change what runs it
+        self.compile_regions(is_awaited=True)  # else the current step could switch to compiled regions
         recorder = Recorder(clock, len(self.ranks))
         held_meter = self.executor.meter
         with self.world.guard():
@@ -180,7 +178,7 @@ class Session:
         return measured(self.roles, all_traces, devices, tokens)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward and loss of one microbatch. Returns its loss. StepError when that is not what comes next."""
+        """Forward and loss of a microbatch. Returns its loss. StepError when it is out of order."""
         self.progress.check("forward")
         self.state.check_usable()
         with self._attempt("forward"):
@@ -199,8 +197,8 @@ class Session:
         return self._losses[-1].value.clone()
 
     def backward(self) -> None:
-        """Backward of the microbatch that went forward. Its gradients are added to those before; the last microbatch
-        reduces their sums over the mesh."""
+        """Backward of the microbatch that ran forward. Its gradients are added to those of earlier microbatches; the
+        last microbatch reduces their sums over the mesh."""
         self.progress.check("backward")
         with self._attempt("backward"):
             self._running.run(BACKWARD)
@@ -213,7 +211,7 @@ class Session:
                 self._running.end()
 
     def update(self, numbers: Mapping[str, float]) -> None:
-        """New parameters and optimizer state, after every microbatch of the step has gone backward."""
+        """New parameters and optimizer state, after every microbatch of the step has run backward."""
         self.progress.check("update")
         with self._attempt("update"):
             if self.settings.check_finite:
@@ -226,7 +224,7 @@ class Session:
         self._let_go()
 
     def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward alone, which changes nothing: the loss (NaN where the program has none) and the full tensors of the
+        """Forward only, which changes nothing: the loss (NaN if the program has none) and the full tensors of the
         model's outputs, whose `specs` are by name. All processes call it. StepError in the middle of a step."""
         self.progress.check_idle("an evaluation")
         self.state.check_usable()
@@ -256,7 +254,7 @@ class Session:
 
     @property
     def _is_last(self) -> bool:
-        """Whether the microbatch at hand is the step's last."""
+        """Whether the current microbatch is the step's last."""
         return self.progress.num_done + 1 == self.settings.accumulate
 
     def _let_go(self) -> None:
@@ -266,7 +264,7 @@ class Session:
 
     @contextmanager
     def _attempt(self, part: str) -> Iterator[None]:
-        """One part of a step; a failure ends the step, and the next one begins afresh."""
+        """A part of a step; a failure ends the step, and the next step begins afresh."""
         try:
             with self.world.guard():
                 yield
@@ -277,13 +275,13 @@ class Session:
         self.progress.advance(part)
 
     def _value(self, kind: str) -> Tensor:
-        """A number that the step gives, as a 0-dim tensor of its own."""
+        """A scalar result of the step, as a 0-dim tensor with its own memory."""
         (slot,) = (slot for key, slot in outputs(self.ranks[0]) if key == (kind, ""))
         value: Tensor = self._envs[0][slot]
         return value.detach().clone()
 
     def _held(self, kind: str) -> dict[str, list[Tensor]]:
-        """Outputs of one kind by name: a piece per held device that has one."""
+        """Outputs of a kind by name: a piece for each local device that has it."""
         values: dict[str, list[Tensor]] = {}
         for rank, env in zip(self.ranks, self._envs, strict=True):
             for (its_kind, name), slot in outputs(rank):
@@ -322,7 +320,7 @@ class Session:
         return envs
 
     def _accumulated(self, index: int, key: Key, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
-        """The sum of a gradient over the microbatches before, which is given up to this one; 0 for the first."""
+        """The sum of a gradient over the earlier microbatches, whose memory is handed over; 0 for the first."""
         total = self._between[index].pop(key, None)
         if total is None:
             return torch.zeros(size, dtype=dtype, device=self.world.device)
@@ -345,26 +343,22 @@ class Session:
             self.state.num_steps += 1
             self.state.torn = False
 
-    # looking at values
+    # reading values
 
     def full(self, kind: str, pieces: Mapping[str, list[Tensor]] | None = None) -> dict[str, Tensor]:
-        """Full tensors by name of one kind (param, buffer, state), or of gradients handed in. All processes call it."""
+        """Full tensors by name of a kind (param, buffer, state), or of the gradients passed. All processes call it."""
         source = "param" if kind == "grad" else kind
         if kind in ("param", "buffer") and not self.progress.num_done:
             self.bindings.take_over(self.state)
         named = {name for rank in self.roles for its_kind, name in rank.outputs if its_kind == kind}
-        wanted = [
-            (item, layout)
-            for item, layout in self.state.items
-            if item.kind == source and (pieces is None or item.name in named)
-        ]
-        pieces_of = {
-            item.name: self.state.pieces[kind, item.name] if pieces is None else pieces.get(item.name, [])
-            for item, _ in wanted
-        }
-        is_here = all(self.world.has_whole(layout) for _, layout in wanted)
+        items = [pair for pair in self.state.items if pair[0].kind == source]
+        if pieces is None:
+            wanted = [(*pair, self.state.pieces[kind, pair[0].name]) for pair in items]
+        else:
+            wanted = [(*pair, pieces.get(pair[0].name, [])) for pair in items if pair[0].name in named]
+        is_here = all(self.world.has_whole(layout) for _, layout, _ in wanted)
         with nullcontext() if is_here else self.world.call(_FULL[kind]):
-            return {item.name: self.world.assemble(item.spec, layout, pieces_of[item.name]) for item, layout in wanted}
+            return {item.name: self.world.assemble(item.spec, layout, own) for item, layout, own in wanted}
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""
@@ -375,7 +369,7 @@ class Session:
         return self.full("grad", self._gradients)
 
     def pieces(self, kind: str) -> Iterator[tuple[Input, Layout, list[Tensor]]]:
-        """Input, layout and held pieces of every value of one kind."""
+        """Input, layout and local pieces of every value of a kind."""
         for item, layout in self.state.items:
             if item.kind == kind:
                 yield item, layout, self.state.pieces[kind, item.name]
@@ -389,16 +383,14 @@ class Session:
             self.state.save(path, self.settings.seed)
 
     def async_save(self, path: str | os.PathLike[str]) -> Future[None]:
-        """`save` by a thread, of the state as it is now, while steps go on."""
+        """`save` on a thread, of the present state, while steps continue."""
         with self.saves.call(self.world, self.progress, "async_save"):
             self.bindings.take_over(self.state)
             return self.saves.begin(self.world, partial(self.state.async_save, path, self.settings.seed))
 
     def load(self, path: str | os.PathLike[str]) -> list[str]:
-        """Continue from a checkpoint of the same model, saved on whatever mesh. Gives what `State.load` does.
-
-        The old state lives until the new one is whole, so that a load that fails changes nothing.
-        """
+        """Continue from a checkpoint of the same model, saved on any mesh. Returns what `State.load` returns. The old
+        state lives until the new state is complete, so that a failed load changes nothing."""
         with self.saves.call(self.world, self.progress, "load"):
             loaded = self.state.blank()
             fresh = loaded.load(path, self.settings.seed)

@@ -1,4 +1,4 @@
-"""What lasts from step to step: the pieces of parameters, buffers and optimizer state that this process holds."""
+"""What lasts from step to step: the pieces of parameters, buffers and optimizer state on this process."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LASTING = ("param", "buffer", "state")
 
 @dataclass(slots=True)
 class State:
-    """Pieces by (kind, name), one per held device that is of the value's mesh, and the number of completed steps.
-    `numbers` are the optimizer's own of each parameter (counts of steps and the like), by parameter and slot; `options`
-    those of its groups; `resting` optimizer state of parameters that are frozen: no program has it, checkpoints do.
+    """Pieces by (kind, name), a piece per local device in the value's mesh, and the number of completed steps.
 
-    While an update runs, old pieces are given up one by one as new ones appear; `torn` is set meanwhile. A state
-    that an interrupted update left torn refuses to be used.
+    `numbers` are the optimizer's scalars of each parameter (step counts and the like), by parameter and slot; `options`
+    those of its groups; `resting` is optimizer state of frozen parameters, which is in checkpoints but in no program.
+    During an update old pieces are released singly as new pieces appear; `torn` is set meanwhile. A state that an
+    interrupted update left torn raises errors.
     """
 
     roles: Sequence[RankGraph]
@@ -51,11 +51,11 @@ class State:
 
     @property
     def items(self) -> Iterable[tuple[Input, Layout]]:
-        """Every lasting value of the program, whether or not a piece of it is held here, and what rests."""
+        """Every lasting value of the program, with or without a local piece, and resting state."""
         return [*lasting(self.roles), *self.resting]
 
     def holders(self, layout: Layout) -> list[int]:
-        """The held devices that are of a layout's mesh, in the order in which pieces are kept."""
+        """The local devices in a layout's mesh, in the order of the pieces."""
         return [device for device in self.devices if device in layout.mesh]
 
     def boxes(self, item: Input, layout: Layout) -> list[Box]:
@@ -67,7 +67,7 @@ class State:
     ) -> None:
         """Cut pieces of full tensors by name (parameters and buffers); optimizer state from `state` or zeros.
 
-        One full tensor is looked at at a time, so that a generator need never hold two.
+        Full tensors are read one at a time, so that a generator never needs two in memory.
         """
         known = {item.name: (item, layout) for item, layout in self.items if item.kind != "state"}
         for name, value in values:
@@ -88,14 +88,14 @@ class State:
         return (item.kind, item.name) in self.pieces
 
     def read(self, files: WeightFiles) -> None:
-        """Fill the pieces of the parameters and buffers that files have: each reads its own bytes alone."""
+        """Read the pieces of the parameters and buffers in files: each process reads only its own bytes."""
         for item, layout in self.items:
             if item.kind != "state" and item.name in files.tensors:
                 pieces = files.pieces(item.name, self.boxes(item, layout), item.spec.dtype)
                 self.pieces[item.kind, item.name] = [piece.to(self.device).contiguous() for piece in pieces]
 
     def extend(self, roles: Sequence[RankGraph]) -> None:
-        """Take in what another program of the same model keeps beside: optimizer state of parameters that were frozen
+        """Add the further values of another program of the same model: optimizer state of parameters that were frozen
         before, which begins as zeros."""
         new = [entry for entry in lasting(roles) if (entry[0].kind, entry[0].name) not in self.pieces]
         if new:
@@ -104,14 +104,14 @@ class State:
             self.put(item, layout, self.zeros(item))
 
     def rest(self, param: str, slots: Mapping[str, Tensor]) -> None:
-        """Keep optimizer state of a parameter that is frozen: full tensors (or DTensors) by slot."""
+        """Keep optimizer state of a frozen parameter: full tensors (or DTensors) by slot."""
         for slot, value in slots.items():
             entry = self._resting(f"{slot}/{param}", Spec(tuple(value.shape), value.dtype))
             self.resting.append(entry)
             self.put(*entry, full_values(value))
 
     def _resting(self, name: str, spec: Spec) -> tuple[Input, Layout]:
-        """A slot of a frozen parameter, laid out as that where it has its shape."""
+        """A slot of a frozen parameter, laid out like the parameter if it has its shape."""
         param = name.partition("/")[2]
         item, layout = next((i, at) for i, at in self.items if (i.kind, i.name) == ("param", param))
         is_like = item.spec.shape == spec.shape
@@ -123,19 +123,19 @@ class State:
         return torch.zeros((), dtype=item.spec.dtype).expand(item.spec.shape)
 
     def put(self, item: Input, layout: Layout, value: Tensor) -> None:
-        """Hold the pieces of one full tensor."""
+        """Store the pieces of a full tensor."""
         self.pieces[item.kind, item.name] = [
             value[box.slices()].detach().to(self.device, copy=True).contiguous() for box in self.boxes(item, layout)
         ]
 
     def refill(self, values: Mapping[tuple[str, str], float]) -> None:
-        """State that holds one number everywhere, by slot and parameter."""
+        """Fill state that is a single number everywhere, by slot and parameter."""
         for (slot, param), value in values.items():
             for piece in self.pieces.get(("state", f"{slot}/{param}"), []):
                 piece.fill_(value)
 
     def matches(self, kind: str, name: str, value: Tensor) -> bool:
-        """Whether the pieces held here are those of a full tensor."""
+        """Whether the local pieces are those of a full tensor."""
         item, layout = next((i, at) for i, at in self.items if (i.kind, i.name) == (kind, name))
         if (tuple(value.shape), value.dtype) != (item.spec.shape, item.spec.dtype):
             return False
@@ -144,7 +144,8 @@ class State:
         return all(torch.equal(value[box.slices()].to(self.device), piece) for box, piece in pieces)
 
     def blank(self) -> State:
-        """A state of the same pieces without values, for a load to fill. What rests is what the checkpoint has."""
+        """A state with the same pieces but without values, for a load to fill. Its resting state comes from the
+        checkpoint."""
         empty = State(self.roles, self.devices, self.device)
         for item, layout in empty.items:
             empty._put_empty(item, layout)
@@ -159,12 +160,12 @@ class State:
         if self.torn:
             raise StepError(
                 "the last update was interrupted half-way",
-                got=f"step {self.num_steps + 1} changed some parameters and not others",
+                got=f"step {self.num_steps + 1} changed only some of the parameters",
                 hint="load the last checkpoint",
             )
 
     def views(self) -> dict[str, ShardedTensorView]:
-        """Checkpoint names (`param/...`, `buffer/...`, `state/...`) to the pieces held here, which a load fills."""
+        """Checkpoint names (`param/...`, `buffer/...`, `state/...`) to the local pieces, which a load fills."""
         from meshweave.runtime.checkpoint_tables import ShardedTensorView
 
         return {
@@ -178,7 +179,7 @@ class State:
 
     def save(self, path: str | os.PathLike[str], seed: int) -> None:
         """Write a checkpoint that any other mesh may load; all processes call it."""
-        from meshweave.runtime.checkpoint import save  # takes long to import, and few programs do
+        from meshweave.runtime.checkpoint import save  # slow to import, and few programs need it
 
         self.check_usable()
         save(path, self.views(), self._info(seed))
@@ -186,7 +187,7 @@ class State:
     def async_save(
         self, path: str | os.PathLike[str], seed: int, process_group: dist.ProcessGroup | None
     ) -> Future[None]:
-        """`save` by a thread, of the state as it is now, over a Gloo group that nothing else uses meanwhile."""
+        """`save` on a thread, of the present state, over a Gloo group that nothing else uses meanwhile."""
         from meshweave.runtime.checkpoint import async_save
 
         self.check_usable()
@@ -201,9 +202,9 @@ class State:
         }
 
     def load(self, path: str | os.PathLike[str], seed: int) -> list[str]:
-        """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for one of another seed.
+        """Fill the pieces from a checkpoint; all processes call it. CheckpointError also for another seed.
 
-        Gives the parameters that were frozen when it was written, and have no optimizer state in it: zeros.
+        Returns the parameters that were frozen when it was written, and have no optimizer state in it: zeros.
         """
         from meshweave.runtime.checkpoint import load, saved_specs
 
@@ -221,16 +222,16 @@ class State:
                 where=str(path),
                 got=str(info["seed"]),
                 expected=str(seed),
-                hint="compile with that seed, so that dropout goes on as it would have",
+                hint="compile with that seed, so that dropout continues its sequence",
             )
         self.num_steps = int(info["num_steps"])
-        self.numbers = json.loads(str(info.get("optimizer", "{}")))  # before 2026-11 there was none
+        self.numbers = json.loads(str(info.get("optimizer", "{}")))  # checkpoints before 2026-11 have none
         self.options = json.loads(str(info.get("groups", "[]")))
         return fresh
 
     def _adapt(self, saved: Mapping[str, Spec]) -> list[str]:
-        """Make room for what a checkpoint has of parameters that are frozen now. Gives the parameters of which it has
-        no optimizer state, but has of others: they were frozen then."""
+        """Make room for a checkpoint's state of parameters that are frozen now. Returns the parameters of which it has
+        no optimizer state, although it has that of others: they were frozen then."""
         wanted = {item.name for item, _ in self.items if item.kind == "state"}
         trained = {name.partition("/")[2] for name in wanted}
         params = {item.name for item, _ in self.items if item.kind == "param"}
@@ -246,7 +247,7 @@ class State:
 
     @property
     def num_bytes(self) -> list[int]:
-        """Bytes held by each device."""
+        """Bytes on each device."""
         total = dict.fromkeys(self.devices, 0)
         for item, layout in self.items:
             for device, piece in zip(self.holders(layout), self.pieces[item.kind, item.name], strict=True):

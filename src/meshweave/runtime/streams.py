@@ -1,4 +1,4 @@
-"""CUDA streams under the streams of a schedule, and the events between them."""
+"""CUDA streams for the streams of a schedule, and the events between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Streams:
-    """On CUDA, a stream per stream of the schedule, and events between them; on CPU nothing at all.
+    """On CUDA, a stream per stream of the schedule, and events between them; on CPU nothing.
 
-    A task that needs others waits, on the device, for the events that were recorded after them; a tensor that crosses
-    streams is recorded with the allocator. So the host runs ahead, and what it was told done was only enqueued.
+    A task that needs others waits, on the device, for the events recorded after them; a tensor that crosses streams is
+    recorded with the allocator. So the host runs ahead, and "done" on the host means enqueued.
     """
 
     def __init__(self, on: torch.device, count: int) -> None:
@@ -25,7 +25,7 @@ class Streams:
         self._events = {}
 
     def follow(self) -> None:
-        """What the caller's stream has been given so far comes first."""
+        """Run after everything already enqueued on the caller's stream."""
         for stream in self._cuda:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
@@ -38,14 +38,14 @@ class Streams:
                 torch.cuda.current_stream().wait_event(self._events[task])
 
     def record(self, task: int) -> None:
-        """After a task that others may need: the last of a run."""
+        """Record an event after a task that others may need: the last of a run."""
         if self._cuda:
             event = torch.cuda.Event()
             event.record()
             self._events[task] = event
 
     def share(self, tensors: Iterable[Any], streams: Iterable[int]) -> None:
-        """Tensors of the current stream are used on others, and the other way round."""
+        """Share tensors between the current stream and the others."""
         if self._cuda:
             used = [torch.cuda.current_stream(), *(self._cuda[i] for i in streams)]
             for tensor in tensors:
@@ -54,6 +54,6 @@ class Streams:
                         tensor.record_stream(stream)
 
     def join(self) -> None:
-        """The caller's stream goes on after all of these."""
+        """Make the caller's stream wait for all of these."""
         for stream in self._cuda:
             torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -1,4 +1,4 @@
-"""The ranks of a job compile together: what differs between them, or fails on one, is an error on every one."""
+"""The ranks of a job compile together: a difference between them, or a failure of any, is an error on every rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from meshweave.runtime.calls import calls_of_job
 from meshweave.runtime.cluster import init_from_env, shutdown
 from meshweave.runtime.consensus import Exchange, named, ranks_of_job
 
-_SHOWN = 300  # characters of a line that an error shows
+_SHOWN = 300  # the most characters of a line that an error shows
 
 
 @dataclass(slots=True)
 class Ranks:
-    """The ranks that compile together, in one process after another's turn; without an exchange this process is alone.
-
-    `ended` is what an exchange raised: every rank has it already.
-    """
+    """The ranks that compile together, through an exchange; without an exchange this process is alone. `ended` is what
+    an exchange raised: every rank has it already."""
 
     exchange: Exchange | None = None
     ended: BaseException | None = None
@@ -40,12 +38,12 @@ class Ranks:
         return self.exchange is None or self.exchange.rank == self.exchange.ranks[0]
 
     def fail(self, error: MeshweaveError) -> None:
-        """Raise what every rank raises here."""
+        """Raise this rank's error, which the other ranks raise too."""
         self.ended = error
         raise error
 
     def say(self, answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
-        """What `judge` makes of what every rank says (see `Exchange`)."""
+        """What `judge` returns for the values of every rank (see `Exchange`)."""
         assert self.exchange is not None
         try:
             return self.exchange.exchange(answer, judge)
@@ -54,15 +52,15 @@ class Ranks:
             raise
 
     def meet(self) -> None:
-        """Wait until every rank is here. Raises where one has failed."""
+        """Wait until every rank is here. Raises if a rank has failed."""
         if not self.is_alone:
             self.say(None, lambda answers: None)
 
     def agree(self, texts: Mapping[str, str]) -> None:
         """Check that every rank has the same texts. Each is a topic, described line by line.
 
-        Digests are compared; the first topic that differs is then shown. Raises MeshweaveError naming the topic, the
-        ranks where it is another than on the first rank, and the first line that differs.
+        Digests are compared; the first topic that differs is then shown. Raises MeshweaveError with the topic, the
+        ranks that differ from the first rank, and the first line that differs.
         """
         if self.exchange is None:
             return
@@ -93,18 +91,15 @@ def _raise_difference(topic: str, others: Sequence[int], answers: Mapping[int, s
         where=named(others),
         got=f"{have[:_SHOWN]}, on rank {others[0]}",
         expected=f"{want[:_SHOWN]}, as on rank {lead}",
-        hint="every rank runs one script with the same arguments; what depends on the rank is its rows of the batch",
+        hint="every rank runs the same script with the same arguments; only the rows of the batch depend on the rank",
     )
 
 
 @contextmanager
 def together(device: torch.device | str | None = None) -> Iterator[Ranks]:
-    """A block that every rank of the job runs through, or none: a failure on one is an error on all when they next
-    meet, at the end of the block at the latest. A rank that is in another call meanwhile is an error on all within
-    seconds, where a step was compiled before.
-
-    Joins the job that torchrun describes where this process has not done so.
-    """
+    """A block that every rank of the job completes, or none: a failure on any rank is an error on all when they next
+    meet, at the latest at the end of the block. If a step was compiled before, a rank that is in another call meanwhile
+    is an error on all within seconds. Joins torchrun's job if this process has not done so."""
     join(device)
     job = ranks_of_job()
     if job is None:
@@ -119,14 +114,14 @@ def together(device: torch.device | str | None = None) -> Iterator[Ranks]:
             ranks.meet()
         except BaseException as error:
             if error is not ranks.ended:
-                with suppress(RuntimeError):  # the store is gone: the others learn it from that
+                with suppress(RuntimeError):  # the store is gone, and that is how the others learn of it
                     exchange.leave(error)
             raise
 
 
 def join(device: torch.device | str | None) -> None:
-    """Initialise torch.distributed where torchrun (or what sets RANK and WORLD_SIZE as it does) started several
-    processes and nobody has: NCCL for CUDA, Gloo for cpu. The job is left when the process ends."""
+    """Initialise torch.distributed if torchrun (or another launcher that sets RANK and WORLD_SIZE) started several
+    processes and the script has not: NCCL for CUDA, Gloo for cpu. The job is left when the process ends."""
     if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
     if "RANK" not in os.environ:
@@ -135,7 +130,7 @@ def join(device: torch.device | str | None) -> None:
         init_from_env("gloo" if str(device or "").startswith("cpu") else None)
     except dist.DistError as error:
         raise MeshError(
-            "not all ranks came to join the job",
+            "not all ranks joined the job",
             where=f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
             got=str(error).splitlines()[0],
             hint="a rank has ended or hangs before mw.compile: see its log",

@@ -1,5 +1,5 @@
-"""Records a step that really runs: when each task ran on each held device, when each communication was done, and what
-was held in memory meanwhile."""
+"""Records a real step: when each task ran on each local device, when each communication was done, and the memory in use
+meanwhile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor, fx
 from meshweave.runtime.executor import Compiled, Task
 from meshweave.runtime.state import State
 
-Mark = Any  # a point in time as a clock notes it down
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # Linux: processes with the same one read the same monotonic clock
-_NUM_ROUNDS = 5  # barriers by which the clocks of two machines are compared
-_PATIENCE_SECONDS = 1.0  # for the last callback of a communication that has been waited for
+Mark = Any  # a point in time as recorded by a clock
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # Linux: processes with equal values read the same monotonic clock
+_NUM_ROUNDS = 5  # barriers that align the clocks of two machines
+_PATIENCE_SECONDS = 1.0  # seconds to wait for the last callback of a communication that has been waited for
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a device did from `begin` to `end`, in seconds: ran the node `name`, or (`is_copy`) had the communication
-    under way that the node `name` starts. `fused`: all nodes that ran as one function, `name` the first of them."""
+    """What a device did from `begin` to `end`, in seconds: it ran the node `name`, or (`is_copy`) ran the communication
+    that the node `name` starts. `fused`: all nodes that ran as a single function, `name` the first of them."""
 
     name: str
     begin: float
@@ -37,7 +37,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """At `at` seconds the value of node `name` appeared (`bytes` of new memory, 0 for a view) or, below 0, went."""
+    """At `at` seconds the value of node `name` appeared (`bytes` of new memory, 0 for a view) or, if negative, was
+    freed."""
 
     name: str
     at: float
@@ -46,8 +47,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTrace:
-    """One step on one device, from `began` to `ended`. `persistent_bytes` is what it held before, `reserved_bytes` what
-    PyTorch's caching allocator had taken at most; 0 on CPU, which has none."""
+    """A step on a device, from `began` to `ended`. `persistent_bytes` were in use before, `reserved_bytes` is the
+    maximum that PyTorch's caching allocator reserved; 0 on CPU, which has none."""
 
     device: int
     began: float
@@ -59,12 +60,12 @@ class DeviceTrace:
 
 
 class Clock(Protocol):
-    """Notes points in time, and says afterwards when they were."""
+    """Records points in time, and resolves them to seconds afterwards."""
 
     def mark(self) -> Mark: ...
 
     def when_done(self, work: Any, into: list[Mark]) -> None:
-        """Put the time into a list at which a started communication is done."""
+        """Append to a list the time at which a started communication is done."""
         ...
 
     def settle(self) -> None:
@@ -74,12 +75,12 @@ class Clock(Protocol):
     def seconds(self, mark: Mark) -> float: ...
 
     def reserved_bytes(self) -> int:
-        """The most that a caching allocator of the device has taken from it."""
+        """The most memory that the device's caching allocator has reserved."""
         ...
 
 
 class HostClock:
-    """The host's monotonic clock. Works of Gloo tell when they are done on a thread of theirs."""
+    """The host's monotonic clock. Gloo works report their end on a thread of their own."""
 
     def __init__(self) -> None:
         self._asked, self._told = 0, list[int]()
@@ -97,7 +98,7 @@ class HostClock:
         work.get_future().add_done_callback(tell)
 
     def settle(self) -> None:
-        """A work is waited for, and tells that it is done, on two threads: the second may be behind."""
+        """The wait for a work and the report of its end happen on two threads: the second may be late."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while len(self._told) < self._asked and time.monotonic() < end:
             time.sleep(1e-3)
@@ -110,7 +111,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events in the streams of a CUDA device, on the time of the host: what is marked there is when it really ran."""
+    """Events in the streams of a CUDA device, on the host's time axis: they mark when work really ran."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -140,8 +141,8 @@ class DeviceClock:
 
 @dataclass(slots=True)
 class _Communication:
-    """A communication that `start` began at `began`. `rounds` are the times at which its works reported their end, on
-    a thread of the backend and perhaps late. `waited` is when its wait returned: it had ended by then."""
+    """A communication that `start` began at `began`. `rounds` are the times at which its works reported their end, on a
+    thread of the backend and perhaps late. `waited` is when its wait returned: it had ended by then."""
 
     start: fx.Node
     began: Mark
@@ -149,7 +150,7 @@ class _Communication:
     waited: Mark | None = None
 
     def seconds(self, clock: Clock) -> tuple[float, float] | None:
-        """When it was under way; None where nothing had to move."""
+        """When it ran; None if nothing had to move."""
         done = [clock.seconds(mark) for marks in self.rounds for mark in marks]
         if not done:
             return None
@@ -159,11 +160,9 @@ class _Communication:
 
 @dataclass(slots=True)
 class Recorder:
-    """Told by executors what they do, and a Meter. Several threads may tell it of different devices at once.
-
-    `posted` are the times at which the rounds of a communication ended that the task at hand has started, for the rank
-    of a cluster that runs it.
-    """
+    """Receives the events of executors, as a Meter and TaskRecorder. Several threads may report different devices at
+    once. `posted` are the times at which the rounds of a communication started by the current task ended, on the rank
+    of a cluster."""
 
     clock: Clock
     num_held: int
@@ -181,30 +180,30 @@ class Recorder:
         return self.clock.mark()
 
     def ran(self, index: int, task: Task, began: Mark) -> None:
-        """A task of held device `index` ran from `began` until now."""
+        """A task of local device `index` ran from `began` until now."""
         now = self.clock.mark()
         self._tasks[index].append((task, began, now))
         posted, self.posted = self.posted, []
         if task.is_wait:
             start = task.node.all_input_nodes[0]
             own = next((copy for copy in reversed(self._copies[index]) if copy.start is start), None)
-            if own is not None:  # None where nothing had to move
-                own.rounds.extend(posted)  # a second round, of a communication that goes on
+            if own is not None:  # None if nothing had to move
+                own.rounds.extend(posted)  # a further round of the same communication
                 own.waited = now
         elif posted:
             self._copies[index].append(_Communication(task.node, began, posted))
 
     def copied(self, index: int, start: fx.Node, began: Mark) -> None:
-        """The communication that `start` began on held device `index` ran from `began` until now."""
+        """The communication that `start` began on local device `index` ran from `began` until now."""
         self._copies[index].append(_Communication(start, began, [[self.clock.mark()]]))
 
     def part_begins(self) -> None:
-        """Tasks run from now on. What was posted before (numbers that ranks compare, parameters gathered ahead of the
-        step) is of none of them."""
+        """Tasks run from now on. Communications posted earlier (comparisons of ranks, parameters gathered before the
+        step) belong to none of them."""
         self.posted = []
 
     def begun(self, works: Iterable[Any]) -> None:
-        """Communications of torch.distributed have begun, as a part of the task that runs."""
+        """Communications of torch.distributed have begun, as a part of the current task."""
         done: list[Mark] = []
         for work in works:
             self.clock.when_done(work, done)
@@ -219,7 +218,7 @@ class Recorder:
         self._values[index].append((node, self.clock.mark(), None))
 
     def hold(self, state: State, ranks: Sequence[Compiled], carries: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take the pieces of the state, and what the step before has gathered, for values that are there already."""
+        """Treat the pieces of the state, and parameters gathered by the previous step, as values that exist already."""
         nodes = [
             {(i.kind, i.name): node for i, node in zip(rank.graph.inputs, rank.nodes, strict=False)} for rank in ranks
         ]
@@ -234,7 +233,7 @@ class Recorder:
                 self.on_value(index, nodes[index]["carry", name], value)
 
     def traces(self, devices: Sequence[int], began: Mark, ended: Mark) -> list[DeviceTrace]:
-        """What was recorded, per held device. Called once, when all is done."""
+        """The recorded traces, per local device. Called once, when all is done."""
         self.clock.settle()
         at = self.clock.seconds
         traces = []
@@ -264,7 +263,7 @@ def _changes(
     at: Callable[[Mark], float],
     began: float,
 ) -> tuple[tuple[Change, ...], int]:
-    """Changes of memory, and the bytes before the first of them: a storage counts once, however many values see it."""
+    """Changes of memory, and the bytes before the first change: a storage counts once, however many views it has."""
     users: dict[int, int] = {}
     owner: dict[int, tuple[str, int]] = {}
     seen: dict[fx.Node, tuple[tuple[int, int], ...]] = {}
@@ -291,8 +290,8 @@ def _changes(
 def gathered(own: Sequence[DeviceTrace]) -> list[DeviceTrace]:
     """The traces of all ranks, on every rank, in the time of rank 0. All ranks of the job call it together.
 
-    Processes of one machine read one clock. Those of others are set to that of rank 0 by the moments at which they
-    leave the same barriers, which is as exact as a barrier takes.
+    Processes on the same machine share a clock. Clocks of other machines are aligned with rank 0's by the times at
+    which they leave the same barriers, which is as exact as a barrier is short.
     """
     boot = _BOOT.read_text() if _BOOT.exists() else ""
     moments = []

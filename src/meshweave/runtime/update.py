@@ -1,4 +1,4 @@
-"""The update of a step: each new value takes the place of the old one as soon as it is computed, and gives that up."""
+"""The update of a step: each new value replaces the old value, whose memory is freed, as soon as it is computed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Update:
     ranks: Sequence[Compiled]
     envs: Sequence[Env]
     scalars: Mapping[str, Tensor]
-    replaced: list[dict[int, list[tuple[Key, int]]]] = field(default_factory=list)  # per device: slot -> what it is
+    # per device: slot -> the value's kind and name
+    replaced: list[dict[int, list[tuple[Key, int]]]] = field(default_factory=list)
     new: dict[Key, list[Any]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Hand out the numbers, and open the state for new values."""
+        """Distribute the numbers, and open the state for new values."""
         for rank, env in zip(self.ranks, self.envs, strict=True):
             for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True):
                 if item.kind == "scalar" and item.name in self.scalars:
@@ -43,13 +44,13 @@ class Update:
         self.state.pieces.update(self.new)
 
     def commit(self, i: int, task: Task) -> None:
-        """Take what a task of device `i` has computed."""
+        """Store what a task of device `i` has computed."""
         for slot in task.outs:
             self.keep(i, slot)
 
     def keep(self, i: int, slot: int) -> None:
-        """A new value; what is kept of it more than once has storages of its own. So has an empty piece: torch 2.13
-        saves no DTensor whose piece is a view from an offset on (torch.save, "invalid python storage")."""
+        """Store a new value; if it is stored more than once, each copy gets its own storage. So does an empty piece:
+        torch 2.13 cannot save a DTensor whose piece is a view with an offset (torch.save, "invalid python storage")."""
         for number, (key, index) in enumerate(self.replaced[i].pop(slot, ())):
             value = self.envs[i][slot]
             piece = value.clone() if number or not value.numel() else value
@@ -57,14 +58,15 @@ class Update:
             self.bindings.renew(key, piece)
 
     def finish(self, buffers: Sequence[tuple[Key, Tensor]]) -> None:
-        """Take what no task of the update computes, and the buffers that the microbatches have left."""
+        """Store what no task of the update computes, and the buffers that the microbatches have left."""
         for i, targets in enumerate(self.replaced):
             for slot in list(targets):
                 self.envs[i][slot] = self.envs[i][slot].clone()
                 self.keep(i, slot)
         renewed: dict[Key, list[Tensor]] = {}
         for key, piece in buffers:
-            renewed.setdefault(key, []).append(piece.clone())  # it may be a view of the batch, the caller's
+            # it may be a view of the batch, which belongs to the caller
+            renewed.setdefault(key, []).append(piece.clone())
         self.state.pieces.update(renewed)
 
 

@@ -1,4 +1,4 @@
-"""The executor of virtual devices: the event machine, with a worker thread per device and one per channel."""
+"""The executor of virtual devices: the event machine, with a worker thread per device and per channel."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from meshweave.runtime.executor import (
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.streams import Streams
 
-# A copy of so few bytes is done by the worker that found it ready: waking another costs more than it takes (a wake-up
-# is about 20 us under a contended interpreter lock; 2 shared cores copy 1 MiB in about 100 us; 2026-11, torch 2.13).
+# A copy of so few bytes runs on the worker that finds it ready: waking another costs more than the copy (a wake-up is
+# about 20 us under a contended interpreter lock; 2 shared cores copy 1 MiB in about 100 us; 2026-11, torch 2.13).
 INLINE_BYTES = 1 << 20
-# Runs whose tasks took less processor time than this, each, go one at a time: side by side they would only fight over
+# Runs whose tasks each took less processor time than this run one at a time: in parallel they would only compete for
 # the interpreter lock (two threads of `add` break even with one at about 14 us per op; 2 cores, torch 2.13, 2026-11).
 LIGHT_SECONDS = 20e-6
 NUM_TURNS = 4
-PATIENCE_SECONDS = 5e-3  # who has waited so long for a turn goes on without: what holds it is not light
+PATIENCE_SECONDS = 5e-3  # a run that has waited this long for its turn starts without: the current holder is not light
 
 
 class Workers:
-    """Threads that do what they are handed, each in order. They hold nothing but their queues, and end with them."""
+    """Threads that run their jobs, each in order. They own nothing but their queues, and end with them."""
 
     def __init__(self, count: int) -> None:
         self._queues: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(count)]
@@ -57,7 +57,7 @@ class Workers:
         finalize(self, _stop, self._queues)
 
     def hand(self, worker: int, job: Callable[[], None]) -> None:
-        """Give a worker something to do next. Its thread begins with its first job."""
+        """Queue a job for a worker. Its thread starts with its first job."""
         if not self._started[worker]:
             self._started[worker] = True
             queue = self._queues[worker]
@@ -69,7 +69,7 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     with torch.no_grad():
         while (job := queue.get()) is not None:
             job()
-            del job  # or the thread would keep alive what it did last
+            del job  # or the thread would keep its last job alive
 
 
 def _stop(queues: Iterable[SimpleQueue[Any]]) -> None:
@@ -78,10 +78,10 @@ def _stop(queues: Iterable[SimpleQueue[Any]]) -> None:
 
 
 class Turns:
-    """Lets light runs go one at a time, and heavy ones as they come. A run is known by where it begins.
+    """Serialises light runs, and lets heavy runs start at once.
 
-    A run is light once one of its turns was, and heavy after NUM_TURNS that were not (the first warms up, and others
-    may disturb); till then runs go one at a time.
+    A run is identified by its first task. A run is light once a turn of it was light, and heavy after NUM_TURNS that
+    were not (the first warms up, and others may disturb); until then runs go one at a time.
     """
 
     def __init__(self) -> None:
@@ -113,15 +113,15 @@ class Turns:
 
 @dataclass(slots=True)
 class _Pass:
-    """One pass over the step: its environments, and what the workers share of its part that runs."""
+    """A pass over the step: its environments, and what the workers share about the running part."""
 
     envs: list[Env]
     lock: Lock = field(default_factory=Lock)
     idle: Event = field(default_factory=Event)
-    num_active: int = 0  # runs that are being worked on
+    num_active: int = 0  # runs in progress
     is_stopped: bool = False
     reached: int = -1  # every task up to this part is settled
-    broken: BaseException | None = None  # a worker itself has failed: a bug of ours
+    broken: BaseException | None = None  # a worker itself has failed: a bug in meshweave
     after: After | None = None
 
     def break_off(self, error: BaseException) -> None:
@@ -130,13 +130,12 @@ class _Pass:
 
 
 class LocalExecutor:
-    """Runs the tasks of all virtual devices: `ranks[i]` on device `devices[i]`, compute and communication side by side.
+    """Runs the tasks of all virtual devices: `ranks[i]` on device `devices[i]`, compute and communication in parallel.
 
-    The machine says what may run. A worker that has finished a run tells it, goes on with what it may do itself (its
-    own stream, and runs and copies that are not worth waking another for) and hands the rest to their workers.
-
-    An operand that a start has posted stands in the cell of the start, until the copy has been made (a collective) or
-    this device need not send any more (a transfer); a copy writes its result to the cell of the wait.
+    The machine says what may run. A worker that has finished a run reports it, continues with what it may run itself
+    (its own stream, and runs and copies that are not worth waking another worker for) and queues the rest for their
+    workers. An operand that a start has posted stays in the cell of the start, until the copy is done (a collective) or
+    this device has sent everything (a transfer); a copy writes its result to the cell of the wait.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class LocalExecutor:
         try:
             self._workers.hand(0, partial(self._release, now, part))
             now.idle.wait()
-        except BaseException:  # Ctrl-C: tasks that run end, no other begins
+        except BaseException:  # Ctrl-C: running tasks finish, no other starts
             self._stop(now)
             raise
         finally:
@@ -191,16 +190,16 @@ class LocalExecutor:
         if now.reached < part:
             lines = map(self.lowered.describe, machine.cycle() or machine.unfinished()[:1])
             raise StepError(
-                "devices wait for each other",
+                "devices wait for each other: a deadlock",
                 got="\n    waits for ".join(lines),
-                hint="meshweave check finds this before anything runs",
+                hint="run meshweave check, which finds deadlocks before anything runs",
             )
         self._streams.join()
 
     # workers
 
     def _release(self, now: _Pass, part: int) -> None:
-        """Begin a part. A worker does it, so that an interrupt of the caller finds the machine whole."""
+        """Begin a part. A worker does it, so that an interrupt of the caller leaves the machine consistent."""
         try:
             with now.lock:
                 mine = self._deal(now, [] if now.is_stopped else self._machine.handle(Release(part)), 0)
@@ -210,13 +209,13 @@ class LocalExecutor:
             self._work(now, mine)
 
     def _stop(self, now: _Pass) -> None:
-        """Let nothing more begin, and come back when nothing runs: after one task of each worker. An interrupt on the
-        way does not change that."""
+        """Let nothing more begin, and return when nothing runs: after at most a task of each worker. An interrupt
+        meanwhile does not change that."""
         now.is_stopped = True
         handed = False
         while not now.idle.is_set():
             try:
-                if not handed:  # should the part never have been begun, nobody else says that nothing runs
+                if not handed:  # if the part was never begun, nothing else reports that nothing runs
                     handed = True
                     self._workers.hand(0, partial(self._release, now, -1))
                 now.idle.wait()
@@ -224,8 +223,8 @@ class LocalExecutor:
                 continue
 
     def _deal(self, now: _Pass, actions: Iterable[Action], own: int) -> list[Run]:
-        """Hand out what may run now. Returns what the caller, who works on stream `own`, should run itself. Called with
-        the lock held."""
+        """Hand out the runs that may start. Returns those that the caller, who works on stream `own`, should run
+        itself. Called with the lock acquired."""
         mine: list[Run] = []
         for action in actions:
             if type(action) is Run:
@@ -241,12 +240,12 @@ class LocalExecutor:
         return mine
 
     def _worker_of(self, stream: int) -> int:
-        """Compute streams have a worker each, channels share as many."""
+        """Compute streams have a worker each; channels share an equal number of workers."""
         count = len(self.devices)
         return stream if stream < count else count + stream % count
 
     def _work(self, now: _Pass, todo: list[Run]) -> None:
-        """Do runs, and what follows from them on this thread."""
+        """Execute runs, and what follows from them on this thread."""
         try:
             while todo:
                 run = todo.pop()
@@ -260,7 +259,7 @@ class LocalExecutor:
             now.break_off(error)
 
     def _do(self, now: _Pass, run: Run) -> Done | Failed | None:
-        """Run tasks of one stream. None when the pass was stopped on the way."""
+        """Run tasks of a stream. None when the pass was stopped meanwhile."""
         index, count = run.start, len(self.devices)
         try:
             with self._turns.worker_turn(run), self._streams.entered(run.stream):
@@ -291,14 +290,14 @@ class LocalExecutor:
             finish(task, env, i, None, now.after, self.ranks[i])
         else:
             with self._meter_lock:
-                if not task.is_wait:  # what a copy has brought, the copy has told
+                if not task.is_wait:  # the copy has reported the results of a copy
                     report_value(self.meter, task, env, i)
                 finish(task, env, i, self.meter, now.after, self.ranks[i])
 
     # communication
 
     def _at(self, task: int) -> tuple[int, Task]:
-        """The held device that a task of the schedule runs on, and its task."""
+        """The local device that a task of the schedule runs on, and its task."""
         schedule = self.lowered.schedule
         i = schedule.stream_of[task]
         return i, self._tasks[i][schedule.index_of[task]]
@@ -352,7 +351,7 @@ class LocalExecutor:
         return receive(entry, device, copy.messages, sent.get(device), part, self.on)
 
     def _tell(self, i: int, task: Task, value: Tensor | None) -> None:
-        """Tell the meter of a result that a copy has made, or of an operand that it has let go."""
+        """Report to the meter a result of a copy, or an operand that it has released."""
         if self.meter is not None:
             with self._meter_lock:
                 if value is None:

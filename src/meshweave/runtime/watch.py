@@ -1,11 +1,11 @@
-"""Failure detection: the first failure on one process becomes known to every other within seconds.
+"""Failure detection: the first failure of a process becomes known to all others within seconds.
 
-Each process has one daemon thread with its own connection to the job's store. It looks for a declared failure, and
-raises a heartbeat that its neighbour in the ring of ranks looks at. So the store serves a constant number of requests
-per process, and of any set of dead processes one has a living neighbour.
+Each process has one daemon thread with its own connection to the job's store. It polls for a declared failure, and
+increments a heartbeat that its neighbour in the ring of ranks polls. So the store serves a constant number of requests
+per process, and any set of dead processes has a live neighbour.
 
-A step fails on all ranks alike (a loss that is not finite) or on one. The failing rank waits briefly for the others to
-fail at the same point; if they do, nothing is broken and the job goes on. If not, it declares its failure.
+A step fails on all ranks (a loss that is not finite) or on some. A failing rank waits briefly for the others to fail at
+the same point; if they do, nothing is broken and the job continues. If not, it declares its failure.
 """
 
 from __future__ import annotations
@@ -26,26 +26,24 @@ from torch.distributed.distributed_c10d import Store
 from meshweave.errors import StepError
 from meshweave.runtime.calls import Calls, Posted, failure_of, uncaught_exception
 
-# Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after SUSPECT + POLL where a
-# connection broke with it, and after STALE + BEAT where nothing but its heartbeat tells (NCCL).
+# Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after SUSPECT + POLL if a connection
+# broke with it, and after STALE + BEAT if only its heartbeat tells (NCCL).
 POLL = 0.25
 BEAT = 1.0
 LOCKSTEP = 2.0  # how long a failing rank waits for the others to fail at the same point
-SUSPECT = 3.5  # silence that means death once a connection has broken
-STALE = 10.0  # silence that means death by itself: a process may hold the interpreter lock for seconds
+SUSPECT = 3.5  # silence that counts as death once a connection has broken
+STALE = 10.0  # silence that counts as death by itself: a process may own the interpreter lock for seconds
 LINGER = 5.0  # how long rank 0, which often hosts the store, waits at its end for the others
 _MAX_TEXT = 4000
 
 
 class Watch:
-    """The view that one process has of the health of all. `on_failure` is called once, on any thread.
-
-    `store` must be a name space of its own. Every process makes its watches in the same order.
-    """
+    """A process's view of the health of all. `on_failure` is called once, on any thread. `store` must be a name space
+    of its own. Every process creates its watches in the same order."""
 
     def __init__(self, store: Store, calls: Calls, on_failure: Callable[[], None]) -> None:
         self.rank, self.num_ranks, self.calls = calls.rank, calls.num_ranks, calls
-        # A connection of its own: one that the main thread is blocked in would block the watch.
+        # Its own connection: if the main thread blocked in a shared connection, the watch would block, too.
         self._store = store.clone() if hasattr(store, "clone") else store
         self._on_failure = on_failure
         self._failure: dict[str, Any] | None = None
@@ -58,7 +56,7 @@ class Watch:
         calls.watches.append(self)
         atexit.register(self.close, LINGER)
 
-    # what happened
+    # the failure, if any
 
     @property
     def has_failed(self) -> bool:
@@ -71,7 +69,7 @@ class Watch:
             self._failure["what"],
             where=f"seen by rank {self.rank}",
             got=self._failure["got"],
-            hint=self._failure.get("hint", "the job cannot go on: start it again, from its last checkpoint"),
+            hint=self._failure.get("hint", "the job cannot continue: restart it from its last checkpoint"),
         )
 
     def check(self) -> None:
@@ -84,7 +82,7 @@ class Watch:
         return self._failure is not None and self._failure["rank"] == self.rank
 
     def declare(self, what: str, got: str, rank: int) -> None:
-        """Make a failure of `rank` known, unless another is known already: the first one counts."""
+        """Declare a failure of `rank`, unless another is declared already: the first counts."""
         self._declare({"what": what, "got": got[:_MAX_TEXT], "rank": rank})
 
     def _declare(self, failure: dict[str, Any]) -> None:
@@ -96,7 +94,7 @@ class Watch:
         self._fail(json.loads(first))
 
     def agree(self, point: str) -> bool:
-        """Whether every rank comes to this `point` within LOCKSTEP seconds and none declares a failure."""
+        """Whether every rank reaches this `point` within LOCKSTEP seconds and none declares a failure."""
         end = time.monotonic() + LOCKSTEP
         try:
             self._store.add(f"at/{point}", 1)
@@ -109,7 +107,8 @@ class Watch:
         return False
 
     def declare_silent(self) -> None:
-        """After a broken connection: name the rank that left or fell silent, unless a failure is declared meanwhile."""
+        """After a broken connection: declare the rank that left or fell silent, unless a failure is declared
+        meanwhile."""
         try:
             seen = self._beats()
             posted = [_posted(beat) for beat in seen]
@@ -128,7 +127,7 @@ class Watch:
             self._declare_gone(silent[0])
 
     def settle(self) -> None:
-        """Called with the failure known. Rank 0 waits until the others know it, for the store may end with it."""
+        """Called with the failure known. Rank 0 waits until the others know it, because the store may end with it."""
         if self.rank == 0:
             with suppress(RuntimeError):
                 self._until(lambda: self._store.add("seen", 0) >= self.num_ranks, LOCKSTEP)
@@ -139,7 +138,7 @@ class Watch:
             return
         atexit.unregister(self.close)
         self.calls.watches.remove(self)
-        with suppress(RuntimeError):  # the store ended before us
+        with suppress(RuntimeError):  # the store ended first
             self._has_ended = linger > 0
             self._post(self._mine)
             self._store.add("closed", 1)
@@ -162,7 +161,7 @@ class Watch:
                 calls, now = self._mine, time.monotonic()
                 is_due, is_stuck = now - beat_at >= BEAT, calls == before
                 before = calls
-                # Where our own beat was late this process was stopped, and perhaps the neighbour with it.
+                # If this process's own beat was late, it was stopped, and perhaps its neighbour with it.
                 was_stopped = is_due and now - beat_at > 3 * BEAT
                 if is_due:
                     self._beat, beat_at = self._beat + 1, now
@@ -193,7 +192,7 @@ class Watch:
         self._store.set(f"beat/{self.rank}", json.dumps([self._beat, calls.write()]))
 
     def _differs(self, other: Posted) -> bool:
-        """Whether a rank calls something else than this one; that is then declared."""
+        """Whether a rank is in another call than this rank; that is then declared."""
         num = self.calls.now.differs_from(other)
         if num is None:
             num = other.differs_from(self.calls.now)
@@ -244,9 +243,9 @@ def _posted(beat: bytes) -> Posted:
 
 
 def await_work(work: Any, check: Callable[[], None]) -> None:
-    """Wait for a Gloo work (or what waits like one), calling `check` (which may raise) every POLL seconds.
+    """Wait for a Gloo work (or an object with the same `wait`), calling `check` (which may raise) every POLL seconds.
 
-    Costs nothing while the work runs, for `wait` with a timeout sleeps on the work's own condition variable.
+    It costs nothing while the work runs, because `wait` with a timeout sleeps on the work's own condition variable.
     """
     while True:
         try:

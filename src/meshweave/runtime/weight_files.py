@@ -1,8 +1,8 @@
-"""Weights in safetensors files, as Hugging Face has them: read piece by piece into a state, and written tensor
-by tensor from it, so that no process ever has more than its pieces and one tensor.
+"""Weights in safetensors files, in Hugging Face's format: read piece by piece into a state, and written tensor by
+tensor from it, so that a process never has more than its pieces and a single tensor.
 
-A folder has `model.safetensors`, or several files and `model.safetensors.index.json`, which says which tensor is in
-which. A file is the length of a header (8 bytes, little endian), the header (JSON) and the tensors' bytes. Source:
+A folder has `model.safetensors`, or several files and `model.safetensors.index.json`, which maps tensors to files. A
+file is the length of a header (8 bytes, little endian), the header (JSON) and the tensors' bytes. Source:
 https://huggingface.co/docs/safetensors.
 """
 
@@ -37,18 +37,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Tensors in files: by name the file, the name in it, and shape and dtype there."""
+    """Tensors in files: for each name the file, the name in it, and its shape and dtype there."""
 
     where: Path
     tensors: Mapping[str, tuple[Path, str, Spec]]
 
     @staticmethod
     def of(path: str | os.PathLike[str], model: nn.Module) -> WeightFiles:
-        """Those of a folder or file that `model` has, by the model's names; tied weights are looked for under each of
-        theirs. Nothing but headers is read.
+        """The weights in a folder or file that `model` has, by the model's names; tied weights are looked up under each
+        of their names. Only headers are read.
 
-        Warns of tensors that only one of the two has. CheckpointError for a folder without such files, another shape,
-        and where no parameter is in them.
+        Warns about tensors that only the files or only the model have. CheckpointError for a folder without such files,
+        for another shape, and if no parameter is in them.
         """
         at = Path(path)
         present = {name: (file, name, spec) for file in _files(at) for name, spec in _header(file).items()}
@@ -67,13 +67,13 @@ class WeightFiles:
                 where=str(at),
                 got=", ".join(sorted(present)[:3]),
                 expected=", ".join(name for name, _ in named[:3]),
-                hint="names are those of model.named_parameters(): pass the model that the files are of, not one "
-                "within it or around it",
+                hint="names are those of model.named_parameters(): pass the model that the files belong to, not a "
+                "module inside or around it",
             )
         return WeightFiles(at, files)
 
     def pieces(self, name: str, boxes: Sequence[Box], dtype: torch.dtype) -> Iterator[Tensor]:
-        """The pieces of a tensor, each read by itself, in a dtype."""
+        """The pieces of a tensor, each read separately, in a dtype."""
         file, its_name, spec = self.tensors[name]
         with _safe_open(file) as opened:
             for box in boxes:
@@ -123,7 +123,7 @@ def _header(file: Path) -> dict[str, Spec]:
         return {n: Spec(tuple(e["shape"]), DTYPES[e["dtype"]]) for n, e in header.items() if n != "__metadata__"}
     except (OSError, ValueError, KeyError) as error:
         got = f"{type(error).__name__}: {error}"
-        raise CheckpointError("this is no file of weights", where=str(file), got=got[:200]) from error
+        raise CheckpointError("not a file of weights", where=str(file), got=got[:200]) from error
 
 
 def _check_shape(at: Path, name: str, spec: Spec, tensor: Tensor) -> None:
@@ -137,7 +137,7 @@ def _check_shape(at: Path, name: str, spec: Spec, tensor: Tensor) -> None:
 
 
 def _note(at: Path, missing: set[str], unexpected: set[str]) -> None:
-    for what, names in (("are initialised, for these are not in it", missing), ("are not the model's", unexpected)):
+    for what, names in (("are initialised, because they are not in it", missing), ("are not the model's", unexpected)):
         if names:
             shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
             _LOG.warning("%s: %d tensors %s: %s", at, len(names), what, shown)
@@ -149,8 +149,8 @@ def _note(at: Path, missing: set[str], unexpected: set[str]) -> None:
 def write_weights(
     folder: Path, specs: Mapping[str, Spec], values: Iterable[tuple[str, Tensor]], max_file_bytes: int, writes: bool
 ) -> None:
-    """Write tensors, in the order of `specs`, into files of at most so many bytes (or of one tensor) and their index.
-    `values` yields each in that order; where not `writes`, they are taken and nothing is written."""
+    """Write tensors, in the order of `specs`, into files of at most so many bytes (or of a single tensor) and their
+    index. `values` yields each in that order; if not `writes`, they are consumed and nothing is written."""
     files = _cut(specs, max_file_bytes)
     tensors = iter(values)
     if writes:
@@ -191,7 +191,7 @@ def _num_bytes(spec: Spec) -> int:
 
 
 def _write_header(stream: IO[bytes], specs: Mapping[str, Spec]) -> None:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which from_pretrained asks for
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by from_pretrained
     end = 0
     for name, spec in specs.items():
         begin, end = end, end + _num_bytes(spec)
@@ -202,7 +202,7 @@ def _write_header(stream: IO[bytes], specs: Mapping[str, Spec]) -> None:
 
 
 def _write_index(folder: Path, specs: Mapping[str, Spec], files: Mapping[str, Sequence[str]]) -> None:
-    """The index, where there are several files; those of an earlier save are removed."""
+    """The index, if there are several files; that of an earlier save is removed."""
     if len(files) > 1:
         total = sum(_num_bytes(spec) for spec in specs.values())
         where = {name: file for file, names in files.items() for name in names}

@@ -1,4 +1,4 @@
-"""Parameters, buffers and optimizer state are the same on every rank before the first step, or made so."""
+"""Parameters, buffers and optimizer state are made equal on every rank before the first step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def align_weights(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, world: Any, on_different: str
 ) -> None:
     """Compare tensors of model and optimizer over ranks by fingerprint, and copy those of the first rank, in place,
-    where they differ; as DistributedDataParallel does without asking.
+    where they differ (DistributedDataParallel always does).
 
-    Meta tensors are left out (all ranks make them from the seed), and so are DTensors, whose pieces differ. With
-    on_different="error" MeshweaveError instead, on every rank, naming tensors and ranks.
+    Meta tensors are skipped (all ranks initialise them from the seed), and so are DTensors, whose pieces differ. With
+    on_different="error" it raises MeshweaveError instead, on every rank, with tensors and ranks.
     """
     if on_different not in WAYS:
         raise PlanError("unknown on_different_weights", got=repr(on_different), expected=" or ".join(WAYS))
@@ -41,20 +41,20 @@ def align_weights(
     if on_different == "error":
         ranks.fail(
             MeshweaveError(
-                "ranks hold different weights",
+                "ranks have different weights",
                 where=named(others),
-                got=f"{len(differing)} of {len(tensors)} tensors are others than on the first rank: {shown}",
-                expected="one model on every rank",
-                hint="seed every rank alike, load the same checkpoint, or leave on_different_weights at 'broadcast'",
+                got=f"{len(differing)} of {len(tensors)} tensors differ from the first rank's: {shown}",
+                expected="the same model on every rank",
+                hint="seed every rank equally, load the same checkpoint, or leave on_different_weights at 'broadcast'",
             )
         )
-    with world.guard(), torch.no_grad():  # world is a ClusterWorld where ranks are not alone
+    with world.guard(), torch.no_grad():  # world is a ClusterWorld if ranks are not alone
         for name in differing:
             tensors[name].copy_(world.broadcast(tensors[name].detach()))
     if ranks.is_first:
         warnings.warn(
-            f"meshweave: {named(others)} held other weights than the first rank, whose are now used on all "
-            f"({len(differing)} of {len(tensors)} tensors: {shown}); on_different_weights='error' stops instead",
+            f"meshweave: {named(others)} had other weights than the first rank, whose weights are now used on all "
+            f"({len(differing)} of {len(tensors)} tensors: {shown}); on_different_weights='error' raises instead",
             stacklevel=3,
         )
 
@@ -69,7 +69,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 def _differing(numbers: Mapping[str, int], ranks: Ranks) -> dict[str, list[int]]:
-    """Names of tensors to the ranks where they are others than on the first; asked in full where a digest differs."""
+    """Names of tensors to the ranks whose values differ from the first rank's; compared in full if a digest differs."""
     whole = text_number(repr(numbers))
     if not ranks.say(whole, lambda answers: len(set(answers.values())) > 1):
         return {}

@@ -1,4 +1,4 @@
-"""Where a program runs: which devices of the mesh this process holds, and how they talk."""
+"""Where a program runs: which devices of the mesh this process has, and how they communicate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshweave.runtime.virtual import LocalExecutor
 
 
 class World(Protocol):
-    """One process's part of a mesh: `devices` are the ids of those that it holds."""
+    """A process's part of a mesh: `devices` are the ids of its devices."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -35,12 +35,13 @@ class World(Protocol):
     def is_distributed(self) -> bool: ...
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
-        """What runs `ranks[i]` on held device i. Every process calls it, with the same `roles`, before a first step."""
+        """The executor of `ranks[i]` on local device i. Every process calls it, with the same `roles`, before the first
+        step."""
         ...
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
-        """The full tensor, on every process, of the pieces that they hold. `pieces` are those of the held devices that
-        are of the layout's mesh; there may be none."""
+        """The full tensor, on every process, from the pieces on all processes. `pieces` are those of the local devices
+        in the layout's mesh; there may be none."""
         ...
 
     def guard(self) -> AbstractContextManager[None]:
@@ -48,11 +49,11 @@ class World(Protocol):
         ...
 
     def call(self, name: str, detail: Any = (), is_compared: bool = False) -> AbstractContextManager[None]:
-        """`guard`, of a call that every process makes."""
+        """`guard`, for a call that every process makes."""
         ...
 
     def choose(self, choice: str) -> None:
-        """What the call that runs goes on to do: every process makes the same choice."""
+        """A choice within the current call: every process makes the same."""
         ...
 
     def check(self) -> None:
@@ -60,7 +61,7 @@ class World(Protocol):
         ...
 
     def has_whole(self, layout: Layout) -> bool:
-        """Whether a value of this layout is put together without communication."""
+        """Whether a value of this layout can be assembled without communication."""
         ...
 
     def meet(self) -> None:
@@ -73,11 +74,11 @@ def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> li
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """A device on which a step can run here. Raises MeshError for any other."""
+    """A device on which a step can run in this process. Raises MeshError for any other."""
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise _no_device(device, "no device of that name") from error
+        raise _no_device(device, "unknown device") from error
     if chosen.type not in ("cpu", "cuda"):
         raise _no_device(device, f"a {chosen.type} device")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
@@ -86,12 +87,12 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def _no_device(device: object, got: str) -> MeshError:
-    hint = "leave device out, or name cpu or cuda"
+    hint = "omit device, or pass cpu or cuda"
     return MeshError("a step cannot run on this device", where=f"device={str(device)!r}", got=got, hint=hint)
 
 
 class LocalWorld:
-    """Every device of the mesh is a virtual one in this process."""
+    """Every device of the mesh is a virtual device in this process."""
 
     is_distributed = False
 

@@ -1,4 +1,5 @@
-"""What users write between steps is the same on every rank that holds it, or an error on every rank."""
+"""Checks that what users write between steps is the same on every rank that has it; a difference is an error on every
+rank."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from meshweave.errors import StepError
 from meshweave.runtime.consensus import named
 from meshweave.runtime.fingerprint import fingerprint, text_number
 
-MOST_WORDS = 1 << 12  # 8-byte words of a tensor that are compared: who writes in every step should not wait for it
+MOST_WORDS = 1 << 12  # 8-byte words of a tensor that are compared: few, because some users write in every step
 _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A tensor that was written: the whole value, or this rank's piece. Ranks with equal `places` hold the same."""
+    """A tensor that was written: the whole value, or this rank's piece. Ranks with equal `places` have the same
+    values."""
 
     name: str
     value: Tensor
@@ -27,7 +29,7 @@ class Written:
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """Some names, and which they are in all."""
+    """Some of the names, and how many there are."""
     if not names:
         return "nothing"
     some = ", ".join(names[:_SHOWN])
@@ -37,10 +39,8 @@ def shown_names(names: Sequence[str]) -> str:
 
 def check_written(world: Any, written: Sequence[Written]) -> None:
     """Compare what was written over ranks, by fingerprint. All ranks of a ClusterWorld call it; it is an error on every
-    rank where not all have written the same tensors (`World.choose`), or have written other values.
-
-    Raises StepError.
-    """
+    rank if not all have written the same tensors (`World.choose`), or if values differ.
+    Raises StepError."""
     if not world.is_distributed:
         return
     world.choose(f"takes over {'what was written into ' * bool(written)}{shown_names([x.name for x in written])}")
@@ -56,7 +56,7 @@ def check_written(world: Any, written: Sequence[Written]) -> None:
                     "ranks have written different values between two steps",
                     where=f"{x.name}, {named([rank])}",
                     got=f"other values than on rank {leader}",
-                    expected="the same on every rank that holds them, or replicas part for good",
-                    hint="seed every rank alike (torch.manual_seed) before it writes, or write on the first rank and "
-                    "copy to the others: torch.distributed.broadcast",
+                    expected="the same values on every rank that has them, or replicas would diverge",
+                    hint="seed every rank equally (torch.manual_seed) before it writes, or write on the first rank "
+                    "and copy to the others: torch.distributed.broadcast",
                 )

@@ -1,4 +1,4 @@
-"""The order of compute and communication: of any graph, and of whole steps."""
+"""Scheduling of compute and communication: of any graph, and of whole steps."""
 
 from meshweave.schedule.decide import OverlapOptions
 from meshweave.schedule.graphs import overlap, overlap_graph

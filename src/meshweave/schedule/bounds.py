@@ -1,5 +1,5 @@
-"""A time that no order beats, merged or not: what each stream has to do between what must come before and after it, and
-that a kernel, once begun, runs to its end."""
+"""A lower bound of the time of any order, merged or not: each stream has to do its work between its predecessors and
+successors, and a kernel, once begun, runs to its end."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from heapq import heappop, heappush, nlargest
 
 from meshweave.problem.problem import Problem
 
-# How much is looked at: more would cost time and stay true. A stretch between two communications of a transformer's
-# tensor parallelism has 10 to 40 kernels; of long kernels only those that are longer than a communication count.
+# How much is examined: more would cost time, and less is still a valid bound. Between two communications of a
+# transformer's tensor parallelism there are 10 to 40 kernels; of long kernels only those that are longer than a
+# communication count.
 _STRETCH = 32
 _LONG = 8
 
 
 def bound_of(problem: Problem) -> float:
-    """Seconds that every order takes at least, whatever is merged; the largest of three bounds.
+    """Seconds that every order takes at least, with any merges; the largest of three bounds.
 
-    The longest chain of items that need each other, where kernels between two communications run one by one (`_Ways`).
-    The compute stream, and every channel, alone: the best order that may interrupt itself of what it has to do, between
-    the longest way to it and the longest way from it (Jackson's rule: Carlier, European Journal of Operational Research
-    11, 1982). The longest chain with one long kernel more, wherever that stands in it (`_beside`).
+    The critical path, where kernels between two communications run one by one (`_Ways`). The compute stream, and every
+    channel, alone: the best preemptive order of its work, between the longest path to each item and the longest path
+    from it (Jackson's rule: Carlier, European Journal of Operational Research 11, 1982). The critical path with one
+    long kernel more, at any place in it (`_beside`).
 
-    Why merging beats none of them: a merged collective takes as long as any part of it alone, and as long as the bytes
-    of all its parts; it begins when all parts can and ends when all parts have. Start-ups that it may save are not
-    counted in channels.
+    Merging beats none of them: a merged collective takes at least as long as any part of it alone, and as long as the
+    bytes of all its parts; it begins when all parts can and ends when all parts have. Start-ups that it may save are
+    not counted in channels.
     """
     n = problem.num_items
     own = [problem.seconds[i] if c < 0 else problem.copy[i] for i, c in enumerate(problem.channel)]
@@ -42,7 +43,7 @@ def bound_of(problem: Problem) -> float:
 
 
 def _heads(problem: Problem, own: Sequence[float]) -> list[float]:
-    """By item a time before which it cannot begin."""
+    """By item, a time before which it cannot begin."""
     channel = problem.channel
     needs = [
         (*(d for d in deps if channel[d] < 0), *waits) for deps, waits in zip(problem.deps, problem.waits, strict=True)
@@ -53,7 +54,7 @@ def _heads(problem: Problem, own: Sequence[float]) -> list[float]:
 
 
 def _tails(problem: Problem, own: Sequence[float]) -> list[float]:
-    """By item a time that passes at least between its end and that of the step."""
+    """By item, a time that passes at least between its end and that of the step."""
     users: list[list[int]] = [[] for _ in own]
     for i, (deps, waits) in enumerate(zip(problem.deps, problem.waits, strict=True)):
         for d in deps:
@@ -67,10 +68,11 @@ def _tails(problem: Problem, own: Sequence[float]) -> list[float]:
 
 @dataclass(slots=True)
 class _Ways:
-    """Lengths of ways, in seconds. `needs` are by item those that are done before it, `passes` those that are begun.
+    """Lengths of paths, in seconds.
 
-    Kernels share a stream: of those that an item needs, each set takes as long as all of it together, after the least
-    of their own lengths. Looked at are those since the last communication on the longest way.
+    `needs` are by item its finished predecessors, `passes` its begun predecessors. Kernels share a stream: any set of
+    an item's predecessors takes the sum of their times, after the smallest of their own lengths. Only those since the
+    last communication on the longest path are examined.
     """
 
     needs: Sequence[Sequence[int]]
@@ -79,7 +81,7 @@ class _Ways:
     channel: Sequence[int]
 
     def lengths(self, order: Iterable[int]) -> list[float]:
-        """By item the length of the longest way to it; `order` has each after what it needs."""
+        """By item the length of the longest path to it; `order` is a topological order."""
         own, channel = self.own, self.channel
         path, since = [0.0] * len(own), [0.0] * len(own)
         for i in order:
@@ -99,7 +101,7 @@ class _Ways:
         return path
 
     def together(self, item: int, path: Sequence[float], since: float) -> float:
-        """When all kernels that an item needs can be done one by one, of those that none can begin before `since`."""
+        """When all kernels that an item needs can be done one by one, among those that cannot begin before `since`."""
         seen, left = set[int](), [item]
         while left and len(seen) < _STRETCH:
             for d in self.needs[left.pop()]:
@@ -115,8 +117,8 @@ class _Ways:
 
 
 def _beside(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> float:
-    """The longest chain with a long kernel beside it: that stands before, after, or between two kernels of the chain,
-    and the one after it begins when it is done. The least over these places, the most over the longest kernels."""
+    """The critical path with a long kernel beside it, which runs before, after, or between two kernels of the path; the
+    following kernel begins when it is done. The minimum over these places, the maximum over the longest kernels."""
     chain = _chain(problem, heads, tails, own)
     on_chain = set(chain)
     before = [0.0, *(heads[c] + own[c] for c in chain)]
@@ -131,7 +133,7 @@ def _beside(problem: Problem, heads: Sequence[float], tails: Sequence[float], ow
 
 
 def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> list[int]:
-    """Kernels each of which needs the one before, along the longest way that there is."""
+    """Kernels along the longest path, each of which needs the previous kernel."""
     channel = problem.channel
     if not own:
         return []
@@ -147,7 +149,7 @@ def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own
 
 
 def _preempted(heads: Sequence[float], work: Sequence[float], tails: Sequence[float]) -> float:
-    """The makespan of one machine that always does, of what has arrived, that with the longest tail."""
+    """The makespan of a machine that always runs, among arrived jobs, that with the longest tail."""
     left = list(work)
     arrivals = sorted(range(len(heads)), key=lambda i: heads[i])
     ready: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""From a problem with costs to an order in the graph: search, choice, report, writing."""
+"""From a problem with costs to an order in the graph: search, choice, report, rewrite."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from meshweave.schedule.search import OrderCandidate, OrderSearch, choose
 from meshweave.schedule.waits import sunk_waits
 from meshweave.simulate.clock import Slowdown
 
-_SLACK = 0.05  # how far above the input order's peak an order may go where the caller says no cap
+_SLACK = 0.05  # how far above the input order's peak an order may go if the caller sets no cap
 _SLACK_BYTES = 512 << 20
 
 
 class NoOrderError(MeshweaveError):
-    """No order was found whose peak is under the cap."""
+    """No order whose peak is under the cap was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderOptions:
-    """How the pass looks for an order.
+    """How the pass searches for an order.
 
-    bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger end of one.
-    communication_factor: all estimates of communication are multiplied by it: for those whose estimates are off.
-    choose: "regret" takes, of the orders within 0.2% of the fastest under the costs as said, the one that loses least
-        at worst over the scenarios of `problem.scenarios`; "nominal" the fastest.
-    orders: orders to compare with, as names of nodes: the result is never slower than any of them. Starts and kernels
-        are named, waits may be; views stand where they are needed.
-    releasable: says of a placeholder whether its memory is free after its last use. Default: in graphs with
-        placeholders named tangents*, which torch.compile hands over for backward, all but primals*; in others none.
+    bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger of both ends.
+    communication_factor: factor on all estimates of communication, if they are known to be off.
+    choose: "regret" chooses, among orders within 0.2% of the fastest under the nominal costs, that with the least
+    worst-case loss over `problem.scenarios`; "nominal" the fastest.
+    orders: orders to compare with, as names of nodes: the result is never slower than any of them. They contain starts
+    and kernels, and optionally waits; views are placed where they are needed.
+    releasable: whether a placeholder's memory is free after its last use. Default: in graphs with placeholders named
+    tangents*, which torch.compile passes to backward, all except primals*; in others none.
     """
 
     bucket: bool = True
@@ -56,21 +56,21 @@ class OrderOptions:
 
     def check(self) -> None:
         if self.choose not in ("regret", "nominal"):
-            raise MeshweaveError("unknown rule to choose by", got=repr(self.choose), expected="regret or nominal")
+            raise MeshweaveError("unknown value of choose", got=repr(self.choose), expected="regret or nominal")
         if not (isfinite(self.communication_factor) and self.communication_factor > 0):
             raise MeshweaveError(
-                "communication_factor is no factor", got=f"{self.communication_factor}", expected="more than 0"
+                "communication_factor is not a factor", got=f"{self.communication_factor}", expected="more than 0"
             )
         if not self.max_bucket_bytes >= 0:
-            raise MeshweaveError("max_bucket_bytes is no size", got=f"{self.max_bucket_bytes}", expected="0 or more")
+            raise MeshweaveError("max_bucket_bytes is not a size", got=f"{self.max_bucket_bytes}", expected="0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapOptions(OrderOptions):
-    """How a step is ordered: `OrderOptions`, and what it may take over from the step before.
+    """How a step is ordered: `OrderOptions`, and what the previous step may do for it.
 
-    carry: for whole steps: how many blocks of the model, the first ones, have their parameters gathered among the
-        updates of the step before, and held from step to step. "auto": as many as the simulated step gains by.
+    carry: for whole steps: for how many blocks of the model, from the first, parameters are gathered during the updates
+        of the previous step, and kept from step to step. "auto": as many as shorten the simulated step.
     """
 
     carry: int | Literal["auto"] = "auto"
@@ -79,11 +79,13 @@ class OverlapOptions(OrderOptions):
         OrderOptions.check(self)
         is_count = isinstance(self.carry, int) and not isinstance(self.carry, bool) and self.carry >= 0
         if not is_count and self.carry != "auto":
-            raise MeshweaveError("carry is no number of blocks", got=repr(self.carry), expected='"auto", or 0 or more')
+            raise MeshweaveError(
+                "carry is not a number of blocks", got=repr(self.carry), expected='"auto", or 0 or more'
+            )
 
 
 def default_cap(before: int) -> int:
-    """The cap where the caller says none: a little above the peak of the input order."""
+    """The cap if the caller sets none: a little above the peak of the input order."""
     return max(int(before * (1 + _SLACK)), before + _SLACK_BYTES)
 
 
@@ -96,9 +98,8 @@ def decide(
     notes: tuple[str, ...] = (),
     ceiling: int | None = None,
 ) -> OverlapReport:
-    """Search, choose and write the order into the graph; `orders` are handed in, by name. Without a cap the default one
-    holds, but no more than `ceiling` bytes where the input order needs no more. Raises MeshweaveError where nothing
-    fits."""
+    """Search, choose and write the order into the graph; `orders` are the caller's, by name. Without a cap the default
+    cap applies, but at most `ceiling` bytes if the input order needs no more. Raises MeshweaveError if nothing fits."""
     problem = merger.reading.problem
     before = peak_of(problem, problem.order)
     cap = default_cap(before) if memory_cap_bytes is None else memory_cap_bytes
@@ -188,7 +189,7 @@ def _report(
 
 
 def _no_order(reading: Reading, least: OrderCandidate, cap: float) -> NoOrderError:
-    """The error where nothing fits: a peak under which an order is found again, and what lives there."""
+    """The error if nothing fits: a peak under which an order can be found again, and the tensors alive then."""
     problem = least.merged.problem
     at, live = live_at_peak(problem, least.order)
     makers = {x.storage: node for node in reversed(list(reading.graph.nodes)) for x in reading.values.get(node, ())}

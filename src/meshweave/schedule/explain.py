@@ -1,4 +1,4 @@
-"""Why each collective is hidden or exposed, and why neighbours stay apart: the rows of a report."""
+"""Why each collective is hidden or exposed, and why neighbours are not merged: the rows of a report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshweave.schedule.report import CollectiveRow, Merge
 from meshweave.schedule.search import OrderCandidate, OrderSearch
 from meshweave.simulate.clock import Slowdown
 
-_SHOWN = 4  # kernels named per collective
-_LOOKED_AT = 256  # kernels after a stall that are asked whether they could have run in it
+_SHOWN = 4  # kernels listed per collective
+_LOOKED_AT = 256  # kernels after a stall that are examined as possible fillers
 
 
 def exposed_of(played: Played) -> float:
@@ -22,7 +22,7 @@ def exposed_of(played: Played) -> float:
 
 
 def collective_rows(merger: Merger, chosen: OrderCandidate, slowdown: Slowdown | None) -> tuple[CollectiveRow, ...]:
-    """One row per communication of the chosen order, in the order of starts."""
+    """A row per communication of the chosen order, in the order of starts."""
     problem, items = chosen.merged.problem, chosen.merged.items
     played = play(problem, chosen.order, slowdown)
     stalls: dict[int, tuple[float, float]] = {}
@@ -89,16 +89,16 @@ def _reason(
         )
         reason = f"its link is busy with {problem.names[before]}" if before >= 0 else "its link is busy"
     elif played.issued[c] > ready + tiny:
-        reason = f"it starts {(played.issued[c] - ready) * 1e3:.3f} ms after it could: memory or order holds it back"
+        reason = f"it starts {(played.issued[c] - ready) * 1e3:.3f} ms later than possible, because of memory or order"
     else:
-        reason = f"{problem.names[last]} has just made what it carries" if last >= 0 else "nothing stands before it"
+        reason = f"{problem.names[last]} has just computed its operand" if last >= 0 else "nothing comes before it"
     fill = _could_run(chosen, played, c, since, place)
-    rest = f"{fill} could have run meanwhile" if fill else "nothing else is left that could run"
+    rest = f"{fill} could have run meanwhile" if fill else "no other item is left that could run"
     return f"{user} needs it; {reason}; {rest}"
 
 
 def _could_run(chosen: OrderCandidate, played: Played, c: int, since: float, place: Mapping[int, int]) -> str:
-    """A kernel behind the stall that had all it needs when the stall began; "" where there is none."""
+    """A kernel after the stall that had all its operands when the stall began; "" if there is none."""
     problem = chosen.merged.problem
     at = place.get(~c, len(chosen.order))
     for x in chosen.order[at : at + _LOOKED_AT]:
@@ -111,7 +111,7 @@ def _could_run(chosen: OrderCandidate, played: Played, c: int, since: float, pla
 
 
 def merge_rows(search: OrderSearch, chosen: OrderCandidate) -> tuple[Merge, ...]:
-    """The buckets of the chosen order, and for each two neighbours of a kind that stay apart why."""
+    """The buckets of the chosen order, and for each pair of unmerged neighbours of the same kind the reason."""
     merger, problem = search.merger, search.merger.reading.problem
     merged = []
     for item, copy in zip(chosen.merged.items, chosen.merged.problem.copy, strict=True):
@@ -135,12 +135,12 @@ def merge_rows(search: OrderSearch, chosen: OrderCandidate) -> tuple[Merge, ...]
 
 
 def _places(candidate: OrderCandidate) -> dict[int, int]:
-    """By start the number of its bucket, for those that are in one."""
+    """By start the number of its bucket, for starts in a bucket."""
     return {c: number for number, bucket in enumerate(candidate.merged.buckets) for c in bucket}
 
 
 def _worse(other: OrderCandidate, chosen: OrderCandidate) -> str:
-    """Why the best order that merges two was not taken."""
+    """Why the best order that merges two starts was not taken."""
     took = f"{other.seconds[0] * 1e3:.3f} ms, not {chosen.seconds[0] * 1e3:.3f} ms ({other.name})"
     if other.seconds[0] > chosen.seconds[0]:
         return f"the step would take {took}"

@@ -1,7 +1,7 @@
-"""Kernels that need nothing but inputs and have one user run right before it: they are one item with it.
+"""Kernels that depend only on inputs and have a single user run right before it: they form an item with it.
 
-Casts of a parameter's shard belong to its gather, an activation that is made again to what reads it. A scheduler that
-saw them alone would run them as early as it can, and fill the memory with what nobody reads yet.
+The cast of a parameter's shard belongs to its gather, a recomputed activation to its reader. A scheduler that saw them
+separately would run them as early as possible, and fill the memory with values that are not read yet.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from meshweave.problem.problem import Order, Problem
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """`problem` is of fewer items; `members[i]` are those of the problem before that item i stands for, in their
+    """`problem` has fewer items; `members[i]` are those of the original problem that item i consists of, in their
     order."""
 
     problem: Problem
     members: tuple[tuple[int, ...], ...]
 
     def unfold(self, order: Order) -> list[int]:
-        """An order of the folded problem as one of the problem before."""
+        """An order of the folded problem as an order of the original."""
         unfolded_order: list[int] = []
         for x in order:
             if x >= 0:
@@ -31,13 +31,12 @@ class Folded:
 
 
 def unfolded(problem: Problem) -> Folded:
-    """The problem as it is."""
+    """The problem, unchanged."""
     return Folded(problem, tuple((i,) for i in range(problem.num_items)))
 
 
 def fold(problem: Problem) -> Folded:
-    """One item for each kernel or start with all that is folded into it. What takes longer than the mean kernel
-    stays."""
+    """An item for each kernel or start with everything folded into it. Kernels longer than the mean stay separate."""
     users, seconds, deps = problem.users(), problem.seconds, problem.deps
     kernels = [s for s, c in zip(seconds, problem.channel, strict=True) if c < 0]
     light = sum(kernels) / max(len(kernels), 1)

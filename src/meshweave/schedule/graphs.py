@@ -1,4 +1,5 @@
-"""The public entry: any ATen graph with functional collectives in, an equal one, reordered and bucketed, out."""
+"""The public entry: takes any ATen graph with functional collectives, returns an equivalent graph, reordered and
+bucketed."""
 
 from __future__ import annotations
 
@@ -27,25 +28,25 @@ def overlap(
     options: OrderOptions | None = None,
     agree: Agree | None = None,
 ) -> tuple[fx.GraphModule, OverlapReport]:
-    """An equal graph in which communication runs beside compute, and what was done. `gm` stays as it is.
+    """An equivalent graph in which communication runs beside compute, and a report. `gm` is not changed.
 
-    gm: ATen ops and functional collectives with fake tensors in meta["val"]: what torch.compile hands its backends,
-        from FSDP, DTensor or by hand, forward, backward or whole steps.
+    gm: ATen ops and functional collectives with fake tensors in meta["val"]: as torch.compile passes them to its
+        backends, from FSDP, DTensor or by hand, forward, backward or whole steps.
     cost: a machine profile, which prices collectives on the actual ranks of their groups, or a callable: seconds of a
-        node, `cost(node)`, or `cost(node, num_bytes)` for collectives that do not exist yet, with the bytes that one
-        rank hands in.
-    memory_cap_bytes: no order has a higher peak of live tensors: placeholders, results, and what communication
-        holds until its wait. Default: 5% or 512 MiB above the peak of the input order, whichever is more.
-    groups: ranks by group name; default: the groups that torch.distributed knows.
-    agree: called once with all numbers that the decision hangs on; returns those that every rank is to use.
+        node, `cost(node)`, or `cost(node, num_bytes)` for collectives that do not exist yet, with a rank's operand
+        bytes.
+    memory_cap_bytes: no order has a higher peak of live tensors: placeholders, results, and buffers of communication
+        until its wait. Default: 5% or 512 MiB above the peak of the input order, whichever is more.
+    groups: ranks by group name; default: the groups of torch.distributed.
+    agree: called once with all numbers that the decision depends on; returns those that every rank uses.
 
     Gathers and values of kernels are equal to the bit; an element of a merged reduction is the sum of the same parts
-    over the same group. The result hangs on the graph and the costs alone: equal graphs give equal orders, whatever the
-    rank and the names of groups. Once the module runs, all-gathers of CPU tensors in its process run as an op of which
+    over the same group. The result depends only on the graph and the costs: equal graphs give equal orders, whatever
+    the rank and the names of groups. Once the module runs, all-gathers of CPU tensors in its process use an op of which
     several may be in flight over Gloo (`interop/gloo.py`).
-    Raises VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used
-    before its wait, and a buffer that is touched in flight; MeshweaveError for a cost that is no duration, an unknown
-    group, and when no order is under the cap: it says the least peak that was found and the tensors that make it.
+    Raises VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before
+    its wait, and a buffer that is accessed in flight; MeshweaveError for a cost that is not a duration, an unknown
+    group, and when no order is under the cap: it names the least peak found and its tensors.
     """
     with without_collector():
         graph = copied_graph(gm.graph)
@@ -67,7 +68,7 @@ def overlap_graph(
     options: OrderOptions | None = None,
     agree: Agree | None = None,
 ) -> OverlapReport:
-    """As `overlap`, in place: for passes that are handed a graph. It is changed only when all has been decided."""
+    """Like `overlap`, in place: for passes on graphs. The graph is changed only after all decisions."""
     with without_collector():
         program = graph_program(graph, groups)
         return order_program(program, costs_of(cost), memory_cap_bytes, options, agree)

@@ -1,4 +1,4 @@
-"""The one way from a device program to its order: read, priced, decided, written."""
+"""From a device program to its order: read, price, decide, write."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def order_program(
     options: OrderOptions | None = None,
     agree: Agree | None = None,
 ) -> OverlapReport:
-    """Put the graph of a program in the order that the scheduler finds, in place, and merge its collectives. It is
-    changed only when all has been decided.
+    """Order the graph of a program in place as the scheduler decides, and merge its collectives. It is changed only
+    after all decisions.
 
-    Raises VerifyError for a graph that is not in order, and MeshweaveError where no order is under the cap, for a cost
-    that is no duration and for a group that is not known.
+    Raises VerifyError for a malformed graph, and MeshweaveError if no order is under the cap, for a cost that is not a
+    duration and for an unknown group.
     """
     options = options or OrderOptions()
     options.check()
@@ -52,7 +52,8 @@ def order_program(
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """What makes many small objects that stay would spend a tenth to a third of its time looking for cycles."""
+    """Pauses garbage collection: code that creates many small long-lived objects would spend a tenth to a third of its
+    time looking for cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -63,7 +64,8 @@ def without_collector() -> Iterator[None]:
 
 
 def _keep_even(merger: Merger, uneven: Collection[fx.Node]) -> None:
-    """Merge only what has one shape on every device, for a merged collective is written in numbers."""
+    """Merge only collectives whose shape is the same on every device, because a merged collective has constant
+    sizes."""
     for key, starts in list(merger.kinds.items()):
         able = [c for c in starts if merger.reading.nodes[c].args[0] not in uneven]
         if able:
@@ -73,7 +75,7 @@ def _keep_even(merger: Merger, uneven: Collection[fx.Node]) -> None:
 
 
 def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
-    """The orders that were handed in, as orders of the problem."""
+    """The caller's orders, as orders of the problem."""
     problem = reading.problem
     number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}
     number |= {wait.name: ~c for c, waits in reading.waits.items() for wait in waits[:1]}
@@ -82,9 +84,9 @@ def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
     orders = []
     for k, names in enumerate(options.orders):
         if strange := [name for name in names if name not in number and name not in free]:
-            raise MeshweaveError(f"order {k} names no node of the graph", got=strange[0])
+            raise MeshweaveError(f"order {k} has a name that is not in the graph", got=strange[0])
         order = with_waits(problem, [number[name] for name in names if name in number])
         if wrong := problem.check(order):
-            raise MeshweaveError(f"order {k} is no order of the graph", got=wrong)
+            raise MeshweaveError(f"order {k} is not an order of the graph", got=wrong)
         orders.append(order)
     return orders

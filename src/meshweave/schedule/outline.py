@@ -1,4 +1,4 @@
-"""What a scheduler asks of a problem: who needs what, the longest ways to the end, memory along the graph's order."""
+"""Precomputed properties of a problem: users, longest paths to the end, memory along the graph's order."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from meshweave.problem.problem import Problem
 
 @dataclass(slots=True)
 class Outline:
-    """What is the same for all orders of a problem. `needs` is, by start, the seconds of compute that stand before its
-    first use in the graph; `levels` the bytes that live at each item in the graph's order, in a table for ranges."""
+    """What is the same for all orders of a problem. `needs` is, by start, the seconds of compute before its first use
+    in the graph; `levels` the live bytes at each item in the graph's order, in a table for ranges."""
 
     problem: Problem
     users: list[list[int]] = field(init=False)
     needs: list[float] = field(init=False)
-    uses_at: list[int] = field(
-        init=False
-    )  # by start: the item of its first use; the number of items where there is none
+    uses_at: list[int] = field(init=False)  # by start: the item of its first use; the number of items if there is none
     grows: list[bool] = field(init=False)
     holds: list[tuple[int, ...]] = field(init=False)
-    growth: list[int] = field(init=False)  # bytes that an item makes
+    growth: list[int] = field(init=False)  # bytes that an item allocates
     levels: list[list[int]] = field(init=False)
-    before: list[int] = field(init=False)  # bytes that live before an item in the graph's order
+    before: list[int] = field(init=False)  # live bytes before an item in the graph's order
     paths: dict[float, list[float]] = field(default_factory=dict)
     rankings: dict[tuple[float, bool], tuple[list[int], list[int]]] = field(default_factory=dict)
 
@@ -50,7 +48,8 @@ class Outline:
         self.levels = _ranges(at)
 
     def path(self, factor: float) -> list[float]:
-        """By item the longest way from its begin to the end of the step, with communications `factor` times as long."""
+        """By item the longest path from its begin to the end of the step, with communications `factor` times as
+        long."""
         if factor not in self.paths:
             problem = self.problem
             path_from = [0.0] * problem.num_items
@@ -62,7 +61,7 @@ class Outline:
         return self.paths[factor]
 
     def reach(self) -> list[float]:
-        """By item the least compute, its own included, until a communication can start that needs it."""
+        """By item the least compute, including its own, until a communication that needs it can start."""
         problem = self.problem
         distance = [inf] * problem.num_items
         for i in range(problem.num_items - 1, -1, -1):
@@ -77,8 +76,8 @@ class Outline:
         return distance
 
     def ranking(self, factor: float, *, feeds: bool = False) -> tuple[list[int], list[int]]:
-        """By item its place among all by the longest way to go (of equal ones, what is done sooner comes first), and
-        the items in that order. `feeds`: by the shortest way to a communication first."""
+        """By item its rank by longest remaining path (ties: what finishes sooner first), and the items in that order.
+        `feeds`: by the shortest path to a communication first."""
         if (factor, feeds) not in self.rankings:
             path, seconds = self.path(factor), self.problem.seconds
             first = self.reach() if feeds else [0.0] * len(path)
@@ -90,7 +89,7 @@ class Outline:
         return self.rankings[factor, feeds]
 
     def highest(self, first: int, last: int) -> int:
-        """The most bytes that live between two items in the graph's order."""
+        """The most live bytes between two items in the graph's order."""
         last = min(last, len(self.levels[0]) - 1)
         if last <= first:
             return self.levels[0][min(first, len(self.levels[0]) - 1)]
@@ -99,7 +98,7 @@ class Outline:
         return max(row[first], row[last - (1 << k) + 1])
 
     def _levels(self) -> tuple[list[int], list[int]]:
-        """Bytes that live before each item of the graph's order, and at it, its results included."""
+        """Live bytes before each item of the graph's order, and at it, including its results."""
         order = self.problem.order
         levels = live_bytes(self.problem.live_ranges(order), len(order) + 1)
         before, at = [0] * self.problem.num_items, [0] * self.problem.num_items

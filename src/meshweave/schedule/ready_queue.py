@@ -1,5 +1,5 @@
 """List scheduling of compute and communication together: longest remaining path first, in a bounded window, under a
-hard memory cap, links never idle while something useful is ready."""
+hard memory cap, links never idle while a useful communication is ready."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from math import inf
 
 from meshweave.schedule.outline import Outline
 
-_MOST_TRIED = 64  # ready kernels that are looked at for one that fits better: bounds the time of a step
-_HORIZON = 64  # items beyond the window whose memory is looked at ahead
+_MOST_TRIED = 64  # ready kernels that are examined for a better fit: bounds the time of a step
+_HORIZON = 64  # items beyond the window whose memory is considered
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How one candidate order is made.
-
-    window: how many items a kernel may stand before one that was earlier in the graph. 0 keeps the order of kernels.
-    factor: communications are taken to last that many times as long. ahead: seconds of compute before its use at which
-    a communication that makes memory grow (a gather) may start at the earliest. fit: gaps are filled by the longest
-    kernel that fits. by_path: gathers come by the longest remaining path, not by who needs them first. feeds: of what
-    can run, that comes first which lets a communication start soonest, then what has the longest way to go. patience:
-    where a more urgent kernel becomes ready soon, the stream rather stands still for it than running one that outlasts
-    that by more than so many times the wait.
+    """How a candidate order is computed. window: by how many items a kernel may overtake an earlier item. 0 keeps the
+    order of kernels. factor: communications are assumed to last that many times as long. ahead: how many seconds of
+    compute before its use a communication that needs memory (a gather) may start at the earliest. fit: gaps are filled
+    by the longest kernel that fits. by_path: gathers are ordered by longest remaining path, not by first use. feeds:
+    ready kernels that lead to a communication soonest come first, then those with the longest remaining path. patience:
+    if a more urgent kernel becomes ready soon, the stream idles rather than run a kernel that would delay it by more
+    than so many times the wait.
     """
 
     window: int
@@ -37,8 +35,8 @@ class Policy:
     def __str__(self) -> str:
         parts = [f"window {self.window}"]
         parts += [f"communication x{self.factor:g}"] if self.factor != 1 else []
-        parts += ["gathers as late as can be"] if self.ahead == -inf else []
-        parts += ["what feeds links first"] if self.feeds else []
+        parts += ["gathers as late as possible"] if self.ahead == -inf else []
+        parts += ["kernels before communications first"] if self.feeds else []
         parts += ["fitted"] if self.fit else []
         parts += [f"waits up to 1/{self.patience:g}"] if self.patience < inf else []
         return ", ".join([*parts, *(["longest path first"] if self.by_path else [])])
@@ -59,7 +57,7 @@ class _Scheduler:
     num_run: int = 0
     live: int = 0
     base: int = 0  # the first item, in the graph's order, that has not run
-    limit: int = 0  # items above it are out of the window
+    limit: int = 0  # items from here on are outside the window
     missing: list[int] = field(init=False)
     end: list[float] = field(init=False)  # of communications
     is_done: list[bool] = field(init=False)
@@ -72,10 +70,10 @@ class _Scheduler:
     outside: list[int] = field(default_factory=list)
     gathers: list[list[tuple[float, int]]] = field(init=False)  # by channel: (need, start)
     other_starts: list[list[tuple[float, int, int]]] = field(init=False)  # by channel: (need, turn, start)
-    flying: list[tuple[float, int]] = field(default_factory=list)  # (end, start) that no wait stands for yet
+    flying: list[tuple[float, int]] = field(default_factory=list)  # (end, start) of communications without a wait yet
     margin: list[float] = field(init=False)
-    need: float = 0.0  # the most bytes that were asked for and there
-    lack: float = inf  # the least bytes that were asked for and not there
+    need: float = 0.0  # the most bytes that were requested and available
+    lack: float = inf  # the least bytes that were requested and not available
 
     def __post_init__(self) -> None:
         problem, factor = self.outline.problem, self.policy.factor
@@ -106,7 +104,7 @@ class _Scheduler:
                     self.widen()
                 continue
             if self.feed(max(at, self.now) + problem.seconds[kernel]):
-                continue  # a start may have made something ready
+                continue  # a start may have made items ready
             if self.cap < inf and not self.fits(kernel):
                 kernel, at = self.make_room(kernel, at)
             if kernel >= 0:
@@ -119,7 +117,7 @@ class _Scheduler:
         return self.order
 
     def enter(self, i: int) -> None:
-        """Put an item whose operands are made, or on their way, where it will be found."""
+        """Queue an item whose operands are computed, or on their way."""
         problem = self.outline.problem
         waits = problem.waits[i]
         at = max([self.end[c] for c in waits]) if waits else 0.0
@@ -143,7 +141,7 @@ class _Scheduler:
             heappush(self.other_starts[channel], (self.outline.needs[start], self.num_run, start))
 
     def arrive(self) -> None:
-        """What need wait no more is ready."""
+        """Move items whose wait is over to the ready queue."""
         while self.pending and self.pending[0][0] <= self.now:
             _, rank = heappop(self.pending)
             heappush(self.ready, rank)
@@ -152,8 +150,8 @@ class _Scheduler:
             self.queue(i, self.outline.problem.channel[i])
 
     def pick(self) -> tuple[int, float]:
-        """The kernel that runs next, and when: the one with the longest way to go of those that need not wait, else the
-        one that waits least; -1 where there is none. A start that waits for a communication may come before it."""
+        """The next kernel, and when it runs: among ready kernels that with the longest remaining path, else that
+        that waits least; -1 if there is none. A start that waits for a communication may come before it."""
         self.arrive()
         while not self.ready and self.chained and (not self.pending or self.chained[0][0] < self.pending[0][0]):
             if self.has_starts():
@@ -166,8 +164,8 @@ class _Scheduler:
         return (self.ranked[self.pending[0][1]], self.pending[0][0]) if self.pending else (-1, inf)
 
     def fitting(self) -> int:
-        """Of the kernels that can run now the first; where a more urgent one becomes ready soon, the longest that is
-        done by then; -1 where it is worth waiting for that one."""
+        """The first of the kernels that can run now; if a more urgent kernel becomes ready soon, the longest that is
+        done by then; -1 if it is better to wait for the urgent kernel."""
         first = self.ready[0]
         if not self.policy.fit or not self.pending or self.pending[0][1] >= first:
             return self.ranked[first]
@@ -187,7 +185,7 @@ class _Scheduler:
         return any(self.gathers) or any(self.other_starts)
 
     def take(self, kernel: int) -> None:
-        """Take a picked kernel out of its heap."""
+        """Remove a picked kernel from its heap."""
         ready, rank = self.ready, self.rank[kernel]
         if self.pending and self.pending[0][1] == rank:
             heappop(self.pending)
@@ -234,7 +232,7 @@ class _Scheduler:
                 self.enter(heappop(self.outside))
 
     def widen(self) -> None:
-        """Nothing in the window can run: take the first that is outside, or wait for the next communication."""
+        """Nothing in the window can run: take the first item outside, or wait for the next communication."""
         if self.outside:
             i = heappop(self.outside)
             self.limit = max(self.limit, i)
@@ -247,8 +245,8 @@ class _Scheduler:
     def feed(self, until: float, forced: bool = False) -> bool:
         """Start communications in every channel that would be idle before `until`. Returns whether any was started.
 
-        What is needed soon goes first, then what gives memory back, then gathers for later. `forced`: one is started
-        in any case, for nothing else can go on.
+        Communications needed soon come first, then those that free memory, then gathers for later. `forced`: start at
+        least one, because nothing else can proceed.
         """
         is_fed = False
         for channel in range(len(self.free)):
@@ -273,21 +271,21 @@ class _Scheduler:
         return heappop(other_starts)[2] if other_starts else -1
 
     def may_gather(self, start: int, slack: float) -> bool:
-        """Whether a gather may start now: not too early, and with room for it until its use, as far as the graph's
-        order tells what else will live then."""
+        """Whether a gather may start now: not too early, and with room for it until its use, assuming the graph's order
+        for what else will live then."""
         if slack > self.policy.ahead:
             return False
         outline, growth = self.outline, self.outline.growth[start]
         if self.cap == inf or not growth:
             return True
         coming = outline.highest(self.base, outline.uses_at[start])
-        if coming > self.cap:  # nor does the graph's order fit: it says nothing
+        if coming > self.cap:  # the graph's order does not fit either, so it tells nothing
             self.lack = min(self.lack, coming)
             return self.has(self.live + growth)
         return self.has(max(self.live, coming + self.above()) + growth)
 
     def has(self, num_bytes: int) -> bool:
-        """Whether there is so much memory."""
+        """Whether so much memory is available."""
         if num_bytes <= self.cap:
             self.need = max(self.need, num_bytes)
             return True
@@ -298,7 +296,7 @@ class _Scheduler:
         for c in self.outline.problem.waits[start]:
             if not self.is_settled[c]:
                 self.settle(c)
-        self.now += self.outline.problem.seconds[start]  # of what is folded into it
+        self.now += self.outline.problem.seconds[start]  # of folded items
         self.progress += self.outline.problem.seconds[start]
         begin = max(self.now, self.free[channel])
         self.free[channel] = self.end[start] = begin + self.copy[start]
@@ -309,7 +307,7 @@ class _Scheduler:
         self.done(start)
 
     def settle(self, start: int) -> None:
-        """Put the wait for a communication here; what it held alone is free."""
+        """Place the wait for a communication here; storages that only it occupied are free."""
         self.is_settled[start] = True
         self.now = max(self.now, self.end[start]) + self.outline.problem.host[start]
         self.order.append(~start)
@@ -320,8 +318,8 @@ class _Scheduler:
                 self.live -= sizes[s]
 
     def fits(self, kernel: int) -> bool:
-        """Whether a kernel may run now: it fits, and what the schedule holds beyond the graph's order still does where
-        that comes to its next peak. The graph's next item, and what gives memory back, need only fit."""
+        """Whether a kernel may run now: it fits, and the schedule's excess over the graph's order will still fit at
+        that order's next peak. The graph's next item, and items that free memory, only have to fit now."""
         growth = self.outline.growth[kernel]
         if not self.has(self.live + growth):
             return False
@@ -335,15 +333,15 @@ class _Scheduler:
         return net <= 0 or coming > self.cap or self.has(max(coming, self.above() + net + coming))
 
     def above(self) -> int:
-        """Bytes that live beyond what lives in the graph's order before its next item."""
+        """Live bytes in excess of those in the graph's order before its next item."""
         return self.live - self.outline.before[self.base]
 
     def coming(self) -> int:
         return self.outline.highest(self.base, self.base + self.policy.window + _HORIZON)
 
     def make_room(self, kernel: int, at: float) -> tuple[int, float]:
-        """What to do where a kernel does not fit: waits for what is done come first, then another kernel that fits,
-        then the graph's next item, then waiting for a communication. Returns the kernel to run and when; -1: pick
+        """What to do if a kernel does not fit: first waits for finished communications, then another kernel that fits,
+        then the graph's next item, then a wait for a communication. Returns the kernel to run and when; -1: pick
         again."""
         settled = False
         while self.flying and self.flying[0][0] <= self.now:
@@ -369,7 +367,7 @@ class _Scheduler:
             return -1, at
         if self.base < len(self.rank) and self.rank[self.base] in self.ready:
             return self.base, self.now
-        if self.pending and self.ready and at <= self.now:  # what is ready does not fit: wait for the next
+        if self.pending and self.ready and at <= self.now:  # no ready item fits: wait for the next communication
             self.now = max(self.now, self.pending[0][0])
             self.arrive()
             return -1, at
@@ -377,7 +375,7 @@ class _Scheduler:
 
 
 def schedule(outline: Outline, policy: Policy, cap: float = inf) -> tuple[list[int], float, float]:
-    """An order of a problem with its waits, and the bytes from which on, and those below which, it is the order under
-    any cap. It stays under `cap` bytes where the scheduler finds a way; the caller looks."""
+    """An order of a problem with its waits, and the range of memory (from, below) in which any cap gives this order. It
+    stays under `cap` bytes if the scheduler succeeds; the caller checks."""
     scheduler = _Scheduler(outline, policy, cap)
     return scheduler.run(), scheduler.need if cap < inf else inf, scheduler.lack

@@ -10,7 +10,7 @@ INPUT = "the input order"
 
 
 class Deferred(Sequence[Any]):
-    """Rows that are worked out when somebody first looks at them; equal to any sequence of the same rows."""
+    """Rows that are computed at the first access; equal to any sequence of the same rows."""
 
     __slots__ = ("_make", "_rows")
 
@@ -47,8 +47,8 @@ class Deferred(Sequence[Any]):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """One collective of the result. `hidden_by` are the kernels that run beside it, the longest first, with the seconds
-    that they do; `exposed_seconds` is the time in which the compute stream waits for it, and `reason` says why."""
+    """A collective of the result. `hidden_by` are the kernels that run beside it, the longest first, with the seconds
+    that they hide; `exposed_seconds` is the time in which the compute stream waits for it, and `reason` says why."""
 
     name: str
     op: str
@@ -62,7 +62,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A merge that was taken, with the seconds of communication that it saves, or one that was not, and why."""
+    """A merge that was taken, with the seconds of communication that it saves, or a rejected merge, and why."""
 
     names: tuple[str, ...]
     is_taken: bool
@@ -72,7 +72,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class CandidateRow:
-    """One order that was judged: seconds by scenario, the costs as said first."""
+    """An order that was judged: seconds by scenario, the nominal costs first."""
 
     name: str
     seconds: tuple[tuple[str, float], ...]
@@ -82,8 +82,8 @@ class CandidateRow:
 
 @dataclass(frozen=True, slots=True)
 class OverlapReport:
-    """Seconds and bytes of a graph before and after, under the costs as said. `bound_seconds` is a time that no order
-    beats, merged or not. Exposed is the time in which the compute stream runs nothing while a communication does."""
+    """Seconds and bytes of a graph before and after, under the nominal costs. `bound_seconds` is a lower bound for all
+    orders, merged or not. Exposed is the time in which communication runs and the compute stream is idle."""
 
     seconds_before: float
     seconds: float
@@ -104,7 +104,7 @@ class OverlapReport:
         return self.seconds_before / self.seconds if self.seconds else 1.0
 
     def left(self, reason: str) -> OverlapReport:
-        """The same, of a graph whose order stays as it was for this reason."""
+        """A report of a graph whose order is unchanged, with the reason."""
         return replace(
             self,
             seconds=self.seconds_before,
@@ -120,7 +120,7 @@ class OverlapReport:
         return "\n".join(self.lines())
 
     def lines(self, num_rows: int = 12) -> list[str]:
-        """The report as text: totals, the collectives that are exposed most, merges, candidates."""
+        """The report as text: totals, the most exposed collectives, merges, candidates."""
         taken_merges = [m for m in self.merges if m.is_taken]
         exposed = sorted((c for c in self.collectives if c.exposed_seconds > 0), key=lambda c: -c.exposed_seconds)
         text = [

@@ -1,4 +1,4 @@
-"""A portfolio of orders and buckets, judged by playing them: the input order and those handed in are among them."""
+"""A portfolio of orders and buckets, judged by playing them; it includes the input order and the caller's orders."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from meshweave.schedule.outline import Outline
 from meshweave.schedule.ready_queue import Policy, schedule
 from meshweave.simulate.clock import Slowdown
 
-# Windows in items, and how gaps are filled: as many of these, from the first on, as the effort allows. A layer of a
-# transformer is 60 to 150 items in backward; which window is best hangs on how long kernels are beside communications
-# (benchmarks/overlap.py: each of the first nine was the best of some graph). Patience keeps a weight gradient from
-# delaying the chain where a communication of it is about to end: of 2, 5, 10, 20 and 40 times the wait, 10 was best.
-# What feeds links first is for graphs whose regions run in chunks, where a chunk's communication hides under the
-# other's compute.
+# Windows in items, and how gaps are filled: a prefix of this list, as long as the effort allows. A layer of a
+# transformer is 60 to 150 items in backward; the best window depends on the ratio of kernels to communications
+# (benchmarks/overlap.py: each of the first nine was the best for some graph). Patience keeps a weight gradient from
+# delaying the critical path where a communication of that is about to end: of 2, 5, 10, 20 and 40 times the wait, 10
+# was best. `feeds` is for graphs whose regions run in chunks, where a chunk's communication hides under another chunk's
+# compute.
 _POLICIES = (
     *(Policy(256, fit=True, patience=10), Policy(64, fit=True), Policy(0), Policy(256, fit=True, feeds=True)),
     *(Policy(512, fit=True), Policy(64, fit=True, by_path=True), Policy(256, fit=True)),
     *(Policy(512, fit=True, patience=10), Policy(256)),
     *(Policy(128, fit=True, patience=10), Policy(64), Policy(1024), Policy(512), Policy(1024, fit=True, patience=10)),
 )
-_EFFORT = 36_000  # items that these schedule in a large graph: bounds their time
+_EFFORT = 36_000  # items that these policies schedule in a large graph: bounds their time
 _LEAST = 5  # policies that any graph is scheduled by
 _LEAN = Policy(0, ahead=-inf)
 _SHORT = (Policy(64, fit=True), Policy(16, fit=True), _LEAN)  # where memory is short
 _FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8))  # where nothing is folded
-_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # for machines whose links are slower than said
+# for machines whose links are slower than in the costs
+_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))
 _SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
-_SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # where links have more to do than compute
-_BUSY = 0.9  # from that load on
-_NEAR = 2e-3  # what robustness may cost of the time at the costs as said
+_SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # for links with more work than compute
+_BUSY = 0.9  # load above which `_SLOW_LINKS` applies
+_NEAR = 2e-3  # what robustness may cost of the nominal time
 _RAMP = 3  # then the first gather is an eighth of a bucket
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
-# Parts of the peak of the input order: rungs of memory under which orders are sought, each at least where orders are
-# others than on the one before, and then no limit at all. They do not hang on the cap, and those up to it are taken: so
-# more memory is never slower.
+# Fractions of the peak of the input order: rungs of memory under which orders are searched, each where orders differ
+# from those of the previous rung, and then no limit at all. They do not depend on the cap, and only those up to it are
+# used: so more memory is never slower.
 _RUNGS = (1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
-_STEP = 0.9  # from a rung to the next below the peak of the input order, down to where nothing fits
-_AGAIN = 6000  # items that are scheduled again on each rung, in the fastest ways; two ways in any graph
-_ENOUGH = 1e-3  # orders that differ by less are judged by what links and copies have to do
+_STEP = 0.9  # from a rung to the next below the peak of the input order, until nothing fits
+_AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
+_ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
 
 
-Way = tuple[Policy, bool]  # how orders are made: a policy, and whether on folded items
+Way = tuple[Policy, bool]  # how an order is computed: a policy, and whether on folded items
 
 
 @dataclass(frozen=True, slots=True)
 class OrderCandidate:
-    """An order of a merged problem. `seconds` by scenario, the costs as said first; `busy` is all that links and copies
-    do, in seconds."""
+    """An order of a merged problem. `seconds` by scenario, the nominal costs first; `busy` is the work of links and
+    copies, in seconds."""
 
     name: str
     merged: Merged
@@ -69,7 +70,7 @@ class OrderCandidate:
 
 @dataclass(slots=True)
 class _Shape:
-    """A merged problem with what scheduling needs of it."""
+    """A merged problem with its data for scheduling."""
 
     merged: Merged
     folded: Folded
@@ -79,20 +80,21 @@ class _Shape:
 
 @dataclass(slots=True)
 class OrderSearch:
-    """The candidates of one graph under a cap in bytes."""
+    """The candidates of a graph under a cap in bytes."""
 
     merger: Merger
     cap: float
     slowdown: Slowdown | None
     is_bucketing: bool = True
     most_bytes: float = inf
-    is_busy: bool = field(init=False)  # links have about as much to do as compute
-    room: float = inf  # bytes under which orders are sought now; which these are does not hang on the cap
+    is_busy: bool = field(init=False)  # links have about as much work as compute
+    room: float = inf  # bytes under which orders are searched now; independent of the cap
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
-    judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever they hold
+    judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever their peak
     attempts: list[tuple[OrderCandidate, _Shape, Policy]] = field(default_factory=list)  # of the search itself
-    least: OrderCandidate | None = None  # of least peak, sought whatever the cap: a cap that can be asked for
-    spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of ways, see `span`
+    # the order of least peak, independent of the cap: a cap that the user can ask for
+    least: OrderCandidate | None = None
+    spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of methods, see `span`
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
 
@@ -105,8 +107,8 @@ class OrderSearch:
         return [c for c in self.judged if c.peak <= self.cap]
 
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[OrderCandidate]:
-        """All candidates under the cap, the orders handed in first. What is sought under the cap itself, where nothing
-        else fits, hangs on it, and another cap need not give it again: `least` is taken before."""
+        """All candidates under the cap, the caller's orders first. A search under the cap itself, if nothing else fits,
+        depends on it, and another cap may not find the same order: `least` is determined before."""
         for name, order in orders:
             self.judge(name, self.shape(()), order)
         usual = self.judged[0].peak
@@ -130,7 +132,7 @@ class OrderSearch:
         return self.feasible
 
     def seek(self, room: float) -> None:
-        """Seek orders and buckets under so many bytes."""
+        """Search orders and buckets under so many bytes."""
         self.room = room
         ways = self.ways().items()
         tried = [self.schedule(name, self.shape((), is_folded=folds), policy) for name, (policy, folds) in ways]
@@ -142,7 +144,7 @@ class OrderSearch:
             self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
 
     def again(self, room: float, ways: Sequence[tuple[str, _Shape, Policy]]) -> bool:
-        """Seek orders by some ways under other bytes, where memory was in their way; whether any fits."""
+        """Search orders by some methods under another limit, if memory was the constraint; returns whether any fits."""
         self.room = room
         rest = [attempt for attempt in ways if not self.span(attempt)]
         where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
@@ -150,15 +152,14 @@ class OrderSearch:
         return len(rest) < len(ways) or any(c.peak <= room for c in tried)
 
     def span(self, attempt: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
-        """From which bytes on, and up to which, a way makes the order that it makes now; None where it is not known."""
+        """The range of memory in which a method gives the present order; None if unknown."""
         spans = self.spans.get((attempt[2], id(attempt[1])), ())
         return next(
             ((low, high) for low, high in spans if low <= self.room and (self.room < high or high == inf)), None
         )
 
     def fastest(self) -> list[tuple[str, _Shape, Policy]]:
-        """The ways of the fastest orders so far: of those under what memory there is now and of all, those first that
-        differ in time."""
+        """The methods of the fastest orders so far, under the present limit and overall, distinct times first."""
         most = max(2, _AGAIN // max(1, self.merger.reading.problem.num_items))
         ranked = sorted(self.attempts, key=lambda attempt: attempt[0].seconds[0])
         distinct: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
@@ -178,7 +179,7 @@ class OrderSearch:
         return dict(list(policies.items())[:most])
 
     def save_memory(self, plain: _Shape) -> None:
-        """Memory is in the way: orders that hold little, some of which do not hang on how much there is."""
+        """Memory is the constraint: add orders with low peaks, some of which do not depend on the limit."""
         for policy in _SHORT:
             self.schedule(str(policy), plain, policy)
         for policy in (_LEAN, Policy(0), _POLICIES[0]):
@@ -186,7 +187,7 @@ class OrderSearch:
             self.judge(f"{policy}, whatever the cap", plain, plain.folded.unfold(order))
 
     def best(self) -> OrderCandidate:
-        """The fastest of the candidates so far as costs are said; of equal ones that which keeps links least busy."""
+        """The fastest candidate so far under the nominal costs; ties go to the least work of links."""
         pool = [c for c in self.judged if c.peak <= self.room] or self.judged
         fastest = min(c.seconds[0] for c in pool)
         return min((c for c in pool if c.seconds[0] <= fastest * (1 + _ENOUGH)), key=lambda c: (c.busy, c.seconds[0]))
@@ -218,8 +219,7 @@ class OrderSearch:
         return candidate
 
     def bucket(self) -> None:
-        """Buckets of several sizes, then (in a graph that is small enough) single merges and cuts as long as they
-        help."""
+        """Buckets of several sizes, then (in a small graph) single merges and splits while they help."""
         for size in self.sizes():
             self.sized(size, size)
         if self.is_small:
@@ -228,7 +228,7 @@ class OrderSearch:
             self.resize()
 
     def load(self) -> float:
-        """What the busiest channel has to do, in parts of what the compute stream has."""
+        """Work of the busiest channel relative to that of the compute stream."""
         problem = self.merger.reading.problem
         of = [0.0] * (len(problem.channels) + 1)
         for channel, seconds, copy in zip(problem.channel, problem.seconds, problem.copy, strict=True):
@@ -236,30 +236,30 @@ class OrderSearch:
         return max(of[:-1], default=0.0) / of[-1] if of[-1] else inf
 
     def sizes(self) -> tuple[float, ...]:
-        """The sizes of buckets to try: few in a large graph whose links have room."""
+        """The sizes of buckets to try: few in a large graph whose links have spare time."""
         sizes = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
         return tuple(sorted({min(size, self.most_bytes) for size in sizes}))
 
     def sized(self, gathers: float, reductions: float, ways: Sequence[Way] = ()) -> float:
-        """Schedule buckets of these sizes, by `ways` or those that lead; returns the seconds."""
+        """Schedule buckets of these sizes, by `ways` or the leading methods; returns the seconds."""
         gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
         buckets = self.merger.buckets(gathers, reductions, _RAMP if self.is_busy and not self.is_small else 0)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets, ways))
-            if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good where links are slower
+            if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good on slower links
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
         return self.bucketed[buckets]
 
     def why_apart(self, bucket: Bucket, start: int) -> str:
-        """Why no set of buckets that was tried has a start in a bucket."""
+        """Why no tried set of buckets has a start in a bucket."""
         most = min(max((size for sizes in self.tried for size in sizes), default=0.0), self.most_bytes)
         reason = self.merger.why_apart(bucket, start, most, self.merger.span(start, most))
-        return reason or "in every set of buckets that was tried one of them stands in another bucket"
+        return reason or "in every set of buckets that was tried either of them is in another bucket"
 
     def resize(self) -> None:
-        """Other sizes for gathers than for reductions, as long as that helps."""
+        """Other sizes for gathers than for reductions, while that helps."""
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
         ways = self.fastest_way()
         while True:
@@ -270,20 +270,20 @@ class OrderSearch:
             best, (gathers, reductions) = seconds, sizes
 
     def fastest_way(self) -> tuple[Way, ...]:
-        """The way of the fastest order with buckets so far; none where there is none."""
+        """The method of the fastest order with buckets so far, if any."""
         bucketed = [attempt for attempt in self.attempts if attempt[0].merged.buckets and attempt[0].peak <= self.room]
         fastest = min(bucketed, key=lambda attempt: attempt[0].seconds[0], default=None)
         return ((fastest[2], fastest[1].is_folded),) if fastest else ()
 
     def all_ways(self, name: str, buckets: tuple[Bucket, ...], ways: Sequence[Way] = ()) -> list[OrderCandidate]:
-        """Schedule a set of buckets by `ways`, or by those that were best without buckets."""
+        """Schedule a set of buckets by `ways`, or by the best methods without buckets."""
         return [
             self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
             for policy, is_folded in ways or self.leading()
         ]
 
     def leading(self) -> list[Way]:
-        """The policies that were best without buckets, and whether on folded items; of equal ones the first."""
+        """The best policies without buckets, and whether on folded items; ties go to the first."""
         ways = self.ways()
         ranked = sorted((c for c in self.judged if c.name in ways and c.peak <= self.room), key=lambda c: c.seconds[0])
         distinct = {round(c.seconds[0], 9): ways[c.name] for c in reversed(ranked)}
@@ -291,7 +291,7 @@ class OrderSearch:
         return best[: 3 if self.is_small else 2]
 
     def climb(self) -> None:
-        """Take the best neighbour of the best candidate: two buckets as one, or one as two, within a fixed effort."""
+        """Move to the best neighbour of the best candidate (buckets merged or split) within a fixed effort."""
         left = _STEPS
         current = self.best()
         while True:
@@ -310,7 +310,7 @@ class OrderSearch:
             current = better
 
     def neighbours(self, buckets: tuple[Bucket, ...]) -> Iterator[tuple[Bucket, ...]]:
-        """All ways to join two neighbouring buckets or starts of a kind, and to cut one bucket."""
+        """All ways to merge two neighbouring buckets or starts of the same kind, and to split a bucket."""
         of = {c: bucket for bucket in buckets for c in bucket}
         for starts in self.merger.kinds.values():
             runs = list(dict.fromkeys(of.get(c, (c,)) for c in starts))
@@ -326,7 +326,7 @@ class OrderSearch:
 
 
 def busy(problem: Problem) -> float:
-    """Seconds that all channels are busy, and that copies of merging take."""
+    """Seconds that all channels are busy, plus the copies of merging."""
     copies = sum(s for s, n in zip(problem.seconds, problem.names, strict=True) if n.startswith(("pack ", "unpack ")))
     return sum(problem.copy) + copies
 
@@ -341,8 +341,8 @@ def _size(size: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OrderChoice:
-    """The candidate that was chosen, all of them as judged under every scenario, and how much the chosen one loses at
-    worst against the best of each scenario."""
+    """The chosen candidate, all of them as judged under every scenario, and the worst-case loss of the chosen order
+    against the best of each scenario."""
 
     chosen: OrderCandidate
     candidates: tuple[OrderCandidate, ...]
@@ -350,12 +350,12 @@ class OrderChoice:
 
 
 def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str, protected: int) -> OrderChoice:
-    """Of the candidates that are next to as fast as the fastest at the costs as said, the one with the least worst-case
-    regret over the scenarios; with `rule` "nominal" the fastest.
+    """Among the candidates almost as fast as the fastest under nominal costs, that with the least worst-case regret
+    over the scenarios; with `rule` "nominal" the fastest.
 
-    The first `protected` candidates are orders that were handed in: the chosen one is never slower than any of them at
-    the costs as said. The fastest of the others are judged under all scenarios (fewer in a large graph), and the
-    fastest where communication takes twice as long.
+    The first `protected` candidates are the caller's orders: the chosen order is never slower than any of them under
+    nominal costs. The fastest of the others are judged under all scenarios (fewer in a large graph), and the fastest
+    where communication takes twice as long.
     """
     most = 6 if candidates[0].merged.problem.num_items <= _SMALL else 4
     ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
@@ -381,7 +381,7 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
 
 
 def _distinct(ranked: Sequence[OrderCandidate], most: int) -> list[OrderCandidate]:
-    """The first `most` that differ in order or buckets, and the careful ones, which are not the fastest."""
+    """The first `most` that differ in order or buckets, and the careful orders, which are not the fastest."""
     distinct: dict[tuple[int, ...], OrderCandidate] = {}
     for c in ranked:
         if len(distinct) < most or "communication x" in c.name:
@@ -390,7 +390,7 @@ def _distinct(ranked: Sequence[OrderCandidate], most: int) -> list[OrderCandidat
 
 
 def _judged(c: OrderCandidate, slowdown: Slowdown | None, slow: float | None) -> OrderCandidate:
-    """The candidate under every scenario; `slow`: its seconds under SLOW, where they are known."""
+    """The candidate under every scenario; `slow`: its seconds under SLOW, if known."""
     problem, rest = c.merged.problem, [s for s in SCENARIOS if s is not NOMINAL]
     seconds = [slow if s is SLOW and slow is not None else s.seconds(problem, c.order, slowdown) for s in rest]
     return OrderCandidate(c.name, c.merged, c.order, (c.seconds[0], *seconds), c.peak, c.busy)

@@ -1,4 +1,4 @@
-"""Whole training steps: the rank graphs of all roles, ordered and bucketed by what the simulator says of them."""
+"""Orders whole training steps: the rank graphs of all roles, ordered and bucketed by the simulator's figures."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.step import SimulateOptions, simulate_roles
 from meshweave.simulate.tasks import lower_tasks
 
-_ENOUGH = 1e-3  # a step that is faster by less is no faster
-_PATIENCE = 2  # numbers of blocks in a row that bring nothing: the first may be small, as an embedding's
+_ENOUGH = 1e-3  # a gain below this share does not count
+_PATIENCE = 2  # failures in a row before giving up: the first block may be small, such as an embedding
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How a program is scheduled, and the most bytes that a device may hold (None: a little more than before).
-
-    `keeps_gradients`: those of a step live to its end.
-    """
+    """How a program is scheduled, and the most bytes on a device (None: a little more than before).
+    `keeps_gradients`: gradients of a step live to its end."""
 
     options: OverlapOptions | None = None
     memory_cap_bytes: int | None = None
@@ -39,24 +37,22 @@ class Scheduling:
 
 @dataclass(slots=True)
 class StepTasks:
-    """What the simulator of whole steps says of the nodes of a program's roles.
-
-    A fused kernel's seconds are shared out evenly among its ops; what a compiler makes once costs nothing again.
-    """
+    """The simulator's figures for the nodes of a program's roles. A fused kernel's seconds are divided evenly among its
+    ops; ops that a compiler computes once cost nothing the second time."""
 
     seconds: dict[fx.Node, float] = field(default_factory=dict)
     usage: dict[fx.Node, tuple[tuple[str, float], ...]] = field(default_factory=dict)  # of starts
-    lines: dict[fx.Node, str] = field(default_factory=dict)  # of starts: the queue that they go into
-    shared: set[fx.Node] = field(default_factory=set)  # starts that several roles meet in
+    lines: dict[fx.Node, str] = field(default_factory=dict)  # of starts: their queue
+    shared: set[fx.Node] = field(default_factory=set)  # starts in which several roles take part
 
     def seconds_of(self, nodes: Mapping[fx.Node, fx.Node]) -> SimulatedSeconds:
-        """Of the nodes that stand for those of a role."""
+        """The figures for the nodes of a device program that represent those of a role."""
         seconds = {nodes[node]: value for node, value in self.seconds.items() if node in nodes}
         return SimulatedSeconds(seconds, {nodes[node]: value for node, value in self.usage.items() if node in nodes})
 
 
 def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
-    """Raises MeshweaveError for an op, dtype or link that the profile has no cost for."""
+    """Raises MeshweaveError for an op, dtype or link without a cost in the profile."""
     fusion: Fusion = "compiled" if profile.fusion == "pointwise" else "ops"
     tasks = lower_tasks(roles, profile, fusion)
     costs = StepTasks()
@@ -83,19 +79,18 @@ def overlap_role(
     microbatches: int = 1,
     keeps_gradients: bool = False,
 ) -> tuple[RankGraph, OverlapReport]:
-    """The role in the order that the scheduler finds, its collectives merged, and what was done; `role` stays as it is.
+    """The role in the scheduler's order, its collectives merged, and a report; `role` is not changed.
 
-    Parts of the step stay one after the other, but gathers that backward needs may start in forward, and what a
-    communication brings may be waited for in a later part (with several `microbatches`
-    in the update only what the last of them alone begins).
-    `memory_cap_bytes` caps what a device holds at once: parameters, optimizer state, batch and all that the step makes,
-    results beside operands. `keeps_gradients`: they live to the end. `tasks`: of all roles of the program.
-    Raises MeshweaveError where no order is under the cap, naming the least peak and its tensors, and for an op that the
-    profile has no cost for.
+    Parts of the step keep their order, but gathers that backward needs may start in forward, and a communication may be
+    waited for in a later part (with several `microbatches` in the update only those that run in the last of them
+    alone). `memory_cap_bytes` caps the live bytes of a device: parameters, optimizer state, batch and all values of the
+    step, results beside operands. `keeps_gradients`: gradients live to the end. `tasks`: of all roles of the program.
+    Raises MeshweaveError if no order is under the cap, with the least peak and its tensors, and for an op without a
+    cost in the profile.
     """
     options = options or OrderOptions()
     if options.orders:
-        raise MeshweaveError("whole steps take no orders that are handed in", hint="leave OrderOptions.orders out")
+        raise MeshweaveError("orders are not supported for whole steps", hint="omit OrderOptions.orders")
     tasks = tasks or tasks_of((role,), profile)
     form = role_form(role, tasks.lines, tasks.shared, microbatches, keeps_gradients, with_uneven=options.bucket)
     costs = ProfileCosts(profile, tasks.seconds_of(form.nodes))
@@ -110,11 +105,10 @@ def overlap_roles(
     microbatches: int = 1,
     placed: StepGraph | None = None,
 ) -> tuple[tuple[RankGraph, ...], tuple[OverlapReport, ...]]:
-    """The roles of a program in new orders, and a report for each; `roles` stay as they are.
-
-    Communications that several roles meet in keep their order on every role, so that no two wait for each other. With
-    `placed`, the graph that the roles were made of, the first blocks' parameters may be gathered in the step before
-    (`gathers.carry`). Where `simulate_roles` finds the step no faster, and the cap allows, orders stay as they were.
+    """The roles of a program in new orders, and a report for each; `roles` are not changed.\n\nCommunications between
+    roles keep their order on every role, so that no two wait for each other. With `placed`, the graph that the roles
+    were expanded from, the first blocks' parameters may be gathered in the previous step (`gathers.carry`). If
+    `simulate_roles` is no faster for the new orders, and the cap allows, the old orders stay.
     """
     how = scheduling or Scheduling()
     plain = _ordered(roles, profile, how, microbatches)
@@ -175,8 +169,8 @@ def _carrying(
     how: Scheduling,
     microbatches: int,
 ) -> _Ordered:
-    """The fastest of the step as it is and with the parameters of the first 1, 2, 4, ... blocks gathered in the step
-    before, all under the caps of `plain`; with the number of blocks that the options say where they say one."""
+    """The fastest variant: the step as it is, or with the parameters of the first 1, 2, 4, ... blocks gathered in the
+    previous step, all under the caps of `plain`; with a fixed number of blocks if the options have one."""
     wanted = (how.options or OverlapOptions()).carry
     blocks = [carriable(role, placed) for role in roles]
     caps = [report.cap_bytes for report in plain.reports]
@@ -200,13 +194,13 @@ def _carrying(
         if num_worse == _PATIENCE:
             break
     if best is plain and tried:
-        note = f"no parameters are gathered in the step before; with those of the first {'; of '.join(tried)}"
+        note = f"no parameters are gathered in the previous step; with those of the first {'; of '.join(tried)}"
         return replace(plain, reports=tuple(replace(r, notes=(*r.notes, note)) for r in plain.reports))
     return best
 
 
 def _counts(wanted: int | str, most: int) -> list[int]:
-    """The numbers of blocks to try, where at most `most` are there."""
+    """The numbers of blocks to try, if there are `most` blocks."""
     if isinstance(wanted, int):
         return [min(wanted, most)] if min(wanted, most) else []
     counts = [2**k for k in range(most.bit_length()) if 2**k < most]
@@ -214,19 +208,19 @@ def _counts(wanted: int | str, most: int) -> list[int]:
 
 
 def _told(blocks: Sequence[GatheredBlock], plain: _Ordered, ordered: _Ordered, microbatches: int) -> str:
-    """What a role takes over from the step before, and what that brings."""
+    """What a role carries over from the previous step, and the gain."""
     if not blocks:
-        return "nothing is carried over from the step before"
+        return "nothing is carried over from the previous step"
     names = ", ".join(block.name or "the model itself" for block in blocks)
     once = ", once a step instead of once a microbatch" if microbatches > 1 else ""
     return (
-        f"the step before gathers the parameters of {names} among its updates{once}: the simulated step takes "
+        f"the previous step gathers the parameters of {names} during its updates{once}: the simulated step takes "
         f"{plain.seconds * 1e3:.3f} ms without, {ordered.seconds * 1e3:.3f} ms with that"
     )
 
 
 def _since(report: OverlapReport, plain: OverlapReport, note: str) -> OverlapReport:
-    """The report of a role that carries something over, against the role as it was."""
+    """The report of a role that carries values over, relative to the original role."""
     return replace(
         report,
         seconds_before=plain.seconds_before,

@@ -1,4 +1,4 @@
-"""Assignments: which axis does what in one op, enumerated and priced."""
+"""Assignments: what each mesh axis does in an op, enumerated and priced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class PassedPartial:
-    """An axis over which the operands of way `mode` are partial, with reduce op `op`, and so is every result."""
+    """An axis over which the operands of the rule's mode `mode` are partial with reduce op `op`, and so is every
+    result."""
 
     mode: int
     op: str
@@ -35,20 +36,20 @@ class PassedPartial:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Along an axis each device works on its own rows of a factor, which the key says (`Layout.owned`)."""
+    """An axis whose devices each work on their own rows of a factor, which the key names (`Layout.owned`)."""
 
     factor: int
     key: str
 
 
-_TICKS = 10**15  # costs are compared in femtoseconds, so that sums taken in another order are still ties
+_TICKS = 10**15  # costs are compared in femtoseconds, so that sums added in another order still tie
 
 Role = Shard | PassedPartial | Own | None  # None: the axis repeats the work
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What every axis does in one op, with the layouts that this asks of operands and gives to results."""
+    """What every axis does in an op, with the layouts that this requires of operands and gives to results."""
 
     roles: tuple[tuple[str, Role], ...]
     operands: tuple[Layout, ...]
@@ -61,7 +62,7 @@ class Assignment:
 def realize(
     rule: Rule, mesh: Mesh, roles: Sequence[tuple[str, Role]], operands: Sequence[Spec], results: Sequence[Spec]
 ) -> Assignment:
-    """The Assignment of `roles`; axes of one factor cut in the order in which they are listed."""
+    """The Assignment for `roles`; axes that cut the same factor do so in the order listed."""
     cuts: dict[int, tuple[list[str], int]] = {}
     passes: list[tuple[str, PassedPartial]] = []
     owners = _owners(rule, roles)
@@ -97,7 +98,7 @@ def realize(
 
 
 def _owners(rule: Rule, roles: Sequence[tuple[str, Role]]) -> list[tuple[str, int, str]]:
-    """The axes along which devices own rows, as `Rule.owned` takes them."""
+    """The axes along which devices own rows, in the form that `Rule.owned` takes."""
     owners: list[tuple[str, int, str]] = []
     for axis, role in roles:
         if isinstance(role, Own):
@@ -116,7 +117,7 @@ def _dim_sharding(rule: Rule, dims: Dims, d: int, cuts: dict[int, tuple[list[str
 
 
 def follow_result(rule: Rule, wanted: Layout, operands: Sequence[Spec], results: Sequence[Spec]) -> Assignment:
-    """The Assignment that makes the first result in the sharding of `wanted`, as far as its dims can be cut."""
+    """The Assignment whose first result is sharded like `wanted`, as far as its dims can be cut."""
     roles: list[tuple[str, Role]] = []
     for d, dim in enumerate(wanted.dims):
         role = _follow(rule, rule.results[0], d, wanted)
@@ -125,7 +126,7 @@ def follow_result(rule: Rule, wanted: Layout, operands: Sequence[Spec], results:
 
 
 def proposals(rule: Rule, axis: str, layouts_of: Sequence[Sequence[Layout]]) -> list[Role]:
-    """What `axis` could do, by the layouts that operands are held in: follow a sharding, pass a partial, or nothing."""
+    """What `axis` could do, given the operands' layouts: follow a sharding, pass a partial value, or nothing."""
     roles: list[Role] = []
     for i, layouts in enumerate(layouts_of):
         for layout in layouts:
@@ -142,7 +143,8 @@ def proposals(rule: Rule, axis: str, layouts_of: Sequence[Sequence[Layout]]) -> 
 
 
 def _ways_to_follow(rule: Rule, role: Shard | None, axis: str, parts: int) -> list[Shard]:
-    """What an axis may do that cuts an operand: the same, or what the rule has instead, in equal pieces."""
+    """The roles that follow from an axis that cuts an operand: the same cut, or the rule's alternative, in equal
+    pieces."""
     if role is None:
         return []
     others = [to for of, to in rule.instead if of == role.factor]
@@ -159,29 +161,29 @@ def _ways_to_follow(rule: Rule, role: Shard | None, axis: str, parts: int) -> li
 
 
 def as_asked(rule: Rule, attention: str) -> Rule:
-    """The rule of an op, of whose ways to meet operands from elsewhere `attention` may leave one (`Plan.cp`)."""
+    """The rule of an op, restricted to the alternatives that `attention` (`Plan.cp`) allows."""
     if attention == "auto" or not rule.instead:
         return rule
-    if attention in ("gather", "ring"):  # a ring is written in place of the gathers
+    if attention in ("gather", "ring"):  # the ring pass rewrites the gathers
         return replace(rule, instead=())
     return replace(rule, is_instead=True)
 
 
 def home(rule: Rule, index: int, operands: Sequence[Operand]) -> Layout | None:
-    """The layout that result `index` is moved to as soon as it is made: that of an operand as it is held."""
+    """The layout that result `index` is moved to right after the op: that of an operand."""
     at = rule.back[index] if rule.back else -1
     return None if at < 0 else _resolved(operands[at].layouts[0]).without_owned()
 
 
 def homes(rule: Rule, results: Sequence[Spec | None], operands: Sequence[Operand]) -> dict[int, Layout]:
-    """The homes of the results that have one, by their places among those that are tensors or not."""
+    """The homes of the results that have a home, by their positions among all results."""
     places = (at for at, spec in enumerate(results) if spec is not None)
     known = ((at, home(rule, index, operands)) for index, at in enumerate(places))
     return {at: layout for at, layout in known if layout is not None}
 
 
 def _own(rule: Rule, position: int, dim: int, key: str) -> Shard | Own | None:
-    """How an op goes on with rows of operand `position` that devices own: by its own experts, or row by row."""
+    """How an op continues with rows of operand `position` that devices own: by its own experts, or row by row."""
     dims = rule.operands[position][dim]
     if len(dims) != 1:
         return None
@@ -207,10 +209,8 @@ def candidates(
     results: Sequence[Spec],
     wanted: Sequence[Layout] = (),
 ) -> Iterator[Assignment]:
-    """Every combination of what the axes could do. Axes of one factor keep the order in which an operand holds them.
-
-    `wanted` are layouts that the first result is due in: they propose shardings too.
-    """
+    """Every combination of roles of the axes. Axes that cut the same factor keep the order that they have in an
+    operand. `wanted` are layouts in which the first result is needed: they propose shardings, too."""
     axes = [a for a, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
     choices = [_with_wanted(rule, axis, proposals(rule, axis, layouts), wanted) for axis in axes]
     order = _held_order(axes, layouts)
@@ -229,7 +229,7 @@ def _with_wanted(rule: Rule, axis: str, roles: list[Role], wanted: Sequence[Layo
 
 
 def _agree(roles: Iterable[Role]) -> bool:
-    """Axes of one factor must cut in one unit."""
+    """Whether axes that cut the same factor cut it in the same unit."""
     units: dict[int, int] = {}
     shards = [r for r in roles if isinstance(r, Shard)]
     return all(units.setdefault(r.factor, r.unit) == r.unit for r in shards)
@@ -247,8 +247,8 @@ def _held_order(axes: Sequence[str], layouts_of: Sequence[Sequence[Layout]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One operand as it is held: its spec, the layouts there are of it, how much dearer than others it is to move, and
-    how many ops use it (they share what resolving a partial value costs)."""
+    """An operand: its spec, the layouts in which it exists, the factor on the price of moving it, and how many ops use
+    it (they share the cost of reducing a partial value)."""
 
     spec: Spec
     layouts: tuple[Layout, ...]
@@ -266,14 +266,13 @@ def cheapest(
     proposed: Sequence[Layout] = (),
     rates: Rates = default_rates,
 ) -> Assignment:
-    """The assignment that costs least: moves of operands, resolving partial results, and work that is repeated.
+    """The assignment of least cost: moves of operands, reduction of partial results, and repeated work.
 
-    Where the first result is due in the layouts `wanted`, moving it there counts instead of resolving it. `proposed`
-    are layouts of it that may be worth having: they cost nothing and ask for nothing.
-
-    Ties go to fewer moves (a partial value of one user flows on, and may meet another), then to fewer partial results,
-    then to the first found, so that the choice is the same everywhere.
-    Raises RuleError when an operand is partial in a way that no move can resolve.
+    If the first result is needed in the layouts `wanted`, moving it there counts instead of reducing it. `proposed` are
+    layouts of it that may be useful: they cost nothing and require nothing. Ties go to fewer moves (a partial value
+    with a single user flows on, and may meet another), then to fewer partial results, then to the first candidate, so
+    that the choice is deterministic.
+    Raises RuleError when an operand is partial in a way that no move can reduce.
     """
     best: tuple[int, int, int] | None = None
     chosen: Assignment | None = None
@@ -304,7 +303,7 @@ def _fetch(operand: Operand, wanted: Layout, price: Price) -> float:
 
 
 def _share(operand: Operand, layout: Layout, wanted: Layout) -> float:
-    """One consumer's part of a move: a partial value that several use is resolved once for all of them."""
+    """A consumer's share of a move: a partial value with several users is reduced once for all of them."""
     return 1.0 / max(operand.num_users, 1) if layout.partial and not wanted.partial else 1.0
 
 
@@ -313,7 +312,7 @@ def _resolved(layout: Layout) -> Layout:
 
 
 def _repeated_seconds(rule: Rule, option: Assignment, mesh: Mesh, results: Sequence[Spec], rates: Rates) -> float:
-    """Time of the op on one device beyond what it would be if every axis did its share."""
+    """Time of the op on a device beyond its time if every axis did its share."""
     used = prod(mesh.size(axis) for axis, role in option.roles if isinstance(role, (Shard, Own)))
     whole = rates(results[0].dtype).seconds(rule.num_steps, results) if results else 0.0
     return whole * (1.0 / used - 1.0 / mesh.num_devices)

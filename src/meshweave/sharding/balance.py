@@ -1,10 +1,10 @@
-"""A sequence held from both ends: the order of positions in which devices have equal work under a causal mask.
+"""Sequences in head-tail order: the order of positions in which devices have equal work under a causal mask.
 
-Of 2n equal chunks device r holds number r and number 2n - 1 - r (`ir.causal.head_tail`): each sees as many keys as the
-next one. The captured step is written anew so that what runs along the sequence is held in that order. Ops that treat
-positions each by itself, or that add them up, need nothing; attention is given the table of chunks; what is made of
-positions (rotary angles, masks) is made of the positions in their order; any other op (a shift of labels, a scan) gets
-the sequence as it is. Values are the same to the order of their elements.
+Of 2n equal chunks device r has chunks r and 2n - 1 - r (`ir.causal.head_tail`), so all devices see equally many keys.
+The captured step is rewritten so that values along the sequence are in that order. Ops that treat positions
+independently, or sum over them, need no change; attention gets the table of chunks; values computed from positions
+(rotary angles, masks) are computed from the reordered positions; any other op (a shift of labels, a scan) gets the
+sequence in its original order. Values are the same except for the order of their elements.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from meshweave.sharding.sequences import has_sequence, rule_or_none, sequence_le
 aten = torch.ops.aten
 ours = torch.ops.meshweave
 
-_CAUSAL_AT: dict[Any, int] = {ours.attention.default: 4, ours.attention_backward.default: 7}  # where `is_causal` stands
-_BY_HEADS = "devices that exchange heads have equal work"
+# the position of the argument `is_causal`
+_CAUSAL_AT: dict[Any, int] = {ours.attention.default: 4, ours.attention_backward.default: 7}
+_BY_HEADS = "devices that exchange heads have equal work already"
 _NATURAL = frozenset[int]()
-_In = frozenset[int]  # the dims of a value that are held in the new order
+_In = frozenset[int]  # the dims of a value that are in the new order
 
-# By the way in which an op runs on pieces: those in which a position is told apart from its place.
+# By the way in which an op runs on pieces: the ways that do not depend on a position's index.
 _BY_INDEX = frozenset({"gather", "index_select", "scatter"})
 _BY_INDICES = frozenset({"index", "index_put"})
 _IN_ORDER = frozenset({"arange", "random", "grouped_mm", "grouped_outer", "enter_rows", "leave_rows"})
@@ -46,10 +47,12 @@ _IN_ORDER = frozenset({"arange", "random", "grouped_mm", "grouped_outer", "enter
 def balanced(
     step: StepGraph, resolved: Resolved, mesh: Mesh, exchanges_heads: Callable[[], bool]
 ) -> tuple[StepGraph, str]:
-    """The step with its sequence in head-tail order where the plan and the model allow it, and what was done and why.
+    """The step with its sequence in head-tail order where the plan and the model allow it, and the outcome with its
+    reason.
 
-    `exchanges_heads` says whether attention is done so where the plan leaves it open; `resolved` notes what was done.
-    Raises PlanError where the plan asks for it and the devices do not divide the sequence so.
+    `exchanges_heads` says whether attention exchanges heads where the plan leaves it open; `resolved` records the
+    outcome.
+    Raises PlanError if the plan asks for it and the sequence does not divide over the devices.
     """
     num_devices, length = mesh.flat_size(resolved.context_axes), sequence_length(step)
     reason = _reason_against(step, resolved, length, num_devices)
@@ -61,21 +64,21 @@ def balanced(
     resolved.is_balanced = True
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
     writer = _BalanceWriter(step, size, length, num_devices, tuple(resolved.context_axes))
-    shown = f"of {2 * num_devices} chunks a device holds one from each end"
+    shown = f"of {2 * num_devices} chunks a device has one from each end"
     return writer.run(), f"the sequence is cut over {axes} from head and tail: {shown}"
 
 
 def takes_heads(placed: StepGraph, axes: Collection[str]) -> bool:
-    """Whether every attention under a causal mask has whole sequences, of some heads."""
+    """Whether every attention under a causal mask sees whole sequences, of some heads."""
     causal = [n for n in placed.graph.nodes if n.target in _CAUSAL_AT and n.args[_CAUSAL_AT[n.target]]]
     queries = [tensor_inputs(n)[0].meta["layout"].dims[2] for n in causal]
     return not any(axis in dim.axes for dim in queries for axis in axes)
 
 
 def _reason_against(step: StepGraph, resolved: Resolved, length: int, num_devices: int) -> str:
-    """Why the sequence stays in its order; "" where it does not."""
+    """Why the sequence keeps its order; "" if it is reordered."""
     if num_devices == 1:
-        return "there is one device"
+        return "there is a single device"
     if resolved.balance == "none":
         return "the plan asks for it"
     if length % (2 * num_devices):
@@ -101,7 +104,8 @@ def _reason_against(step: StepGraph, resolved: Resolved, length: int, num_device
 
 @dataclass(slots=True)
 class _BalanceWriter:
-    """`versions`: a value of the old graph in the new one, by the dims in which it is in the new order."""
+    """Writes the step in the new order. `versions`: for each value of the old graph, its nodes in the new graph by the
+    dims that are in the new order."""
 
     step: StepGraph
     size: int | None
@@ -110,9 +114,9 @@ class _BalanceWriter:
     axes: tuple[str, ...]
     graph: fx.Graph = field(default_factory=fx.Graph)
     versions: dict[fx.Node, dict[_In, fx.Node]] = field(default_factory=dict)
-    usual: dict[fx.Node, _In] = field(default_factory=dict)  # in which a value is made
+    usual: dict[fx.Node, _In] = field(default_factory=dict)  # in which a value is computed
     tuples: dict[fx.Node, tuple[fx.Node, list[_In]]] = field(default_factory=dict)
-    indices: dict[bool, fx.Node] = field(default_factory=dict)  # is it the inverse -> places of positions
+    indices: dict[bool, fx.Node] = field(default_factory=dict)  # (is it the inverse?) -> places of positions
     current: fx.Node | None = None
 
     def run(self) -> StepGraph:
@@ -151,13 +155,13 @@ class _BalanceWriter:
         self.versions[node] = {dims: new}
 
     def _factors(self, node: fx.Node, rule: Rule) -> _In:
-        """The loops along the sequence of which an operand is in the new order, and that may run in any."""
+        """The loops along the sequence that are in the new order in an operand and may run in any order."""
         if origin_of(node).phase == "update":
             return _NATURAL
         wanted = {
             factor
             for operand, dims in zip(tensor_inputs(node), rule.operands, strict=True)
-            for factor in (_outer(rule, dims, d) for d in self.usual[operand])
+            for factor in (rule.outermost(dims[d]) for d in self.usual[operand])
         }
         if node.target in _CAUSAL_AT:
             loops = _attention_loops(rule, node)
@@ -166,11 +170,11 @@ class _BalanceWriter:
         return frozenset(f for f in wanted if self._is_free(node, rule, f))
 
     def _is_free(self, node: fx.Node, rule: Rule, factor: int) -> bool:
-        """Whether positions are treated each by itself, or added up in any order."""
+        """Whether an op treats positions independently, or sums over them in any order."""
         if factor < 0 or rule.sizes[factor] != self.length:
             return False
         places = [(dims, d) for dims in (*rule.operands, *rule.results) for d in range(len(dims)) if factor in dims[d]]
-        if any(_outer(rule, dims, d) != factor for dims, d in places):
+        if any(rule.outermost(dims[d]) != factor for dims, d in places):
             return False
         if node.target in _CAUSAL_AT:
             loops = _attention_loops(rule, node)
@@ -182,7 +186,7 @@ class _BalanceWriter:
         return way not in _IN_ORDER and factor not in _looked_up(node, rule, way)
 
     def _written(self, node: fx.Node, rule: Rule | None, ordered: _In) -> fx.Node:
-        """The op with operands in the new order along some loops."""
+        """The op on operands that are in the new order along some loops."""
         operands = tensor_inputs(node)
         each = [_dims_of(rule, dims, ordered) for dims in rule.operands] if rule is not None else []
         values = [self.version(x, dims) for x, dims in zip(operands, each or [_NATURAL] * len(operands), strict=True)]
@@ -194,16 +198,16 @@ class _BalanceWriter:
         return self._described(node, new)
 
     def _described(self, like: fx.Node, new: fx.Node, **changes: Any) -> fx.Node:
-        """`new` with the meta of `like`, in the phase that is written now."""
+        """`new` with the meta of `like`, in the current phase."""
         copy_meta(like, new, **changes)
         if self.current is not None:
             new.meta["origin"] = replace(origin_of(like), phase=origin_of(self.current).phase)
         return new
 
-    # Values in another order than the one in which they are made.
+    # Values in another order than that in which they are computed.
 
     def version(self, node: fx.Node, dims: _In) -> fx.Node:
-        """The value with just these of its dims in the new order."""
+        """The value with exactly these of its dims in the new order."""
         known = self.versions[node]
         if dims not in known:
             again = self._made_again(node, dims) if dims > self.usual[node] else None
@@ -211,7 +215,8 @@ class _BalanceWriter:
         return known[dims]
 
     def _made_again(self, node: fx.Node, dims: _In) -> fx.Node | None:
-        """What is made of positions, made in the new order; None where it is not cheap or not possible."""
+        """A value that depends only on positions, computed in the new order; None if that is expensive or
+        impossible."""
         if node.target is aten.full.default:
             return self.versions[node][_NATURAL]
         if node.target is aten.arange.start_step:
@@ -219,7 +224,7 @@ class _BalanceWriter:
         rule = rule_or_none(node) if node.op == "call_function" and isinstance(node.meta["spec"], Spec) else None
         if rule is None or node.target in _CAUSAL_AT or origin_of(node).phase == "update":
             return None
-        factors = frozenset(_outer(rule, rule.results[0], d) for d in dims)
+        factors = frozenset(rule.outermost(rule.results[0][d]) for d in dims)
         inside = {f for dim in rule.results[0] for f in dim}
         terms = prod(rule.sizes[f] for operand in rule.operands for dim in operand for f in dim if f not in inside)
         if node.target in PRODUCTS and terms > 1:
@@ -229,7 +234,8 @@ class _BalanceWriter:
         return self._written(node, rule, factors)
 
     def _converted(self, node: fx.Node, dims: _In) -> fx.Node:
-        """The value as it is known with the fewest changes, its other dims taken in order, the pinned one last."""
+        """The value, converted from the version that needs the fewest changes, its other dims in original order, the
+        pinned version last."""
         known = self.versions[node]
         start = min(known, key=lambda own: (len(own ^ dims), len(own)))
         value = known[start]
@@ -266,7 +272,8 @@ class _BalanceWriter:
         return self.indices[is_inverse]
 
     def _positions(self, like: fx.Node) -> fx.Node:
-        """Chunk c of the places is chunk c / 2 of the sequence, or where c is odd that from the end."""
+        """The positions in head-tail order: chunk c of the places is chunk c / 2 of the sequence, counted from the end
+        if c is odd."""
         size, last = self.length // (2 * self.num_devices), 2 * self.num_devices - 1
         place = _Integers.arange(self, like, self.length)
         chunk = place // size
@@ -325,14 +332,9 @@ class _Integers:
         return self._by(aten.remainder.Scalar, other)
 
 
-def _outer(rule: Rule, dims: Dims, dim: int) -> int:
-    """The outermost factor of more than one element, be it whole; -1 where there is none."""
-    return next((f for f in dims[dim] if rule.sizes[f] > 1), -1)
-
-
 def _dims_of(rule: Rule | None, dims: Dims, factors: Collection[int]) -> _In:
     """The dims that run along one of these factors."""
-    return frozenset(d for d in range(len(dims)) if rule is not None and _outer(rule, dims, d) in factors)
+    return frozenset(d for d in range(len(dims)) if rule is not None and rule.outermost(dims[d]) in factors)
 
 
 def _attention_loops(rule: Rule, node: fx.Node) -> tuple[int, int]:
@@ -342,7 +344,7 @@ def _attention_loops(rule: Rule, node: fx.Node) -> tuple[int, int]:
 
 
 def _looked_up(node: fx.Node, rule: Rule, way: str) -> set[int]:
-    """Factors of the dims of operand 0 in which elements are looked up by an index, or written to one."""
+    """Factors of the dims of operand 0 that an op indexes, to read or to write."""
     if not rule.operands:
         return set()
     rank = max(len(rule.operands[0]), 1)

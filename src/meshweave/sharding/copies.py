@@ -13,7 +13,7 @@ from meshweave.ir.layout import Layout
 
 @dataclass(slots=True)
 class Copy:
-    """One layout in which a value exists, and since which phase."""
+    """A layout in which a value exists, and the phase since which it does."""
 
     node: fx.Node
     layout: Layout
@@ -27,7 +27,7 @@ def phase_of(node: fx.Node) -> str:
 
 
 def is_no_larger(copy: Layout, original: Layout, spec: Spec) -> bool:
-    """Whether a device has no more elements in the layout of the copy than in that of the original."""
+    """Whether a device has no more elements in the copy's layout than in the original's."""
 
     def elements(layout: Layout) -> int:
         return torch.Size(layout.local_shape(spec.shape)).numel()

@@ -1,4 +1,4 @@
-"""From a resolved plan to the layouts of every input of a step."""
+"""From a resolved plan to the layouts of all inputs of a step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Units = Mapping[str, tuple[int, ...]]
 def decide(
     resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes: Homes, accumulate_in: str = "whole"
 ) -> Placement:
-    """The layouts that the plan asks for, and where gradients of microbatches are added up (`sharding.sums`).
+    """The layouts that the plan requires, and where gradients of microbatches are added up (`sharding.sums`).
 
-    A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as the mesh
-    where it lives has these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole
-    mesh, sharded on dim 0 where they have the batch's size, and over context axes on dim 1 where they have a sequence,
-    which is whole where it is put into another order first.
+    A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as its mesh has
+    these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole mesh, sharded on dim 0
+    if they have the batch's size, and over context axes on dim 1 if they have a sequence (unless the sequence is
+    reordered first: then it is whole).
     """
     stored: dict[tuple[str, str], Layout] = {}
     used: dict[str, Layout] = {}
@@ -61,9 +61,9 @@ def decide(
 
 
 def _state_layout(layout: Layout, params: Mapping[str, tuple[int, ...]], item: Input) -> Layout:
-    """The layout of optimizer state, where its parameter is stored in `layout`: the same in dims of the same size.
+    """The layout of optimizer state whose parameter is stored in `layout`: the same in dims of equal size.
 
-    Adafactor keeps a row and a column of each matrix: a dim of size 1, or a dim less, is replicated.
+    Adafactor keeps a row and a column of each matrix: a dim of size 1, or a missing dim, is replicated.
     """
     shape, of_param = item.spec.shape, params[item.name.partition("/")[2]]
     if shape == of_param:
@@ -83,7 +83,7 @@ def _used_layout(resolved: Resolved, item: Input, mesh: Mesh, units: Sequence[in
 
 
 def _with_state_axes(layout: Layout, axes: Sequence[str], spec: Spec) -> Layout:
-    """Add each state axis to the first dim that it divides evenly; else to the dim of most elements."""
+    """Add each state axis to the first dim that it divides evenly, else to the largest dim."""
     for axis in (a for a in axes if a in layout.mesh.axis_names and a not in layout.sharded_axes):
         if not spec.shape or layout.mesh.size(axis) == 1:
             continue
@@ -99,10 +99,10 @@ def _with_state_axes(layout: Layout, axes: Sequence[str], spec: Spec) -> Layout:
 
 
 def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
-    """Per parameter dim the blocks in which it is best cut, so that views of what it makes stay whole heads.
+    """For each parameter dim the block size in which to cut it, so that views of results keep whole heads.
 
-    The output dim of a query projection that is viewed as (heads, head_dim) gets unit head_dim. Found by carrying
-    units through rules, forwards and backwards, until nothing changes; a unit never exceeds its dim.
+    The output dim of a query projection that is viewed as (heads, head_dim) gets unit head_dim. Computed by propagating
+    units through rules, forward and backward, to a fixed point; a unit never exceeds its dim.
     """
     forward = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase in ("forward", "loss")]
     ruled = [(row_for(n).rule(n), [*tensor_inputs(n), *_results(n)]) for n in forward if n.target in TABLE]
@@ -120,7 +120,7 @@ def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
 
 
 def _results(node: fx.Node) -> list[fx.Node | None]:
-    """The values that a node makes, None where nobody takes one."""
+    """The results of a node, None where nothing uses a result."""
     if isinstance(node.meta["spec"], Spec):
         return [node]
     users = {user.args[1]: user for user in node.users}
@@ -128,7 +128,7 @@ def _results(node: fx.Node) -> list[fx.Node | None]:
 
 
 def _carry(rule: Rule, values: Sequence[fx.Node | None], units: dict[fx.Node, list[int]]) -> bool:
-    """Make every dim that a factor is outermost in agree on the factor's unit: the largest that is asked for."""
+    """Make all dims whose outermost factor is this factor agree on its unit: the largest unit among them."""
     count: dict[int, int] = {}
     places = []
     for node, dims in zip(values, (*rule.operands, *rule.results), strict=True):

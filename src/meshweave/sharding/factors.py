@@ -1,9 +1,8 @@
-"""Factors: what a sharding rule says about one op.
+"""Factors: what a sharding rule says about an op.
 
 An op is described like an einsum. Each factor is an independent loop over the global tensors; the rule says which
-factors each dim of each operand and result is made of. To shard a factor over an axis shards every dim that it is the
-outermost part of; a result that a sharded factor is absent from becomes partial. A factor may be marked whole: the op
-cannot run on a part of it.
+factors each dim of each operand and result consists of. Sharding a factor over an axis shards every dim whose outermost
+part it is; a result without a sharded factor becomes partial. A factor may be whole: the op cannot run on a part of it.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A way in which partial values pass through an op: the operands that are partial together; the others replicated.
+    """A way in which partial values pass through an op: the operands that are partial together; the others are
+    replicated.
 
-    `ops` are the reduce ops that pass. Sums pass linear ops; pure data movement passes them all.
+    `ops` are the reduce ops that pass. Sums pass linear ops; every reduce op passes pure data movement.
     """
 
     operands: frozenset[int]
@@ -33,9 +33,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """Rows that a key value deals out to experts: an axis that cuts the factor `experts` gives every device the rows of
-    its own experts in the tensors at `positions` (operands first, then results), whose dims of factor `rows` are owned
-    by the key then."""
+    """Rows that a key value assigns to experts. An axis that cuts the factor `experts` gives every device the rows of
+    its own experts in the tensors at `positions` (operands first, then results); their dims of factor `rows` are then
+    owned by the key."""
 
     experts: int
     rows: int
@@ -45,13 +45,12 @@ class Keyed:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Sharding rule of one op on given shapes. Factor f has `sizes[f]` elements.
+    """Sharding rule of an op for given shapes. Factor f has `sizes[f]` elements.
 
     `instead` are pairs of factors: an axis that would cut the first may (must, where `is_instead`) cut the second,
-    though no operand is held so.
-    `back` names per result the operand to whose layout it is moved as soon as it is made; -1 where it stays.
-    `placed` are factors along which the op goes by places in the whole dim (a lookup in a table): a piece of them is
-    told where it begins, so they are cut in pieces that are known beforehand.
+    though no operand is cut so. `back` names for each result the operand to whose layout it is moved right after the
+    op; -1 if it stays. `placed` are factors along which the op uses indices into the whole dim (a lookup in a table):
+    the op on a piece gets the piece's offset, so the cuts have to be known at compile time.
     """
 
     sizes: tuple[int, ...]
@@ -59,7 +58,7 @@ class Rule:
     results: tuple[Dims, ...]
     whole: frozenset[int] = frozenset()
     linear: tuple[Linear, ...] = ()
-    reduce: tuple[tuple[int, str], ...] = ()  # factor -> reduce op of results that lack it; sum where unnamed
+    reduce: tuple[tuple[int, str], ...] = ()  # factor -> reduce op of results without it; sum if not listed
     instead: tuple[tuple[int, int], ...] = ()
     is_instead: bool = False
     back: tuple[int, ...] = ()
@@ -68,7 +67,7 @@ class Rule:
 
     @property
     def num_steps(self) -> int:
-        """How many steps all loops make together. A lookup goes over its positions, whatever the table has."""
+        """Number of iterations of all loops together. A lookup loops over its positions, whatever the table's size."""
         tables = self.placed if len(self.placed) < len(self.sizes) else ()
         return prod(size for factor, size in enumerate(self.sizes) if factor not in tables)
 
@@ -76,34 +75,39 @@ class Rule:
         return dict(self.reduce).get(factor, "sum")
 
     def outer(self, dims: Dims, dim: int) -> int | None:
-        """The factor that sharding `dim` would shard: the outermost one of more than one element, unless whole."""
-        factor = next((f for f in dims[dim] if self.sizes[f] > 1), None)
-        return None if factor in self.whole else factor
+        """The factor that sharding `dim` would shard: its outermost factor of more than one element, unless whole."""
+        factor = self.outermost(dims[dim])
+        return None if factor < 0 or factor in self.whole else factor
+
+    def outermost(self, dim: Dim) -> int:
+        """The outermost factor of a dim of more than one element, whole or not; -1 if there is none."""
+        return next((f for f in dim if self.sizes[f] > 1), -1)
 
     def inner_size(self, dims: Dims, dim: int, factor: int) -> int:
-        """Number of elements of `dim` in one step of its `factor`: the unit in which the dim is then cut."""
+        """Number of elements of `dim` per iteration of its `factor`: the unit in which the dim is then cut."""
         return prod(self.sizes[f] for f in dims[dim][dims[dim].index(factor) + 1 :])
 
     def loop(self, dims: Dims, dim: int) -> int | None:
-        """The factor that a cut of `dim` cuts: the outer one, or the only one, of one element. Placement has no use for
-        the cut of that (one device works and the others have empty pieces), but parameters may be stored so."""
+        """The factor that a cut of `dim` cuts: the outer factor, or the only factor even if it has one element.
+        Placement never chooses the latter cut (a single device works and the others have empty pieces), but parameters
+        may be stored so."""
         only = dims[dim][0] if len(dims[dim]) == 1 else None
         return only if only is not None and self.is_single(only) else self.outer(dims, dim)
 
     def is_single(self, factor: int) -> bool:
-        """Whether the factor has one element and is not whole, and no other stands in any dim that it is in."""
+        """Whether the factor has one element, is not whole, and is alone in every dim that contains it."""
         if factor in self.whole or self.sizes[factor] != 1:
             return False
         return all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
 
     def unit(self, factor: int, unit: int) -> int:
-        """The blocks in which a factor is cut where `unit` is asked for: experts are cut one by one, since a layout of
-        owned rows names their ends, and no blocks."""
+        """The block size of a factor when `unit` is requested: experts are cut singly, since a layout of owned rows
+        names their ends, not blocks."""
         return 1 if self.keyed is not None and factor == self.keyed.experts else unit
 
     def can_own(self, factor: int) -> bool:
-        """Whether rows of this factor, alone in its dims, pass through the op each by itself, or are summed up: the
-        results without it are then parts of a sum. Ops by expert say by `keyed` which rows they own."""
+        """Whether rows of this factor, alone in its dims, pass through the op independently or are summed: results
+        without it are then partial sums. Ops by expert say in `keyed` which rows they own."""
         if self.keyed is not None:
             return False
         inside = [{f for dim in dims for f in dim} for dims in self.results]
@@ -112,8 +116,8 @@ class Rule:
         return self.is_shardable(factor) and factor not in self.placed and alone and is_kept
 
     def owned(self, position: int, axes: Sequence[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
-        """`Layout.owned` of the tensor at `position`, where `axes` are (axis, factor, key): the axis cuts the experts
-        of this rule, or each of its devices owns rows of the factor by the key."""
+        """`Layout.owned` of the tensor at `position`. `axes` are (axis, factor, key): the axis cuts the experts of this
+        rule, or each of its devices owns rows of the factor by the key."""
         dims = (*self.operands, *self.results)[position]
         entries = []
         for axis, factor, key in axes:
@@ -123,7 +127,7 @@ class Rule:
         return tuple(entries)
 
     def is_shardable(self, factor: int) -> bool:
-        """Whether the factor can be sharded: not whole, and outermost wherever it stands."""
+        """Whether the factor can be sharded: not whole, and outermost in every dim."""
         if factor in self.whole or self.sizes[factor] < 2:
             return False
         return all(
@@ -135,7 +139,7 @@ class Rule:
 
 
 class RuleBuilder:
-    """Collects factors while a rule function looks at shapes."""
+    """Collects factors while a rule function reads shapes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -152,13 +156,13 @@ class RuleBuilder:
         return [(self.factor(size, whole=d in set(whole)),) for d, size in enumerate(shape)]
 
     def broadcast(self, shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
-        """Dims of an operand of `shape` that broadcasts to `dims` from the right; not broadcast where sizes are equal,
-        be they 1."""
+        """Dims of an operand of `shape` that broadcasts to `dims` from the right; equal sizes, even 1, do not
+        broadcast."""
         last = dims[len(dims) - len(shape) :]
         return [dim if size == prod(self.sizes[f] for f in dim) else () for size, dim in zip(shape, last, strict=True)]
 
     def dims_from(self, shape: Sequence[int], known: Mapping[int, Dim]) -> list[Dim]:
-        """Dim d is made of the factors `known[d]` where known, else a whole factor of its own."""
+        """Dim d consists of the factors `known[d]` if listed, else of a whole factor of its own."""
         return [known[d] if d in known else (self.factor(size, whole=True),) for d, size in enumerate(shape)]
 
     def rule(
@@ -179,7 +183,7 @@ class RuleBuilder:
 
 
 def sums(*groups: Iterable[int]) -> tuple[Linear, ...]:
-    """One way per group of operands for partial sums to pass."""
+    """A mode per group of operands in which partial sums pass."""
     return tuple(Linear(frozenset(g)) for g in groups)
 
 
@@ -187,7 +191,7 @@ ANY_REDUCTION = frozenset({"sum", "avg", "max", "min"})
 
 
 def moved(operands: Iterable[int]) -> tuple[Linear, ...]:
-    """All partial values pass when these operands are partial together: the op only moves elements."""
+    """All partial values pass if these operands are partial together: the op only moves elements."""
     return (Linear(frozenset(operands), ANY_REDUCTION),)
 
 
@@ -199,11 +203,11 @@ Text = tuple[tuple[Names, ...], ...]  # per tensor, per dim
 def parse_factors(text: str) -> tuple[Text, Text]:
     """Read `"m k, k n -> m n"`. A merged dim is `(h d)`, a dim of size 1 is `1`, a whole factor ends in `!`.
 
-    A side without anything is one tensor without dims. Raises RuleError for text that is not of this form.
+    An empty side is a single tensor without dims. Raises RuleError for text that is not of this form.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise RuleError("this is not a factor rule", got=text, expected="something like 'm k, k n -> m n'")
+        raise RuleError("not a factor rule", got=text, expected="something like 'm k, k n -> m n'")
     return _side(left, text), _side(right, text)
 
 
@@ -214,15 +218,15 @@ def _side(part: str, text: str) -> Text:
 def _dim(token: re.Match[str], text: str) -> Names:
     group, name, stray = token.groups()
     if stray:
-        raise RuleError("a parenthesis has no partner", got=text, expected="a merged dim written (h d)")
+        raise RuleError("unbalanced parenthesis", got=text, expected="a merged dim written (h d)")
     return () if name == "1" else tuple((group or name or "").split())
 
 
 def rule_from_text(text: str, operands: Sequence[Spec], results: Sequence[Spec], linear: Sequence[Linear] = ()) -> Rule:
-    """The Rule that a factor text means for operands and results of these shapes.
+    """The Rule of a factor text for operands and results of these shapes.
 
-    Sizes come from dims of one factor; at most one factor of a merged dim may be known from nowhere else. A factor
-    that has its `!` anywhere is whole everywhere. Raises RuleError where ranks or sizes contradict each other.
+    Sizes come from dims of a single factor; at most one factor of a merged dim may have its size nowhere else. A factor
+    marked `!` anywhere is whole everywhere. Raises RuleError if ranks or sizes contradict each other.
     """
     left, right = parse_factors(text)
     left = () if left == ((),) and not operands else left
@@ -262,7 +266,7 @@ def _sizes(text: str, values: Sequence[tuple[tuple[Names, ...], Spec]]) -> dict[
         for names, size in zip(dims, spec.shape, strict=True):
             unknown = [n for n in names if n not in sizes]
             if len(unknown) > 1:
-                raise RuleError(f"the sizes of {', '.join(unknown)} cannot be told", where=text, got=str(spec))
+                raise RuleError(f"the sizes of {', '.join(unknown)} are not determined", where=text, got=str(spec))
             known = prod(sizes[n] for n in names if n in sizes)
             if unknown and known and size % known == 0:
                 sizes[unknown[0]] = size // known

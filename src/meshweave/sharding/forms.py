@@ -1,4 +1,5 @@
-"""Values that need no place of their own: what is made from nothing, and what a parameter, its casts and views are."""
+"""Values that placement does not place once and for all: values computed on demand, and casts and views of
+parameters."""
 
 from __future__ import annotations
 
@@ -16,14 +17,12 @@ from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
 _PASSED = CASTS | VIEWS | {torch.ops.meshweave.round_parts.default}
-Due = tuple[Layout, str]  # a layout in which a value is wanted, and the phase
+Due = tuple[Layout, str]  # a layout in which a value is needed, and the phase
 
 
 def due_at_casts(due: Mapping[fx.Node, list[Due]]) -> dict[fx.Node, list[Due]]:
-    """The layouts of `due` at the casts that no partial sum passes, where casts and views alone lead to the values.
-
-    A gradient that is rounded on its way is so reduce-scattered before the cast, not reduced whole and then cut.
-    """
+    """The layouts of `due`, moved up to casts that no partial sum passes, where only casts and views lead to the
+    values. A gradient that is rounded later is so reduce-scattered before the cast, not all-reduced and then cut."""
     due_by_node: dict[fx.Node, list[Due]] = {}
     for value, wanted in due.items():
         for layout, phase in wanted:
@@ -41,15 +40,16 @@ def due_at_casts(due: Mapping[fx.Node, list[Due]]) -> dict[fx.Node, list[Due]]:
 
 @dataclass(slots=True)
 class Forms:
-    """Which nodes of a captured step are made on demand, and which are forms of a parameter. `items`: its inputs."""
+    """Which nodes of a captured step are computed on demand, and which are forms (casts and views) of a parameter.
+    `items`: its inputs."""
 
     items: Mapping[fx.Node, Input]
     on_demand: dict[fx.Node, bool] = field(default_factory=dict)
     random: dict[fx.Node, bool] = field(default_factory=dict)
 
     def is_made_on_demand(self, node: fx.Node) -> bool:
-        """Whether a value is made from nothing, or pointwise of such values and single numbers: any piece of it can be
-        made alone."""
+        """Whether a value has no tensor inputs, or is pointwise of such values and scalars: any piece of it can be
+        computed alone."""
         if node not in self.on_demand:
             self.on_demand[node] = node.target in FACTORIES or node.target in RANDOM or self._spreads(node)
         return self.on_demand[node]
@@ -62,30 +62,31 @@ class Forms:
         return all(self.is_made_on_demand(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
 
     def is_random(self, node: fx.Node) -> bool:
-        """Whether a value that is made on demand comes of random numbers: to draw them costs more than to keep them."""
+        """Whether an on-demand value depends on random numbers: drawing them again costs more than keeping them."""
         if node not in self.random:
             operands = tensor_inputs(node) if self.is_made_on_demand(node) else []
             self.random[node] = node.target in RANDOM or any(self.is_random(n) for n in operands)
         return self.random[node]
 
     def is_of_parameter(self, node: fx.Node) -> bool:
-        """Whether a node is a parameter, or casts and views of one outside of the update: they are done again in each
-        phase that needs them, so that a gathered parameter does not live from forward to backward."""
+        """Whether a node is a parameter, or a cast or view of a parameter outside of the update. Casts and views are
+        repeated in each phase that needs them, so that a gathered parameter does not live from forward to backward."""
         if node.op == "placeholder":
             return self.items[node].kind == "param"
         inputs = tensor_inputs(node) if node.target in CASTS or node.target in VIEWS else []
         return len(inputs) == 1 and origin_of(node).phase != "update" and self.is_of_parameter(inputs[0])
 
     def is_stored(self, node: fx.Node) -> bool:
-        """Whether a form of a parameter is made in the layout in which that is stored: it is cast, but not viewed."""
+        """Whether a form of a parameter is computed in the layout in which the parameter is stored: cast, but not
+        viewed."""
         return node.op == "placeholder" or (node.target in CASTS and self.is_stored(tensor_inputs(node)[0]))
 
     def parameter(self, node: fx.Node) -> fx.Node:
-        """The input that a form of a parameter is of."""
+        """The input that a form of a parameter comes from."""
         while node.op != "placeholder":
             (node,) = tensor_inputs(node)
         return node
 
     def name(self, node: fx.Node) -> str:
-        """Of the parameter that a node is a form of."""
+        """Name of the parameter that a node is a form of."""
         return self.items[self.parameter(node)].name

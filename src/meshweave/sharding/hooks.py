@@ -1,4 +1,4 @@
-"""Pins of a plan: hooks under which the model is traced."""
+"""Pins of a plan: forward hooks that are active while the model is traced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Mapping: on which devices every op of a captured step runs.
 
-What a plan or a model says (`Plan.on`, `Plan.stages`, `mw.on`) decides some ops; the others go where their operands
-are, so that nothing moves that need not. Where nothing is said, everything runs on the program's mesh.
+A plan or a model (`Plan.on`, `Plan.stages`, `mw.on`) decides some ops; the others run where their operands are, so that
+nothing moves without need. By default everything runs on the program's mesh.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Homes = Mapping[fx.Node, Mesh]
 def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dict[fx.Node, Mesh]:
     """The mesh of every op and of every placeholder: where a parameter lives, and its gradient and state with it.
 
-    `modules` are the modules that the plan places. An op outside of them runs where the largest of its operands is (of
-    equals the one on the mesh that came last in the model); one that has only parameters and inputs of the step runs
-    where it is first used, or on the whole mesh. A gradient is computed where its op ran, a parameter updated where it
-    lives, which is where it is first used. Raises MeshError with the user's line for devices that the mesh lacks,
-    PlanError for devices of the mesh that get nothing to do.
+    `modules` are the modules that the plan places. Any other op runs where its largest operand is (among equals, on the
+    mesh that comes last in the model); an op of only parameters and inputs of the step runs where it is first used, or
+    on the whole mesh. A gradient is computed where its forward op ran; a parameter is updated where it lives, which is
+    where it is first used. Raises MeshError with the user's line for devices that the mesh lacks, PlanError for idle
+    devices of the mesh.
     """
     mapper = _Mapper(step, modules, mesh)
     if mesh.num_devices > 1:
@@ -40,12 +40,12 @@ def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dic
 
 
 def _is_left(node: fx.Node) -> bool:
-    """Whether nothing of forward uses a node any more: what used it is written otherwise."""
+    """Whether no forward op uses a node any more, because its users were rewritten."""
     return not any(origin_of(user).phase in ("forward", "loss") or user.op == "output" for user in node.users)
 
 
 def _takes_elsewhere(node: fx.Node) -> bool:
-    """Whether a node is an operator that names devices; a plan's pin says how a value is laid out, not where it is."""
+    """Whether a node is an operator that names devices; a plan's pin fixes how a value is laid out, not where it is."""
     return node.target is PIN and Pin.parse(str(node.args[1])).mesh is not None
 
 
@@ -54,7 +54,7 @@ class _Mapper:
     step: StepGraph
     modules: Mapping[str, Mesh]
     mesh: Mesh
-    homes: dict[fx.Node, Mesh] = field(default_factory=dict)  # without an entry: open
+    homes: dict[fx.Node, Mesh] = field(default_factory=dict)  # nodes without an entry are undecided
     calls: dict[int, Mesh] = field(default_factory=dict)  # forward op -> where it ran
     params: dict[str, Mesh] = field(default_factory=dict)
     order: dict[fx.Node, int] = field(default_factory=dict)
@@ -107,14 +107,15 @@ class _Mapper:
         return wanted
 
     def _operands(self, node: fx.Node) -> Mesh | None:
-        """Where the largest operand is that is somewhere; of equals the one that is furthest: whose mesh came last."""
+        """The mesh of the largest operand that has a mesh; among equals, the mesh that came last."""
         placed = [n for n in tensor_inputs(node) or node.all_input_nodes if n in self.homes]
         if not placed:
             return None
         return self.homes[max(placed, key=lambda n: (_size(n), self.seen.get(self.homes[n], -1)))]
 
     def _first_use(self, node: fx.Node) -> Mesh | None:
-        """Where an op without a place is first used. What an operator takes elsewhere was on the whole mesh before."""
+        """Where an op without a mesh is first used. An operand that an operator moves elsewhere was on the whole mesh
+        before."""
         ahead = [u for u in node.users if u in self.homes and origin_of(u).phase != "backward"]
         users = [u for u in ahead if not _takes_elsewhere(u)]
         return self.homes[min(users, key=self.order.__getitem__)] if users else None
@@ -131,11 +132,12 @@ class _Mapper:
                 self.homes[node] = self.params[item.name.partition("/")[2] if item.kind == "state" else item.name]
 
     def _uses(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The ops that use a parameter. An operator that takes it elsewhere does not say where it lives."""
+        """The ops that use a parameter. An operator that moves it elsewhere does not decide where it lives."""
         yield from (user for user in node.users if not _takes_elsewhere(user))
 
     def _update(self, node: fx.Node) -> Mesh | None:
-        """With its parameter; what only numbers of the step go into (bias corrections) is computed everywhere."""
+        """An op of the update runs with its parameter; ops of only numbers of the step (bias corrections) run
+        everywhere."""
         at = self._operands(node)
         return at and self.params.get(origin_of(node).module, at)
 
@@ -145,9 +147,7 @@ class _Mapper:
             return self._operand_of(call)
         if node.target is aten.add.Tensor:
             return self._sum(node)
-        return self.calls.get(call) or self._operands(
-            node
-        )  # of an op that is written otherwise by now: as its operands
+        return self.calls.get(call) or self._operands(node)  # the forward op was rewritten: use its operands
 
     def _operand_of(self, call: int) -> Mesh:
         """Where the operand of the pin with this number is."""
@@ -155,7 +155,7 @@ class _Mapper:
         return self.homes.get(tensor_inputs(pin)[0], self.mesh)
 
     def _sum(self, node: fx.Node) -> Mesh | None:
-        """Gradients that meet are added where they are; if that is several places, where their sum is used."""
+        """Gradients that are added up are added where they are; if that is several meshes, where their sum is used."""
         meshes = {self.homes.get(n, self.mesh) for n in tensor_inputs(node)}
         if len(meshes) == 1:
             return meshes.pop()
@@ -176,7 +176,7 @@ def _scales(node: fx.Node) -> bool:
 
 
 def axes_of_operators(step: StepGraph, mesh: Mesh) -> set[str]:
-    """The axes of the program's mesh that operators in the model name, or leave out of the devices that they name."""
+    """The axes of the program's mesh that operators in the model name, or exclude from the devices that they name."""
     named: set[str] = set()
     for pin in (Pin.parse(str(n.args[1])) for n in step.graph.nodes if n.target is PIN):
         named.update(pin.axes)
@@ -194,7 +194,7 @@ def _size(node: fx.Node) -> int:
 
 
 def _check_busy(mapper: _Mapper, mesh: Mesh) -> None:
-    """Every device of the program has an op of the forward pass to run."""
+    """Check that every device of the program runs an op of the forward pass."""
     meshes = {m for n, m in mapper.homes.items() if n.op == "call_function"}
     used = {device for m in meshes for device in m.devices}
     open_ops = [n for n in mapper.order if n.op == "call_function" and n not in mapper.homes and _size(n) > 1]
@@ -204,6 +204,6 @@ def _check_busy(mapper: _Mapper, mesh: Mesh) -> None:
             "devices of the mesh have no layer",
             where=f"mesh {mesh}",
             got=f"nothing runs on device {', '.join(map(str, idle))}",
-            expected="something to do for every device",
-            hint="place a layer there, or leave the devices out of the mesh",
+            expected="at least a single op for every device",
+            hint="place a layer there, or remove the devices from the mesh",
         )

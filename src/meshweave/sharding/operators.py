@@ -1,8 +1,8 @@
 """Parallel operators inside a model: replicate, repartition, combine, reduction, move and on.
 
-Each is the identity on the global value and pins where its pieces are from there on; the gradient moves back to where
-the operand was. In eager PyTorch, and on a mesh of one device, they do nothing. What an operator opened, an operator
-closes: a value that is partial because of one is an error in a non-linear op until `reduction` makes it whole.
+Each is the identity on the global value and pins the layout of its result; the gradient moves back to the operand's
+layout. In eager PyTorch, and on a mesh of one device, they do nothing. A value that an operator made partial is an
+error in a non-linear op until `reduction` makes it whole.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ T = TypeVar("T")
 def replicate(x: Tensor, axis: Axes) -> Tensor:
     """x, whole on every device along `axis`. Backward: the sum of the replicas' gradients.
 
-    A value that is sharded over `axis` is gathered. LayoutError for one that is partial over it: that is `reduction`.
+    A value that is sharded over `axis` is gathered. LayoutError if it is partial over `axis`: use `reduction`.
     """
     return _pinned(x, "replicate", _names(axis))
 
 
 def repartition(x: Tensor, *, dim: int, axis: Axes) -> Tensor:
-    """x, its `dim` cut into a piece per device along `axis`, inside the cuts that it has. Backward: the gather.
-
-    Pieces may be uneven. An axis that cuts another dim is moved here (an all-to-all); LayoutError for one over which x
-    is partial, and for a dim that x lacks.
+    """x, its `dim` cut into a piece per device along `axis`, inside its present cuts. Backward: the gather.\n\nPieces
+    may be uneven. An axis that cuts another dim is moved here (an all-to-all). LayoutError for an axis over which x is
+    partial, and for a dim that x lacks.
     """
     return _pinned(x, "repartition", str(_dim(x, dim)), _names(axis))
 
@@ -45,13 +44,13 @@ def repartition(x: Tensor, *, dim: int, axis: Axes) -> Tensor:
 def combine(x: Tensor, *, dim: int, axis: Axes) -> Tensor:
     """x, the pieces of `dim` along `axis` joined. Backward: each device keeps its slice of the gradient.
 
-    Other axes that cut `dim` go on cutting it. LayoutError where `axis` does not cut `dim`.
+    Other axes that cut `dim` still cut it. LayoutError where `axis` does not cut `dim`.
     """
     return _pinned(x, "combine", str(_dim(x, dim)), _names(axis))
 
 
 def reduction(x: Tensor, axis: Axes) -> Tensor:
-    """x, its partial values along `axis` added up on every device. Backward: the gradient goes to every one of them.
+    """x, its partial values along `axis` added up on every device. Backward: every device gets the gradient.
 
     LayoutError where x is not partial over `axis`.
     """
@@ -68,10 +67,8 @@ def move(x: Tensor, layout: Layout) -> Tensor:
 
 
 def on(x: T, mesh: Mesh) -> T:
-    """x on the devices of `mesh`; the ops that follow run there. Axes that both meshes have go on doing what they do.
-
-    `x` may be a tensor or a nest of them. Backward: the gradient moves back.
-    """
+    """x on the devices of `mesh`; the ops that follow run there. Axes that both meshes have keep their cuts. `x` may be
+    a tensor or a nest of tensors. Backward: the gradient moves back."""
     return pytree.tree_map_only(Tensor, lambda t: _pinned(t, "on", mesh.text), x)
 
 
@@ -100,15 +97,13 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-# Reading pins: what placement does with their text.
+# Reading pins: what placement does with a pin's text.
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A pin's text, read. `axes` are those that an operator names; a plan's constraint names none here.
-
-    `mesh` is the device set that `on` and `move` ask for.
-    """
+    """A parsed pin. `axes` are those that an operator names; a plan's constraint names none here. `mesh` is the device
+    set that `on` and `move` ask for."""
 
     kind: str
     axes: tuple[str, ...] = ()
@@ -127,14 +122,12 @@ class Pin:
 
     @property
     def is_operator(self) -> bool:
-        """Whether a model asked for it, rather than a plan."""
+        """Whether the model contains it (as opposed to a plan's constraint)."""
         return self.kind != "constraint"
 
     def layout(self, layout: Layout, is_grad: bool = False) -> Layout:
-        """The layout of a value held as `held` after the pin (of its gradient, for a plan's constraint).
-
-        On a mesh of one device that is `held`. Raises LayoutError or MeshError, without saying where.
-        """
+        """The layout after the pin of a value in layout `held` (of its gradient, for a plan's constraint). On a mesh of
+        one device that is `held`. Raises LayoutError or MeshError, without a location."""
         if self.kind == "constraint":
             return apply_constraint(self.text, layout, is_grad)
         if self.mesh is not None:
@@ -145,7 +138,7 @@ class Pin:
         return layout
 
     def layout_for(self, layout: Layout, shape: Sequence[int], where: str) -> Layout:
-        """The layout of a value of `shape` after an operator. Its errors say where in the model it stands."""
+        """The layout of a value of `shape` after an operator. Errors name the operator's source line."""
         try:
             target = self.layout(layout)
             target.check_rank(shape)
@@ -155,13 +148,14 @@ class Pin:
         return target
 
     def acting(self, target: Layout, before: frozenset[str]) -> frozenset[str]:
-        """The axes over which an operator's result is what operators made it: those of this one and of those before."""
+        """The axes whose effect on the operator's result comes from operators: those of this operator and of earlier
+        ones."""
         used = {*target.sharded_axes, *target.partial_axes}
         return frozenset(used & {*(used if self.kind == "move" else self.axes), *before})
 
 
 def partial_operand(op: str, axis: str, layout: Layout, at: Origin, producer: Origin) -> LayoutError:
-    """The error for an op that is not linear on a value that an operator has made partial."""
+    """The error for a non-linear op on a value that an operator has made partial."""
     return LayoutError(
         f"{op} is not linear and takes a value that is partial over '{axis}'",
         where=str(at),
@@ -187,10 +181,9 @@ def translate(layout: Layout, mesh: Mesh) -> Layout:
 
 
 def layout_back(pin: Pin, grad: Layout, operand: Layout) -> Layout:
-    """Where the gradient of an operator goes: as its operand was, along the axes that the operator names.
+    """The layout of an operator's gradient: that of its operand, along the axes that the operator names.
 
-    Over axes that it does not name the gradient stays as it comes. Where the operand was partial, every device gets
-    the gradient.
+    Over other axes the gradient keeps its layout. If the operand was partial, every device gets the gradient.
     """
     if pin.mesh is not None:
         return replace(operand, partial=())
@@ -229,14 +222,14 @@ def _repartition(layout: Layout, axis: str, dim: int) -> Layout:
 
 def _combine(layout: Layout, axis: str, dim: int) -> Layout:
     if layout.dim_of(axis) != dim:
-        hint = "call reduction" if axis in layout.partial_axes else "combine what a repartition has cut"
+        hint = "call reduction" if axis in layout.partial_axes else "combine undoes a repartition"
         raise _misused("combine", axis, layout, f"dim {dim} cut over {axis}", hint)
     return _without(layout, axis)
 
 
 def _reduction(layout: Layout, axis: str, dim: int) -> Layout:
     if axis not in layout.partial_axes:
-        hint = "call combine" if axis in layout.sharded_axes else "there is nothing to add up over it"
+        hint = "call combine" if axis in layout.sharded_axes else "the value is not partial over it"
         raise _misused("reduction", axis, layout, f"a value that is partial over {axis}", hint)
     return replace(layout, partial=tuple(p for p in layout.partial if p[0] != axis))
 
@@ -258,8 +251,8 @@ def _misused(operator: str, axis: str, layout: Layout, expected: str, hint: str)
 def apply_constraint(constraint: str, layout: Layout, is_grad: bool) -> Layout:
     """The layout after a plan's pin: `tp=1` shards dim 1 over tp, `tp=r` replicates over it; other axes stay.
 
-    For a gradient an axis that is to be replicated may stay partial: the sum is due where the gradient is used.
-    An axis that the value's mesh lacks has nothing to do there.
+    For a gradient an axis that is to be replicated may stay partial: the sum is needed where the gradient is used. An
+    axis that the value's mesh lacks has no effect.
     """
     for part in filter(None, constraint.split(";")):
         axis, _, where = part.partition("=")

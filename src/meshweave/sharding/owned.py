@@ -1,4 +1,5 @@
-"""Rows of experts in placement: what owning rows costs, how values begin and cease to be owned, and cuts of lookups."""
+"""Placement of owned rows (the rows of a device's own experts): what owning rows costs, where values begin and cease to
+be owned, and cuts of lookups."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ ours = torch.ops.meshweave
 
 
 def owned_price(price: Price) -> Price:
-    """The price of a move, also from and to layouts with owned rows: a device that has all rows has its own for
-    nothing; to give its own to others, it makes the others zeros, and the parts are summed."""
+    """The price of a move, also from and to layouts with owned rows. A device that has all rows gets its own for free;
+    to pass its own on, it sets the others to zero, and the parts are summed."""
 
     def priced(source: Layout, target: Layout, spec: Spec) -> float:
         if source.owned == target.owned == ():
@@ -34,12 +35,13 @@ def owned_price(price: Price) -> Price:
 
 
 def ends_by_key(step: StepGraph) -> dict[str, fx.Node]:
-    """Of every key of the step the value that says where the rows of an expert end."""
+    """For every key of the step, the value with the row offsets at which each expert ends."""
     return {key_of(n): n.args[2] for n in step.graph.nodes if n.target in BY_ROWS}  # type: ignore[misc]
 
 
 def by_rows(target: Any, value: fx.Node, ends: fx.Node, layout: Layout, like: fx.Node) -> fx.Node:
-    """The node behind `value` from which on its rows are owned (`enter_rows`), or not (`leave_rows`), in `layout`."""
+    """The node after `value` from which on its rows are owned (`enter_rows`) or not owned (`leave_rows`), in
+    `layout`."""
     source: Layout = value.meta["layout"]
     (_, dim, key), *_ = (*layout.owned, *source.owned)
     new = copy_meta(like, value.graph.call_function(target, (value, ends, dim)), layout=layout, key=key)
@@ -48,15 +50,15 @@ def by_rows(target: Any, value: fx.Node, ends: fx.Node, layout: Layout, like: fx
 
 
 def expert_axes(step: StepGraph, forms: Forms, used: Mapping[str, Layout]) -> frozenset[str]:
-    """The axes that cut experts: those over which the weights of grouped matmuls are used in parts."""
+    """The axes that cut experts: those that shard the weights of grouped matmuls."""
     weights: list[Any] = [n.args[1] for n in step.graph.nodes if n.target is ours.grouped_mm.default]
     names = [forms.name(weight) for weight in weights if forms.is_of_parameter(weight)]
     return frozenset(axis for name in names for axis in used[name].dims[0].axes)
 
 
 def lookup_cut(node: fx.Node, layouts: Sequence[Layout], used_axes: frozenset[str]) -> tuple[Layout, ...]:
-    """The layout that a lookup of rows may well have: its positions cut as the rows are that it reads, but for the axes
-    `used_axes`. Else every device would look up, and go on working with, the rows of all."""
+    """A good layout for a lookup of rows: its positions are cut like the rows that it reads, except over the axes
+    `used_axes`. Else every device would look up, and keep processing, all rows."""
     if node.target is not aten.index.Tensor or not layouts or not layouts[0].dims:
         return ()
     indices: Any = node.args[1]
@@ -69,8 +71,8 @@ def lookup_cut(node: fx.Node, layouts: Sequence[Layout], used_axes: frozenset[st
 
 
 def narrow_rows(graph: fx.Graph) -> None:
-    """Let rows be owned for as long as they can be: an op whose result only its owners read runs on their rows alone,
-    and one that sums rows up takes those that a device owns, instead of zeros for the others."""
+    """Keep rows owned for as long as possible: an op whose result only owners read runs on their rows alone, and an op
+    that sums rows takes a device's own rows, instead of zeros for the others."""
     entered = [node for node in graph.nodes if node.target is ours.enter_rows.default]
     while entered:
         entered += _entered_before(graph, entered.pop())
@@ -80,8 +82,8 @@ def narrow_rows(graph: fx.Graph) -> None:
 
 
 def _entered_before(graph: fx.Graph, enter: fx.Node) -> list[fx.Node]:
-    """The rows of the operands of an op enter instead of those of its result; what enters now, or nothing."""
-    if not enter.users:  # taken with another
+    """Make the operands of an op owned instead of its result; returns the nodes that now enter, or nothing."""
+    if not enter.users:  # combined with another value
         return []
     value, ends, dim = _operands(enter)
     layout: Layout = enter.meta["layout"]
@@ -111,7 +113,7 @@ def _entered_before(graph: fx.Graph, enter: fx.Node) -> list[fx.Node]:
 
 
 def _summed(graph: fx.Graph, leave: fx.Node) -> None:
-    """An op that adds up rows which are zeros but for a device's own: it adds up these alone."""
+    """Let an op that sums rows which are zero except for a device's own sum only its own."""
     value, ends, dim = _operands(leave)
     owned: Layout = value.meta["layout"]
     for user in list(leave.users):
@@ -134,7 +136,7 @@ def _summed(graph: fx.Graph, leave: fx.Node) -> None:
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, int]:
-    """What enters or leaves, the ends, and the dim of the rows."""
+    """What becomes owned or not owned, the ends, and the dim of the rows."""
     value, ends, dim = node.args
     return value, ends, dim  # type: ignore[return-value]
 
@@ -147,7 +149,8 @@ def _owning(node: fx.Node, roles: Sequence[Any]) -> Assignment:
 def _with_operands(
     graph: fx.Graph, node: fx.Node, option: Assignment, ends: fx.Node, before: fx.Node
 ) -> fx.Node | None:
-    """The op on operands in the layouts of `option`, in front of `before`; None where one would have to move."""
+    """The op on operands in the layouts of `option`, inserted before `before`; None if an operand would have to
+    move."""
     with graph.inserting_before(before):
         operands: dict[fx.Node, fx.Node] = {}
         for operand, wanted in zip(tensor_inputs(node), option.operands, strict=True):
@@ -161,7 +164,7 @@ def _with_operands(
 
 
 def _without_moving(operand: fx.Node, wanted: Layout, ends: fx.Node) -> fx.Node | None:
-    """A value in the layout `wanted`, if that takes no communication."""
+    """The value in the layout `wanted`, if that needs no communication."""
     source, *_ = operand.args if operand.target in (move, ours.leave_rows.default) else (operand,)
     for known in (operand, source):
         if isinstance(known, fx.Node) and known.meta["layout"] == wanted:

@@ -1,4 +1,4 @@
-"""What operators in the model have pinned: the axes that act on a value, and how far downstream they go on to act."""
+"""The layouts that operators in the model have pinned: which axes are pinned on a value, and how far downstream."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from meshweave.sharding.operators import Pin, layout_back, partial_operand
 
 @dataclass(slots=True)
 class PinnedAxes:
-    """`axes`: by value those that operators pinned, as far as they act. `before`: by an operator's call the layout that
-    its operand had."""
+    """`axes`: for each value the axes that operators pinned and that are still in effect. `before`: for each operator
+    call the layout of its operand."""
 
     axes: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     before: dict[int, Layout] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class PinnedAxes:
         return self.axes.get(node, frozenset())
 
     def pin(self, node: fx.Node, value: fx.Node, pin: Pin, source: Layout, is_grad: bool) -> Layout:
-        """The layout in which an operator pins `value`; that of its gradient is where its operand was."""
+        """Pin `value` to the operator's layout; its gradient goes back to the operand's layout."""
         origin = origin_of(node)
         if is_grad:
             target = layout_back(pin, source, self.before[origin.call])
@@ -40,11 +40,9 @@ class PinnedAxes:
     def follow(
         self, node: fx.Node, operands: Sequence[fx.Node], option: Assignment, layout_of: Callable[[fx.Node], Layout]
     ) -> None:
-        """What is pinned goes on to hold downstream of an op, as far as the axes go on to act.
-
-        Raises LayoutError where that has made an operand partial and this op, not being linear, needs it whole. Inside
-        one op of the model (the pieces of a softmax), for a cast and in backward, partial values come and go.
-        """
+        """Propagate pinned axes downstream of an op, as far as they stay in effect.
+        Raises LayoutError if they have made an operand partial and this op is not linear. Partial values are allowed
+        inside a single op of the model (the parts of a softmax), for a cast and in backward."""
         pinned: set[str] = set()
         for operand, wanted in zip(operands, option.operands, strict=True):
             axes = self.of(operand)

@@ -1,4 +1,4 @@
-"""Placement: every value gets a layout, and a move stands wherever producer and consumer disagree."""
+"""Placement: every value gets a layout, and a move is inserted wherever producer and consumer disagree."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ ours = torch.ops.meshweave
 PIN = torch.ops.meshweave.pin.default
 ROUND_PARTS = torch.ops.meshweave.round_parts.default
 
-# Moving a parameter away from the layout that the plan uses it in, a value from where an operator put it, or a part of
-# a sum that is to be cast before the sum is taken, is priced this many times over: what was said is followed where
-# following it is possible at all.
+# Factor on the price of moving a parameter away from the layout that the plan uses it in, a value away from its
+# operator's layout, or a part of a sum that is cast before the sum: such layouts are kept wherever possible.
 SAID_WEIGHT = 100.0
 
 
@@ -59,19 +58,20 @@ class _Placer:
     graph: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, list[Copy]] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout | None, ...]]] = field(default_factory=dict)
-    homes: dict[tuple[fx.Node, int], Layout] = field(default_factory=dict)  # results that are moved as they are made
+    # results that are moved right after their op
+    homes: dict[tuple[fx.Node, int], Layout] = field(default_factory=dict)
     items: dict[fx.Node, Input] = field(default_factory=dict)
     decided: dict[Any, Assignment] = field(default_factory=dict)
-    due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved as soon as they are made
+    due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved right after their op
     stored: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
     used: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
     abroad: dict[tuple[fx.Node, str, str], Copy] = field(default_factory=dict)
     pinned: PinnedAxes = field(default_factory=PinnedAxes)
     forms: Forms = field(init=False)
     sums: Sums = field(init=False)
-    ends: dict[str, fx.Node] = field(init=False)  # by key, where rows are owned
+    ends: dict[str, fx.Node] = field(init=False)  # by key, if rows are owned
     expert_axes: frozenset[str] = frozenset()
-    line: str = ""  # source of the op being placed: where an input is moved, it is moved for this line
+    line: str = ""  # source of the op being placed: a moved input is attributed to this line
 
     def run(self) -> StepGraph:
         self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
@@ -97,7 +97,7 @@ class _Placer:
         results = [self._output(kind, name, value) for (kind, name), value in outputs]
         self.graph.output(results)
         narrow_rows(self.graph)
-        # A copy that an op was offered, a gathered parameter say, and that came from another one after all.
+        # A copy (a gathered parameter, say) that was offered to an op, which then used another copy.
         self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         return replace(self.step, graph=self.graph)
 
@@ -123,24 +123,22 @@ class _Placer:
         elif node.target is PIN:
             self._pin(node)
         elif not self.forms.is_made_on_demand(node) and not self.forms.is_of_parameter(node):
-            self._op(node)  # those are made where they are wanted, in the layout that is wanted
+            self._op(node)  # these are computed where they are needed, in the layout needed
 
-    # what a parameter, its casts and its views are
+    # parameters, their casts and views
 
     def _stored_form(self, node: fx.Node, phase: str) -> Copy:
-        """The parameter, cast where the graph casts it, in the layout it is stored in."""
+        """The parameter, cast where the graph casts it, in its stored layout."""
         if node.op == "placeholder":
             return self.copies[node][0]
         key = (node, phase)
         if key not in self.stored:
             source = self._stored_form(tensor_inputs(node)[0], phase)
-            new = self._emit(node, [source.node], phase)
-            new.meta["layout"] = source.layout
-            self.stored[key] = Copy(new, source.layout, phase)
+            self.stored[key] = self._copy(node, [source.node], source.layout, phase)
         return self.stored[key]
 
     def _used_form(self, node: fx.Node, phase: str) -> Copy:
-        """The parameter as `phase` uses it: gathered, then viewed."""
+        """The parameter in the form that `phase` uses: gathered, then viewed."""
         phase = "forward" if self.forms.name(node) in self.placement.kept else phase
         key = (node, phase)
         if key in self.used:
@@ -148,18 +146,13 @@ class _Placer:
         if self.forms.is_stored(node):
             stored = self._stored_form(node, phase)
             target = self.placement.used.get(self.forms.name(node), stored.layout).normalized(spec_of(node).shape)
-            used = self._move(stored, target, node, phase) if target != stored.layout else stored
+            used = self._move(stored, target, node, phase)
         else:
             source = self._used_form(tensor_inputs(node)[0], phase)
             spec = spec_of(source.node)
             option = self._choose(node, [Operand(spec, (source.layout,))], source.layout.mesh)
-            used = (
-                source if option.operands[0] == source.layout else self._move(source, option.operands[0], node, phase)
-            )
-            new = self._emit(node, [used.node], phase)
-            new.meta["layout"] = option.results[0]
-            new.meta["assignment"] = option
-            used = Copy(new, option.results[0], phase)
+            operand = self._move(source, option.operands[0], node, phase)
+            used = self._copy(node, [operand.node], option.results[0], phase, option)
         self.used[key] = used
         return used
 
@@ -168,13 +161,13 @@ class _Placer:
     def copies_in(self, node: fx.Node, phase: str) -> list[Copy]:
         """The copies of a value that a consumer in `phase` may use, the original first.
 
-        Larger copies do not outlive their phase, but the first on each other mesh does: it is not sent twice.
+        Larger copies do not outlive their phase, except the first copy on each other mesh: the value is not sent twice.
         """
         if self.forms.is_of_parameter(node) and phase != "update":
             original, others, spec = self._used_form(node, phase), self.copies.get(node, [])[1:], None
         else:
             (original, *others), spec = self.copies[node], spec_of(node)
-        if phase == "update" and node in self.due:  # a gradient is used as it is stored
+        if phase == "update" and node in self.due:  # a gradient is used in its stored layout
             wanted = [layout.normalized(spec_of(node).shape) for layout, _ in self.due[node]]
             return [c for c in (original, *others) if c.layout in wanted] or [original]
         usable, meshes = [original], {original.layout.mesh}
@@ -185,7 +178,7 @@ class _Placer:
         return usable
 
     def fetch(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
-        """The value in the layout `wanted`: a copy there is, or a new move from the cheapest copy."""
+        """The value in the layout `wanted`: an existing copy, or a new move from the cheapest copy."""
         wanted = wanted.normalized(spec_of(node).shape)
         if wanted.owned:
             return self._owned(node, wanted, phase)
@@ -206,7 +199,7 @@ class _Placer:
         return moved.node
 
     def _owned(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
-        """The value with rows that devices own: a copy there is, or its whole rows from here on."""
+        """The value with owned rows: an existing copy, or its whole rows narrowed to owned rows."""
         known = [] if self.forms.is_made_on_demand(node) else self.copies_in(node, phase)
         for copy in (*known, *self.copies.get(node, ())):
             if copy.layout == wanted and (copy in known or copy.phase == phase):
@@ -224,7 +217,7 @@ class _Placer:
         return copy
 
     def _is_view_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> bool:
-        """Whether a view of a parameter is wanted on another mesh than that on which the parameter lives."""
+        """Whether a view of a parameter is needed on another mesh than the parameter's."""
         return (
             node.op == "call_function"
             and node.target in VIEWS
@@ -234,24 +227,21 @@ class _Placer:
         )
 
     def _viewed_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> Copy | None:
-        """A view of a parameter's copy on another mesh, which forward and backward share; None where the view cannot be
-        made there as it is wanted."""
+        """A view of a parameter's copy on another mesh, which forward and backward share; None if the view is not
+        possible there in the layout needed."""
         key = (node, str(wanted), phase)
         if key not in self.abroad:
             (source,) = tensor_inputs(node)
             option = follow_result(row_for(node).rule(node), wanted, [spec_of(source)], [spec_of(node)])
             if option.results[0] != wanted:
                 return None
-            new = self._emit(node, [self.fetch(source, option.operands[0], phase)], phase)
-            new.meta.update(layout=wanted, assignment=option)
-            self.abroad[key] = Copy(new, wanted, phase)
+            value = self.fetch(source, option.operands[0], phase)
+            self.abroad[key] = self._copy(node, [value], wanted, phase, option)
         return self.abroad[key]
 
     def _made(self, node: fx.Node, wanted: Layout, phase: str) -> Copy:
-        """A value that is made on demand, in the layout that is wanted: nothing moves, but to make it partial.
-
-        In each phase anew, but for random values: to draw costs more than to keep, so forward and backward share them.
-        """
+        """A value computed on demand in the layout needed: nothing moves, except to make it partial. It is recomputed
+        in each phase; random values are shared by forward and backward, because drawing them again costs more."""
         operands = tensor_inputs(node)
         rule = row_for(node).rule(node)
         option = follow_result(rule, wanted, [spec_of(n) for n in operands], result_specs(node))
@@ -261,13 +251,20 @@ class _Placer:
         known = next(same, None)
         if known is None:
             values = [self.fetch(n, layout, phase) for n, layout in zip(operands, option.operands, strict=True)]
-            new = self._emit(node, values, phase)
-            new.meta.update(layout=plain, assignment=option)
-            known = Copy(new, plain, phase)
+            known = self._copy(node, values, plain, phase, option)
             self.copies.setdefault(node, []).append(known)
-        return known if plain == wanted else self._move(known, wanted, node, phase)
+        return self._move(known, wanted, node, phase)
+
+    def _copy(
+        self, node: fx.Node, values: list[fx.Node], layout: Layout, phase: str, option: Assignment | None = None
+    ) -> Copy:
+        new = self._emit(node, values, phase)
+        new.meta.update({"layout": layout} if option is None else {"layout": layout, "assignment": option})
+        return Copy(new, layout, phase)
 
     def _move(self, source: Copy, target: Layout, value: fx.Node, phase: str) -> Copy:
+        if source.layout == target:
+            return source
         new = self.graph.call_function(ops.move, (source.node, str(target)))
         origin = replace(origin_of(value), phase=phase, source=origin_of(value).source or self.line)
         new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
@@ -285,12 +282,10 @@ class _Placer:
         return new
 
     def _choose(self, node: fx.Node, operands: list[Operand], mesh: Mesh) -> Assignment:
-        """The cheapest assignment; decided once for nodes that are alike (the twins of a repeated layer)."""
+        """The cheapest assignment; decided once for equal nodes (the twins in repeated layers)."""
         fixed = map_nodes(node, lambda n: None)
-        if node in self.sums.operands:  # it is made as its operands are, and moved in the last microbatch
-            wanted = operands[0].layouts
-        else:
-            wanted = tuple(layout for layout, _ in self.due.get(node, ()))
+        # A summand of gradients has the layout of its operands; it is moved in the last microbatch.
+        wanted = operands[0].layouts if node in self.sums.operands else tuple(due for due, _ in self.due.get(node, ()))
         proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_made_on_demand, self._layout_of)
         if not wanted:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
@@ -298,9 +293,8 @@ class _Placer:
         key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named)
         if key not in self.decided:
             rule = as_asked(row_for(node).rule(node), self.placement.attention)
-            self.decided[key] = cheapest(
-                rule, mesh, operands, result_specs(node), self.price, wanted, proposed, self.rates
-            )
+            specs = result_specs(node)
+            self.decided[key] = cheapest(rule, mesh, operands, specs, self.price, wanted, proposed, self.rates)
         return self.decided[key]
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
@@ -318,11 +312,10 @@ class _Placer:
         except RuleError as error:
             if error.where:
                 raise
-            raise RuleError(
-                error.what, where=str(origin_of(node)), got=f"{op_name(node.target)}: {error.got}"
-            ) from error
+            got = f"{op_name(node.target)}: {error.got}"
+            raise RuleError(error.what, where=str(origin_of(node)), got=got) from error
         if phase != "update":
-            self.pinned.follow(node, operands, option, self._original)
+            self.pinned.follow(node, operands, option, lambda n: self.copies[n][0].layout)
         values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
         new = self._emit(node, values, origin_of(node).phase)
         new.meta["assignment"] = option
@@ -338,8 +331,8 @@ class _Placer:
         self.copies[node] = [Copy(new, option.results[0], phase_of(new))]
 
     def _lay_out_sum(self, so_far: fx.Node, gradient: fx.Node) -> None:
-        """Give an input that is the sum of a gradient so far its layout, when that of the gradient is known, and begin
-        to move this microbatch's part to it."""
+        """Give an accumulated gradient its layout as soon as that of the microbatch's gradient is known, and start the
+        move of this microbatch's gradient to it."""
         stored = self.copies[so_far][0]
         if not self.forms.is_made_on_demand(gradient):
             shape = spec_of(so_far).shape
@@ -348,7 +341,7 @@ class _Placer:
             self.fetch(gradient, stored.layout, "backward")
 
     def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Operand:
-        """A value as an op on `mesh` finds it: in the layouts that it has there, else as it would come from afar."""
+        """A value as an op on `mesh` sees it: in its layouts on that mesh, else as it would arrive from another."""
         spec = spec_of(node)
         if self.forms.is_made_on_demand(node):
             return Operand(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
@@ -358,9 +351,6 @@ class _Placer:
         layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
         is_said = bool(self.pinned.of(node)) or (self.forms.is_of_parameter(node) and phase != "update")
         return Operand(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
-
-    def _original(self, node: fx.Node) -> Layout:
-        return self.copies[node][0].layout
 
     def _item(self, node: fx.Node) -> None:
         source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
@@ -375,7 +365,7 @@ class _Placer:
             self.copies[node] = [self._move(own, target, node, own.phase), *([] if layout.partial else [own])]
 
     def _pin(self, node: fx.Node) -> None:
-        """A pin is its operand in the pinned layout; the gradient of an operator goes back to where its operand was."""
+        """A pin is its operand in the pinned layout; the gradient of an operator goes back to the operand's layout."""
         value, text, is_grad = node.args
         assert isinstance(value, fx.Node)
         pin, phase, spec = Pin.parse(str(text)), phase_of(node), spec_of(node)
@@ -383,9 +373,8 @@ class _Placer:
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
         is_made = self.forms.is_made_on_demand(value)
         source = self._made(value, whole, phase) if is_made else self.copies_in(value, phase)[0]
-        source_layout = target = (
-            translate(source.layout, self.placement.homes[node]) if pin.mesh is None else source.layout
-        ).without_owned()
+        layout = source.layout if pin.mesh is not None else translate(source.layout, self.placement.homes[node])
+        source_layout = target = layout.without_owned()
         if not pin.is_operator:
             target = pin.layout(source_layout, bool(is_grad))
         elif self.placement.mesh.num_devices > 1:
@@ -403,9 +392,9 @@ def place(
 ) -> StepGraph:
     """The placed graph: every node has a layout (`meta["layout"]`), every op an assignment, every disagreement a move.
 
-    `price(source, target, spec)` is the time in seconds of a move, `rates` are those of repeated work. `decided` may be
-    handed from one placement of the same step to the next, which then reuses what was decided for equal ops. Raises
-    RuleError for an op without a rule.
+    `price(source, target, spec)` is the time in seconds of a move, `rates` are the compute rates for repeated work.
+    `decided` may be passed on from an earlier placement of the same step: decisions for equal ops are then reused.
+    Raises RuleError for an op without a rule.
     """
     check_captured(step)
     return _Placer(step, placement, owned_price(price), rates, decided={} if decided is None else decided).run()

@@ -1,4 +1,4 @@
-"""What a plan decides of a captured step, before its values are placed."""
+"""What a plan decides about a captured step before its values are placed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshweave.sharding.mapping import Homes
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a plan decides: the layouts of every input as it is stored and of parameters as they are used, and the mesh
-    of every op of the captured step."""
+    """The decisions of a plan: the layouts of every input as stored and of parameters as used, and the mesh of every op
+    of the captured step."""
 
     mesh: Mesh
     stored: Mapping[tuple[str, str], Layout]
@@ -25,12 +25,12 @@ class Placement:
     attention: str = "auto"  # see `Plan.cp`
 
     def keeping(self, other: Placement) -> Placement:
-        """The same, with parameters, buffers and optimizer state laid out as `other` has them: for a second program on
-        the state of a first one."""
+        """The same, with the layouts of parameters, buffers and optimizer state of `other`: for a second program on the
+        same state."""
         lasting = {key: layout for key, layout in other.stored.items() if key[0] in ("param", "buffer", "state")}
         return replace(self, stored={**self.stored, **lasting}, used={**self.used, **other.used})
 
     def layout(self, kind: str, name: str, spec: Spec) -> Layout:
-        """Layout of an input or output: new values are stored like old ones, gradients like their parameters."""
+        """Layout of an input or output: new values are stored like old values, gradients like their parameters."""
         stored = self.stored.get(("param" if kind == "grad" else kind, name))
         return stored if stored is not None else Layout.replicated(self.mesh, len(spec.shape))

@@ -30,12 +30,12 @@ _SCHEMES: Mapping[str, Callable[..., Plan]] = {
 
 
 def parse_plan(text: str) -> Plan | None:
-    """`fsdp:dp+hf_tp:tp`, or a .toml or .json file of globs; None for an empty text, which leaves it to axis names.
+    """`fsdp:dp+hf_tp:tp`, or a .toml or .json file of globs; None for empty text: axis names then decide.
 
-    What a scheme takes besides its axis follows it: `cp:cp:gather`, `cp:cp:ring:none`.
+    Further arguments of a scheme follow its axis: `cp:cp:gather`, `cp:cp:ring:none`.
 
     A file maps globs of parameters and modules to a layout ("[{tp}, {}]"), to style:axis ("colwise:tp") or to devices
-    ("on:pp=1", "on:2,3"); its entry `plan` may hold schemes.
+    ("on:pp=1", "on:2,3"); its entry `plan` may list schemes.
     """
     if not text:
         return None
@@ -47,10 +47,10 @@ def parse_plan(text: str) -> Plan | None:
         most = 3 if name == "cp" else 1
         if name not in _SCHEMES or not 0 < len(arguments) <= most or not arguments[0]:
             raise PlanError(
-                f"'{part}' is no part of a plan",
+                f"'{part}' is not a scheme of plans",
                 where=f"plan {text}",
                 got=part,
-                expected=f"{near_miss(name, _SCHEMES)}, each as scheme:axis",
+                expected=f"{near_miss(name, _SCHEMES)}, as scheme:axis",
                 hint="for example fsdp:dp+hf_tp:tp, or a .toml or .json file",
             )
         plan = plan + _SCHEMES[name](*arguments)
@@ -63,7 +63,7 @@ def plan_of(plan: Plan | str | None) -> Plan | None:
         return plan
     if not isinstance(plan, str):
         expected = "a meshweave.Plan, or its text such as fsdp:dp+hf_tp:tp"
-        raise PlanError("this is not a plan", where="plan=", got=type(plan).__name__, expected=expected)
+        raise PlanError("not a plan", where="plan=", got=type(plan).__name__, expected=expected)
     return parse_plan(plan)
 
 
@@ -77,7 +77,7 @@ def _plan_file(path: Path) -> Plan:
         raise PlanError(
             "a plan file maps globs to layouts",
             where=str(path),
-            got=f"{wrong[0]} is no text",
+            got=f"{wrong[0]} is not text",
             expected='"layers.*.up.weight" = "[{tp}, {}]" or "*.up" = "colwise:tp"',
             hint="put globs with dots in quotes",
         )

@@ -1,4 +1,4 @@
-"""Plans: what a user says about layouts. Plans add up; a plan that names nothing in the model is an error."""
+"""Plans: layouts that a user asks for. Plans can be added; a plan that matches nothing in the model is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshweave.ir.mesh import Mesh
 
 STYLES = ("colwise", "rowwise", "sequence", "replicate")
 ATTENTION = ("auto", "gather", "heads", "ring")  # how queries meet keys of other devices
-BALANCE = ("auto", "head_tail", "none")  # in which order devices hold a sequence
+BALANCE = ("auto", "head_tail", "none")  # in which order devices store a sequence
 Devices = Mesh | int | Sequence[int] | str
 
 
@@ -30,10 +30,10 @@ class Entry:
 class Plan:
     """A sum of entries.
 
-    `Plan({"layers.*.mlp.up": "[{tp}, {}]"})` gives globs over parameter and module names layouts (or a Mesh);
-    `Plan.tp("tp", {"*.q_proj": "colwise"})` gives modules the familiar styles; `Plan.on({"layers.0": mesh["pp"][1]})`
-    gives modules devices; `dp`, `fsdp`, `cp`, `shard_state`, `hf_tp`, `auto_tp`, `sequence_parallel` and `stages` are
-    the usual schemes over one axis. `a + b` holds both.
+    `Plan({"layers.*.mlp.up": "[{tp}, {}]"})` maps globs over parameter and module names to layouts (or a Mesh);
+    `Plan.tp("tp", {"*.q_proj": "colwise"})` applies the usual tensor-parallel styles to modules; `Plan.on({"layers.0":
+    mesh["pp"][1]})` assigns modules to devices; `dp`, `fsdp`, `cp`, `shard_state`, `hf_tp`, `auto_tp`,
+    `sequence_parallel` and `stages` are the usual schemes over an axis. `a + b` contains the entries of both.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -61,13 +61,13 @@ class Plan:
     @staticmethod
     def fsdp(axis: str) -> Plan:
         """ZeRO-3: batch, parameters, gradients and optimizer state sharded over `axis`; parameters gathered where used,
-        in forward and again in backward, and never kept whole."""
+        in forward and again in backward, and freed after use."""
         return Plan([Entry("batch", axis), Entry("state", axis)])
 
     @staticmethod
     def shard_state(axis: str) -> Plan:
-        """Parameters, gradients and optimizer state sharded over `axis`, as in ZeRO-3, whatever else the axis does:
-        `cp` and this shard them over the devices of a sequence; `fsdp` is `dp` and this."""
+        """Parameters, gradients and optimizer state sharded over `axis`, as in ZeRO-3, independent of other uses of the
+        axis: with `cp` it shards them over the devices of a sequence; `fsdp` is `dp` plus this."""
         return Plan([Entry("state", axis)])
 
     @staticmethod
@@ -76,16 +76,16 @@ class Plan:
 
         attention: "gather" brings all keys and values to the queries of each device; "heads" exchanges sequences for
         heads and back (Ulysses; key heads must divide); "ring" sends pieces of keys and values from device to device
-        and merges the results, so that none holds them whole; "auto" takes what costs less of the first two, and a
-        ring in place of gathers where the passes "ring" or "default" find that faster.
-        balance: "head_tail" cuts the sequence into two chunks per device, of which device i holds the i-th from the
-        beginning and the i-th from the end, so that all have equal work under a causal mask; "none" into one piece
+        and merges the results, so that no device has them whole; "auto" takes the cheaper of the first two, and a ring
+        in place of gathers where the passes "ring" or "default" simulate that faster.
+        balance: "head_tail" cuts the sequence into two chunks per device, of which device i has the i-th from the
+        beginning and the i-th from the end, so that all have equal work under a causal mask; "none" into a single piece
         per device; "auto" is "head_tail" where attention is causal and the sequence divides by 2 x the devices.
-        `program.sequence` says which it was and why.
+        `program.sequence` reports the choice and its reason.
         """
         for value, known, what in ((attention, ATTENTION, "way to do attention"), (balance, BALANCE, "balance")):
             if value not in known:
-                raise PlanError(f"there is no such {what}", where="Plan.cp", got=value, expected=", ".join(known))
+                raise PlanError(f"unknown {what}", where="Plan.cp", got=value, expected=", ".join(known))
         return Plan([Entry("context", axis, text=f"{attention}:{balance}")])
 
     @staticmethod
@@ -95,41 +95,41 @@ class Plan:
             if style not in STYLES:
                 near = difflib.get_close_matches(style, STYLES, 1)
                 hint = f"did you mean {near[0]}?" if near else ""
-                raise PlanError(f"'{style}' is no style", where=glob, got=style, expected=", ".join(STYLES), hint=hint)
+                raise PlanError(
+                    f"'{style}' is not a style", where=glob, got=style, expected=", ".join(STYLES), hint=hint
+                )
         return Plan([Entry("style", axis, glob, style) for glob, style in styles.items()])
 
     @staticmethod
     def hf_tp(axis: str) -> Plan:
-        """Tensor parallel as the Hugging Face model's own tp plan says."""
+        """Tensor parallel as in the Hugging Face model's own tp plan."""
         return Plan([Entry("hf_tp", axis)])
 
     @staticmethod
     def ep(axis: str, *, batch: bool = True) -> Plan:
-        """Expert parallel: parameters that are stacked over experts lie with their experts, cut over `axis` in their
-        first dim; the batch is cut over `axis`, too, as in data parallel. With `batch=False` it is not: `axis` is
-        borrowed from something else, such as tp, or is to leave the tokens whole.
-
-        What is not an expert's is replicated over `axis`. Experts need not divide evenly. Which parameters these are
-        says the Hugging Face model's expert plan, else they are those of modules named `experts`.
+        """Expert parallel: parameters stacked over experts are cut over `axis` in their first dim; the batch is cut
+        over `axis`, too, as in data parallel. With `batch=False` it is not: `axis` is shared with another scheme, such
+        as tp, or the tokens stay whole. Other parameters are replicated over `axis`. Experts need not divide evenly.
+        The expert parameters are those in the Hugging Face model's expert plan, else those of modules named `experts`.
         """
         return Plan([*([Entry("batch", axis)] if batch else []), Entry("experts", axis)])
 
     @staticmethod
     def auto_tp(axis: str) -> Plan:
-        """Tensor parallel with the column or row choice per weight that moves the fewest bytes."""
+        """Tensor parallel with the column or row choice of each weight that moves the fewest bytes."""
         return Plan([Entry("auto_tp", axis)])
 
     @staticmethod
     def sequence_parallel(axis: str) -> Plan:
-        """Between layers activations are sharded over `axis` along dim 1, the sequence."""
+        """Shard activations between layers over `axis` along dim 1, the sequence."""
         return Plan([Entry("sequence", axis)])
 
     @staticmethod
     def on(devices: Mapping[str, Devices]) -> Plan:
         """Layers on devices: module globs to a mesh, to device ids, or to text ("pp=1": index 1 of axis pp).
 
-        A module's forward, loss and backward run there, its parameters live and are updated there. What no glob names
-        runs where its operands are.
+        A module's forward, loss and backward run there, and its parameters live and are updated there. Ops that no glob
+        matches run where their operands are.
         """
         return Plan([Entry("on", glob=glob, text=_device_text(where)) for glob, where in devices.items()])
 
@@ -137,19 +137,19 @@ class Plan:
     def stages(axis: str) -> Plan:
         """The model's longest list of layers as consecutive stages, one per index of `axis`, balanced by parameters.
 
-        What comes before the layers runs with the first, what comes after with the last.
+        Modules before the layers run with the first stage, modules after them with the last.
         """
         return Plan([Entry("stages", axis)])
 
     @staticmethod
     def keep(glob: str) -> Plan:
-        """Parameters (or those of modules) that stay gathered from forward to backward: less communication, more
-        memory. As FSDP2 keeps what its root module holds."""
+        """Keep parameters (or those of modules) gathered from forward to backward: less communication, more memory.
+        FSDP2 does so for its root module."""
         return Plan([Entry("keep", glob=glob)])
 
     @staticmethod
     def replicate(axis: str) -> Plan:
-        """Every device along `axis` does the same: for an axis that should stay unused."""
+        """Every device along `axis` does the same work: for an axis that is deliberately unused."""
         return Plan([Entry("idle", axis)])
 
 
@@ -163,11 +163,11 @@ def _device_text(where: Devices) -> str:
 
 @dataclass(slots=True)
 class Resolved:
-    """A plan read against one model: what placement and capture need of it.
+    """A plan resolved for a model, in the form that placement and capture need.
 
     `shards[param][axis]` is the dim that the axis shards; `pins` are (module, "in" or "out", constraint); `homes` are
-    the devices of modules; `kept` are parameters gathered once. `named` are the axes that it gives something to do;
-    `is_default` when the user gave no plan.
+    the devices of modules; `kept` are parameters gathered once. `named` are the axes that it uses; `is_default`: the
+    user passed no plan.
     """
 
     is_default: bool = False
@@ -176,7 +176,7 @@ class Resolved:
     context_axes: list[str] = field(default_factory=list)  # that cut the sequence, dim 1 of the batch
     attention: str = "auto"  # of ATTENTION
     balance: str = "auto"  # of BALANCE
-    is_balanced: bool = False  # what came of it: the sequence is in head-tail order
+    is_balanced: bool = False  # the outcome: whether the sequence is in head-tail order
     state_axes: list[str] = field(default_factory=list)
     auto_axes: list[str] = field(default_factory=list)
     shards: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -186,14 +186,15 @@ class Resolved:
     kept: set[str] = field(default_factory=set)
 
     def shard(self, param: str, axis: str, dim: int | None, where: str) -> None:
-        """Note that `axis` shards `dim` of a parameter (None: leaves it whole). PlanError if it was said otherwise."""
+        """Record that `axis` shards `dim` of a parameter (None: leaves it whole). PlanError if another entry says
+        otherwise."""
         dims = self.shards.setdefault(param, {})
         value = -1 if dim is None else dim
         if dims.get(axis, value) != value:
             raise PlanError(
-                f"the plan says two things about {param} over {axis}",
+                f"the plan contradicts itself about {param} over {axis}",
                 where=where,
                 got=f"dim {dims[axis]} and {'replicate' if dim is None else f'dim {dim}'}",
-                hint="let one glob name it",
+                hint="let a single glob match it",
             )
         dims[axis] = value

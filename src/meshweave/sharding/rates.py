@@ -1,4 +1,4 @@
-"""How fast a device computes, for work that an assignment repeats: coarse, by dtype."""
+"""How fast a device computes, to price work that an assignment repeats: a coarse rate per dtype."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware import Costs, MachineProfile, Matmul, MemoryWork
 from meshweave.ir.graph import Spec
 
-_SIDE = 2048  # of the square matmul that stands for all
-_BYTES = 16 << 20  # read and written by the op that stands for what memory bounds
+_SIDE = 2048  # size of the square matmul that represents all
+_BYTES = 16 << 20  # bytes read and written by the op that represents memory-bound work
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeRate:
-    """Of one device. The default is that of an H100 SXM (data sheet, nvidia.com/h100, 2023: 989 TFLOP/s bf16 dense at
-    about half efficiency; 3.35 TB/s HBM3)."""
+    """Compute rate of a device. The default is that of an H100 SXM (data sheet, nvidia.com/h100, 2023: 989 TFLOP/s bf16
+    dense at about half efficiency; 3.35 TB/s HBM3)."""
 
     flops_per_second: float = 5e14
     bytes_per_second: float = 3e12
 
     def seconds(self, num_steps: int, results: Sequence[Spec]) -> float:
-        """Of an op with so many steps of its loops, which writes `results`."""
+        """Seconds of an op with so many loop iterations that writes `results`."""
         return 2.0 * num_steps / self.flops_per_second + sum(s.num_bytes for s in results) / self.bytes_per_second
 
 
@@ -33,12 +33,12 @@ Rates = Callable[[torch.dtype], ComputeRate]
 
 
 def default_rates(dtype: torch.dtype) -> ComputeRate:
-    """Where nothing is known of the machine."""
+    """The rates for an unknown machine."""
     return ComputeRate()
 
 
 def rates_of(costs: Costs) -> Rates:
-    """The rates of a machine, of which a profile has figures: those of float32 for a dtype without."""
+    """The rates of a machine profile: those of float32 for a dtype without figures."""
     if not isinstance(costs, MachineProfile):
         return default_rates
 

@@ -20,7 +20,7 @@ RuleFunction = Callable[[fx.Node], Rule]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One op: its rule, and the name of the rewrite that makes it run on pieces (see expand/localize)."""
+    """The row of an op: its rule, and the name of the rewrite that makes it run on pieces (see expand/localize)."""
 
     rule: RuleFunction
     localize: str = ""
@@ -28,18 +28,18 @@ class Row:
 
 TABLE: dict[Any, Row] = {}
 
-# Rewrites of ops that take as many rows as there are, or whose rule says along which factors they do not.
+# Rewrites of ops that take any number of rows, or whose rule names the factors along which they do not.
 _BY_ROWS = frozenset({"", "shape", "index", "index_put"})
 
 
 def _placed(rule: RuleFunction, node: fx.Node) -> Rule:
-    """The rule of an op that is told where the piece begins."""
+    """The rule of an op whose local version gets the offset of its piece."""
     plain = rule(node)
     return replace(plain, placed=frozenset(range(len(plain.sizes))))
 
 
 def add(targets: Any, rule: RuleFunction | str, *, localize: str = "", linear: tuple[Linear, ...] = ()) -> None:
-    """Enter one row for each target. A rule is a factor text or a function of the node."""
+    """Add a row for each target. A rule is a factor text or a function of the node."""
     function = rule if callable(rule) else _text_rule(rule, linear)
     if localize not in _BY_ROWS:
         function = partial(_placed, function)
@@ -53,18 +53,18 @@ def register_rule(
 ) -> None:
     """Teach meshweave an op: `mw.register_rule(torch.ops.my.op.default, "b s h -> b s h", linear=(0,))`.
 
-    The text names the factors of every tensor operand and result: a letter shared is a loop shared, a factor absent
-    from a result makes it a partial sum when sharded, `h!` cannot be sharded. `linear` lists operands of which a
-    partial sum may pass through (each alone). The op runs on pieces as it is. Registering again replaces the row.
+    The text names the factors of every tensor operand and result: a shared letter is a shared loop, a sharded factor
+    that a result lacks makes that result a partial sum, `h!` cannot be sharded. `linear` lists operands whose partial
+    sums may pass through (each alone). The op runs on pieces unchanged. Registering again replaces the row.
 
-    cost: what the simulator prices the op by: a kind of memory work ("pointwise", "reduction", "gather", ...: operands
-        are read and results written), or a function (node, operands, results) -> `meshweave.hardware` Matmul,
-        Attention or Memory, or a tuple of them. Without one, to simulate the op is an error.
+    cost: how the simulator prices the op: a kind of memory work ("pointwise", "reduction", "gather", ...: operands are
+        read and results written), or a function (node, operands, results) -> `meshweave.hardware` Matmul, Attention or
+        Memory, or a tuple of them. Without a cost, simulating the op is an error.
     backward: the op that computes the gradients, called with the gradients of all results and then all tensor operands,
-        and returning the gradient of each operand. Its rule follows from `rule`, which is a text then; it has the same
-        cost. A backward op of another form is registered by itself; one made of known ops needs nothing.
+        and returning the gradient of each operand. Its rule follows from `rule`, which must be text; it has the same
+        cost. Register a backward op of another form by itself; a backward of known ops needs nothing.
 
-    Raises RuleError for a cost that is no kind of work, and for `backward` without a text.
+    Raises RuleError for an unknown kind of work, and for `backward` with a rule that is not text.
     """
     modes = tuple(Linear(frozenset({i})) for i in linear)
     TABLE[target] = Row(rule if callable(rule) else _text_rule(rule, modes))
@@ -74,7 +74,7 @@ def register_rule(
         return
     if callable(rule):
         raise RuleError(
-            "the rule of the backward op follows from a text only",
+            "the rule of the backward op can only follow from a text",
             where=f"register_rule({op_name(target)})",
             got="a function",
             hint="register the backward op by itself",
@@ -94,12 +94,12 @@ def _text_rule(text: str, linear: tuple[Linear, ...]) -> RuleFunction:
 
 
 def argument(node: fx.Node, position: int, default: Any = None) -> Any:
-    """Positional argument of an op; `default` where it is left out."""
+    """Positional argument of an op; `default` if omitted."""
     return node.args[position] if len(node.args) > position else default
 
 
 def result_specs(node: fx.Node) -> list[Spec]:
-    """Specs of the tensors that a node makes; absent ones of a tuple are left out."""
+    """Specs of the tensors that a node returns; absent elements of a tuple are omitted."""
     spec = node.meta["spec"]
     if isinstance(spec, tuple):
         return [s for s in spec if s is not None]
@@ -107,7 +107,7 @@ def result_specs(node: fx.Node) -> list[Spec]:
 
 
 def row_for(node: fx.Node) -> Row:
-    """The row of a node's op. RuleError that names op, line and the registration to write for an unknown one."""
+    """The row of a node's op. An unknown op is a RuleError with the op, its line and the registration to write."""
     row = TABLE.get(node.target)
     if row is None and is_pointwise(node.target):
         return POINTWISE
@@ -118,7 +118,7 @@ def row_for(node: fx.Node) -> Row:
             f"no sharding rule for {op_name(node.target)}",
             where=str(origin_of(node)),
             got=f"{node.name}({', '.join(str(n.meta['spec']) for n in tensor_inputs(node))})",
-            expected="a row in the rule table",
+            expected="an op in the rule table",
             hint="register one, which runs the op unsharded as it stands: "
             f'meshweave.register_rule(torch.ops.{node.target}, "{operands} -> {results}") '
             "and give equal letters, without !, to loops that operands and results share and that can be cut",

@@ -1,4 +1,4 @@
-"""Reading a plan against a model: which parameters, modules and axes it speaks of."""
+"""Resolving a plan for a model: which parameters, modules and axes it names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshweave.sharding.styles import HF_STYLES, apply_param_style, apply_style,
 
 
 def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
-    """What axis names mean without a plan: dp, fsdp, cp, tp and pp as usual, ep for a model that has experts; others
-    mean nothing."""
+    """The meaning of axis names without a plan: dp, fsdp, cp, tp and pp as usual, ep for a model that has experts;
+    other names have none."""
     usual: dict[str, Callable[[str], Plan]] = {
         "dp": Plan.dp,
         "fsdp": Plan.fsdp,
@@ -34,22 +34,22 @@ def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
 
 
 def batch_axes(mesh: Mesh, plan: Plan | None) -> tuple[str, ...]:
-    """The axes that cut the rows of a batch, first the slowest."""
+    """The axes that cut the rows of a batch, the slowest first."""
     entries = (plan or Plan()).entries
     named = {"dp", "fsdp", "ep"} if plan is None else {entry.axis for entry in entries if entry.kind == "batch"}
     return tuple(axis for axis in mesh.axis_names if axis in named)
 
 
 def hf_tp_plan(model: nn.Module) -> dict[str, str]:
-    """The tp plan of a Hugging Face model, module glob -> style name; empty where it has none."""
+    """The tp plan of a Hugging Face model, module glob -> style name; empty if it has none."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
 def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
-    """Read a plan against a model. Raises PlanError where a glob, axis or style fits nothing, with near misses.
+    """Read a plan against a model. Raises PlanError if a glob, axis or style matches nothing, with near misses.
 
-    Without a plan the stages are left to `usual_stages`: the model itself may say where its layers run.
+    Without a plan `usual_stages` decides the stages, since the model itself may place its layers.
     """
     resolved = Resolved(is_default=plan is None)
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
@@ -73,16 +73,16 @@ def _read(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> Non
     _READ[entry.kind](resolved, entry, model, mesh)
 
 
-# What people mean by axes that have no usual meaning here.
+# What axis names without a usual meaning commonly stand for.
 _USUAL = {
-    "ep": "it is expert parallelism for models that have parameters stacked over experts, known by a Hugging Face "
-    "expert plan or as those of modules named experts; parameters of other names: "
+    "ep": "it means expert parallelism for models with parameters stacked over experts, found by a Hugging Face "
+    "expert plan or in modules named experts; parameters of other names: "
     'mw.Plan({"*.NAME": "[{ep}, {}, {}]"}) + mw.Plan.dp("ep")',
 }
 
 
 def check_axes(resolved: Resolved, mesh: Mesh, by_operators: Collection[str] = ()) -> None:
-    """Raise PlanError unless every axis of the mesh has something to do, by the plan or by operators in the model."""
+    """Raise PlanError unless every axis of the mesh is used, by the plan or by operators in the model."""
     used = {*resolved.named, *by_operators}
     unused = [a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if n > 1 and a not in used]
     if unused and resolved.is_default:
@@ -90,14 +90,14 @@ def check_axes(resolved: Resolved, mesh: Mesh, by_operators: Collection[str] = (
             f"axis '{unused[0]}' has no usual meaning",
             where=f"mesh {mesh}",
             got=unused[0],
-            expected="dp, fsdp, cp, tp, pp or (with experts) ep, or a plan that says what the axis is for",
+            expected="dp, fsdp, cp, tp, pp or (with experts) ep, or a plan that uses the axis",
             hint=_USUAL.get(unused[0], f'pass a plan, for example mw.Plan.dp("{unused[0]}")'),
         )
     if unused:
         raise PlanError(
             f"the plan does not use axis {', '.join(unused)}",
             where=f"mesh {mesh}",
-            hint=f'say what it is for, or mw.Plan.replicate("{unused[0]}") to let its devices repeat the work',
+            hint=f'use it, or write mw.Plan.replicate("{unused[0]}") to let its devices repeat the work',
         )
 
 
@@ -145,7 +145,7 @@ def _hf_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
             if HF_STYLES[style]:
                 apply(resolved, model, name, HF_STYLES[style], entry.axis, glob)
     if not hits:
-        raise PlanError("the model's tp plan names none of its modules", got=", ".join(styles))
+        raise PlanError("the model's tp plan matches none of its modules", got=", ".join(styles))
 
 
 def _experts(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
@@ -165,11 +165,11 @@ def _no_experts(axis: str, model: nn.Module) -> PlanError:
             "the experts are modules of their own, not parameters stacked over experts",
             where=f"{lists[0]}, experts over {axis}",
             expected=expected,
-            hint="make each weight of all experts one parameter [experts, ...] (torch.stack; torch.bmm or "
-            "torch.nn.functional.grouped_mm instead of the loop), or leave them as they are under dp, fsdp or tp",
+            hint="stack each weight over the experts into a single parameter [experts, ...] (torch.stack; torch.bmm "
+            "or torch.nn.functional.grouped_mm instead of the loop), or keep the modules and use dp, fsdp or tp",
         )
     return PlanError(
-        "the model has no parameters that are known as stacked over experts",
+        "no parameters stacked over experts were found in the model",
         where=f"experts over {axis}",
         got=type(model).__name__,
         expected=expected,
@@ -182,8 +182,9 @@ def _auto_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> 
 
 
 def _sequence(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    """Pins what enters the first and leaves every layer of the model's longest list of layers, and the layers' norms:
-    the gradient of a norm's output is then scattered to where the norm runs, as its output was gathered from there."""
+    """Pin the input of the first layer and the output of every layer of the model's longest list of layers, and the
+    layers' norms: the gradient of a norm's output is then scattered to where the norm runs, mirroring the gather of its
+    output."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         raise PlanError("sequence parallel needs a list of layers", where=type(model).__name__, got="no nn.ModuleList")
@@ -194,7 +195,7 @@ def _sequence(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) ->
 
 
 def _norms(model: nn.Module, layers: str) -> list[str]:
-    """The norms over the model's width in a list of layers and beside it: modules whose parameters are all vectors."""
+    """The norms over the model's width inside and beside a list of layers: modules whose parameters are all vectors."""
     around = layers.rpartition(".")[0]
     inside = {n: m for n, m in model.named_modules() if n.startswith(f"{layers}.") or n.rpartition(".")[0] == around}
     params = {n: list(m.parameters()) for n, m in inside.items() if not list(m.children())}
@@ -250,16 +251,16 @@ def _on(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _place(resolved: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, glob: str) -> None:
-    """Note where modules run. PlanError if it was said otherwise."""
+    """Record where modules run. PlanError if another entry says otherwise."""
     resolved.named.update(a for a in mesh.axis_names if a not in where.axis_names or where.size(a) != mesh.size(a))
     for name in modules:
         home = resolved.homes.setdefault(name, where)
         if home != where:
             raise PlanError(
-                f"the plan puts {name} on two sets of devices",
+                f"the plan assigns {name} to two sets of devices",
                 where=glob,
                 got=f"{list(home.devices)} and {list(where.devices)}",
-                hint="let one glob name it",
+                hint="let a single glob match it",
             )
 
 
@@ -268,7 +269,7 @@ _IDS = re.compile(r"\d+(,\d+)*")
 
 
 def _devices(text: str, mesh: Mesh, glob: str) -> Mesh:
-    """The devices that a plan's text means: `pp=1`, ids `2,3`, or a mesh `dp=2 on [2, 3]`."""
+    """The devices of a plan's text: `pp=1`, ids `2,3`, or a mesh `dp=2 on [2, 3]`."""
     plain = text.replace(" ", "")
     if _COORDINATES.fullmatch(plain):
         return mesh.at(**{axis: int(i) for axis, _, i in (part.partition("=") for part in plain.split(","))})
@@ -293,7 +294,8 @@ def _few(ids: tuple[int, ...]) -> str:
 
 
 def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    """Consecutive layers by the middle of their share of the parameters, at least one to each stage."""
+    """Consecutive layers, divided by the midpoint of each layer's share of the parameters, at least one layer per
+    stage."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name, layers = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
     weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
@@ -304,7 +306,7 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
             where=f"{type(model).__name__}, axis {entry.axis} of mesh {mesh}",
             got=f"{len(stages)} layers with parameters" + (f" in {name}" if name else ""),
             expected=f"at least {count}",
-            hint="say which modules run where: mw.Plan.on({...}), or mw.on in the model",
+            hint="place modules explicitly: mw.Plan.on({...}), or mw.on in the model",
         )
     stage, before, total = -1, 0, sum(weights)
     for rank, i in enumerate(stages):

@@ -1,4 +1,4 @@
-"""Rows for arithmetic, matmuls, norms, softmax, scans and attention."""
+"""Sharding rules of arithmetic, matmuls, norms, softmax, scans and attention."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ours = torch.ops.meshweave
 
 
 def _sum_like(node: fx.Node) -> Rule:
-    """a + b: partial sums pass when both are partial; a number added would be added once per device."""
+    """a + b: partial sums pass if both operands are partial; a number would be added once per device."""
     both = len(tensor_inputs(node)) == 2
     return pointwise(node, sums({0, 1}) if both else ())
 
 
 def _product(node: fx.Node) -> Rule:
-    """a * b: a partial sum passes in either operand."""
+    """a * b: a partial sum of either operand passes."""
     return pointwise(node, sums(*({i} for i in range(len(tensor_inputs(node))))))
 
 
 def _cast(node: fx.Node) -> Rule:
-    """A cast is linear only where it does not round: to the same or a wider float. Rounding keeps the order of numbers,
-    so the largest and the least pass every cast between floats."""
+    """A cast is linear only if it does not round: to the same or a wider float. Rounding is monotonic, so max and min
+    pass every cast between floats."""
     before, after = spec_of(tensor_inputs(node)[0]).dtype, spec_of(node).dtype
     passing = {"max", "min"} | ({"sum"} if after.itemsize >= before.itemsize else set())
     floats = before.is_floating_point and after.is_floating_point
@@ -86,7 +86,7 @@ add(
 
 
 def _each(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
-    """Several results, each of the shape that the operands broadcast to."""
+    """Several results, each of the broadcast shape of the operands."""
     build = RuleBuilder()
     results = result_specs(node)
     dims = build.dims(results[0].shape)
@@ -95,7 +95,7 @@ def _each(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
 
 
 def _beside_table(node: fx.Node, table: int) -> Rule:
-    """Pointwise but for one operand, a table that every element is looked up in: whole."""
+    """Pointwise except for an operand that is a table in which every element is looked up: it is whole."""
     build = RuleBuilder()
     dims = build.dims(spec_of(node).shape)
     shapes = [spec_of(n).shape for n in tensor_inputs(node)]
@@ -106,7 +106,8 @@ def _beside_table(node: fx.Node, table: int) -> Rule:
 
 
 def _searchsorted(node: fx.Node) -> Rule:
-    """A table of one dim is whole; one of more dims belongs to the lines of the values, whose last dim is free."""
+    """A table of one dim is whole; a table of more dims has a line for each line of the values, whose last dim is
+    free."""
     table, values = (spec_of(n).shape for n in tensor_inputs(node))
     if len(table) == 1:
         return _beside_table(node, 0)
@@ -138,7 +139,7 @@ add(ours.matmul.default, _matmul)
 
 
 def _grouped_mm(node: fx.Node) -> Rule:
-    """x [s, k], weight [e, k, n], ends [e] -> [s, n]. Who has experts has their rows."""
+    """x [s, k], weight [e, k, n], ends [e] -> [s, n]. A device with experts has their rows."""
     x, weight, ends = (spec_of(n).shape for n in tensor_inputs(node))
     build = RuleBuilder()
     s, k, e, n = (build.factor(size) for size in (*x, weight[0], weight[2]))
@@ -158,7 +159,8 @@ def _grouped_outer(node: fx.Node) -> Rule:
 
 
 def _rows_of_others(node: fx.Node, position: int) -> Rule:
-    """x and ends -> x. Rows are owned in the tensor at `position`; in the other they are whole, or parts of a sum."""
+    """x and ends -> x. Rows are owned in the tensor at `position`; in the other tensor they are whole, or partial
+    sums."""
     x, ends = (spec_of(n).shape for n in tensor_inputs(node))
     dim = argument(node, 2)
     build = RuleBuilder()
@@ -169,7 +171,7 @@ def _rows_of_others(node: fx.Node, position: int) -> Rule:
 
 
 def _whole(node: fx.Node) -> Rule:
-    """Every device does all of it."""
+    """Every device computes the whole op."""
     build = RuleBuilder()
     specs = [*(spec_of(n) for n in tensor_inputs(node)), *result_specs(node)]
     dims = [build.dims(spec.shape, whole=range(len(spec.shape))) for spec in specs]
@@ -184,7 +186,7 @@ add(ours.enter_rows.default, partial(_rows_of_others, position=2), localize="ent
 
 
 def _layer_norm(node: fx.Node) -> Rule:
-    """Batch dims are free, normalised dims whole. Operands: x, then weight and bias where present."""
+    """Batch dims are free, normalised dims whole. Operands: x, then weight and bias if present."""
     x, *rest = [spec_of(n) for n in tensor_inputs(node)]
     batch = len(x.shape) - len(argument(node, 1))
     build = RuleBuilder()
@@ -211,7 +213,7 @@ add(aten.native_layer_norm_backward.default, _layer_norm_backward)
 
 
 def _along_dim(node: fx.Node, dim: int, linear: tuple[Linear, ...] = ()) -> Rule:
-    """Every line along `dim` by itself; operands and results have the same shape up to that dim's size."""
+    """Lines along `dim` are independent; operands and results have the same shape except for that dim's size."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     build = RuleBuilder()
     known = {d: (build.factor(size),) for d, size in enumerate(shape) if d != dim % max(len(shape), 1)}
@@ -228,7 +230,7 @@ def _softmax_backward(node: fx.Node) -> Rule:
 
 
 def _scan(node: fx.Node) -> Rule:
-    dim: Any = node.kwargs.get("dim", -1)  # of sort.stable; argument 1 elsewhere
+    dim: Any = node.kwargs.get("dim", -1)  # for sort.stable; argument 1 for other ops
     return _along_dim(node, argument(node, 1, dim))
 
 
@@ -282,22 +284,22 @@ add(aten.topk.default, _top)
 
 
 def _heads(build: RuleBuilder, q: Spec, k: Spec) -> tuple[int, tuple[int, ...], int]:
-    """Factors (batch, dims of a query head, key head): a query head is (key head, member of its group)."""
+    """Factors (batch, dims of a query head, key head): a query head is (key head, index in its group)."""
     batch, key_head = build.factor(q.shape[0]), build.factor(k.shape[1])
     members = q.shape[1] // k.shape[1]
     return batch, ((key_head, build.factor(members)) if members > 1 else (key_head,)), key_head
 
 
 def _scores(bias: Spec, named: Sequence[Dim]) -> list[Dim]:
-    """Dims of a bias that broadcasts to [b, h, s, t], `named`."""
+    """Dims of a bias that broadcasts to [b, h, s, t], by factor name."""
     return [() if n == 1 else dim for n, dim in zip(bias.shape, named[4 - len(bias.shape) :], strict=True)]
 
 
 def _attention_dims(q: Spec, k: Spec, v: Spec, bias: Sequence[Spec]) -> tuple[RuleBuilder, list[Any], list[Any]]:
     """Dims of (q, k, v, bias) and of (out, lse): free over batch, key heads and queries; keys and head size whole.
 
-    Where queries come in pieces, either keys and values are gathered, or all three are cut by heads for as long as the
-    op takes (Ulysses): out goes back to where q is, gradients to where their operands are.
+    If queries are cut, either keys and values are gathered, or all three are cut by heads during the op (Ulysses): out
+    goes back to q's layout, gradients to the layouts of their operands.
     """
     build = RuleBuilder()
     batch, head, key_head = _heads(build, q, k)
@@ -330,7 +332,7 @@ def _attention_backward(node: fx.Node) -> Rule:
 
 
 def _contract(node: fx.Node) -> Rule:
-    """Dims of either operand that the result lacks are summed over."""
+    """Sums over the dims of either operand that the result lacks."""
     a, b = (spec_of(n).shape for n in tensor_inputs(node))
     over_a, over_b = argument(node, 2), argument(node, 3)
     build = RuleBuilder()

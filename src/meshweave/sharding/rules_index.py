@@ -1,4 +1,4 @@
-"""Rows for embeddings, gathers, scatters and indexing."""
+"""Sharding rules of embeddings, gathers, scatters and indexing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _embedding(node: fx.Node) -> Rule:
-    """weight [v, h], index [...]: a sharded vocabulary gives partial sums (rows held elsewhere count as 0)."""
+    """weight [v, h], index [...]: a sharded vocabulary gives partial sums (rows on other devices count as 0)."""
     weight, index = (spec_of(n) for n in tensor_inputs(node))
     build = RuleBuilder()
     v, h = build.factor(weight.shape[0]), build.factor(weight.shape[1])
@@ -41,7 +41,7 @@ add(aten.embedding_dense_backward.default, _embedding_backward, localize="embedd
 
 
 def _beside(build: RuleBuilder, x: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim]]:
-    """Dims of a tensor and of the index into it along `dim`: other dims are shared where they agree, else whole."""
+    """Dims of a tensor and of the index into it along `dim`: other dims are shared if their sizes agree, else whole."""
     left: list[Dim] = []
     right: list[Dim] = []
     for d, (a, b) in enumerate(zip(x, index, strict=True)):
@@ -58,7 +58,7 @@ def _beside(build: RuleBuilder, x: Sequence[int], index: Sequence[int], dim: int
 
 
 def _gather(node: fx.Node) -> Rule:
-    """out = x at index along dim: a sharded dim gives partial sums (elements held elsewhere count as 0)."""
+    """out = x at index along dim: a sharded dim gives partial sums (elements on other devices count as 0)."""
     x, index = (spec_of(n).shape for n in tensor_inputs(node))
     if not x or not index:
         build = RuleBuilder()
@@ -72,7 +72,7 @@ def _gather(node: fx.Node) -> Rule:
 def _scatter(node: fx.Node, whole: bool = False) -> Rule:
     """x with values written at index along dim. The index's own dim is whole: x itself must count once.
 
-    `whole`: so is the dim of x.
+    `whole`: the dim of x is whole, too.
     """
     x, index, *sources = [spec_of(n).shape for n in tensor_inputs(node)]
     build = RuleBuilder()
@@ -134,13 +134,14 @@ def _index_dims(
 
 
 def _looked_up(indices: Sequence[Any]) -> int | None:
-    """The dim that is indexed, where it is the only one and not by a mask; None for other ways of indexing."""
+    """The indexed dim, if it is the only one and not indexed by a mask; else None."""
     at = [d for d, i in enumerate(indices) if i is not None]
     return at[0] if len(at) == 1 and spec_of(indices[at[0]]).dtype != torch.bool else None
 
 
 def _index(node: fx.Node) -> Rule:
-    """The positions are free. Where one dim is indexed, a cut of it gives partial sums (rows held elsewhere are 0)."""
+    """The positions are free. If a single dim is indexed, a cut of it gives partial sums (rows on other devices are
+    0)."""
     build = RuleBuilder()
     indices = argument(node, 1)
     dims, each, result = _index_dims(build, spec_of(argument(node, 0)).shape, indices)
@@ -158,10 +159,10 @@ def _is_zeros(node: Any) -> bool:
 
 
 def _index_put(node: fx.Node) -> Rule:
-    """Only dims beside the indexed ones are free: what several positions write to one place must meet there.
+    """Only dims that are not indexed are free: writes of several positions to the same element have to meet there.
 
-    Where values are added on zeros (the gradient of a lookup) the positions are a loop that is summed over; of one
-    indexed dim each device may add up its own rows.
+    Where values are added to zeros (the gradient of a lookup) the positions are a loop that is summed over; of a single
+    indexed dim each device may sum its own rows.
     """
     x, indices, values = (argument(node, i) for i in range(3))
     build = RuleBuilder()

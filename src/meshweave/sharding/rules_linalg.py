@@ -1,4 +1,4 @@
-"""Rows for factorisations, solvers and functions of matrices: batch dims may be cut, matrices are whole."""
+"""Sharding rules of factorisations, solvers and functions of matrices: batch dims may be cut, matrices are whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshweave.simulate.classify import set_cost
 
 aten = torch.ops.aten
 
-# Op -> how many of the last dims of each tensor operand, and of each result, belong to one matrix.
+# Op -> how many of the last dims of each tensor operand, and of each result, form a matrix.
 _CORES = {
     aten.cholesky.default: ((2,), (2,)),
     aten.cholesky_inverse.default: ((2,), (2,)),
@@ -48,7 +48,8 @@ _CORES = {
 
 
 def _of_matrices(node: fx.Node, cores: tuple[tuple[int, ...], tuple[int, ...]]) -> Rule:
-    """Batch dims are aligned from the right; what is broadcast along a batch dim has size 1 there, or lacks it."""
+    """Batch dims are aligned from the right; a tensor that is broadcast along a batch dim has size 1 there, or lacks
+    the dim."""
     build = RuleBuilder()
     operands, results = [spec_of(n).shape for n in tensor_inputs(node)], [s.shape for s in result_specs(node)]
     batches = [shape[: len(shape) - core] for shape, core in zip((*operands, *results), sum(cores, ()), strict=False)]
@@ -70,7 +71,7 @@ def _of_matrices(node: fx.Node, cores: tuple[tuple[int, ...], tuple[int, ...]]) 
 
 
 def _work(node: fx.Node, operands: Sequence[Value], results: Sequence[Value]) -> Matmul:
-    """One matmul of the matrices' size for each: the order of the work, n^3, not its constant."""
+    """A matmul of the matrices' size for each op: the order of the work, n^3, not its constant."""
     *batch, rows, columns = operands[0].shape
     num_bytes = sum(x.bytes for x in (*operands, *results))
     return Matmul(rows, columns, min(rows, columns), prod(batch), operands[0].dtype, num_bytes)

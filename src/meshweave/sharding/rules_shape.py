@@ -1,4 +1,4 @@
-"""Rows for views, slices, reductions and factories."""
+"""Sharding rules of views, slices, reductions and factories."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ def _boundaries(shape: Sequence[int]) -> list[int]:
 
 
 def split_and_merge(before: Sequence[int], after: Sequence[int]) -> tuple[RuleBuilder, list[Dim], list[Dim]]:
-    """Factors of a reshape: the coarsest pieces that both shapes are made of.
-
-    Where dims do not nest (6 x 4 to 4 x 6) the stretch between the nearest common boundaries is whole.
-    """
+    """Factors of a reshape: the coarsest factors that divide both shapes. Where dims do not nest (6 x 4 to 4 x 6) the
+    stretch between the nearest common boundaries is whole."""
     build = RuleBuilder()
     common = sorted(set(_boundaries(before)) & set(_boundaries(after)))
     cuts = [common[0]] if common else [1]
@@ -93,7 +91,7 @@ def _some_whole(node: fx.Node, whole: set[int], linear: tuple[Linear, ...]) -> R
 
 
 def _segments(node: fx.Node) -> Rule:
-    """Rows (dim 0) go by segments, whose lengths are data; what is beside them may be cut."""
+    """Rows (dim 0) are grouped into segments, whose lengths are data; the other dims may be cut."""
     return _some_whole(node, {0}, ())
 
 
@@ -152,13 +150,14 @@ def _last_two(node: fx.Node) -> Rule:
 
 
 def _unfold(node: fx.Node) -> Rule:
-    """Windows along one dim: that dim becomes the windows, and a new last dim what stands in each; both whole."""
+    """Windows along a dim: that dim becomes the index of the window, and a new last dim the contents of each; both are
+    whole."""
     return _some_whole(node, {argument(node, 1) % _rank(node)}, moved({0}))
 
 
 def _refused(node: fx.Node) -> Rule:
     raise RuleError(
-        f"{op_name(node.target)} reads memory by its strides, which a value has only where it runs",
+        f"{op_name(node.target)} reads memory by its strides, which a value has only at run time",
         where=str(origin_of(node)),
         got=f"{node.name}({', '.join(str(spec_of(n)) for n in tensor_inputs(node))})",
         expected="an op that is a function of the values",
@@ -167,7 +166,7 @@ def _refused(node: fx.Node) -> Rule:
 
 
 def _diagonal(node: fx.Node) -> Rule:
-    """Two dims are gone, their diagonal is the last dim of the result, whole."""
+    """Two dims are replaced by their diagonal, which is the last dim of the result and whole."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     removed = {argument(node, 2, 0) % len(shape), argument(node, 3, 1) % len(shape)}
     build = RuleBuilder()
@@ -187,7 +186,7 @@ def _diagonal_scatter(node: fx.Node) -> Rule:
 
 
 def _last_whole(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
-    """All dims but the last are shared; the last, which one side may lack, is whole."""
+    """All dims except the last are shared; the last, which one side may lack, is whole."""
     build = RuleBuilder()
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
     known = {d: (build.factor(size),) for d, size in enumerate(before[: max(len(before), len(after)) - 1])}
@@ -195,7 +194,7 @@ def _last_whole(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
 
 
 def _whole(node: fx.Node) -> Rule:
-    """Ops that look at everything at once: never sharded."""
+    """Ops that need all elements at once: never sharded."""
     build = RuleBuilder()
 
     operands = [build.dims_from(spec_of(n).shape, {}) for n in tensor_inputs(node)]
@@ -241,7 +240,7 @@ add([aten.tril.default, aten.triu.default], _last_two)
 
 
 def _reduction(node: fx.Node, op: str, linear: tuple[Linear, ...]) -> Rule:
-    """Dims reduced away are factors that the result lacks."""
+    """Reduced dims are factors that the result lacks."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     listed: Any = argument(node, 1, ())
     dims = [listed] if isinstance(listed, int) else listed or range(len(shape))
@@ -266,10 +265,8 @@ def _amin(node: fx.Node) -> Rule:
 
 
 def _whole_reduction(node: fx.Node, at: int = 1, default: int | None = None) -> Rule:
-    """Reductions that no collective can finish: the dims (argument `at`, all for None) are whole.
-
-    Results are with or without them.
-    """
+    """Reductions that no collective can finish: the dims (argument `at`, all for None) are whole. Results keep or drop
+    them."""
     shape = spec_of(tensor_inputs(node)[0]).shape
     listed: Any = argument(node, at, default)
     dims = [listed] if isinstance(listed, int) else listed
@@ -315,7 +312,7 @@ add(aten.kthvalue.default, partial(_whole_reduction, at=2, default=-1))
 
 
 def _factory(node: fx.Node) -> Rule:
-    """Made from nothing (or from numbers): any piece can be made where it is wanted."""
+    """No tensor inputs: any piece can be computed on any device."""
     build = RuleBuilder()
     return build.rule([[] for _ in tensor_inputs(node)], [build.dims(spec_of(node).shape)])
 

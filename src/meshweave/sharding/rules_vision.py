@@ -1,4 +1,4 @@
-"""Rows for convolutions, pooling, resizing, padding and sampling of images."""
+"""Sharding rules of convolutions, pooling, resizing, padding and sampling of images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ aten = torch.ops.aten
 def _channels(
     build: RuleBuilder, x: Spec, w: Spec, transposed: bool, groups: int, whole_input: bool
 ) -> tuple[Dim, Dim, dict[int, Dim]]:
-    """Factors of the input channels, of the output channels and of the weight's dims: channels are (group, member)."""
+    """Factors of the input channels, of the output channels and of the weight's dims: channels are (group, index in
+    group)."""
     wide = w.shape[1] * groups if transposed else w.shape[0]
     group = build.factor(groups)
     before = (group, build.factor(x.shape[1] // groups, whole=whole_input))
@@ -62,7 +63,7 @@ add(aten.convolution_backward.default, _convolution_backward, localize="convolut
 
 
 def _planes(node: fx.Node, spatial: int, linear: tuple[Linear, ...] = ()) -> Rule:
-    """Every plane (the last `spatial` dims) by itself: planes may be dealt out, a plane is whole."""
+    """Every plane (the last `spatial` dims) is independent: planes may be distributed, a plane is whole."""
     build = RuleBuilder()
     tensors = [spec_of(n).shape for n in tensor_inputs(node)]
     known = {d: (build.factor(size),) for d, size in enumerate(tensors[0][: len(tensors[0]) - spatial])}
@@ -181,7 +182,7 @@ add(aten.col2im.default, partial(_windows, to_windows=False), localize="guarded"
 
 
 def _samples(build: RuleBuilder, image: Spec, grid: Spec) -> tuple[list[Dim], list[Dim], list[Dim]]:
-    """Dims of an image [n, c, ...], of the places where it is sampled [n, ..., k] and of the samples [n, c, ...]."""
+    """Dims of an image [n, c, ...], of the sampling grid [n, ..., k] and of the samples [n, c, ...]."""
     batch, channel = (build.factor(image.shape[0]),), (build.factor(image.shape[1]),)
     at = build.dims(grid.shape[1:-1])
     plane = build.dims(image.shape[2:], whole=range(len(image.shape)))
@@ -195,7 +196,7 @@ def _grid_sampler(node: fx.Node) -> Rule:
 
 
 def _grid_sampler_backward(node: fx.Node) -> Rule:
-    """The image's gradient is a sum over the places, the grid's one over the channels."""
+    """The image's gradient is a sum over the grid's places, the grid's gradient a sum over the channels."""
     _, x, places = (spec_of(n) for n in tensor_inputs(node))
     build = RuleBuilder()
     image, grid, sampled = _samples(build, x, places)

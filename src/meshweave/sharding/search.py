@@ -1,4 +1,4 @@
-"""The column or row choice per weight whose moves take the least time."""
+"""Chooses column or row per weight so that the moves take the least time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from meshweave.sharding.styles import apply_style, style_dims
 
 @dataclass(frozen=True, slots=True)
 class Twins:
-    """Modules of the same place in repeated layers: they are decided together. Neighbours in a list are no twins."""
+    """Modules of the same place in repeated layers (twins), which are decided together. Neighbours in a list are not
+    twins."""
 
     modules: tuple[str, ...]
 
 
 def twins(model: nn.Module, resolved: Resolved, axis: str) -> list[Twins]:
-    """Groups of modules with a column and a row way whose parameters the plan leaves open, in the model's order."""
+    """Groups of modules that can be column- or row-parallel and whose parameters the plan leaves open, in the model's
+    order."""
     canonical = {id(p): n for n, p in model.named_parameters()}
     groups: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -46,12 +48,11 @@ def choose_tp(
     place_with: Callable[[Resolved, dict[Any, Any]], StepGraph],
     price: Price,
 ) -> Resolved:
-    """`found` with a style for every open weight over `axis`.
-
-    Coordinate descent from all-colwise over groups of twins, the last of the model first (a row weight ends a pair, so
-    it is found before the column weight that begins it), each candidate judged by the price of the moves of the whole
-    placed step (forward and backward), until a round changes nothing (two rounds at most). `place_with(found, decided)`
-    places the step under a candidate; what was `decided` for one serves the next.
+    """`found` with a style for every open weight over `axis`.\n\nCoordinate descent from all-colwise over groups of
+    twins, the last of the model first (a row weight ends a pair, so it is decided before the column weight that begins
+    it). A candidate's cost is the price of all moves of the placed step, forward and backward. The search ends when a
+    round changes nothing (two rounds at most). `place_with(found, decided)` places the step under a candidate;
+    `decided` carries decisions over to the next candidate.
     """
     groups = twins(model, resolved, axis)
     styles = {t: "colwise" for t in groups}
@@ -60,7 +61,7 @@ def choose_tp(
     def cost(styles: dict[Twins, str]) -> float:
         try:
             placed = place_with(_styled(model, resolved, styles, axis), decided)
-        except LayoutError:  # operators in the model ask for what this candidate does not give
+        except LayoutError:  # operators in the model require what this candidate does not provide
             return inf
         moves = [n for n in placed.graph.nodes if n.target is ops.move]
         return sum(price(n.args[0].meta["layout"], n.meta["layout"], spec_of(n)) for n in moves)

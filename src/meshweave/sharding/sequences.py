@@ -1,9 +1,9 @@
-"""The sequence dim kept apart: what merges it with dims outside of it is undone, so that it can be cut.
+"""Keeps the sequence dim separate: undoes merges of the sequence with outer dims, so that it can be cut.
 
-A view that makes (batch, sequence) one dim of tokens, as every linear layer and most losses do, hides the sequence
-inside of it, where no layout can cut it. The captured step is written anew so that such values keep their dims: an op
-on tokens becomes the same op on (batch, sequence), a product over tokens a `contract`. Values are the same to the order
-of their elements; an op that can't be written so gets the merged value.
+A view that merges (batch, sequence) into a dim of tokens, as every linear layer and most losses do, hides the sequence
+where no layout can cut it. The captured step is rewritten so that such values keep their dims: an op on tokens becomes
+the same op on (batch, sequence), a product over tokens a `contract`. Values are the same except for the order of their
+elements; an op that cannot be rewritten gets the merged value.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from meshweave.capture.batch import batch_size
 from meshweave.errors import PlanError, RuleError
 from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, map_nodes, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, is_pointwise
-from meshweave.sharding.factors import Dim, Rule
+from meshweave.sharding.factors import Rule
 from meshweave.sharding.registry import pointwise, result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
 
 _ALONG = (aten.slice.Tensor, aten.constant_pad_nd.default)
-Split = tuple[tuple[int, ...], ...]  # per dim of a value, the sizes of the dims that it is kept as
+Split = tuple[tuple[int, ...], ...]  # per dim of a value, the sizes of the dims that it is split into
 
 
 def sequence_length(step: StepGraph) -> int:
-    """Size of dim 1 of the first tensor of the batch that has one. PlanError where none has."""
+    """Size of dim 1 of the first tensor of the batch that has such a dim. PlanError if there is none."""
     shapes = [i.spec.shape for i in step.inputs if i.kind == "batch"]
     length = next((shape[1] for shape in shapes if len(shape) > 1), 0)
     if not length:
@@ -53,15 +53,15 @@ def has_sequence(item: Input, size: int | None, length: int) -> bool:
 
 @dataclass(slots=True)
 class _Value:
-    """A value of the old graph in the new one, where its dims are split."""
+    """A value of the old graph, in the new graph, with its dims split."""
 
     node: fx.Node
     split: Split
 
 
 def keep_sequences_apart(step: StepGraph, axes: Sequence[str]) -> StepGraph:
-    """The step with the sequence dim, which `axes` are to cut, apart from the batch, from the batch to the loss and
-    back. What was shifted along it (labels) is pinned to be cut again."""
+    """The step with the sequence dim, which `axes` will cut, separate from the batch dim, from the batch to the loss
+    and back. Values that were shifted along it (labels) are pinned to be cut again."""
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
     return _SequenceWriter(step, size, sequence_length(step), tuple(axes)).run()
 
@@ -90,7 +90,7 @@ class _SequenceWriter:
         return replace(self.step, graph=self.graph)
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """The value in the shape that it has in the old graph."""
+        """The value in its old shape."""
         value = self.env[node]
         if not _is_split(value.split):
             return value.node
@@ -100,12 +100,12 @@ class _SequenceWriter:
         return self.merged[node]
 
     def in_split(self, node: fx.Node, split: Split) -> fx.Node:
-        """The value with its dims split so."""
+        """The value with its dims split in this way."""
         value = self.env[node]
         shape = [size for sizes in split for size in sizes]
         if value.split == split:
             return value.node
-        if value.node.target is aten.full.default:  # a view of it would be made whole
+        if value.node.target is aten.full.default:  # its view would not be contiguous
             return self.emit(node, aten.full.default, (shape, *value.node.args[1:]), value.node.kwargs, shape)
         return self.emit(node, aten.view.default, (value.node, shape), {}, shape)
 
@@ -142,16 +142,16 @@ class _SequenceWriter:
             self.tuples[node] = (new, self._marks(new))
 
     def give(self, node: fx.Node, target: Any, args: Any, kwargs: Any, split: Split) -> Split:
-        """The value of `node`, made by an op on split dims."""
+        """Record the value of `node`, computed by an op on split dims."""
         new = self.emit(node, target, args, kwargs, [size for sizes in split for size in sizes])
         self._keep(node, new, split)
         return split
 
     def _keep(self, node: fx.Node, new: fx.Node, split: Split) -> None:
-        """Note what `node` is in the new graph. What has the sequence's length again, after a shift, is pinned."""
+        """Record the new node of `node`. A value that has the sequence's length again, after a shift, is pinned."""
         (operand,) = tensor_inputs(new)[:1] or (None,)
         marks, along = self._marks(new)[0], frozenset[int]()
-        if new.target in _ALONG and operand is not None:  # the dim is cut off or filled up, but runs as it did
+        if new.target in _ALONG and operand is not None:  # the dim is cropped or padded, but is the same dim
             along = self.marks.get(operand, frozenset())
         shape, before = spec_of(new).shape, () if operand is None else spec_of(operand).shape
         shifted = [d for d in along - marks if shape[d] == self.length != before[d]]
@@ -162,7 +162,7 @@ class _SequenceWriter:
         self.marks[new] = marks | along
 
     def _view(self, node: fx.Node) -> None:
-        """A view splits its dims where the sequence begins inside of one, and is none if that leaves the shape."""
+        """A view splits its dims where the sequence begins inside a dim, and is dropped if that restores the shape."""
         (source,) = tensor_inputs(node)
         value = self.env[source]
         before, after = spec_of(value.node).shape, spec_of(node).shape
@@ -175,27 +175,22 @@ class _SequenceWriter:
         self.give(node, aten.view.default, (value.node, list(shape)), {}, split)
 
     def _marks(self, new: fx.Node) -> list[frozenset[int]]:
-        """Dims of the results whose outermost factor, be it whole, an operand has along the sequence."""
+        """Dims of the results whose outermost factor, whole or not, is along the sequence in an operand."""
         rule = rule_or_none(new)
         if rule is None:
             return [frozenset() for _ in result_specs(new)]
         along: set[int] = set()
         for operand, dims in zip(tensor_inputs(new), rule.operands, strict=True):
-            along |= {_outer(rule, dims[d]) for d in self.marks.get(operand, ())} - {-1}
-        return [frozenset(d for d, dim in enumerate(dims) if _outer(rule, dim) in along) for dims in rule.results]
+            along |= {rule.outermost(dims[d]) for d in self.marks.get(operand, ())} - {-1}
+        return [frozenset(d for d, dim in enumerate(dims) if rule.outermost(dim) in along) for dims in rule.results]
 
 
 def rule_or_none(node: fx.Node) -> Rule | None:
-    """The rule of an op; None where there is none, which is raised where it is placed. A pin changes nothing."""
+    """The rule of an op; None if there is none (placement raises that error). A pin changes nothing."""
     try:
         return pointwise(node) if node.target is ours.pin.default else row_for(node).rule(node)
     except RuleError:
         return None
-
-
-def _outer(rule: Rule, dim: Dim) -> int:
-    """The outermost factor of more than one element, -1 where there is none."""
-    return next((f for f in dim if rule.sizes[f] > 1), -1)
 
 
 def _unsplit(shape: Sequence[int]) -> Split:
@@ -207,8 +202,8 @@ def _is_split(split: Split) -> bool:
 
 
 def _split_at(shape: Sequence[int], dim: int, edges: set[int]) -> tuple[int, ...]:
-    """Sizes of the dims that `dim` is split into at those of `edges` that lie inside of it, counted in elements from
-    the innermost."""
+    """Sizes of the dims that `dim` is split into at those of `edges` that are inside it, counted in elements from the
+    innermost."""
     low, high = prod(shape[dim + 1 :]), prod(shape[dim:])
     sizes = []
     for edge in sorted(edges, reverse=True):
@@ -219,22 +214,21 @@ def _split_at(shape: Sequence[int], dim: int, edges: set[int]) -> tuple[int, ...
 
 
 def _places(split: Split) -> list[list[int]]:
-    """Per old dim its new dims."""
+    """The new dims of each old dim."""
     ends = [sum(map(len, split[: d + 1])) for d in range(len(split))]
     return [list(range(end - len(sizes), end)) for end, sizes in zip(ends, split, strict=True)]
 
 
 def _common(splits: Sequence[tuple[tuple[int, ...], int]]) -> tuple[int, ...] | None:
-    """The split of dims of several values that run together, of (split, size) each: the finest; None where two differ.
-
-    Dims of size 1 beside larger ones are broadcast, and say nothing.
-    """
+    """The split of dims of several values that share a loop, each as (split, size): the finest; None if two conflict.
+    Dims of size 1 beside larger dims are broadcast, and have no say."""
     size = max(size for _, size in splits)
     known = {split for split, n in splits if n == size and len(split) > 1}
     return None if len(known) > 1 else known.pop() if known else (size,)
 
 
-# How each kind of op is written on split dims: (writer, node) -> the split of the result, None where it can't be.
+# How each kind of op is rewritten on split dims: (writer, node) -> the split of the result, None if it cannot be
+# rewritten.
 
 _Write = Callable[[_SequenceWriter, fx.Node], Split | None]
 
@@ -310,8 +304,8 @@ def _mm(w: _SequenceWriter, node: fx.Node) -> Split | None:
 
 
 def _unpermuted(x: fx.Node, over: list[int]) -> tuple[fx.Node, list[int]]:
-    """An operand of a product before a permutation that leaves the other dims in their order, so that what brings it
-    here serves its other uses, and the dims to sum over."""
+    """An operand of a product before a permutation that keeps the order of the other dims, so that a move of it serves
+    its other uses, and the dims to sum over."""
     if x.target is not aten.permute.default:
         return x, over
     source, order = x.args[0], list(x.args[1])  # type: ignore[arg-type]
@@ -320,13 +314,13 @@ def _unpermuted(x: fx.Node, over: list[int]) -> tuple[fx.Node, list[int]]:
 
 
 def _dim(node: fx.Node, rank: int) -> int:
-    """Argument 1 of an op: a dim."""
+    """Argument 1 of an op, as a dim."""
     dim: Any = node.args[1]
     return int(dim % rank)
 
 
 def _beside(w: _SequenceWriter, node: fx.Node) -> Split | None:
-    """Ops that look things up along one dim (argument 1), which is not split: gather and scatters."""
+    """Ops that look up along a dim (argument 1), which is not split: gather and scatters."""
     tensors = tensor_inputs(node)
     rank = len(spec_of(node).shape)
     dim = _dim(node, rank)

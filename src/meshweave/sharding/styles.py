@@ -1,4 +1,4 @@
-"""What the familiar styles (colwise, rowwise, ...) mean for the parameters of a module."""
+"""What the usual styles (colwise, rowwise, ...) mean for the parameters of a module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 from meshweave.errors import PlanError
 from meshweave.sharding.plans import Resolved
 
-# The names that Hugging Face tp plans use (transformers/integrations/tensor_parallel.py), and what they mean here.
-# "gather output" and the like say how a module's result is laid out, which placement decides by cost; what is "" here
-# speaks of values alone. What is packed (gate and up in one matrix) is stored in plain pieces of that dim.
+# The names that Hugging Face tp plans use (transformers/integrations/tensor_parallel.py), and their meaning here.
+# "gather output" and the like fix the layout of a module's result, which placement decides by cost; "" stands for a
+# style of values only. Packed weights (gate and up in a single matrix) are stored in plain pieces of that dim.
 HF_STYLES = {
     "colwise": "colwise",
     "colwise_rep": "colwise",
@@ -45,12 +45,12 @@ _TABLES = {
 
 
 def style_dims(module: nn.Module) -> Mapping[str, Mapping[str, int]] | None:
-    """What colwise and rowwise mean for a module, or None where they mean nothing."""
+    """The meaning of colwise and rowwise for a module, or None if they have none."""
     return next((_TABLES[c.__name__] for c in type(module).__mro__ if c.__name__ in _TABLES), None)
 
 
 def apply_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
-    """Note what a style asks of one module's parameters and values."""
+    """Record what a style requires of a module's parameters and values."""
     module = model.get_submodule(name)
     if style == "sequence":
         resolved.pins.append((name, "out", f"{axis}=1"))
@@ -73,9 +73,10 @@ def apply_style(resolved: Resolved, model: nn.Module, name: str, style: str, axi
 
 
 def apply_param_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
-    """Note what a style asks of a parameter that no module of its own uses, such as a stack of matrices [e, out, in].
+    """Record what a style requires of a parameter without a module of its own, such as a stack of matrices [e, out,
+    in].
 
-    Colwise cuts the last dim but one (a vector's only dim), rowwise the last (no vector), experts the first.
+    Colwise cuts the second last dim (a vector's only dim), rowwise the last (no vector), experts the first.
     """
     rank = model.get_parameter(name).dim()
     dims = {"colwise": max(rank - 2, 0), "rowwise": rank - 1 if rank > 1 else None, "experts": 0}
@@ -83,8 +84,8 @@ def apply_param_style(resolved: Resolved, model: nn.Module, name: str, style: st
 
 
 def expert_parameters(model: nn.Module) -> dict[str, str]:
-    """Parameters stacked over experts on dim 0, and what says so: the model's own expert plan, or a module named
-    `experts` whose parameters all have as many rows. Empty for a model without."""
+    """Parameters stacked over experts on dim 0, and the evidence: the model's own expert plan, or a module named
+    `experts` whose parameters all have the same number of rows. Empty for a model without experts."""
     plan = getattr(model, "ep_plan", None) or {}
     stacked = [glob for glob, style in plan.items() if HF_STYLES.get(style) == "experts"]
     by_name = {

@@ -1,8 +1,8 @@
 """Gradients of several microbatches: in which layout they are added up, and when.
 
 Sums over devices are linear, so parts of a gradient can be added up over microbatches before devices reduce them: once
-a step instead of once a microbatch. That takes a gradient as it comes out of backward, whole, on every device. The
-other way is to reduce-scatter what the parameter's storage shards in every microbatch, and add up shards.
+a step instead of once a microbatch. That needs memory for a whole gradient on every device. The alternative
+reduce-scatters every microbatch's gradient over the axes that shard the parameter's storage, and adds up shards.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SCALE = torch.ops.aten.mul.Tensor
 
 @dataclass(slots=True)
 class Sums:
-    """The ops of a captured step that add a microbatch's gradient to those before, each with its operands: the sum so
-    far and the gradient. `where`: "whole" or "shards"."""
+    """The ops of a captured step that add a microbatch's gradient to the earlier sum, each with its operands: the sum
+    so far and the gradient. `where`: "whole" or "shards"."""
 
     step: StepGraph
     where: str
@@ -47,8 +47,9 @@ class Sums:
     def order(self) -> list[fx.Node]:
         """The nodes of the step in the order in which they are placed.
 
-        A gradient is scaled as soon as it is there. It is added to a whole sum then, so that it does not live on beside
-        that; to a shard at the end of backward, when what each microbatch moves has had the time to arrive.
+        A gradient is scaled as soon as it is computed. It is then added to a whole sum at once, so that it does not
+        live beside the sum; it is added to a shard at the end of backward, so that the microbatch's moves have had time
+        to finish.
         """
         early: dict[fx.Node, list[fx.Node]] = {}
         for node, (_, gradient) in self.operands.items():
@@ -60,11 +61,11 @@ class Sums:
         return [each for node in self.step.graph.nodes if node not in late for each in (node, *early.get(node, ()))]
 
     def layout(self, produced: Layout, stored: Layout, shape: Sequence[int]) -> Layout:
-        """The layout of a sum, where backward gives the gradient in `made` and the parameter is stored in `stored`.
+        """The layout of a sum, where backward returns the gradient in `made` and the parameter is stored in `stored`.
 
-        "whole": that of the gradient, so that nothing moves before the last microbatch. "shards": as it is stored, but
-        partial over axes that do not shard it: every microbatch moves what a device would hold whole, and no more. A
-        dim of one element stays whole, for no op adds up in pieces of it.
+        "whole": that of the gradient, so that nothing moves before the last microbatch. "shards": the stored layout,
+        but partial over axes that do not shard it: every microbatch moves what a device would otherwise store whole,
+        and no more. A dim of one element stays whole, because no op adds up pieces of it.
         """
         sums = tuple((axis, op) for axis, op in produced.partial if op == "sum")
         if self.where == "shards" and produced.mesh == stored.mesh:
@@ -75,7 +76,8 @@ class Sums:
 
 
 def sum_bytes(placed: StepGraph) -> tuple[int, int]:
-    """Bytes of all sums of gradients on the device that has the most: as they are added up, and as they are stored."""
+    """Bytes of all sums of gradients on the device that has the most: in the layouts in which they are added up, and as
+    stored."""
     num_bytes: dict[str, Counter[Mesh]] = {"acc": Counter(), "grad": Counter()}
     for (kind, _), value in zip(placed.outputs, placed.output_values, strict=True):
         if kind in num_bytes:
@@ -85,7 +87,7 @@ def sum_bytes(placed: StepGraph) -> tuple[int, int]:
 
 
 def _most(bytes_on: Mapping[Mesh, int]) -> int:
-    """The most that one device holds of what each mesh holds per device."""
+    """The largest total on a device, from the bytes per device on each mesh."""
     total = Counter[int]()
     for mesh, num_bytes in bytes_on.items():
         total.update(dict.fromkeys(mesh.devices, num_bytes))

@@ -1,5 +1,5 @@
-"""Layouts that a value's users propose, for dims of which no operand of its op says how to cut them: what an op spreads
-out, and a sum that is to be rounded."""
+"""Layouts that a value's users propose, for dims whose cut no operand of its op determines: dims that an op broadcasts,
+and a sum that has to be reduced before it is rounded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS
 from meshweave.sharding.registry import row_for
 
-_MOST_VALUES = 32  # looked at per op: the users that matter stand within one composite (a softmax, a loss)
+_MOST_VALUES = 32  # visited per op: the relevant users are inside the same composite (a softmax, a loss)
 
-Map = tuple[int | None, ...]  # per dim of a value, the dim of the op's result that it runs along
+Map = tuple[int | None, ...]  # for each dim of a value, the dim of the op's result that it runs along
 
 
 def proposed_by_users(
     node: fx.Node, mesh: Mesh, is_free: Callable[[fx.Node], bool], layout_of: Callable[[fx.Node], Layout | None]
 ) -> tuple[Layout, ...]:
-    """The layout in which users want dims of a node's result that come from nothing, or those of a sum that has
-    to be taken before it is rounded: none, or one.
+    """The layout in which users need broadcast dims of a node's result, or those of a sum that has to be reduced before
+    it is rounded: none, or a single layout.
 
-    `is_free`: whether a value is made on demand, in any piece. `layout_of`: that of a value that has been placed.
+    `is_free`: whether a value is computed on demand, in any piece. `layout_of`: the layout of a placed value.
     """
     dims = _spread_dims(node, lambda n: not is_free(n)) or _rounded_dims(node, layout_of)
     proposed = _layout_of_users(node, dims, lambda n: None if is_free(n) else layout_of(n)) if dims else None
@@ -34,7 +34,7 @@ def proposed_by_users(
 
 
 def _spread_dims(node: fx.Node, is_held: Callable[[fx.Node], bool]) -> frozenset[int]:
-    """Dims of a node's result that none of its operands has which are `held`: no layout of theirs can shard them."""
+    """Dims of a node's result that none of its operands in `held` has: no layout of theirs can shard them."""
     spec, operands = node.meta["spec"], tensor_inputs(node)
     if not isinstance(spec, Spec) or spec.num_elements < 2:
         return frozenset()
@@ -47,7 +47,7 @@ def _spread_dims(node: fx.Node, is_held: Callable[[fx.Node], bool]) -> frozenset
 
 
 def _rounded_dims(node: fx.Node, layout_of: Callable[[fx.Node], Layout | None]) -> frozenset[int]:
-    """The dims of a cast that its operand, a part of a sum, does not pass."""
+    """The dims of a cast that its operand, a partial sum, does not pass."""
     layout = layout_of(tensor_inputs(node)[0]) if node.target in CASTS else None
     if layout is None or not layout.partial or any("sum" in way.ops for way in row_for(node).rule(node).linear):
         return frozenset()
@@ -57,10 +57,8 @@ def _rounded_dims(node: fx.Node, layout_of: Callable[[fx.Node], Layout | None]) 
 def _layout_of_users(
     node: fx.Node, dims: frozenset[int], layout_of: Callable[[fx.Node], Layout | None]
 ) -> Layout | None:
-    """How the values that a node's result meets are sharded along `dims`; None where they are not, or not yet known.
-
-    Goes from the result to its users, their other operands and results, breadth first.
-    """
+    """How the values that a node's result meets are sharded along `dims`; None if they are not sharded, or not yet
+    placed. Breadth-first search from the result to its users, and their other operands and results."""
     start: Map = tuple(d if d in dims else None for d in range(len(spec_of(node).shape)))
     queue, seen = deque([(node, start)]), {node}
     while queue and len(seen) < _MOST_VALUES:
@@ -79,13 +77,13 @@ def _layout_of_users(
 
 
 def _neighbours(value: fx.Node, along: Map, is_start: bool) -> Iterator[tuple[fx.Node, Map]]:
-    """The operands and results of the ops that use a value, and of the op that makes it."""
+    """The operands and results of the ops that use a value, and of the op that computes it."""
     for op in [*value.users, *([] if is_start else [value])]:
         if op.op != "call_function" or not isinstance(op.meta.get("spec"), Spec):
             continue
         try:
             rule = row_for(op).rule(op)
-        except RuleError:  # which it raises again when it is placed
+        except RuleError:  # placement raises it again
             continue
         places = list(zip([*tensor_inputs(op), op], (*rule.operands, *rule.results), strict=True))
         to = {rule.outer(dims, d): r for n, dims in places if n is value for d, r in enumerate(along) if r is not None}

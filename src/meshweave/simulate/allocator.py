@@ -1,11 +1,11 @@
-"""PyTorch's caching allocator, replayed: what it reserves for a sequence of allocations.
+"""Replays PyTorch's caching allocator: the memory that it reserves for a sequence of allocations.
 
 Sizes and rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with its default settings: blocks
 are rounded up to 512 B; below 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, above from
 segments of their own size rounded up to 2 MiB; the smallest free block that is large enough is taken and split, unless
-little would be left; free neighbours are joined; nothing is given back. With `expandable_segments:True` (as torchtitan
-and verl set PYTORCH_CUDA_ALLOC_CONF) a pool has one segment, which grows at its end by 2 or 20 MiB at a time, and every
-block is split.
+little would be left; adjacent free blocks are merged; no segment is returned to the device. With
+`expandable_segments:True` (as torchtitan and verl set PYTORCH_CUDA_ALLOC_CONF) a pool has a single segment, which grows
+at its end by 2 or 20 MiB at a time, and every block is split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _BlockPool:
-    """Free blocks of small or of large segments, by size. `last`: of an expandable segment."""
+    """Free blocks of small or of large segments, by size. `last`: the last block of an expandable segment."""
 
     last: _Block | None = None
     keys: list[tuple[int, int, int]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _BlockPool:
 
 @dataclass(slots=True)
 class CachingAllocator:
-    """Reserved bytes grow as `allocate` is called; `free` gives blocks back to the pool of their stream."""
+    """Reserved bytes grow as `allocate` is called; `free` returns blocks to the pool of their stream."""
 
     is_expandable: bool = False
     reserved: int = 0
@@ -139,7 +139,8 @@ def _segment_size(size: int) -> int:
 
 
 def reserved_bytes(changes: Iterable[tuple[int, int, str]], is_expandable: bool = False) -> int:
-    """What is reserved after `changes`, each (tensor's number, bytes, stream): made, and when it comes again, freed."""
+    """Bytes reserved after `changes`, each (tensor's number, bytes, stream): the first occurrence allocates, the second
+    frees."""
     allocator, handles = CachingAllocator(is_expandable), dict[int, int]()
     for number, num_bytes, stream in changes:
         if number in handles:

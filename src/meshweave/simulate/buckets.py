@@ -1,9 +1,9 @@
-"""Which collectives run as one: the buckets of systems that flatten parameters and gradients.
+"""Which collectives are merged: the buckets of systems that flatten parameters and gradients.
 
-A step that our compiler wrote has a collective per parameter. FSDP has one per wrapped block (torch 2.13,
+meshweave's own steps have a collective per parameter. FSDP has one per wrapped block (torch 2.13,
 torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py), DDP and Megatron's distributed optimizer one per so many
-bytes (DDP: `bucket_cap_mb`, 25 MiB; Megatron: `ddp_bucket_size`, 40 million parameters). To predict such a system its
-buckets are stated.
+bytes (DDP: `bucket_cap_mb`, 25 MiB; Megatron: `ddp_bucket_size`, 40 million parameters). To predict such a system,
+state its buckets.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import block_name, origin_of
 
 Buckets = Literal["none", "blocks", "blocks+root"] | int
-"""`none`: every collective by itself. `blocks`: those of a kind and phase in one block of the model (`model.layers.3`),
-or outside of blocks, are one. `blocks+root`: so are they, and in memory all parameters outside of blocks are one group,
-as FSDP2's root module has them (see `simulate.flat`). A number: neighbours of a kind and phase until they have that
-many bytes."""
+"""`none`: every collective by itself. `blocks`: those of a kind and phase in the same block of the model
+(`model.layers.3`), or outside of blocks, are merged. `blocks+root`: the same, and in memory all parameters outside of
+blocks form a group, as in FSDP2's root module (see `simulate.flat`). A number: neighbours of a kind and phase are
+merged until they have that many bytes."""
 OF_BLOCKS = ("blocks", "blocks+root")
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A collective in the order of its channel: its node and microbatch, when it may be started and is first waited for
-    (as numbers of tasks; `wait` -1: never), and bytes per device."""
+    """A collective in the order of its channel: its node and microbatch, when it may start and when it is first waited
+    for (as task numbers; `wait` -1: never), and bytes per device."""
 
     node: fx.Node
     microbatch: int
@@ -38,7 +38,7 @@ class Member:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises MeshweaveError for what says no buckets."""
+    """Raises MeshweaveError for an unknown kind of buckets."""
     is_size = isinstance(buckets, int) and not isinstance(buckets, bool) and buckets > 0
     if not is_size and buckets not in ("none", *OF_BLOCKS):
         raise MeshweaveError(
@@ -49,10 +49,9 @@ def check_buckets(buckets: Buckets) -> None:
 
 
 def grouped(members: Sequence[Member], buckets: Buckets) -> Iterator[list[int]]:
-    """The members of each bucket, by index: runs of neighbours of a kind, phase and microbatch that belong together.
+    """The members of each bucket, by index: runs of neighbours of the same kind, phase and microbatch.
 
-    A bucket is closed where one of its members is waited for before the next may be started: that one would wait for
-    itself.
+    A bucket is closed if one of its members is waited for before the next may start: the next would wait for itself.
     """
     positions: list[int] = []
     for i, member in enumerate(members):

@@ -1,4 +1,4 @@
-"""What kind of work each op is: one table, and the numbers of its work."""
+"""The kind of work of each op, from a single table, and its amounts."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ COSTS: dict[Any, str | Cost] = {}  # of the ops that a user has registered
 
 def set_cost(target: Any, cost: str | Cost) -> None:
     """Price an op as a kind of memory work, or by a function of the node, its operands and its results.
-
-    Raises RuleError for what is neither.
-    """
+    Raises RuleError for anything else."""
     if not callable(cost) and cost not in KINDS:
         raise RuleError(
-            "this is no kind of work",
+            "unknown kind of work",
             where=f"cost of {op_name(target)}",
             got=repr(cost),
             expected=f"{', '.join(KINDS)}, or a function (node, operands, results) -> work",
@@ -49,18 +47,18 @@ def set_cost(target: Any, cost: str | Cost) -> None:
 
 
 def known_kind(node: fx.Node) -> str:
-    """`matmul`, `attention`, `registered` (work by a user's function) or a kind of memory work; "" for a node of which
-    none is known."""
+    """`matmul`, `attention`, `registered` (work by a user's function) or a kind of memory work; "" if unknown."""
     target = inner_target(node)
     if cost := COSTS.get(target):
         return "registered" if callable(cost) else cost
     if target is aten.scatter.value or (target is local_ops.scatter and not isinstance(node.args[3], fx.Node)):
-        return "pointwise"  # one-hot: compilers make it where the index is met, eager kernels write a few elements
+        # one-hot: compilers compute it where the index is compared, eager kernels write a few elements
+        return "pointwise"
     return work_kind(target) if node.op == "call_function" else ""
 
 
 def kind_of(node: fx.Node) -> str:
-    """The kind of work of a node. Raises MeshweaveError for an op that has none."""
+    """The kind of work of a node. Raises MeshweaveError for an op without a kind."""
     if kind := known_kind(node):
         return kind
     target = inner_target(node)
@@ -75,12 +73,13 @@ def kind_of(node: fx.Node) -> str:
 
 
 def is_fusible(kind: str) -> bool:
-    """Whether a compiler such as Inductor puts ops of this kind into one kernel with their neighbours."""
+    """Whether a compiler such as Inductor fuses ops of this kind with their neighbours."""
     return kind in _FUSIBLE
 
 
 def is_closing(node: fx.Node, operands: Operands, results: Operands) -> bool:
-    """Whether a reduction ends its kernel: it reduces more than the innermost dims, so what follows needs all of it."""
+    """Whether a reduction ends its kernel: it reduces more than the innermost dims, so later ops need the complete
+    result."""
     if kind_of(node) != "reduction" or not operands or not results:
         return False
     before, after = operands[0].shape, results[0].shape
@@ -91,7 +90,7 @@ def is_closing(node: fx.Node, operands: Operands, results: Operands) -> bool:
 
 
 def work_of(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
-    """The work of one op by itself: operands are read and results written in device memory."""
+    """The work of an op by itself: it reads operands from and writes results to device memory."""
     kind = kind_of(node)
     if kind == "registered":
         return _registered_work(node, operands, results)
@@ -114,15 +113,15 @@ def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tu
     works = registered if isinstance(registered, tuple) else (registered,)
     if not all(isinstance(work, Work) for work in works):
         expected = "Matmul, Attention or Memory of meshweave.hardware, or a tuple of them"
-        raise MeshweaveError(f"the cost of {op_name(target)} is no work", got=repr(registered), expected=expected)
+        raise MeshweaveError(f"the cost of {op_name(target)} is not a work", got=repr(registered), expected=expected)
     return works
 
 
 def memory_work(kind: str, operands: Operands, results: Operands, num_ops: int) -> MemoryWork:
-    """One kernel that reads `operands` and writes `results`, each storage once."""
+    """A kernel that reads `operands` and writes `results`, each storage once."""
     written = sum(x.bytes for x in results)
     read = sum(_unique(operands).values())
-    if kind in _GATHERED and operands:  # reads as many rows as it writes, or adds as many as it is given
+    if kind in _GATHERED and operands:  # reads as many rows as it writes, or adds as many as its operand has
         read = min(read, 2 * max(written, *(x.bytes for x in operands[1:] or operands)))
     elements = max((x.num_elements for x in (*operands, *results)), default=0)
     dtype = (results or operands)[0].dtype if (results or operands) else torch.float32
@@ -154,7 +153,7 @@ def _mm(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...
 
 
 def _contract(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
-    """A product over several dims is a matmul of what the other dims are together."""
+    """A product over several dims is a matmul of the merged dims."""
     a, b = operands[:2]
     over = argument(node, 2)
     k = prod(a.shape[d] for d in over)
@@ -179,7 +178,7 @@ def _grouped_outer(node: fx.Node, operands: Operands, results: Operands) -> tupl
 
 
 def _convolution(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
-    """As the implicit matmul: rows are output positions, k the window of a group's input channels."""
+    """The implicit matmul: rows are output positions, k is the window of a group's input channels."""
     weight = operands[1]
     groups = _groups(operands[0] if not _argument(node, 6) else results[0], weight)
     return _product(
@@ -204,8 +203,8 @@ def _convolution_backward(node: fx.Node, operands: Operands, results: Operands) 
 
 
 def _groups(channels: Value, weight: Value) -> int:
-    """Groups of a convolution on a piece: of the channels that it takes (a transposed one: makes), a filter sees those
-    of its group."""
+    """Groups of a convolution on a piece: of its input channels (for a transposed convolution: output channels), a
+    filter sees those of its group."""
     return max(1, channels.shape[1] // max(1, weight.shape[1]))
 
 
@@ -233,11 +232,11 @@ def _attention(node: fx.Node, operands: Operands, results: Operands) -> tuple[Wo
 
 
 def _blocks(arguments: Mapping[str, Any], queries: int, keys: int) -> tuple[tuple[int, int, bool], ...]:
-    """Queries and keys that meet on the device with most work, and whether under a triangle.
+    """The (queries, keys) blocks on the device with the most work, and whether each is triangular.
 
-    Where queries are cut under a causal mask that is the last device, unless they are cut from head and tail: its
-    queries see all keys before them, and each other up to themselves. Of a ring a piece of keys that is not its own is
-    seen whole by some device in every step.
+    If queries are cut under a causal mask that is the last device, unless they are cut in head-tail order: its queries
+    see all keys before them, and each other up to themselves. In a ring, in every step some device sees a whole foreign
+    piece of keys.
     """
     first_query, first_key, starts = (arguments.get(name) for name in ("first_query", "first_key", "starts"))
     if not arguments.get("is_causal", False):
@@ -255,8 +254,8 @@ def _blocks(arguments: Mapping[str, Any], queries: int, keys: int) -> tuple[tupl
 def _most_work(
     queries: int, keys: int, num_devices: int, owner: tuple[int, int], starts: tuple[int, ...]
 ) -> tuple[tuple[int, int, bool], ...]:
-    """Of devices with `queries` each those blocks that have most pairs; device r has the keys of (sign * r + shift) mod
-    n, with `owner` (sign, shift)."""
+    """Among devices with `queries` each, the blocks of the device with the most pairs; device r has the keys of (sign *
+    r + shift) mod n, with `owner` (sign, shift)."""
     sign, shift = owner
     options = []
     for r in range(num_devices):
@@ -269,7 +268,7 @@ def _most_work(
 def _reordered(
     arguments: Mapping[str, Any], operands: Operands, results: Operands, q: Value, k: Value
 ) -> tuple[MemoryWork, ...]:
-    """Copies of what is held in another order than that of its positions."""
+    """Copies of tensors that are stored in another order than that of their positions."""
     starts = arguments.get("starts")
     if not starts or not arguments.get("is_causal", False):
         return ()

@@ -1,8 +1,8 @@
-"""The virtual clock: when each task of a set of streams begins and ends. Communications that want more of a link than
-there is slow each other, and compute slows beside communication.
+"""The virtual clock: when each task of a set of streams begins and ends.
 
-The simulator of steps, the scheduler's search and the gate of ring algorithms all play on it. `engine.machine` drives
-the runtimes; the tests hold both to the same times.
+Communications that exceed a link's bandwidth together slow each other, and compute slows beside communication. The
+simulator of steps, the scheduler's search and the gate of ring algorithms all use it. `engine.machine` drives the
+runtimes; tests check that both give the same times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Usage = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When each task began and ended, and all were done, in seconds."""
+    """When each task began and ended, and the end of all, in seconds."""
 
     starts: Sequence[float]
     ends: Sequence[float]
@@ -29,12 +29,10 @@ class Times:
 
 @dataclass(slots=True)
 class Work:
-    """What streams run, by task.
-
-    `seconds` is a task's duration with the machine to itself; it begins after the one before it in its stream and after
-    its `needs`, and (if it takes time) not before the time `issued`. A communication takes the share `usage` of each
-    link level of its `roles`. `is_kernel`: compute, which is slower beside the communications of its role. `names`, for
-    errors, may be left out.
+    """The tasks of all streams. `seconds` is a task's duration on an otherwise idle machine; it begins after the
+    previous task of its stream and after its `needs`, and (if it takes time) not before the time `issued`. A
+    communication takes the share `usage` of each link level of its `roles`. `is_kernel`: compute, which is slower
+    beside the communications of its role. `names`, for errors, may be omitted.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -55,7 +53,7 @@ class Work:
         is_kernel: bool = False,
         issued: float = 0.0,
     ) -> int:
-        """Enter a task; returns its number."""
+        """Add a task; returns its number."""
         self.seconds.append(seconds)
         self.needs.append(needs)
         self.usage.append(usage)
@@ -67,21 +65,20 @@ class Work:
 
 @dataclass(slots=True)
 class _Stream:
-    """The task at `index` has to wait where `left` is 0; else `left` seconds of it at rate 1 were to be done at time
-    `since`."""
+    """The task at `index` has to wait if `left` is 0; else `left` seconds of it at rate 1 remained at time `since`."""
 
     tasks: Sequence[int]
     index: int = 0
-    usage: Usage = ()  # of a communication that runs
+    usage: Usage = ()  # of a running communication
     left: float = 0.0
     rate: float = 1.0
     since: float = 0.0
-    version: int = 0  # of its entry in the heap: older ones are void
+    version: int = 0  # version of its entry in the heap: older entries are void
 
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """What communications that run at once leave each other of their links, by usage, and compute of its speed."""
+    """The rates of concurrent communications, by their usage of links, and the speed of compute beside them."""
 
     of: dict[Usage, float]
     compute: float
@@ -97,10 +94,10 @@ class _Clock:
     starts: list[float] = field(init=False)
     ends: list[float] = field(init=False)  # -1: not done
     ready: list[int] = field(init=False)  # compute streams whose next task may be able to begin
-    waiting: dict[int, list[int]] = field(default_factory=dict)  # task -> streams that stand still until it is done
+    waiting: dict[int, list[int]] = field(default_factory=dict)  # task -> streams that are blocked until it is done
     heap: list[tuple[float, int, int]] = field(default_factory=list)  # (end, stream, version)
     active: list[list[int]] = field(init=False)  # by role: streams of running communications
-    changed: set[int] = field(default_factory=set)  # roles of communications that have begun or ended now
+    changed: set[int] = field(default_factory=set)  # roles of communications that have begun or ended at this moment
     rates: list[_Rates] = field(init=False)  # by role
     known: dict[tuple[Usage, ...], _Rates] = field(default_factory=dict)
 
@@ -130,11 +127,11 @@ class _Clock:
         left = [stream.tasks[stream.index] for stream in streams if stream.index < len(stream.tasks)]
         if left:
             name = self.work.names[left[0]] if self.work.names else f"task {left[0]}"
-            raise VerifyError(f"{len(left)} streams of the simulated step wait for ever", got=name)
+            raise VerifyError(f"{len(left)} streams of the simulated step never end: deadlock", got=name)
         return Times(self.starts, self.ends, self.now)
 
     def advance(self, number: int) -> None:
-        """Run a stream up to a task that has to wait, or during which something else may happen."""
+        """Run a stream up to a task that has to wait, or during which other events may occur."""
         stream, work, now = self.streams[number], self.work, self.now
         needs, usages, lengths, is_kernel, issued = work.needs, work.usage, work.seconds, work.is_kernel, work.issued
         tasks, starts, ends, waiting = stream.tasks, self.starts, self.ends, self.waiting
@@ -167,13 +164,13 @@ class _Clock:
         stream.index = len(tasks)
 
     def limit(self) -> float:
-        """Until when nothing but what one stream does can happen."""
+        """The time until which only this stream has events."""
         if self.ready:
             return self.now
         return self.heap[0][0] if self.heap else inf
 
     def begin(self, number: int, task: int) -> None:
-        """Begin a task during which something else may happen."""
+        """Begin a task during which other events may occur."""
         stream, work = self.streams[number], self.work
         if usage := work.usage[task]:
             stream.rate, stream.usage = 0.0, usage  # until links are shared
@@ -185,7 +182,7 @@ class _Clock:
             self.push(number)
 
     def wake(self, task: int) -> None:
-        """Let the streams go on that stand still until `task` is done."""
+        """Unblock the streams that wait for `task`."""
         for number in self.waiting.pop(task):
             if number < self.num_roles:
                 self.ready.append(number)
@@ -217,7 +214,7 @@ class _Clock:
         heappush(self.heap, (stream.since + stream.left / stream.rate, number, stream.version))
 
     def share(self) -> None:
-        """Set the rates anew of everything that runs beside communications that began or ended."""
+        """Update the rates of everything that runs beside communications that began or ended."""
         streams, work, rates = self.streams, self.work, self.rates
         for role in self.changed:
             usages = tuple([streams[other].usage for other in self.active[role]])
@@ -239,7 +236,7 @@ class _Clock:
         self.changed.clear()
 
     def shared(self, usages: Sequence[Usage]) -> _Rates:
-        """1 for each, or less where together they want more of a link than there is."""
+        """The rate of each: 1, or less if together they exceed the bandwidth of a link."""
         wanted: dict[str, float] = {}
         for usage in usages:
             for level, share in usage:
@@ -255,8 +252,9 @@ class _Clock:
 
 
 def play(work: Work, streams: Sequence[Sequence[int]], num_roles: int, slowdown: Slowdown) -> Times:
-    """Begin and end of every task. Streams 0 .. num_roles - 1 are the compute of the roles. `slowdown(levels)` says by
-    how much compute is slower while communications on these link levels run. Raises VerifyError for a deadlock."""
+    """Begin and end of every task. Streams 0 .. num_roles - 1 are the compute of the roles. `slowdown(levels)` is the
+    factor by which compute is slower while communications on these link levels run. Raises VerifyError for a
+    deadlock."""
     return _Clock(work, [_Stream(tasks) for tasks in streams], num_roles, slowdown).run()
 
 
@@ -268,7 +266,8 @@ def makespan(
     host: Sequence[float],
     num_channels: int,
 ) -> float:
-    """The seconds of `play` for one role whose communications slow nothing, in one pass over the order of its stream.
+    """The seconds of `play` for a single role whose communications slow nothing, in a single pass over the order of its
+    stream.
 
     An entry i of `order` is a kernel of `seconds[i]`, or starts the communication i, of `copy[i]`, on `channel[i]` (-1:
     a kernel); ~i waits for that, and then takes `host[i]` itself.

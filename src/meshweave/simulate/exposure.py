@@ -13,8 +13,8 @@ from meshweave.simulate.clock import Times
 from meshweave.simulate.result import Reason
 from meshweave.simulate.tasks import RoleTasks, Tasks
 
-_LOOK_AHEAD = 64  # kernels behind a wait among which independent work is looked for
-_TICK = 1e-9  # seconds below which two times are one
+_LOOK_AHEAD = 64  # kernels after a wait that are searched for independent work
+_TICK = 1e-9  # seconds below which two times are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Exposure:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """A role computes nothing from `begin` to `end`: `wait` waits for the copy `stalled` (-1: it is the step's end)."""
+    """A role computes nothing from `begin` to `end`: `wait` waits for the copy `stalled` (-1: the step's end)."""
 
     begin: float
     end: float
@@ -92,7 +92,7 @@ class _Analysis:
             yield _Gap(last, self.times.seconds, -1, -1)
 
     def attribute(self, role: int, gap: _Gap) -> float:
-        """Share a gap among the communications that run in it, and say why. Returns the seconds in which any runs."""
+        """Divide a gap among the communications that run in it, with reasons. Returns the seconds in which any runs."""
         running = [c for line in self.copies[role] for c in self._in(line, gap)]
         cuts = sorted({gap.begin, gap.end, *(t for c in running for t in (self.times.starts[c], self.times.ends[c]))})
         cuts = [t for t in cuts if gap.begin <= t <= gap.end]
@@ -114,7 +114,7 @@ class _Analysis:
             at += 1
 
     def _blamed(self, active: Sequence[int], stalled: int) -> list[int]:
-        """The stalled copy if it runs, else what its channel runs, else all that run."""
+        """The stalled copy if it runs, else the running copy of its channel, else all running copies."""
         if stalled in active:
             return [stalled]
         same = [c for c in active if stalled >= 0 and self.channel_of[c] == self.channel_of.get(stalled)]
@@ -127,7 +127,7 @@ class _Analysis:
             yield Reason("dependency", seconds, "the step ends with it: nothing is left to compute")
             return
         if copy != gap.stalled:
-            text = f"{self.text(gap.stalled)}, which is waited for, stands behind it"
+            text = f"{self.text(gap.stalled)}, which is waited for, comes after it"
             yield Reason("channel", seconds, text, gap.stalled)
             return
         left = seconds
@@ -140,7 +140,7 @@ class _Analysis:
             yield Reason("dependency", left, f"{self.text(gap.wait)} needs it, and nothing else is ready to compute")
 
     def _causes(self, role: int, copy: int, gap: _Gap) -> Iterator[Reason]:
-        """What made it longer or later, each with the most seconds that it can answer for."""
+        """The causes of its length or delay, each with the most seconds that it can explain."""
         task, times = self.tasks.tasks[copy], self.times
         stretched = times.ends[copy] - times.starts[copy] - task.seconds
         if stretched > _TICK:
@@ -164,9 +164,7 @@ class _Analysis:
             yield Reason("late", times.starts[own] - ready, text + after, before)
         free, first = self._independent(role, gap.wait)
         if free > _TICK:
-            text = (
-                f"{self.text(first)} does not need it and stands behind its wait ({free * 1e3:.3f} ms of such compute)"
-            )
+            text = f"{self.text(first)} does not need it but comes after its wait ({free * 1e3:.3f} ms of such compute)"
             yield Reason("order", free, text, first)
 
     def _sharing(self, role: int, copy: int) -> int:
@@ -202,7 +200,7 @@ class _Analysis:
         return 0.0, before
 
     def _independent(self, role: int, wait: int) -> tuple[float, int]:
-        """Seconds of compute behind a wait that do not need it, and the first such kernel."""
+        """Seconds of compute after a wait that do not need it, and the first such kernel."""
         role_tasks = self.tasks.roles[role]
         tainted = set(role_tasks.storages_written(self.tasks.tasks[wait]))
         at, seen, seconds, first = self.tasks.schedule.index_of[wait] + 1, 0, 0.0, -1
@@ -228,7 +226,7 @@ class _Analysis:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in any of the intervals."""
+    """Seconds inside any of the intervals."""
     total, last = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, last))
@@ -237,8 +235,6 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def exposure_of(tasks: Tasks, times: Times) -> Exposure:
-    """Every stretch in which a role computes nothing, shared among the communications that run in it, with reasons.
-
-    The reasons of a communication add up to its exposed seconds.
-    """
+    """Divides every interval in which a role computes nothing among the communications that run in it, with reasons.
+    The reasons of a communication add up to its exposed seconds."""
     return _Analysis(tasks, times).run()

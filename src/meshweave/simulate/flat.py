@@ -1,13 +1,12 @@
 """What FSDP2 allocates for the collectives of a block: flat buffers, in the memory pools of its streams.
 
-A gather writes into one buffer of a stream of its own, and parameters are copied out of it where compute waits for it.
-In forward the buffer is kept until the next gather has been copied out, parameters of a block until all are done with.
-A reduce-scatter's input is kept until the next one is issued; gradients come out in the memory of its stream
-(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.5 to 2.13).
-
-What `fully_shard` of the whole model leaves to its root (embedding, last norm and head, where only blocks are wrapped)
-is one group, `blocks+root`: gathered together before forward, never resharded after it (`_lazy_init` of
-_fsdp_state.py), its gradients reduced together when backward is over.
+A gather writes into a buffer of its own stream, and parameters are copied out of it where compute waits for it. In
+forward the buffer is kept until the next gather has been copied out, parameters of a block until their last use in the
+block. A reduce-scatter's input is kept until the next is issued; gradients are allocated in the memory of its
+stream (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.5 to 2.13). The
+parameters that `fully_shard` of the whole model leaves to its root (embedding, last norm and head, if only blocks are
+wrapped) form a group, `blocks+root`: gathered together before forward, never resharded after it (`_lazy_init` of
+_fsdp_state.py), their gradients reduced together after backward.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ GATHER, REDUCE = ALL_GATHER.op, REDUCE_SCATTER.op
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Collectives on one flat buffer: what they read and write, when they are issued, when compute first waits."""
+    """Collectives on a flat buffer: what they read and write, when they are issued, when compute first waits."""
 
     node: fx.Node
     operands: tuple[Key, ...]
@@ -55,10 +54,8 @@ def hold_flat_buffers(
     lives: MutableMapping[Key, Life],
     operands: Mapping[tuple[fx.Node, int], Sequence[Key]],
 ) -> None:
-    """Let what a role gathers and reduces over the axes that its parameters are stored over live as FSDP2 has it.
-
-    `operands`: what each start reads. Nothing where the program is simulated with a collective per tensor.
-    """
+    """Give the tensors that a role gathers and reduces over its parameters' storage axes the lifetimes of FSDP2.
+    `operands`: what each start reads. No effect if the program is simulated with a collective per tensor."""
     axes = _parameter_axes(role_tasks.role)
     flats = [
         _flat(tasks, role_tasks, times, bucket, operands)
@@ -79,7 +76,7 @@ def _flat(
     bucket: Sequence[tuple[int, int]],
     operands: Mapping[tuple[fx.Node, int], Sequence[Key]],
 ) -> Flat:
-    """The bucket of starts and waits, which are numbers of tasks."""
+    """The bucket of starts and waits, which are task numbers."""
     starts = [tasks.tasks[start] for start, _ in bucket]
     read = [key for task in starts for key in operands[task.node, task.microbatch]]
     written = [(x.storage, task.microbatch) for task in starts for x in role_tasks.local.values[task.node]]
@@ -90,8 +87,8 @@ def _flat(
 def _with_root_group(
     flats: Sequence[Flat], microbatch: int, role_tasks: RoleTasks, lives: Mapping[Key, Life]
 ) -> Iterator[Flat]:
-    """Those of a microbatch, with what is outside of blocks as one group: parameters from the first gather until
-    gradients are reduced, which is done with the last of them. Until then gradients are in their own dtype."""
+    """Those of a microbatch, with everything outside of blocks as a group: parameters live from the first gather until
+    gradients are reduced, together with the last of them. Until then gradients are in their own dtype."""
     own = [f for f in flats if f.microbatch == microbatch]
     end = max((f.issued for f in own if f.node.target is REDUCE), default=0.0)
     of_root = [f for f in own if not block_name(origin_of(f.node))]

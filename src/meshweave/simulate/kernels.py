@@ -1,13 +1,12 @@
-"""A rank graph as kernels: which ops one launch runs, what it reads and writes, and where in the order it stands.
+"""A rank graph as kernels: the ops of each launch, what it reads and writes, and its place in the order.
 
-`ops`: every op by itself, as our own executor runs them. `eager`: as PyTorch's eager mode, in which the ops that we
-take apart (log-softmax, one optimizer update, a matmul and its bias) are one kernel. `compiled`: chains of pointwise
-ops, copies, reductions over the innermost dims and gathers are one kernel, as a compiler such as Inductor makes them,
-and of equal ops in a phase one is done. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as
-training frameworks compile transformer blocks one by one. `blocks+loss`: the loss too, by itself.
-
-The update is one kernel per parameter, as with `torch.optim.AdamW(..., fused=True)`; or, for a profile
-`with_update("foreach")`, one per op, as PyTorch updates on GPUs by default: each op goes over memory by itself.
+`ops`: every op by itself, as meshweave's executor runs them. `eager`: as PyTorch's eager mode, in which ops that
+capture decomposes (log-softmax, an optimizer update, a matmul and its bias) are a single kernel. `compiled`: chains of
+pointwise ops, copies, reductions over the innermost dims and gathers are fused, as by a compiler such as Inductor, and
+equal ops in a phase run once. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as training
+frameworks compile transformer blocks one by one. `blocks+loss`: the loss too, by itself. The update is a kernel per
+parameter, as with `torch.optim.AdamW(..., fused=True)`; or, for a profile `with_update("foreach")`, one per op, as
+PyTorch updates on GPUs by default: each op goes over memory by itself.
 """
 
 from __future__ import annotations
@@ -32,18 +31,16 @@ from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_
 Fusion = Literal["ops", "eager", "compiled", "blocks", "blocks+loss"]
 
 _INDEXED = re.compile(r"(^|\.)\d+(\.|$)")
-_MOST_OPS = 64  # in one kernel, as Inductor's max_fusion_size (torch/_inductor/config.py, 2.13)
-_MOST_KEPT = 16  # values that one may be made again of
-_AFTER = 1e-4  # a kernel stands after what it reads: positions of nodes are integers, those of kernels lie between them
+_MOST_OPS = 64  # nodes in a kernel, as Inductor's max_fusion_size (torch/_inductor/config.py, 2.13)
+_MOST_KEPT = 16  # the most values that another may be recomputed from
+_AFTER = 1e-4  # a kernel comes after what it reads: positions of nodes are integers, those of kernels lie between them
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch. `nodes` in their order (views are none), `position` among the positions of the role's nodes.
-
-    `reads` and `writes` are the nodes whose values it takes from and leaves in device memory; what only its own ops use
-    stays in registers.
-    """
+    """A launch. `nodes` in their order (without views), `position` among the positions of the role's nodes. `reads` and
+    `writes` are the nodes whose values it reads from and leaves in device memory; values that only its own ops use stay
+    in registers."""
 
     nodes: tuple[fx.Node, ...]
     position: float
@@ -59,7 +56,7 @@ class Kernel:
 
 @dataclass(slots=True)
 class _KernelGroup:
-    """Ops that may become one kernel. `size` is the largest number of elements that one of them goes over."""
+    """Ops that may become a kernel. `size` is the largest number of elements that any of them processes."""
 
     nodes: list[fx.Node]
     position: float
@@ -69,10 +66,10 @@ class _KernelGroup:
 
 @dataclass(slots=True)
 class _Fusion:
-    """Grows groups of ops that run as one, in the order of the graph.
+    """Grows groups of ops that run together, in the order of the graph.
 
-    Every edge between groups leads to a later position, so that a group can run as one thing: what it reads is made
-    before it, what reads it comes after (ops by themselves and starts of communications stay in their places).
+    Every edge between groups leads to a later position, so that a group can run as a unit: its operands come before it,
+    its users after it (single ops and starts of communications keep their places).
     """
 
     local: Local
@@ -81,11 +78,11 @@ class _Fusion:
     update: str = "fused"
     group_of: dict[fx.Node, _KernelGroup] = field(default_factory=dict)
     bases: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # what views are views of
-    readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # past views
-    sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the other way round
-    same: dict[fx.Node, fx.Node] = field(default_factory=dict)  # op -> the earlier one that it is equal to
+    readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # ignoring views
+    sources: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # in the reverse direction
+    same: dict[fx.Node, fx.Node] = field(default_factory=dict)  # op -> the earlier op that it is equal to
     kinds: dict[fx.Node, str] = field(default_factory=dict)
-    divided: set[tuple[str, int]] = field(default_factory=set)  # calls of eager mode with a collective inside
+    divided: set[tuple[str, int]] = field(default_factory=set)  # eager-mode calls that contain a collective
     remade: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, ...]] = field(default_factory=dict)  # see _kept
 
     def run(self, nodes: Sequence[fx.Node]) -> list[_KernelGroup]:
@@ -116,7 +113,7 @@ class _Fusion:
         )
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether a node makes nothing: all of its results live where an operand does."""
+        """Whether a node computes nothing: all of its results alias an operand."""
         if node.target in STARTS or node.target is WAIT:
             return False
         if node in self.same:
@@ -143,7 +140,7 @@ class _Fusion:
         return max((x.num_elements for x in values), default=0)
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that made what a node reads, past views; placeholders too, symbols not."""
+        """The nodes that computed what a node reads, looking through views; including placeholders, not symbols."""
         inputs = (n for n in node.all_input_nodes if n.target not in SYMBOLS)
         operands = dict.fromkeys(base for n in inputs for base in self.bases.get(n, (n,)))
         origin = origin_of(node)
@@ -152,8 +149,8 @@ class _Fusion:
         return list(dict.fromkeys(x for base in operands for x in self._kept(node, base)))
 
     def _kept(self, node: fx.Node, base: fx.Node) -> tuple[fx.Node, ...]:
-        """What a compiled op of backward reads for `base` of its block's forward: that, or the values that it is
-        pointwise of where they are fewer bytes, as AOTAutograd's min-cut partitioner has it (torch 2.13,
+        """What a compiled op of backward reads for `base` of its block's forward: `base`, or the values that it is
+        pointwise of if they have fewer bytes, as AOTAutograd's min-cut partitioner decides (torch 2.13,
         _functorch/partitioners.py)."""
         region, kept = block_name(origin_of(node)), dict[fx.Node, None]()
         waiting = [base]
@@ -178,7 +175,7 @@ class _Fusion:
         return [x for n in nodes for x in self.local.values.get(n, ())]
 
     def _join(self, node: fx.Node) -> _KernelGroup | None:
-        """Put a node with the groups that it reads from: with all of them, else with the last that it can go to."""
+        """Add a node to the groups that it reads from: to all of them, else to the last possible."""
         if not is_fusible(self.kinds[node]):
             return None
         if (product := self._biased(node)) is not None:
@@ -197,7 +194,7 @@ class _Fusion:
         return None
 
     def _biased(self, node: fx.Node) -> _KernelGroup | None:
-        """The matmul to which an op of eager mode adds a vector: one kernel does both (cublasLt's epilogue, which
+        """The matmul to which an op of eager mode adds a vector: a single kernel does both (cublasLt's epilogue, which
         addmm uses: torch 2.13, aten/src/ATen/native/cuda/Blas.cpp)."""
         operands = node.all_input_nodes
         if self._is_compiled(origin_of(node)) or base_name(node.target) != "add" or len(operands) != 2:
@@ -211,7 +208,7 @@ class _Fusion:
         return group if is_product and is_vector and is_alone else None
 
     def _belong(self, group: _KernelGroup, node: fx.Node) -> bool:
-        """Whether the way of fusing lets the two be one kernel, whatever stands between them."""
+        """Whether the fusion mode lets both be in a kernel, whatever is between them."""
         first, second = origin_of(group.nodes[-1]), origin_of(node)
         if first.phase != second.phase or len(group.nodes) >= _MOST_OPS:
             return False
@@ -219,15 +216,15 @@ class _Fusion:
             return first.module == second.module and self._is_term(group.nodes[-1], node)
         if self._is_compiled(first) != self._is_compiled(second):
             return False
-        if self._is_compiled(first):  # a scalar is read by a kernel, not made in it again
+        if self._is_compiled(first):  # a kernel reads a scalar, and does not recompute it
             return group.size == self.size(node) or min(group.size, self.size(node)) > 1
         if first.phase == "update":
             return first.module == second.module
         return first.call == second.call != 0 and (first.phase, first.call) not in self.divided
 
     def _is_term(self, product: fx.Node, node: fx.Node) -> bool:
-        """Whether one kernel of PyTorch's foreach ops multiplies and goes on with `node`: to a factor more, or to the
-        sum (addcmul, addcdiv)."""
+        """Whether a kernel of PyTorch's foreach ops multiplies and continues with `node`: a further factor, or the sum
+        (addcmul, addcdiv)."""
         if base_name(product.target) not in ("mul", "div") or self.readers.get(product) != [node]:
             return False
         name = base_name(node.target)
@@ -280,13 +277,11 @@ def is_compiled(origin: Origin, fusion: Fusion) -> bool:
 def kernels_of(
     role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False, update: str = "fused"
 ) -> tuple[list[Kernel], Local]:
-    """The kernels of a role in the order in which they run, and its values, of which equal ones are now one.
-
-    `with_views`: a view is a kernel that moves nothing, as it is for a processor that runs the ops itself. Raises
-    MeshweaveError for an op that has no cost.
-    """
+    """The kernels of a role in execution order, and its values, of which equal values are merged.
+    `with_views`: a view is a kernel that moves nothing, as for a processor that runs the ops itself. Raises
+    MeshweaveError for an op without a cost."""
     if fusion not in get_args(Fusion):
-        raise MeshweaveError("unknown way of making kernels", got=repr(fusion), expected=", ".join(get_args(Fusion)))
+        raise MeshweaveError("unknown fusion mode", got=repr(fusion), expected=", ".join(get_args(Fusion)))
     graph = role.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
@@ -304,7 +299,7 @@ def kernels_of(
 
 
 def _equal_ops(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Ops that do what an earlier op of their phase did."""
+    """Ops equal to an earlier op of their phase."""
     known: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -318,7 +313,7 @@ def _equal_ops(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _as_one(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
-    """The values with equal ones in one storage."""
+    """The values, with equal values in the same storage."""
     moved: dict[int, int] = {}
     for node, first in same.items():
         for mine, its in zip(local.values[node], local.values[first], strict=True):
@@ -358,7 +353,7 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
 
 
 def _read(node: fx.Node, inside: set[fx.Node], grouping: _Fusion, local: Local) -> Iterable[Value]:
-    """What an op of a fused kernel reads from memory: operands (as it sees them) that are not made inside."""
+    """What an op of a fused kernel reads from memory: operands (as it sees them) that are not computed inside."""
     for n in node.all_input_nodes:
         bases = grouping.bases.get(n, (n,))
         if remade := [x for base in bases for x in grouping.remade.get((node, base), ())]:

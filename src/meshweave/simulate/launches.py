@@ -12,10 +12,10 @@ from meshweave.simulate.kernels import Fusion, is_compiled
 
 
 def issued(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator[float]:
-    """Seconds from the step's begin before which each of a stream's tasks, named by a node, has not been launched.
+    """Earliest launch times of a stream's tasks, in seconds from the step's begin; tasks are named by a node.
 
-    An op of eager mode takes `eager_s` of the processor. Compilers launch at no cost here, optimizers all parameters at
-    once; a wait is an event, which nobody stands still for.
+    An op of eager mode takes `eager_s` of the processor. Compiled code launches at no cost here, optimizers launch all
+    parameters at once; a wait is an event, which does not block the processor.
     """
     now = 0.0
     for node in nodes:

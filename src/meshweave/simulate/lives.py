@@ -1,4 +1,4 @@
-"""How long every storage of a role lives: from the task that makes it to the last that uses it."""
+"""The lifetime of every storage of a role: from the task that allocates it to the last that uses it."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from meshweave.simulate.clock import Times
 from meshweave.simulate.kernels import Fusion, is_compiled
 from meshweave.simulate.tasks import RoleTasks, SimulatedTask, Tasks
 
-Key = tuple[int, int]  # storage, microbatch that made it (-1: before the step)
+Key = tuple[int, int]  # storage, microbatch that allocated it (-1: before the step)
 
 _IN_PLACE = ("param", "state", "buffer", "acc")
-_PASSING = {"carry": "gathered", "acc": "grad"}  # inputs that live to their last use, and as what they are shown
+# inputs that live to their last use, and the kind that they are shown as
+_PASSING = {"carry": "gathered", "acc": "grad"}
 
 
 @dataclass(slots=True)
 class Life:
-    """One storage. `stream`: of whose memory pool it is."""
+    """A storage. `stream`: the stream whose memory pool it belongs to."""
 
     node: fx.Node
     bytes: int
     kind: str
     begin: float
     end: float  # inf: it outlives the step
-    used: float = 0.0  # when it was first used
-    crosses: bool = False  # made in forward, used in backward
+    used: float = 0.0  # time of first use
+    crosses: bool = False  # allocated in forward, used in backward
     stream: str = "compute"
 
 
 @dataclass(frozen=True, slots=True)
 class LifetimeRules:
-    """What decides how long a step holds its tensors, beside its graph. `last_microbatch`: its number.
+    """What decides how long a step keeps its tensors, beside its graph. `last_microbatch`: its number.
 
-    keeps_every_second_matmul: of selective checkpoints. Eager mode stores the results of what the policy keeps, the
-    first, third, ... matmul of a block among them, whether or not the backward pass reads them, and has the store as
-    long as the block's backward pass runs (`create_selective_checkpoint_contexts`, torch/utils/checkpoint.py, 2.13).
-    Compilers keep what is read.
+    keeps_every_second_matmul: for selective checkpoints. Eager mode stores the results that the policy saves, the
+    first, third, ... matmul of a block among them, whether or not the backward pass reads them, and keeps the store
+    while the block's backward pass runs (`create_selective_checkpoint_contexts`, torch/utils/checkpoint.py, 2.13).
+    Compilers keep only what is read.
     """
 
     fusion: Fusion
@@ -60,16 +61,16 @@ class Ledger:
     holding: LifetimeRules
     lives: dict[Key, Life] = field(default_factory=dict)
     lasting: set[int] = field(default_factory=set)  # storages that outlive the step
-    replaced: dict[int, int] = field(default_factory=dict)  # new storage -> the storage of what it replaces
-    sums: dict[int, int] = field(default_factory=dict)  # a sum of gradients so far -> the storage of the new one
+    replaced: dict[int, int] = field(default_factory=dict)  # new storage -> the storage that it replaces
+    sums: dict[int, int] = field(default_factory=dict)  # a sum of gradients so far -> the storage of the new sum
     start_operands: dict[tuple[fx.Node, int], list[Key]] = field(default_factory=dict)
-    calls: dict[tuple[int, str, int], tuple[set[Key], float]] = field(default_factory=dict)  # of eager mode
+    calls: dict[tuple[int, str, int], tuple[set[Key], float]] = field(default_factory=dict)  # for eager mode
 
     def run(self) -> None:
         self.enter_inputs()
         for number in self.of_role.tasks:
             self.enter(self.tasks.tasks[number], self.times.starts[number], self.times.ends[number])
-        for (_, *call), (keys, end) in self.calls.items():  # what a call is given lives until it returns
+        for (_, *call), (keys, end) in self.calls.items():  # arguments of a call live until it returns
             for life in (self.lives[key] for key in keys):
                 origin = origin_of(life.node)
                 life.end = life.end if [origin.phase, origin.call] == call else max(life.end, end)
@@ -124,7 +125,7 @@ class Ledger:
         for (kind, _), node in returned.items():
             if kind not in ("grad", "acc"):
                 self.lasting |= {x.storage for x in self.of_role.local.values[node]}
-        if self.fusion == "ops":  # a new tensor is made, and the old one freed after its last use
+        if self.fusion == "ops":  # a new tensor is allocated, and the old tensor freed after its last use
             for old in self.replaced.values():
                 self.lives[old, -1].end = 0.0
 
@@ -161,7 +162,7 @@ class Ledger:
         used_storages = []
         for storage in storages:
             choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]
-            if storage in self.sums:  # what the microbatch before has left, or the zeros of the first
+            if storage in self.sums:  # what the previous microbatch left, or the zeros of the first
                 choices = [(self.sums[storage], task.microbatch - 1), (storage, -1)]
             elif self.replaced.get(storage) in self.sums:
                 choices.append((self.replaced[storage], -1))  # in place

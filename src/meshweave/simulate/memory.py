@@ -1,4 +1,4 @@
-"""What a device of a role holds over time: every storage from the task that makes it to the last that uses it."""
+"""The memory of a role's device over time: every storage from the task that allocates it to the last that uses it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshweave.simulate.lives import Ledger, Life, LifetimeRules
 from meshweave.simulate.result import LiveTensor
 from meshweave.simulate.tasks import RoleTasks, Tasks
 
-_SHOWN = 40  # tensors at the peak, the largest first
-_STEPS = 3  # after which an allocator asks for nothing more, where all steps are alike
+_SHOWN = 40  # tensors shown at the peak, the largest first
+_STEPS = 3  # steps after which an allocator no longer grows, if all steps are equal
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes over time of one device, the peak, and which tensors are live then (the largest first)."""
+    """Bytes over time of a device, the peak, and the tensors alive then (the largest first)."""
 
     curve: tuple[tuple[float, int], ...]
     peak_bytes: int
@@ -40,8 +40,8 @@ def memory_of(
     holding: LifetimeRules,
     expandable_segments: bool = False,
 ) -> MemoryUse:
-    """Memory of role `index`. Where kernels are fused, updates are in place; else (as our executor does) the new tensor
-    stands beside the old one. The inputs of a communication live until it has been waited for."""
+    """Memory of role `index`. If kernels are fused, updates are in place; else (as in meshweave's executor) the new
+    tensor exists beside the old tensor. The inputs of a communication live until its wait."""
     role = tasks.roles[index]
     ledger = Ledger(tasks, role, times, holding)
     ledger.run()
@@ -64,9 +64,11 @@ def memory_of(
 
 
 def _allocations(lives: Sequence[Life]) -> Iterator[tuple[int, int, str]]:
-    """What a caching allocator is asked for in the first steps of a training. Parameters are there from the beginning;
-    optimizers make their state in the first update, in whatever room activations have left. Functional collectives
-    allocate their results on the stream that issues them, which is that of compute."""
+    """The allocations of the first steps of a training.
+
+    Parameters exist from the beginning; optimizers allocate their state in the first update, in whatever room
+    activations have left. Functional collectives allocate their results on the stream that issues them, which is that
+    of compute."""
     changes = []
     for i, life in enumerate(lives):
         begin = life.used if life.kind == "state" else life.begin

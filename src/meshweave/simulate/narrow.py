@@ -1,8 +1,9 @@
-"""Training with matmuls in a smaller dtype, such as float8: what is cast, what is moved narrow, and what that costs.
+"""Training with matmuls in a smaller dtype, such as float8: which values are cast, which move in the smaller dtype, and
+the costs.
 
-The 2-D matmuls of repeated blocks are done in the dtype. Each operand is cast once per phase: its largest value is
-found (by the kernel that makes it, where kernels are fused), then it is scaled and rounded. What is gathered for such
-matmuls alone is cast before it moves, as float8 FSDP and float8 sequence parallelism do.
+The 2-D matmuls of repeated blocks use the dtype. Each operand is cast once per phase: its largest value is computed (by
+the kernel that produces it, if kernels are fused), then it is scaled and rounded. Values that are gathered only for
+such matmuls are cast before they move, as in float8 FSDP and float8 sequence parallelism.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from meshweave.simulate.kernels import Fusion, Kernel, is_in_block
 
 @dataclass(slots=True)
 class Narrow:
-    """One role's matmuls in `dtype`. `sources` are the storages that narrow gathers make, with the elements that a
-    device hands in; `done` the (storage, phase, microbatch) that have been cast."""
+    """A role's matmuls in `dtype`. `sources` are the storages of gathers in the smaller dtype, with a device's operand
+    elements; `done` the (storage, phase, microbatch) that have been cast."""
 
     dtype: torch.dtype
     role: RankGraph
@@ -43,14 +44,14 @@ class Narrow:
                 self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
 
     def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
-        """Bytes of the operand of a collective as it is moved."""
+        """Bytes of the operand of a collective in the dtype in which it moves."""
         results = self.local.values[start]
         if start.target is not ALL_GATHER.op or not results or results[0].storage not in self.sources:
             return num_bytes
         return num_bytes * self.dtype.itemsize / results[0].dtype.itemsize
 
     def works(self, kernel: Kernel, microbatch: int) -> Iterator[Work]:
-        """The work of a kernel, with casts before matmuls that are done in the dtype."""
+        """The work of a kernel, with casts before matmuls in the smaller dtype."""
         product = kernel.nodes[0]  # a bias may be added to it
         for work in kernel.works:
             if not self._is_narrow(product, work):
@@ -78,7 +79,7 @@ class Narrow:
             yield MemoryWork("pointwise", elements * (x.dtype.itemsize + self.dtype.itemsize), elements, x.dtype)
 
     def _fed_to_matmuls(self, start: fx.Node) -> set[int]:
-        """The storages of what a gather makes and of copies of it, if matmuls alone read them; else none."""
+        """The storages of a gather's result and of copies of it, if only matmuls read them; else none."""
         waiting, seen, is_read = list(start.users), set[fx.Node](), False
         storages = {x.storage for x in self.local.values[start]}
         while waiting:
@@ -92,7 +93,7 @@ class Narrow:
                 x.storage in storages for x in self.local.values[node]
             )
             kind = "strided" if is_view else known_kind(node)
-            if kind == "strided":  # a view or a copy of the same elements, or a gather of what has been gathered
+            if kind == "strided":  # a view or copy of the same elements, or a gather of a gathered value
                 storages |= {x.storage for x in self.local.values[node]}
                 waiting += node.users
             elif kind == "matmul":

@@ -1,4 +1,4 @@
-"""Pipelines: in what order stages run the microbatches of a step, and what they do when all are done."""
+"""Pipelines: in what order stages run the microbatches of a step, and what they do at the end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ FORWARD, BACKWARD, UPDATE = 0, 1, 2
 
 
 def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline) -> Passes:
-    """What a stage runs, in order.
-
-    `sequential`: forward and backward of one microbatch after the other, as the runtime does today. `gpipe`: all
-    forwards, then all backwards (Huang et al., NeurIPS 2019). `1f1b`: as many forwards as there are stages after it,
-    then a forward and a backward in turn (Narayanan et al., SOSP 2019).
-    """
+    """The passes of a stage, in order.
+    `sequential`: forward and backward of each microbatch in turn, as the runtime does today. `gpipe`: all forwards,
+    then all backwards (Huang et al., NeurIPS 2019). `1f1b`: as many forwards as there are later stages, then forward
+    and backward alternate (Narayanan et al., SOSP 2019)."""
     if pipeline not in get_args(Pipeline):
         raise MeshweaveError("unknown pipeline schedule", got=repr(pipeline), expected=", ".join(get_args(Pipeline)))
     all_of = range(microbatches)
@@ -41,14 +39,14 @@ def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline
 
 
 def loss_exchange(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:
-    """By role the communications that pass losses on to other stages, and the ops that only these need."""
+    """By role the communications that send losses to other stages, and the ops that only these need."""
     received = [_loss_exchange_of(role, ()) for role in roles]
     keys = {node.args[-1] for nodes in received for node in nodes if node.target is transfer}
     return [_loss_exchange_of(role, keys) for role in roles]
 
 
 def _loss_exchange_of(role: RankGraph, keys: Collection[Any]) -> frozenset[fx.Node]:
-    """Of one role, that only receives losses, or that sends them by the transfers `keys`, too."""
+    """The exchange of a role that only receives losses, or that also sends them by the transfers `keys`."""
     output = next(iter(reversed(role.graph.nodes)))
     pairs = zip(role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
     ends = [node for (kind, _), node in pairs if kind == "loss" and set(node.users) == {output}]  # type: ignore[union-attr]

@@ -1,5 +1,5 @@
-"""What a simulated (or measured) step is: spans on streams, memory over time, and totals. Plain values: the same inputs
-give the same bytes."""
+"""A simulated (or measured) step: spans on streams, memory over time, and totals. Plain values: equal inputs give equal
+bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Kind = Literal["compute", "collective", "transfer"]
 class Reason:
     """Why a communication is exposed for `seconds`.
 
-    `kind` is `dependency` (something waits for it and nothing else is left to compute), `late` (it could have started
-    earlier, but is started only here), `link` (the link was busy with `blocker`), `channel` (its channel was busy with
-    `blocker`), `order` (compute that does not need it stands behind its wait: the order of `blocker` is fixed)
-    or `peer` (another role was late with `blocker`). `text` says it in one sentence with names and source lines;
-    `blocker` is the index of a span, -1 where there is none.
+    `kind` is `dependency` (a task waits for it and nothing else is left to compute), `late` (it could have started
+    earlier), `link` (the link was busy with `blocker`), `channel` (its channel was busy with `blocker`), `order`
+    (compute that does not need it comes after its wait: the order of `blocker` is fixed) or `peer` (another role was
+    late with `blocker`). `text` is a sentence with names and source lines; `blocker` is the index of a span, -1 if
+    there is none.
     """
 
     kind: str
@@ -28,12 +28,12 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task that ran: a kernel (an op or a fused chain) of a role's compute stream, or a communication of a channel.
+    """A task that ran: a kernel (an op or a fused chain) of a role's compute stream, or a communication of a channel.
 
     Times are in seconds from the start of the step. `exposed_seconds` is the part of a communication during which its
-    role computes nothing; where several run, the one that the role waits for has it, else they share it.
-    `needs` are the spans that it had to wait for, `index` is its own place in `Simulation.spans`. `bytes` are received
-    over links by a communication, moved in device memory by a kernel. `names` are the graph nodes it stands for.
+    role computes nothing; if several run, it is attributed to the communication that the role waits for,
+    else divided. `needs` are the spans that it had to wait for, `index` is its own index in `Simulation.spans`. `bytes`
+    are received over links by a communication, moved in device memory by a kernel. `names` are its graph nodes.
     """
 
     index: int
@@ -49,8 +49,8 @@ class Span:
     line: str = ""
     flops: float = 0.0
     bytes: float = 0.0
-    layout: str = ""  # of a communication: "[{fsdp}, {}] -> [{}, {}]", with the value's global dtype and shape
-    group: str = ""  # of a communication: the axes, such as "dp,tp"
+    layout: str = ""  # for a communication: "[{fsdp}, {}] -> [{}, {}]", with the value's global dtype and shape
+    group: str = ""  # for a communication: the axes, such as "dp,tp"
     microbatch: int = 0
     exposed_seconds: float = 0.0
     reasons: tuple[Reason, ...] = ()
@@ -75,17 +75,17 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class RoleResult:
-    """One role: its devices, memory and time. `memory` is (seconds, bytes) at every change, in order of time."""
+    """A role: its devices, memory and time. `memory` is (seconds, bytes) at every change, in order of time."""
 
     index: int
     devices: tuple[int, ...]
     compute_seconds: float
     communication_seconds: float  # time in which at least one communication of the role runs
-    exposed_seconds: float  # part of that in which it computes nothing
-    idle_seconds: float  # neither
+    exposed_seconds: float  # the part of that in which it computes nothing
+    idle_seconds: float  # neither compute nor communication
     peak_bytes: int
     peak_at: float
-    reserved_bytes: int  # what PyTorch's caching allocator has then taken, fragments included
+    reserved_bytes: int  # what PyTorch's caching allocator has reserved by then, fragments included
     persistent_bytes: int  # parameters, optimizer state, buffers
     at_peak: tuple[LiveTensor, ...] = ()  # the largest first
     memory: tuple[tuple[float, int], ...] = ()
@@ -93,11 +93,9 @@ class RoleResult:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A step on a machine. `source` is "modelled" or "measured"; `profile` and `profile_version` say by what.
-
+    """A step on a machine. `source` is "modelled" or "measured"; `profile` and `profile_version` name its costs.
     `flops` are those of the model's mathematics per step of the whole program (recomputation not counted), `mfu` is
-    flops / (seconds * devices * peak rate of `mfu_dtype`); None where the profile has no peak. `tokens` per step.
-    """
+    flops / (seconds * devices * peak rate of `mfu_dtype`); None if the profile has no peak. `tokens` per step."""
 
     seconds: float
     spans: tuple[Span, ...]
@@ -113,10 +111,11 @@ class Simulation:
     flops: float = 0.0
     mfu: float | None = None
     mfu_dtype: str = ""
-    memory_bytes: int | None = None  # of one device; None where unknown
-    verdict: str = ""  # "" when it fits, else what does not and what would make it fit
+    memory_bytes: int | None = None  # of a device; None if unknown
+    verdict: str = ""  # "" if it fits, else what does not and what would make it fit
     notes: tuple[str, ...] = ()
-    edges: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # (span, span it feeds), for the graph view
+    # (span, span that depends on it), for the graph view
+    edges: tuple[tuple[int, int], ...] = field(default=(), repr=False)
 
     @property
     def exposed_seconds(self) -> float:

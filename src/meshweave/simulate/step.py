@@ -1,4 +1,4 @@
-"""Simulating one step: rank graphs and a profile in, spans, memory and totals out."""
+"""Simulates a step: rank graphs and a profile in, spans, memory and totals out."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from meshweave.simulate.pipelines import FORWARD, Pipeline
 from meshweave.simulate.result import RoleResult, Simulation, Span
 from meshweave.simulate.tasks import RoleTasks, Tasks, items_by_part, lower_tasks
 
-_FUSION: dict[str, Fusion] = {"pointwise": "compiled", "none": "ops"}  # what a profile says of its machine
+_FUSION: dict[str, Fusion] = {"pointwise": "compiled", "none": "ops"}  # the default fusion of a profile
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """How a step is played.
+    """How a step is simulated.
 
-    fusion: what one kernel is (see `simulate.kernels`); None: what the profile says its machine runs.
-    microbatches, pipeline: how often forward and backward run, and in what order stages take them.
-    matmul_dtype: the dtype in which the matmuls of repeated blocks are done, as float8 training does: both operands are
-    cast (with their largest value found first), other matmuls stay.
+    fusion: what runs as a single kernel (see `simulate.kernels`); None: as the profile's machine. microbatches,
+    pipeline: how often forward and backward run, and in what order stages run them. matmul_dtype: the dtype of the
+    matmuls of repeated blocks, as in float8 training: both operands are cast (after a reduction to their largest
+    value), other matmuls keep theirs.
     tokens: of the whole batch, for tokens/s. title: for reports.
-    buckets: which collectives run as one, as in systems that flatten parameters (see `simulate.buckets`).
-    expandable_segments: as PYTORCH_CUDA_ALLOC_CONF says it, for the bytes that the allocator reserves.
-    keeps_every_second_matmul: the step recomputes as "selective" has it, which eager mode does with a store of results
-    that is blind to who reads them (see `simulate.lives`).
+    buckets: which collectives are merged, as in systems that flatten parameters (see `simulate.buckets`).
+    expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF, for the bytes that the allocator reserves.
+    keeps_every_second_matmul: the step recomputes with policy "selective", for which eager mode stores results whether
+    or not they are read (see `simulate.lives`).
     """
 
     fusion: Fusion | None = None
@@ -53,8 +53,8 @@ class SimulateOptions:
 def simulate_roles(
     roles: Sequence[RankGraph], profile: MachineProfile, options: SimulateOptions | None = None
 ) -> Simulation:
-    """Play a step of `roles` on the machine of `profile`. Nothing is allocated, nothing random: equal inputs give
-    equal results to the byte. Raises MeshweaveError for an op, dtype or link that the profile has no cost for."""
+    """Simulate a step of `roles` on the machine of `profile`. Nothing is allocated, nothing is random: equal inputs
+    give equal results to the byte. Raises MeshweaveError for an op, dtype or link without a cost in the profile."""
     options = options or SimulateOptions()
     profile.check_mesh(roles[0].mesh)
     fusion = options.fusion or _FUSION[profile.fusion]
@@ -131,7 +131,7 @@ def _result(
 
 
 def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
-    """Kernels and communications in order of time; starts and waits where they take any."""
+    """Kernels and communications in order of time; also starts and waits if they take time."""
     shown = [i for i, t in enumerate(tasks.tasks) if t.kind in ("kernel", "copy") or t.seconds]
     shown.sort(key=lambda i: (times.starts[i], times.ends[i], i))
     number = {task: i for i, task in enumerate(shown)}
@@ -187,7 +187,7 @@ def _op_text(tasks: Tasks, index: int) -> str:
 
 
 def _producers(tasks: Tasks) -> list[list[int]]:
-    """Per task the kernels and copies whose results it takes, past starts and waits."""
+    """Per task the kernels and copies whose results it uses, looking through starts and waits."""
     producers: list[list[int]] = [[] for _ in tasks.tasks]
     for role in tasks.roles:
         producer_of: dict[int, int] = {}  # storage -> task
@@ -206,7 +206,7 @@ def _producers(tasks: Tasks) -> list[list[int]]:
 
 
 def _model_flops(role: RoleTasks) -> float:
-    """Flops of the model's mathematics in one microbatch on one device: the matmuls and attentions of forward once, and
+    """Flops of the model's mathematics in a microbatch on a device: the matmuls and attentions of forward once, and
     twice again for backward (the convention of PaLM, Chowdhery et al. 2022; a causal mask counts half)."""
     forward = [item for item in items_by_part(role)[FORWARD] if isinstance(item, Kernel)]
     works = [work for kernel in forward for work in kernel.works]
@@ -214,7 +214,7 @@ def _model_flops(role: RoleTasks) -> float:
 
 
 def _matmul_dtype(tasks: Tasks) -> torch.dtype | None:
-    """The dtype in which most matmul flops are done."""
+    """The dtype with the most matmul flops."""
     flops: dict[torch.dtype, float] = {}
     for role in tasks.roles:
         for kernel in role.kernels:
@@ -240,14 +240,14 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
         advice.append("a smaller local batch or shorter sequences, or more devices")
     most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in list(kinds.items())[:3])
     return (
-        f"does not fit: role {worst.index} needs {worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB "
-        f"({most} among the largest at the peak); what would make it fit: {'; '.join(advice)}"
+        f"does not fit: role {worst.index} needs {worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB ({most} "
+        f"among the largest at the peak); what would make it fit: {'; '.join(advice)}"
     )
 
 
 def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:
-    """What to know where tensors fit, but not with the free blocks that lie between them: c10's
-    CUDACachingAllocator.cpp gives free segments back and asks again before it runs out of memory."""
+    """The verdict if tensors fit, but not with the free blocks between them: c10's CUDACachingAllocator.cpp releases
+    free segments and retries before it runs out of memory."""
     room, gib = int(profile.usable_bytes), 2**30
     worst = max(roles, key=lambda role: role.reserved_bytes)
     if not max(role.peak_bytes for role in roles) <= room < worst.reserved_bytes:
@@ -255,7 +255,7 @@ def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[st
     reserved = f"{worst.reserved_bytes / gib:.1f} GiB of {room / gib:.1f} GiB"
     return (
         f"tensors fit, but with free blocks between them the allocator would reserve {reserved}: it then stops the "
-        "device to give segments back, and may run out of memory; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        "device to release segments, and may run out of memory; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
         "leaves fewer",
     )
 
@@ -273,7 +273,9 @@ def _notes(options: SimulateOptions, fusion: Fusion, num_roles: int) -> tuple[st
     ]
     if options.buckets != "none":
         size = f"of {options.buckets} bytes" if isinstance(options.buckets, int) else "per block"
-        notes.append(f"collectives run in buckets {size}, as in systems that flatten parameters; ours run one by one")
+        notes.append(
+            f"collectives run in buckets {size}, as in systems that flatten parameters; meshweave's run one by one"
+        )
     if options.pipeline != "sequential" and num_roles > 1:
         notes.append(f"the {options.pipeline} schedule is modelled; the runtime runs microbatches one after the other")
     return tuple(notes)

@@ -1,7 +1,7 @@
 """Rank graphs as tasks with durations: kernels, starts and waits in a compute stream per role, communications in
 channels.
 
-The cost grows with roles and nodes, never with devices: one device stands for all of its role.
+The cost grows with roles and nodes, never with devices: a single device represents its role.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Starts = dict[int, int]  # role -> its start, as a task
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTask:
-    """What a stream runs. `seconds` is its duration with the machine to itself, `usage` the share of each link level
-    that it takes then. A start or a wait says where in the order of its role a communication is; it takes no
-    time where streams are those of an accelerator."""
+    """A task of a stream. `seconds` is its duration on an otherwise idle machine, `usage` the share of each link level
+    that it then takes. A start or a wait marks where a communication is in the order of its role; it takes no time if
+    streams are those of an accelerator."""
 
     kind: Literal["kernel", "start", "wait", "copy"]
     node: fx.Node
@@ -45,16 +45,16 @@ class SimulatedTask:
     microbatch: int
     kernel: Kernel | None = None
     usage: tuple[tuple[str, float], ...] = ()
-    op: str = ""  # of a copy, as profiles name it
+    op: str = ""  # of a copy, named as in profiles
     group: str = ""
-    received: float = 0.0  # bytes that one device receives
-    issued: float = 0.0  # seconds from the step's begin before which the processor has not launched it
+    received: float = 0.0  # bytes that a device receives
+    issued: float = 0.0  # earliest launch by the processor, in seconds from the step's begin
     flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoleTasks:
-    """A role as the simulator sees it: its values, its kernels, and (in its stream's order) its tasks."""
+    """A role in the simulator: its values, its kernels, and (in its stream's order) its tasks."""
 
     role: RankGraph
     local: Local
@@ -62,12 +62,12 @@ class RoleTasks:
     tasks: tuple[int, ...] = ()
 
     def storages_read(self, task: SimulatedTask) -> frozenset[int]:
-        """Those that a task's operands live in."""
+        """The storages of a task's operands."""
         operands = task.node.all_input_nodes if task.kernel is None else task.kernel.reads
         return frozenset(x.storage for n in operands for x in self.local.values.get(n, ()))
 
     def storages_written(self, task: SimulatedTask) -> frozenset[int]:
-        """Those that a task's results live in."""
+        """The storages of a task's results."""
         nodes = (task.node,) if task.kernel is None else task.kernel.writes
         return frozenset(x.storage for n in nodes for x in self.local.values[n])
 
@@ -75,8 +75,8 @@ class RoleTasks:
 @dataclass(frozen=True, slots=True)
 class Tasks:
     """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
-    and waits of collectives that run as one on a flat buffer, bucket by bucket. `has_root_group`: what is outside of
-    blocks is one group of parameters (see `simulate.flat`)."""
+    and waits of collectives that share a flat buffer, bucket by bucket. `has_root_group`: everything outside of blocks
+    is a group of parameters (see `simulate.flat`)."""
 
     schedule: Schedule
     tasks: tuple[SimulatedTask, ...]
@@ -94,9 +94,8 @@ class _TaskLowering:
     passes: list[Passes]
     narrow: Sequence[Narrow] = ()
     is_buffered: bool = False
-    loss_exchange: Sequence[
-        frozenset[fx.Node]
-    ] = ()  # by role the nodes that pass losses between stages, once all microbatches are done
+    # by role the nodes that send losses between stages, after all microbatches
+    loss_exchange: Sequence[frozenset[fx.Node]] = ()
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
     priced: dict[str, SimulatedTask] = field(default_factory=dict)  # of transfers, by key
@@ -127,7 +126,7 @@ class _TaskLowering:
 
     @property
     def host_seconds(self) -> float:
-        """What a start or a wait takes of its role's stream: time where a processor runs the ops itself, else none."""
+        """The time of a start or a wait on its role's stream: positive if a processor runs the ops itself, else 0."""
         return self.profile.launch_s if self.profile.fusion == "none" else 0.0
 
     def add(self, task: SimulatedTask) -> int:
@@ -161,8 +160,8 @@ class _TaskLowering:
         return numbers
 
     def queue(self, number: int, last: int) -> Iterator[tuple[int, int, Kernel | fx.Node]]:
-        """What a role runs in its order: part, microbatch and item. In a pipeline stages exchange losses
-        when all microbatches are done, so that no forward waits for the last stage."""
+        """The items of a role in order: part, microbatch and item. In a pipeline stages exchange losses after all
+        microbatches, so that no forward waits for the last stage."""
         role = self.roles[number]
         parts = items_by_part(role)
         exchange = self.loss_exchange[number]
@@ -182,7 +181,7 @@ class _TaskLowering:
         return SimulatedTask("kernel", kernel.node, (number,), seconds, microbatch, kernel, flops=flops)
 
     def enter(self, number: int, node: fx.Node, task: int) -> None:
-        """Put a start with those of the other roles that take part in it: the k-th of each on a channel."""
+        """Match a start with those of the other roles in the same communication: the k-th of each on a channel."""
         channel = self.channel(number, node)
         count = self.counts.get((channel, number), 0)
         self.counts[channel, number] = count + 1
@@ -192,7 +191,7 @@ class _TaskLowering:
         numbered[count][number] = task
 
     def channel(self, number: int, node: fx.Node) -> Channel:
-        """What a start queues in: the groups of its axes, with the roles that they reach into, or a transfer."""
+        """The queue of a start: the groups of its axes, with the roles that they reach into, or a transfer."""
         key = str(node.args[-1])
         if node.target is transfer:
             channel = agreed(self.graphs, key)
@@ -210,7 +209,7 @@ class _TaskLowering:
 
     def line_of(self, channel: Channel) -> tuple[Any, ...]:
         """The stream in which a channel's copies run, one after the other: transfers between the same meshes, or over
-        the same axes, share one."""
+        the same axes, share a stream."""
         kind, key, *roles = channel
         if kind == "group":
             return channel
@@ -229,7 +228,7 @@ class _TaskLowering:
         return f"{name} (role{'s' * (len(roles) > 1)} {', '.join(map(str, roles))})"
 
     def bucketed(self, waiting: Sequence[tuple[int, Channel, Starts]]) -> Iterator[list[tuple[Channel, Starts]]]:
-        """The starts on one line, those of a bucket together. Only what one role does by itself is put in buckets."""
+        """The starts on a stream, grouped by bucket. Only communications within a role are bucketed."""
         members = [
             Member(task.node, task.microbatch, start, self.waits.get(start, -1), self.bytes_of(task))
             for start, _, _ in waiting
@@ -240,7 +239,7 @@ class _TaskLowering:
             yield [waiting[i][1:] for i in bucket]
 
     def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
-        """The task of a transfer, or of the collectives of a bucket, which run as one."""
+        """The task of a transfer, or of the merged collectives of a bucket."""
         (kind, key, *roles), starts = bucket[0]
         if missing := [r for r in roles if r not in starts]:
             node = self.tasks[next(iter(starts.values()))].node
@@ -271,21 +270,21 @@ class _TaskLowering:
         self.tasks[task] = replace(self.tasks[task], seconds=self.tasks[task].seconds + seconds)
 
     def unpacking(self, task: SimulatedTask, bucket: Sequence[tuple[Channel, Starts]]) -> float:
-        """Seconds in which parameters are copied out of the buffer that a bucket is gathered into. What packs
-        gradients is the cast that the program has before their reduction."""
+        """Seconds in which parameters are copied out of a bucket's buffer. Gradients are packed by the cast that the
+        program has before their reduction."""
         operand = sum(self.bytes_of(self.tasks[start]) for _, starts in bucket for start in starts.values())
         size = int(2 * (operand + task.received))
         return self.profile.compute_seconds(MemoryWork("copy", size, size // 2, torch.uint8))
 
     def bytes_of(self, start: SimulatedTask) -> float:
-        """Bytes that a device hands to a collective; 0 for a transfer."""
+        """A device's operand bytes in a collective; 0 for a transfer."""
         operand, number = start.node.args[0], start.roles[0]
         value = self.roles[number].local.single(operand) if isinstance(operand, fx.Node) else None
         size = float(value.num_elements * value.dtype.itemsize) if value is not None else 0.0
         return self.narrow[number].moved_bytes(start.node, size) if self.narrow else size
 
     def split(self, copy: SimulatedTask) -> tuple[SimulatedTask, float]:
-        """A copy without what the waiting role does of it, and that: sums and copies of a runtime on a processor."""
+        """A copy without the waiting role's part, and that part: sums and copies of a runtime on a processor."""
         if copy.op == TRANSFER.name:
             return copy, 0.0
         mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
@@ -294,7 +293,7 @@ class _TaskLowering:
 
     def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
         """The starts that a copy needs and those whose waits need it: all. In a pipelined schedule a transfer is
-        buffered: it needs its senders and keeps its receivers waiting."""
+        buffered: it needs its senders and blocks its receivers."""
         every = list(starts.values())
         if kind == "group" or not self.is_buffered:
             return every, every
@@ -308,7 +307,7 @@ class _TaskLowering:
         return senders, takers
 
     def collective(self, key: str, roles: Sequence[int], starts: Sequence[SimulatedTask]) -> SimulatedTask:
-        """The task of the collectives `starts`, which run as one on all of their bytes."""
+        """The task of the collectives `starts`, merged over all of their bytes."""
         node, number = starts[0].node, roles[0]
         mesh, axes = self.graphs[number].group_axes(key)
         row = TABLE[node.target]
@@ -320,7 +319,7 @@ class _TaskLowering:
         return SimulatedTask("copy", node, tuple(roles), seconds, microbatch, None, usage, row.name, group, received)
 
     def transferred(self, key: str, roles: Sequence[int], start: SimulatedTask) -> SimulatedTask:
-        """One receiver and one sender stand for all: the first ones of the meshes that have anything to move."""
+        """A receiver and a sender represent all: the first devices of the meshes that have anything to move."""
         channel = agreed(self.graphs, key)
         item = channel.spec.dtype.itemsize
         routes = channel.routes
@@ -359,7 +358,7 @@ def _samples(transfer: Transfer) -> Iterator[Sequence[Any]]:
 
 
 def items_by_part(role: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
-    """Kernels, starts and waits of a role in their order, cut where the first node of backward and of update stands."""
+    """Kernels, starts and waits of a role in order, cut at the first node of backward and of update."""
     nodes = list(role.role.graph.nodes)
     items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in role.kernels]
     items += [(float(i), n) for i, n in enumerate(nodes) if n.target in STARTS or n.target is WAIT]
@@ -386,7 +385,8 @@ def lower_tasks(
     matmul_dtype: torch.dtype | None = None,
     buckets: Buckets = "none",
 ) -> Tasks:
-    """The tasks of a step on a machine. Roles are stages of a pipeline in their order; see `simulate.buckets`."""
+    """The tasks of a step on a machine. Roles are stages of a pipeline in order; for `buckets` see
+    `simulate.buckets`."""
     check_buckets(buckets)
     roles = []
     for graph in graphs:

@@ -1,4 +1,4 @@
-"""The drop-in for torch.compile: overlap in its graphs, the same on every rank."""
+"""The drop-in for torch.compile: overlap in its graphs, with the same result on every rank."""
 
 from meshweave.torch_compile.agreement import Agreement
 from meshweave.torch_compile.backend import Backend, backend, inductor_pass

@@ -1,7 +1,7 @@
-"""Ranks that compile the same graph decide on the same figures, and prove that what they decided cannot deadlock.
+"""Ranks that compile the same graph decide by the same figures, and prove that their decisions cannot deadlock.
 
-All that ranks tell each other goes through the store of `torch.distributed`: no collective runs while a graph is
-compiled, so that a rank that does not come is an error with its name, never a hang.
+Ranks communicate through the store of `torch.distributed`: no collective runs while a graph is compiled, so that a rank
+that does not come is an error with its name, never a hang.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshweave.runtime.consensus import TIMEOUT_SECONDS, Exchange, named
 
 
 class Agreement(Exchange):
-    """What ranks that compile the same graph agree on, one exchange after the other."""
+    """What ranks that compile the same graph agree on, in successive exchanges."""
 
     __slots__ = ()
 
     def figures(self, mine: CostNumbers, settings: str = "") -> CostNumbers:
-        """The figures of the lowest rank. Raises MeshweaveError naming the ranks that did not come, that have
-        other `settings` (options, as text), or whose graph is another."""
+        """The figures of the lowest rank. Raises MeshweaveError with the ranks that did not come, that have other
+        `settings` (options, as text), or that have another graph."""
         lead = self.ranks[0]
 
         def judge(answers: Mapping[int, Any]) -> Any:
@@ -40,12 +40,12 @@ class Agreement(Exchange):
                     where=named(differing),
                     got=f"graph {answers[differing[0]][0]} on rank {differing[0]}",
                     expected=f"graph {mine.fingerprint}, as on rank {lead}",
-                    hint="where ranks run different graphs (stages of a pipeline), pass ranks=, those with this one",
+                    hint="if ranks run different graphs (stages of a pipeline), pass ranks=, those with this graph",
                 )
             differing = [rank for rank, (_, its) in answers.items() if its != settings]
             if differing:
                 raise MeshweaveError(
-                    "ranks were given different options",
+                    "ranks have different options",
                     where=named(differing),
                     got=f"{answers[differing[0]][1]} on rank {differing[0]}",
                     expected=f"{settings}, as on rank {lead}",
@@ -57,15 +57,13 @@ class Agreement(Exchange):
         return CostNumbers(mine.fingerprint, tuple(numbers))
 
     def prove(self, graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Exchange the order of communications that `graph` has now, and prove that no rank waits for ever.
-
-        The proof: all ranks have the same sequence of starts and waits, written with channels (groups in order of
-        appearance), and where a rank's c-th channel is a group, it is that of each of its members. So the i-th event of
-        every rank is the same; once all have come to a start, all its members have begun it; a wait is for an earlier
-        start, so that it ends. Where ranks say how large the blocks of an all-to-all are, what each sends to another is
-        what that expects: blocks, as those of a permute, are each rank's own and no part of the sequence. Raises
-        MeshweaveError naming ranks where that does not hold, and for messages between two ranks, which do not meet by
-        their place.
+        """Exchange the present order of communications of `graph`, and prove that no rank waits for ever.\n\nThe proof:
+        all ranks have the same sequence of starts and waits, in terms of channels (groups in order of appearance), and
+        if a rank's c-th channel is a group, it is also the c-th channel of each of its members. So the i-th event of
+        every rank is the same; once all have reached a start, all its members have begun it; a wait is for an earlier
+        start, so it ends. If the block sizes of an all-to-all are known, each rank sends what the receiver expects:
+        blocks, like those of a permute, are specific to a rank and not part of the sequence. Raises MeshweaveError with
+        the ranks if that does not hold, and for messages between two ranks, which are not matched by order.
         """
         events, channels, blocks = communications(graph)
         digest = hashlib.sha256("\n".join(events).encode()).hexdigest()[:24]
@@ -88,7 +86,8 @@ def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
             where=named(differing),
             got=f"order {answers[rank][0]} of {answers[rank][1]} starts and waits on rank {rank}",
             expected=f"order {digest} of {count}, as on rank {lead}",
-            hint="the same figures must give the same order: are all ranks of one version of meshweave and torch?",
+            hint="the same figures must give the same order: do all ranks have the same versions of meshweave and "
+            "torch?",
         )
     for rank, (_, _, tables, _) in answers.items():
         for i, members in enumerate(tables):
@@ -97,7 +96,7 @@ def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
             if rank in members and not outside and other is None:
                 continue
             raise MeshweaveError(
-                "the groups of a graph's communications do not fit each other",
+                "the groups of a graph's communications do not match",
                 where=f"rank {rank}, group {i} in order of appearance",
                 got=f"ranks {members}" + ("" if other is None else f"; on rank {other} it is {answers[other][2][i]}"),
                 expected="a group that each of its members has at this place",
@@ -123,16 +122,14 @@ def _judge_blocks(answers: Mapping[int, Any]) -> None:
                     )
 
 
-# Of an all-to-all whose blocks are not all of one size: the event, the channel, the place, rows received and sent.
+# Of an all-to-all with unequal blocks: the event, the channel, the position, rows received and sent.
 Blocks = tuple[int, int, str, list[int], list[int]]
 
 
 def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], list[Blocks]]:
-    """The starts and waits of a graph in their order, as text that no rank has in it; per channel its group and where
-    it is first used; and the blocks of all-to-alls, where they are known and of several sizes.
-
-    Raises MeshweaveError for messages between two ranks.
-    """
+    """The starts and waits of a graph in order, as text without ranks; for each channel its group and its first use;
+    and the blocks of all-to-alls, if they are known and unequal.
+    Raises MeshweaveError for messages between two ranks."""
     channels: dict[str, tuple[Any, str]] = {}
     begun: dict[fx.Node, int] = {}
     events: list[str] = []
@@ -143,7 +140,7 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], l
             events.append(f"wait {_waited(node, begun)}")
         elif row is not None and row.is_ordered:
             raise MeshweaveError(
-                "messages between two ranks do not meet by their place, so that their order cannot be proven",
+                "messages between two ranks are not matched by order, so their order cannot be proven",
                 where=place_of(node),
                 hint="compile them outside of this graph, or pass ranks=(rank,), which proves nothing",
             )
@@ -161,15 +158,15 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], l
 
 
 def _waited(wait: fx.Node, begun: Mapping[fx.Node, int]) -> str:
-    """What a wait is for, past views and earlier waits: the event that began it, or the input that an earlier graph
-    began."""
+    """The communication of a wait, through views and earlier waits: the event that began it, or the input that an
+    earlier graph began."""
     node = wait.args[0]
     while isinstance(node, fx.Node) and node not in begun and node.all_input_nodes:
         node = node.args[0]
     if isinstance(node, fx.Node) and node in begun:
         return str(begun[node])
     inputs = wait.graph.find_nodes(op="placeholder")
-    return f"for input {inputs.index(node)}" if node in inputs else "for what no graph began"
+    return f"for input {inputs.index(node)}" if node in inputs else "for an unknown communication"
 
 
 def _are_known(sizes: Any) -> bool:
@@ -197,11 +194,9 @@ def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None
 
 
 def world_agreement(ranks: Sequence[int] | None, timeout_seconds: float = TIMEOUT_SECONDS) -> Agreement | None:
-    """The agreement of this job's `ranks` (None: all), None where this process is alone.
-
-    Alone is a process without torch.distributed, of a world of one, of ranks of one, and one on the `fake` backend,
-    which has no other ranks. Raises MeshweaveError for ranks that this process is not among.
-    """
+    """The agreement of this job's `ranks` (None: all), None if this process is alone: without torch.distributed, in a
+    world of size 1, with a single rank in `ranks`, or on the `fake` backend, which has no other ranks. Raises
+    MeshweaveError if this process is not in `ranks`."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return None
     chosen = tuple(sorted(set(ranks))) if ranks is not None else tuple(range(dist.get_world_size()))

@@ -1,4 +1,4 @@
-"""The drop-in for torch.compile: a backend, and a context that puts the same pass into Inductor."""
+"""The drop-in for torch.compile: a backend, and a context that adds the same pass to Inductor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapOptions
 from meshweave.torch_compile.scheduling import BackendSettings, Cost, graph_passes, settings
 
-# As aot_autograd takes them: of a graph and its (fake) inputs, what runs it.
+# In the form of aot_autograd: from a graph and its (fake) inputs to a callable.
 GraphCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 _INNER = ("inductor", "aot_eager")
 
@@ -44,11 +44,9 @@ class Backend:
         mode: str = "default",
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """As torch.compile calls it, with its own `mode` and `options`, which are Inductor's.
-
-        Raises MeshweaveError for either where something else compiles.
-        """
-        let_gathers_overlap()  # torch.compile runs here what it compiles, or what it finds in its cache
+        """Called by torch.compile, with its own `mode` and `options`, which are Inductor's.
+        Raises MeshweaveError for either if something else compiles."""
+        let_gathers_overlap()  # torch.compile runs its compiled or cached graph here
         if self.inner == "inductor":
             from meshweave.torch_compile.inductor import compile_with
 
@@ -108,40 +106,39 @@ def backend(
     """A backend for `torch.compile(model, backend=mw.backend())` that overlaps communication with compute.
 
     `cost`, `memory_cap_bytes`, `options` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
-    a machine profile, and without one the graph's type of device says which. `inner` compiles what was ordered:
-    "inductor", "aot_eager" (which runs it op by op) or a callable as aot_autograd takes it. `report` is called with the
+    a machine profile, by default it depends on the graph's device type. `inner` compiles the ordered graph: "inductor",
+    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. `report` is called with the
     OverlapReport of every graph that communicates; with `decompose` and `split` also with the DecomposeReport and the
     SplitReport of each.
 
-    `passes`: what a graph goes through, as `compile` takes it: "exact" (the same as without: overlap), "default"
-    (overlap, split, decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph".
-    `options`, `split` and `decompose` are short forms of the same list. After each pass the graph is verified.
+    `passes`: the passes over a graph, as in `compile`: "exact" (the default: overlap), "default" (overlap, split,
+    decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph". `options`,
+    `split` and `decompose` are short forms of the same list. After each pass the graph is verified.
 
-    `split`: before forward and backward are parted, what goes row by row of the batch runs in so many chunks (True: 2
-    or 4), so that the communication of one runs under the compute of another. `decompose`: collectives beside matmuls
-    become rings of messages between the chunks of these, with True or with options. Both are off unless asked for: sums
-    may round otherwise. Either is done only where the costs say that the graph in its best order is faster
-    (decompose=DecomposeOptions(when="always") asks no cost).
+    `split`: before forward and backward are partitioned, row-wise ops run in so many chunks of the batch (True: 2 or
+    4), so that the communication of a chunk runs under the compute of another. `decompose`: collectives beside matmuls
+    become rings of messages between chunks of the matmuls, with True or with options. Both are off by default: sums may
+    round differently. Either is applied only if the graph in its best order is then faster by the costs
+    (decompose=DecomposeOptions(when="always") needs no costs).
 
     In a job of several ranks all `ranks` (default: all of torch.distributed) compile the same graphs in the same order.
-    They take the figures of the lowest of them, and prove that the order cannot deadlock; a rank that does not come in
+    They use the figures of the lowest of them, and prove that the order cannot deadlock; a rank that does not come in
     `timeout_seconds` is an error that names it. The stages of a pipeline compile different graphs: each passes its own
     ranks. With ranks=(rank,) nothing is agreed on and nothing proven, and compiled graphs may come from Inductor's
-    cache, which is passed by otherwise: ranks whose graph comes from it would not come to agree.
-
-    Raises MeshweaveError for what is none of these.
+    cache, which is otherwise bypassed: ranks with a cached graph would not take part in the agreement. Raises
+    MeshweaveError for invalid arguments.
     """
     if not (inner in _INNER or callable(inner)):
         raise MeshweaveError(
-            "nothing compiles by this name", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
+            "unknown inner compiler", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
         )
     chosen = graph_passes(passes, options, decompose, split)
     return Backend(settings(cost, memory_cap_bytes, chosen, groups, report, ranks, timeout_seconds), inner)
 
 
 def by_name(gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-    """`torch.compile(model, backend="meshweave")`, and what takes a backend's name: `backend()` as it
-    comes. An entry point of the package, found once it is installed."""
+    """`torch.compile(model, backend="meshweave")`, for code that takes a backend's name: `backend()` with defaults. An
+    entry point of the package, available once it is installed."""
     return backend()(gm, inputs, **settings)
 
 
@@ -158,13 +155,13 @@ def inductor_pass(
     decompose: DecomposeOptions | bool | None = None,
     split: SplitOptions | int | bool | None = None,
 ) -> AbstractContextManager[None]:
-    """The pass of `backend` in Inductor, for all that is compiled in this thread while the context lasts.
+    """The pass of `backend` in Inductor, for everything that is compiled in this thread while the context lasts.
 
         with mw.inductor_pass():
             loss = compiled(batch)  # the first call compiles, the backward graph too
 
-    A pass that is installed already runs before it. What Inductor would reorder itself is off, and everything is as it
-    was when the context ends. Of nested ones the innermost counts.
+    An earlier installed pass runs before it. Inductor's own reordering is off, and everything is restored when the
+    context ends. Of nested contexts the innermost applies.
     """
     from meshweave.torch_compile.inductor import installed
 

@@ -1,8 +1,8 @@
-"""FSDP whose collectives are in the compiled graph, where a pass can move them.
+"""FSDP with its collectives in the compiled graph, where a pass can move them.
 
 The hooks of `fully_shard` are closed to Dynamo (torch 2.13, _fully_shard/_fsdp_state.py: `_dynamo_disable`): its
 gathers and reductions run between the compiled pieces, on its own schedule, and no compiler sees them. Here a parameter
-is a sharded DTensor, and to read it is to gather it: torch.compile traces the gather, autograd the reduction, as any
+is a sharded DTensor that is gathered when it is read: torch.compile traces the gather, autograd the reduction, like any
 other op (SimpleFSDP, arXiv 2411.00284).
 """
 
@@ -30,8 +30,8 @@ from meshweave.ir.traits import CASTS
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """How a parameter becomes what its module computes with: `shape` on this rank, `before` the mesh and placements
-    that it had as a DTensor."""
+    """How a parameter is transformed to its module's form: `shape` on this rank, `before` the mesh and placements that
+    it had as a DTensor."""
 
     mesh: DeviceMesh
     shape: torch.Size
@@ -41,7 +41,8 @@ class _Stored:
     dtype: torch.dtype | None
 
     def used(self, stored: DTensor) -> Tensor:
-        """The parameter as its module had it before, gathered along `mesh`; its gradient is averaged and cut again."""
+        """The parameter in its module's original form, gathered along `mesh`; its gradient is averaged and cut
+        again."""
         if self.is_gathered_again:
             return checkpoint(self.gathered, stored, use_reentrant=False, context_fn=_gathers_again)
         return self.gathered(stored)
@@ -88,20 +89,20 @@ def shard_in_graph(
     reshard_after_forward: bool = True,
     param_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Shard the parameters of `module` along the one dim of `mesh`, as `fully_shard` does, with gathers in the graph.
+    """Shard the parameters of `module` along the only dim of `mesh`, like `fully_shard`, with gathers in the graph.
 
     Parameters become DTensors sharded on dim 0; those that are DTensors already (`parallelize_module` with a mesh of
-    the same root) keep their placements besides. Reading one (`module.weight`) gathers it; in the backward pass it is
-    gathered again unless `reshard_after_forward` is False; gradients are averaged along `mesh` and stay sharded. With
-    `param_dtype` it is gathered and its gradient reduced in that dtype. Changes `module` in place and returns it:
-    compile it as a whole. Raises MeshweaveError for a mesh of more than one dim.
+    the same root) also keep their placements. Reading a parameter (`module.weight`) gathers it; in the backward pass it
+    is gathered again unless `reshard_after_forward` is False; gradients are averaged along `mesh` and stay sharded.
+    With `param_dtype` gathers and gradient reductions use that dtype. Changes `module` in place and returns it: compile
+    it as a whole. Raises MeshweaveError for a mesh of several dims.
     """
     if mesh.ndim != 1:
         raise MeshweaveError(
-            "parameters are sharded along one dim of the mesh",
+            "parameters are sharded along a single dim of the mesh",
             where="shard_in_graph",
             got=f"a mesh of {mesh.ndim} dims, {mesh.mesh_dim_names or tuple(mesh.shape)}",
-            expected="one dim of it, as mesh['dp']",
+            expected="a single dim of it, as mesh['dp']",
         )
     sharded: dict[nn.Parameter, tuple[nn.Parameter, _Stored]] = {}
     for part in list(module.modules()):
@@ -138,7 +139,7 @@ def _stored(
     before = None
     if isinstance(p, DTensor):
         times = math.prod(p.device_mesh.size(i) for i, placed in enumerate(p.placements) if placed.is_shard(0))
-        # What the other mesh cut first is cut again within each of its pieces, the order of fully_shard.
+        # A dim that the other mesh cut first is cut again within each of its pieces, the order of fully_shard.
         cut = Shard(0) if times == 1 else StridedShard(0, split_factor=times)
         both = joined_device_mesh([mesh, p.device_mesh])
         placements = (cut, *p.placements)

@@ -1,9 +1,8 @@
-"""Inductor with our pass: its own overlap passes off, and what it would reorder afterwards held.
+"""Inductor with meshweave's pass: Inductor's own overlap passes are off, and its later reordering is restricted.
 
-After the post-grad passes Inductor makes scheduler nodes of the graph, in its order, fuses them, and reorders them for
-peak memory. The last is switched off (the order was chosen under a memory cap). Fusion may pull a wait ahead of the
-work that hides its communication: dependencies that cost no buffer keep it from that, and leave all other fusions
-alone.
+After the post-grad passes Inductor turns the graph into scheduler nodes, in its order, fuses them, and reorders them
+for peak memory. The last is switched off (the order was chosen under a memory cap). Fusion may pull a wait ahead of the
+work that hides its communication: dependencies that cost no buffer prevent that, and allow all other fusions.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from meshweave.passes import Decompose
 from meshweave.passes.base import Scope
 from meshweave.torch_compile.scheduling import BackendSettings
 
-# Overlap and bucketing of Inductor's own (torch 2.13, _inductor/config.py), by what switches each off.
+# Inductor's own overlap and bucketing (torch 2.13, _inductor/config.py), and the value that switches each off.
 _OWN: Mapping[str, object] = {
     "aten_distributed_optimizations.enable_overlap_scheduling": False,
     "reorder_for_compute_comm_overlap": False,
@@ -46,15 +45,14 @@ _OWN: Mapping[str, object] = {
     "_fuse_ddp_communication": False,
     "_micro_pipeline_tp": False,
 }
-# On by default, and would undo any order: it knows of bytes alone.
+# On by default, and would undo any order: it considers only bytes.
 _REORDERS: Mapping[str, object] = {"reorder_for_peak_memory": False}
 _POST_GRAD, _PRE_FUSION = "post_grad_custom_post_pass", "_pre_fusion_custom_pass"
-_JOINT = "joint_custom_post_pass"  # on forward and backward in one, or on a graph without backward
+_JOINT = "joint_custom_post_pass"  # on forward and backward together, or on a graph without backward
 
 
 class _Passes:
-    """Passes of ours as one pass of Inductor, after those that were installed before. Its uuid is that of all of
-    them."""
+    """meshweave's passes as a single Inductor pass, after those installed before. Its uuid covers all of them."""
 
     scope: ClassVar[Scope]
 
@@ -74,7 +72,7 @@ class _Passes:
         return None if None in keys else keys
 
     def __deepcopy__(self, memo: object) -> Self:
-        return self  # copies of Inductor's config are for reading
+        return self  # copies of Inductor's config are read-only
 
 
 class GraphPasses(_Passes, PostGradPass):  # type: ignore[misc]
@@ -88,9 +86,9 @@ class JointPasses(_Passes, GraphPass):  # type: ignore[misc]
 class HoldOrder(SchedulerPass):  # type: ignore[misc]
     """Scheduler nodes before fusion, with dependencies that keep work where it hides communication.
 
-    An event is a start or a wait. Events stay in their order; matmuls and other library calls stay between the events
-    that they stand between; a generated kernel between a start and its wait stays before that wait. Nothing else is
-    held: what Inductor fuses within these bounds, it fuses.
+    An event is a start or a wait. Events keep their order; matmuls and other library calls stay between the same
+    events; a generated kernel between a start and its wait stays before that wait. Nothing else is restricted: Inductor
+    may fuse within these bounds.
     """
 
     def __init__(self, before: Callable[[list[Any]], list[Any]] | None = None) -> None:
@@ -102,7 +100,7 @@ class HoldOrder(SchedulerPass):  # type: ignore[misc]
         if _hold(nodes):
             scheduler = nodes[0].scheduler
             scheduler.nodes = nodes
-            scheduler.compute_ancestors()  # fusion asks these for cycles
+            scheduler.compute_ancestors()  # fusion checks these for cycles
         return nodes
 
     def uuid(self) -> Any | None:
@@ -116,7 +114,7 @@ class HoldOrder(SchedulerPass):  # type: ignore[misc]
 
 
 def _hold(nodes: Sequence[Any]) -> bool:
-    """Add the dependencies; whether there were any to add."""
+    """Add the dependencies; returns whether any were added."""
     nodes = [node for node in nodes if node.get_buffer_names()]
     events = [i for i, node in enumerate(nodes) if contains_collective(node) or contains_wait(node)]
     if not events:
@@ -143,19 +141,21 @@ def _hold(nodes: Sequence[Any]) -> bool:
 
 
 def _read_after(nodes: Sequence[Any], waits: Iterable[Any]) -> None:
-    """Keep what reads a result behind its wait. A wait is a mutation to Inductor, and its C++ backend loses that
-    dependency where it computes the loops of a reader anew to fuse it, unless the reader has another that is no read
-    (torch 2.13, SchedulerNode.recompute_size_and_body)."""
+    """Keep the readers of a result after its wait.
+
+    A wait is a mutation to Inductor, and its C++ backend loses that dependency where it recomputes the loops of a
+    reader to fuse it, unless the reader has another dependency that is not a read (torch 2.13,
+    SchedulerNode.recompute_size_and_body)."""
     buffers = {name: wait for wait in waits for name in wait.get_buffer_names()}
     for node in nodes:
         for name in [
             dep.name for dep in node.unmet_dependencies if dep.name in buffers and buffers[dep.name] is not node
         ]:
-            add_dependency(node, name, written=name)  # which no fusion makes redundant
+            add_dependency(node, name, written=name)  # which fusion never makes redundant
 
 
 def _windows(nodes: Sequence[Any], waits: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Each wait with its start, by position; -1 where the start is not found, which holds everything before the
+    """Each wait with its start, by position; -1 if the start is not found, which then covers everything before the
     wait."""
     makers = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
     for i in waits:
@@ -180,17 +180,17 @@ def _after(node: Any, earlier: Any) -> None:
 
 
 def patches(settings: BackendSettings, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of Inductor under which our pass runs, over `options` that the user handed in.
+    """Inductor's options for meshweave's pass, over the user's `options`.
 
-    What is on now and goes off is named in every report; what a user had switched on, in a warning too. Raises
-    MeshweaveError for rings where this torch's Inductor reads what they bring too early.
+    Options that are switched off are listed in every report; those that the user had switched on, in a warning too.
+    Raises MeshweaveError for rings if this torch's Inductor reads their results too early.
     """
     if (
         any(isinstance(graph_pass, Decompose) for graph_pass in settings.passes)
         and torch.torch_version.TorchVersion(torch.__version__) < "2.13"
     ):
         raise MeshweaveError(
-            "rings in Inductor need torch 2.13: an earlier one (seen in 2.11) may read messages before they are there",
+            "rings in Inductor need torch 2.13: an earlier version (seen in 2.11) may read messages before they arrive",
             where="decompose=",
             got=f"torch {torch.__version__}",
             expected="torch 2.13, inner='aot_eager', or no decompose=",
@@ -203,7 +203,7 @@ def patches(settings: BackendSettings, options: Mapping[str, Any]) -> dict[str, 
     own_options = [name for name in off if name in _OWN]
     if own_options:
         warnings.warn(
-            f"meshweave orders communication in place of Inductor: {', '.join(own_options)} off while it compiles",
+            f"meshweave orders communication instead of Inductor: {', '.join(own_options)} off while it compiles",
             stacklevel=3,
         )
     note = (f"off in Inductor while it compiles: {', '.join(off)}",) if off else ()
@@ -219,7 +219,7 @@ def patches(settings: BackendSettings, options: Mapping[str, Any]) -> dict[str, 
 
 
 def _others(installed_passes: Any) -> tuple[Any, ...]:
-    """Passes without ours: the innermost of nested ones counts, once."""
+    """Passes without meshweave's: the innermost of nested contexts counts, once."""
     passes = (
         installed_passes
         if isinstance(installed_passes, (list, tuple))
@@ -236,12 +236,12 @@ def _others(installed_passes: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def installed(settings: BackendSettings) -> Iterator[None]:
-    """Inductor with our pass for what is compiled in this thread while it lasts, forward and backward alike.
+    """Inductor with meshweave's pass for code that is compiled in this thread meanwhile, forward and backward.
 
     Backward graphs are compiled with their forward graphs: on a GPU autograd would compile them in another thread,
     which does not see this thread's options.
     """
-    let_gathers_overlap()  # for what is compiled, or found in Inductor's cache, and run while this lasts
+    let_gathers_overlap()  # for graphs that are compiled, or found in Inductor's cache, and run meanwhile
     with config.patch(patches(settings, {})), backward_compiled_with_forward():
         yield
 
@@ -249,7 +249,7 @@ def installed(settings: BackendSettings) -> Iterator[None]:
 def compile_with(
     settings: BackendSettings, gm: fx.GraphModule, inputs: Sequence[Any], mode: str, options: Mapping[str, Any]
 ) -> Any:
-    """What `torch.compile` does with Inductor, with our pass in it."""
+    """torch.compile's Inductor compilation, with meshweave's pass."""
     chosen = {} if mode == "default" else list_mode_options(mode)
     named = {name.replace("-", "_"): value for name, value in options.items()}
     return compile_fx(gm, list(inputs), config_patches=patches(settings, {**chosen, **named}))

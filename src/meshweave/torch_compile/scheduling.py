@@ -1,4 +1,5 @@
-"""What the drop-in does to one graph: its passes run as those of whole steps do, then ranks prove that they meet."""
+"""What the drop-in does to a graph: its passes run like those of whole steps, then ranks prove that their
+communications match."""
 
 from __future__ import annotations
 
@@ -33,16 +34,14 @@ from meshweave.torch_compile.agreement import Agreement, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 
 Cost = MachineProfile | Callable[..., float]
-# The profile of a machine that nobody described, by the type of device that the graph is for.
+# The default profile, by the device type of the graph.
 _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """What `backend` and `inductor_pass` are told, checked. `notes` are put into every report on an order.
-
-    `passes` are those over graphs, in the order in which they run.
-    """
+    """The checked arguments of `backend` and `inductor_pass`. `notes` are put into every report on an order. `passes`
+    are those over graphs, in the order in which they run."""
 
     cost: Cost | None = None
     memory_cap_bytes: int | None = None
@@ -54,22 +53,23 @@ class BackendSettings:
     notes: tuple[str, ...] = ()
 
     def has(self, scope: Scope) -> bool:
-        """Whether some pass is of graphs of this kind."""
+        """Whether any pass applies to graphs of this kind."""
         return any(graph_pass.scope == scope for graph_pass in self.passes)
 
     def run(self, graph: fx.Graph, scope: Scope) -> bool:
-        """Run the passes over graphs of this kind, in place; whether that has changed it. A graph without communication
-        stays as it is.
+        """Run the passes over graphs of this kind, in place; returns whether the graph has changed.
 
-        Raises VerifyError for what a pass did wrong, MeshweaveError where ranks do not agree or would not meet, and as
-        the passes do.
+        A graph without communication is not changed.
+        Raises VerifyError for what a pass broke, MeshweaveError if ranks do not agree or their communications would not
+        match, and the errors of the passes.
         """
         passes = tuple(graph_pass for graph_pass in self.passes if graph_pass.scope == scope)
         if not passes or not _communicates(graph):
             return False
         cost, notes = self._priced(graph)
         agreement = world_agreement(self.ranks, self.timeout_seconds)
-        with unset_fake_temporarily():  # compilers run under the fake mode of what they compile, ours makes tensors too
+        # compilers run under the fake mode of the graph, and meshweave creates tensors too
+        with unset_fake_temporarily():
             program = self._program(graph, agreement)
             chosen, variants = run_passes(program, passes, cost)
             if chosen.program is not program:
@@ -109,7 +109,7 @@ class BackendSettings:
         self.report(report)
 
     def _options_text(self) -> str:
-        """What else decisions depend on and all ranks must have alike, as text."""
+        """The other settings on which decisions depend and all ranks must agree, as text."""
         passes = tuple(
             replace(graph_pass, releasable=None) if isinstance(graph_pass, Overlap) else graph_pass
             for graph_pass in self.passes
@@ -117,12 +117,9 @@ class BackendSettings:
         return f"memory_cap_bytes={self.memory_cap_bytes}, {passes}"
 
     def key(self) -> str | None:
-        """Names everything that an order depends on besides the graph, for caches of compiled graphs; None where a
-        graph from a cache would be wrong.
-
-        It would be where other ranks wait for this one to agree, where a callable may cost something else by now, or a
-        pass of the caller's do something else, and where a report is due.
-        """
+        """A key of everything that an order depends on besides the graph, for caches of compiled graphs; None if a
+        cached graph would be wrong: if other ranks wait for this rank to agree, if a callable may have other costs by
+        now, or a user's pass may behave differently, and if a report is requested."""
         if world_agreement(self.ranks, self.timeout_seconds) is not None or self.report is not None:
             return None
         if not (self.cost is None or isinstance(self.cost, MachineProfile)):
@@ -136,7 +133,7 @@ class BackendSettings:
             torch.__version__,
             "" if self.cost is None else _figures(self.cost),
             repr((self.memory_cap_bytes, self.passes, self.groups, self.ranks)),
-            repr(ranks_of_groups()),  # a compiled graph names them, and one name may be another group next time
+            repr(ranks_of_groups()),  # a compiled graph contains them, and the same name may be another group next time
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -150,15 +147,14 @@ def settings(
     ranks: Sequence[int] | None,
     timeout_seconds: float,
 ) -> BackendSettings:
-    """The settings of what a user said. Raises MeshweaveError for a profile that there is not, and a cost that is
-    none."""
+    """The settings for a user's arguments. Raises MeshweaveError for an unknown profile, and an invalid cost."""
     known = load_profile(cost) if isinstance(cost, (str, Path)) else cost
     if not (known is None or isinstance(known, MachineProfile) or callable(known)):
         raise MeshweaveError(
-            "this is no cost",
+            "not a cost",
             got=repr(cost),
             expected="a machine profile, the name or file of one, or a callable that gives a node's seconds",
-            hint="`meshweave calibrate -o machine.toml` measures the machine at hand",
+            hint="`meshweave calibrate -o machine.toml` measures this machine",
         )
     table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
     chosen = None if ranks is None else tuple(sorted(set(ranks)))
@@ -171,19 +167,19 @@ def graph_passes(
     decompose: DecomposeOptions | bool | None,
     split: SplitOptions | int | bool | None,
 ) -> tuple[Pass[Any], ...]:
-    """The passes over graphs that a caller asks for, the overlap pass where none is named. Raises MeshweaveError for
-    what names no pass, or one over whole steps."""
+    """The passes over graphs that a caller asks for, by default the overlap pass. Raises MeshweaveError for an unknown
+    pass, or one over whole steps."""
     overlap = options or (OverlapOptions() if passes is None else None)
     pass_list = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
-    # They work from step to step, and from forward to backward: names for several passes bring them, no graph has them.
+    # They work between steps, and between forward and backward: they do not apply to a single graph.
     pass_list = tuple(graph_pass for graph_pass in pass_list if not isinstance(graph_pass, (Carry, Keep)))
     if whole_step := [graph_pass.name for graph_pass in pass_list if graph_pass.scope == "step"]:
         raise MeshweaveError(
-            "this pass is of whole training steps, which torch.compile does not see",
+            "this pass needs whole training steps, which torch.compile does not see",
             where="passes=",
             got=", ".join(whole_step),
             expected="split, decompose, overlap, or a pass with scope 'graph' or 'joint graph'",
-            hint="a pass that changes its program by program.each(...) alone can have that scope",
+            hint="a pass that changes its program only by program.each(...) can have that scope",
         )
     return pass_list
 
@@ -193,25 +189,23 @@ def _communicates(graph: fx.Graph) -> bool:
 
 
 def _usual(graph: fx.Graph) -> tuple[MachineProfile, str]:
-    """The profile for a graph that came without one, and the note that says so."""
+    """The default profile for a graph, and the note about it."""
     kinds = {v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)} - {"meta"}
     kind = "cuda" if "cuda" in kinds else "cpu" if kinds <= {"cpu"} else min(kinds - {"cpu"})
     if kind not in _USUAL:
         raise MeshweaveError(
-            f"there is no usual profile for '{kind}'",
+            f"no default profile for '{kind}'",
             got="no cost",
             expected="cost=, a machine profile or a callable",
-            hint="`meshweave calibrate -o machine.toml` measures the machine at hand",
+            hint="`meshweave calibrate -o machine.toml` measures this machine",
         )
     name = _USUAL[kind]
-    return load_profile(
-        name
-    ), f"no cost was given: priced as {name}; `meshweave calibrate` measures the machine at hand"
+    return load_profile(name), f"no cost was passed: priced as {name}; `meshweave calibrate` measures this machine"
 
 
 @cache
 def _sources() -> str:
-    """The code of meshweave, as one number: another version may order otherwise."""
+    """A hash of meshweave's code: another version may order differently."""
     package = Path(meshweave.errors.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

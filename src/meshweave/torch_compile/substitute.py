@@ -1,4 +1,4 @@
-"""A graph that a compiler holds, with the nodes of another in place of its own."""
+"""Replaces the nodes of a compiler's graph by those of another graph."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshweave.ir.graph import copied_graph
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:
-    """A module that runs a copy of the graph; constants are those of the module that owns it."""
+    """A module that runs a copy of the graph; its constants are those of the module that owns it."""
     owner = graph.owning_module or fx.GraphModule(torch.nn.Module(), graph)
     return lazy_module_like(owner, copied_graph(graph))
 
 
 def substitute(graph: fx.Graph, module: fx.GraphModule) -> None:
-    """Make `graph` what that of `module` is, in place and with its names: placeholders and the output stay the nodes
-    that they are."""
+    """Turn `graph` into the graph of `module`, in place and with its names: placeholders and the output stay the same
+    nodes."""
     output = next(iter(reversed(graph.nodes)))
     old = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     placeholders = module.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder")
@@ -31,6 +31,6 @@ def substitute(graph: fx.Graph, module: fx.GraphModule) -> None:
                 copy.meta = dict(node.meta)
     for node in reversed(old):
         graph.erase_node(node)
-    for node, copy in copies.items():  # the names of those that are gone
+    for node, copy in copies.items():  # the names of removed nodes
         copy.name = node.name
     graph.lint()
