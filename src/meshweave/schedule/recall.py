@@ -13,7 +13,6 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-import meshweave
 from meshweave.buckets.merge import Merger
 from meshweave.disk_cache import CacheEntry, cache_directory
 from meshweave.problem.play import peak_of, seconds_of
@@ -67,7 +66,7 @@ def _parts(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) 
 @cache
 def _code() -> str:
     """A digest of the code that orders depend on."""
-    root = Path(meshweave.__file__).parent
+    root = Path(__file__).parent.parent
     files = [path for room in _ROOMS for path in sorted((root / room).glob("*.py"))]
     return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
