@@ -183,7 +183,7 @@ class Iterates(Base):
 
 class DrawsWithPython(Base):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if random.random() < 0.99 else x
+        return super().forward(x) if random.random() < 2 else x
 
 
 class DrawsWithNumpy(Base):
@@ -197,7 +197,7 @@ class DrawsWithGenerator(Base):
         self.random = np.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.random.random() < 0.99 else x
+        return super().forward(x) if self.random.random() < 2 else x
 
 
 class ReadsTheTime(Base):

@@ -224,7 +224,10 @@ class Guards:
         self.marks.check_flags()
         replaced: list[StateChange] = []
         others: list[StateChange] = []
-        for change in self.snapshot.changes():
+        changes = self.snapshot.changes()
+        if not changes and self.marks.is_current() and self.snapshot.renew():
+            return
+        for change in changes:
             kind = str(self.snapshot.parents[change.container][1])
             if kind == "_modules" and change.old is not MISSING:
                 raise _changed(change.place, "the modules when the step was compiled", str(change))
