@@ -154,10 +154,10 @@ def test_the_adaptive_softmax_says_what_to_write() -> None:
     torch.manual_seed(0)
     model = Adaptive(of_all=False)
     data = [{"x": torch.randn(6, 4), "labels": torch.randint(0, 9, (6,))} for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CaptureError, match="of all classes, which is the same"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         mw.compile(model, loss=lambda o, b: o, example=data[0], optimizer=optimizer, mesh="")
     other = Adaptive(of_all=True)
     other.load_state_dict(model.state_dict())
-    assert float(other(**data[0])) == pytest.approx(float(model(**data[0])))
+    assert other(**data[0]).item() == pytest.approx(model(**data[0]).item())
     assert_equals_eager(other, data, "dp=2", loss=lambda o, b: o)
