@@ -166,3 +166,81 @@ def test_the_order_of_a_dict_and_the_sign_of_zero_count() -> None:
     model.sign = -0.0
     with pytest.raises(StepError, match=r"model\.sign: 0\.0 -> -0\.0"):
         step(batch)
+
+
+class Joins(nn.Module):
+    """Goes through what it is called with, in order or, with `by_name`, by name."""
+
+    def __init__(self, by_name: bool = False) -> None:
+        super().__init__()
+        self.linear, self.by_name = nn.Linear(8, 4), by_name
+
+    def forward(self, parts: dict[str, Tensor], factors: dict[str, float]) -> Tensor:
+        names = sorted(parts) if self.by_name else list(parts)
+        return self.linear(torch.cat([parts[name] for name in names], 1)) * next(iter(factors.values()))
+
+
+def nested(turn_parts: bool = False, turn_factors: bool = False) -> dict[str, Any]:
+    batch = batches(1, (4, 4), (4, 4))[0]
+    parts, factors = {"a": batch["x"], "b": batch["y"]}, {"a": 1.0, "b": 2.0}
+    return {
+        "parts": dict(reversed(parts.items())) if turn_parts else parts,
+        "factors": dict(reversed(factors.items())) if turn_factors else factors,
+        "y": batch["y"],
+    }
+
+
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> mw.TrainStep:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return mw.compile(model, loss=mse, example=nested(), optimizer=optimizer, mesh="dp=2")
+
+
+def test_the_order_of_entries_of_a_batch_counts() -> None:
+    step = compiled(Joins())
+    step(nested())
+    with pytest.raises(StepError, match="the order of the batch's entries"):
+        step(nested(turn_parts=True))
+    with pytest.raises(StepError, match="the keys of factors"):
+        step(nested(turn_factors=True))
+    step(nested())
+
+
+def test_an_order_that_makes_no_difference_is_tried_once() -> None:
+    step = compiled(Joins(by_name=True))
+    tries: list[Any] = []
+    again = step.guards.contract.again
+    step.guards.contract.again = lambda record, batch: (tries.append(batch), again(record, batch))[1]
+    expected = step.evaluate(nested())
+    tries.clear()
+    for _ in range(3):
+        step(nested(turn_parts=True))
+        step(nested())
+    assert len(tries) == 2  # forward and loss, and once more since the state may have changed
+    assert step.evaluate(nested(turn_parts=True)) != expected
+
+
+class Ordered(torch.optim.SGD):
+    """Takes its rate from the first entry of a dict."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.rates = {"a": 0.1, "b": 0.3}
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["lr"] = next(iter(self.rates.values()))
+        super().step(closure)
+
+
+def test_the_order_of_a_dict_on_an_optimizer_counts() -> None:
+    weights = []
+    for turn in (False, True):
+        torch.manual_seed(0)
+        model = Joins()
+        optimizer = Ordered(model.parameters())
+        step = compiled(model, optimizer)
+        step(nested())
+        if turn:
+            reorder(optimizer.rates)
+        step(nested())
+        weights.append(model.linear.weight.detach().clone())
+    assert not torch.equal(*weights)

@@ -139,6 +139,12 @@ class Snapshot:
             for key, value in _entries(live).items():
                 yield self.place(i, key), value
 
+    def orders(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """The keys of every dict, by its place, but for attributes."""
+        for live, style, parent in zip(self.live, self.styles, self.parents, strict=True):
+            if isinstance(live, dict) and style.startswith("["):
+                yield self.place(*parent), tuple(live)
+
     def place(self, container: int, key: Any) -> str:
         """`model.layers.0.attention.cache['k']`."""
         parts: list[str] = []

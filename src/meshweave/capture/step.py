@@ -171,7 +171,7 @@ def _captured(
             _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared, is_second=True).run()
 
     named = by_kind(inputs, fakes).batch
-    batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
+    batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join, batch.order)
     roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
     contract = Contract(roots, batch, fakes, again)
 
