@@ -254,7 +254,8 @@ class CapturedFunctions(TorchFunctionMode):
     it in the trace. A function that gets the first, because a closure or a list holds it, runs on the second.
 
     What would read or change a tensor past the trace is a CaptureError; `protected` are the storages into which no op
-    may write from then on, since an array shows what is in them. `batch` are the names of entries of the batch by the
+    may write from then on, since an array shows what is in them. What is assigned to `.data` of one of the parameters
+    `frozen` is written into it. `batch` are the names of entries of the batch by the
     ids of their tensors; `strided` are those that were asked how they lie in memory.
     """
 
@@ -263,8 +264,10 @@ class CapturedFunctions(TorchFunctionMode):
         substituted: Iterable[tuple[Tensor, Tensor]] = (),
         protected: dict[int, str] | None = None,
         batch: Mapping[int, str] | None = None,
+        frozen: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
+        self._frozen = {id(tensor): tensor for tensor in frozen}
         self._batch, self.strided = batch or {}, set[str]()
         self._protected = protected
         substituted = list(substituted)
@@ -282,11 +285,20 @@ class CapturedFunctions(TorchFunctionMode):
             _check_seen(func, args[0])
         if not self._are_as_traced((args, kwargs)):
             args, kwargs = pytree.tree_map_only(Tensor, self._traced, (args, kwargs))
+        if func == _SET_DATA and self._is_value_for(*args):
+            with torch.no_grad():
+                return args[0].copy_(args[1])
         result = _TABLE.get(func, func)(*args, **kwargs)
         if func in _ARRAYS and self._protected is not None:
             result.flags.writeable = False
             self._protected[storage_of(args[0])] = OF_AN_ARRAY
         return result
+
+    def _is_value_for(self, x: Tensor, value: Tensor) -> bool:
+        """Whether `x.data = value` is the same as to write the value into x: not where x would share memory then."""
+        owners = {storage_of(traced) for _, traced in self._substituted.values()}
+        is_like = (x.shape, x.dtype) == (value.shape, value.dtype)
+        return id(x) in self._frozen and is_like and storage_of(value) not in owners
 
     def _are_as_traced(self, value: Any) -> bool:
         """Whether nothing in a value is to be replaced; False, too, for a container of a kind of its own."""
