@@ -273,17 +273,6 @@ class ReplacesParameter(Base):
         return super().forward(x)
 
 
-class AveragesInModule(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.average.weight.lerp_(self.linear.weight, 0.1)
-        return super().forward(x) + self.average(x)
-
-
 class Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +389,6 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
     "slots": (CountsInSlots, lambda: mse, "changes the Python state", "model.counter.num"),
     "p.data": (ClampsData, lambda: mse, "replaces its parameter 'linear.weight'", "other values by .data"),
     "a new parameter": (ReplacesParameter, lambda: mse, "replaces its parameter 'linear.weight'", "another tensor"),
-    "a frozen average": (AveragesInModule, lambda: mse, "in place that is no buffer", "aten.lerp_"),
     "a lazy module": (Lazy, lambda: mse, "has no shape yet", "linear.weight"),
     "nonlocal": (Base, counting_loss, "changes the Python state", "variable num in the closure of counting_loss"),
     "a counter of backward": (CountsInBackward, lambda: mse, "does not repeat itself", "model.num: 0 -> 1"),
