@@ -346,7 +346,7 @@ def _check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim
             where=where,
             got=f"a parameter of shape {tuple(param.shape)}",
             hint="make the optimizer from model.parameters() of the same model, after it was last changed; parameters "
-            "of a loss belong into the model",
+            "of a loss belong into the model (self.criterion = ... in it, and loss=model.criterion)",
         )
     if param.is_complex():
         raise PlanError("a complex parameter is not supported", where=where, got=f"{named[id(param)]}: {param.dtype}")
