@@ -303,7 +303,7 @@ class Variants:
             _filled(t, wanted[n], self.options.pad[n]) if n in wanted and tuple(t.shape) != wanted[n] else t
             for n, t in zip(batch.names, batch.tensors, strict=True)
         ]
-        return Batch(batch.names, tuple(tensors), batch.rest, batch.join)
+        return Batch(batch.names, tuple(tensors), batch.rest, batch.join, batch.order)
 
     def _holds_padded(self, item: Input, micro: Mapping[str, Tensor]) -> bool:
         tensor = micro.get(item.name)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training import batches
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 
 import meshweave as mw
-from meshweave.errors import CaptureError
+from meshweave.errors import CaptureError, PlanError
 
 T, N, C, S = 8, 4, 5, 3
 Batch = dict[str, Tensor]
@@ -153,3 +154,51 @@ def test_what_is_written_in_place_of_bincount() -> None:
     out = Model()(example()["x"])
     expected = (out[:, 0, 0] * torch.bincount(example()["lengths"], minlength=4)).sum().item()
     assert float(compiled(loss, "dp=2")(example())) == pytest.approx(expected, rel=1e-5)
+
+
+class Weighs(nn.Module):
+    """A loss that learns how much each of its parts counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs = nn.Parameter(torch.zeros(2))
+
+    def forward(self, out: Tensor, batch: Any) -> Tensor:
+        parts = torch.stack([F.mse_loss(out, batch["y"]), F.l1_loss(out, batch["y"])])
+        return (parts * torch.exp(-self.logs) + self.logs).sum()
+
+
+class WithCriterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.criterion = nn.Linear(4, 4), Weighs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # what FakeTensor asks a weight of the loss for
+def test_a_loss_that_learns_lies_in_the_model() -> None:
+    data, model = batches(3, (4, 4), (4, 4)), nn.Linear(4, 4)
+    criterion = Weighs()
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    with pytest.raises(PlanError, match=r"self\.criterion = "):
+        mw.compile(model, loss=criterion, example=data[0], optimizer=optimizer, mesh="", forward=lambda m, b: m(b["x"]))
+    ours, twin = WithCriterion(), WithCriterion()
+    step = mw.compile(
+        ours,
+        loss=ours.criterion,
+        example=data[0],
+        optimizer=torch.optim.SGD(ours.parameters(), lr=0.1),
+        mesh="dp=2,tp=2",
+    )
+    eager = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for batch in data:
+        expected = twin.criterion(twin(batch["x"]), batch)
+        eager.zero_grad()
+        expected.backward()
+        eager.step()
+        torch.testing.assert_close(step(batch), expected.detach())
+    torch.testing.assert_close(step.parameters(), dict(twin.named_parameters()))
+    assert ours.criterion.logs.abs().min() > 0

@@ -18,13 +18,14 @@ from meshweave.interop import pytree
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of a batch by name, its other contents (`rest`: whole containers if they contain no tensor), and how
-    to rebuild a batch from other tensors and another rest."""
+    """The tensors of a batch by name, its other contents (`rest`: whole containers if they contain no tensor), how to
+    rebuild a batch from other tensors and another rest, and the order of both in it."""
 
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     rest: Mapping[str, Any]
     join: Callable[[Mapping[str, Any]], Any] = field(repr=False)
+    order: tuple[str, ...] = ()
 
     @staticmethod
     def of(batch: Any) -> Batch:
@@ -43,7 +44,7 @@ class Batch:
         rest = {name: leaf for name, leaf in values.items() if name not in tensors}
         order = tuple(values)
         join = lambda new: _closed(whole, pytree.tree_unflatten([new[name] for name in order], tree))  # noqa: E731
-        return Batch(tuple(tensors), tuple(tensors.values()), rest, join)
+        return Batch(tuple(tensors), tuple(tensors.values()), rest, join, order)
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -60,8 +61,8 @@ class Batch:
         return self.join({**self.rest, **dict(zip(self.names, tensors, strict=True))})
 
     def replace(self, rest: Mapping[str, Any]) -> Batch:
-        """The same tensors with another rest."""
-        return Batch(self.names, self.tensors, {**self.rest, **rest}, self.join)
+        """The same tensors beside another rest."""
+        return Batch(self.names, self.tensors, {**self.rest, **rest}, self.join, self.order)
 
     def split(self, parts: int) -> list[tuple[Tensor, ...]]:
         """The tensors of each of `parts` equal microbatches: cut along dim 0 if they have the batch's size. Raises

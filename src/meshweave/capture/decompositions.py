@@ -297,6 +297,7 @@ _FROM_TORCH = [
     aten.select_scatter,
     aten.eye,
     aten.linspace,
+    aten.logspace,
     aten.addmv,
     aten.addr,
     aten.aminmax,

@@ -252,8 +252,9 @@ class CapturedFunctions(TorchFunctionMode):
     Tensors are replaced, too: `substituted` are pairs of a user's parameter or buffer and its substitute in the trace.
     A function that gets the former, from a closure or a list, runs on the latter. A function that would read or change
     a tensor outside the trace is a CaptureError; `protected` are the storages into which no op may write from then on,
-    because an array shares their memory. `batch` are the names of entries of the batch by the ids of their tensors;
-    `strided` are those whose memory layout was read.
+    because an array shares their memory. A value assigned to `.data` of a parameter in `frozen` is written into it.
+    `batch` are the names of entries of the batch by the ids of their tensors; `strided` are those whose memory layout
+    was read.
     """
 
     def __init__(
@@ -261,8 +262,10 @@ class CapturedFunctions(TorchFunctionMode):
         substituted: Iterable[tuple[Tensor, Tensor]] = (),
         protected: dict[int, str] | None = None,
         batch: Mapping[int, str] | None = None,
+        frozen: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
+        self._frozen = {id(tensor): tensor for tensor in frozen}
         self._batch, self.strided = batch or {}, set[str]()
         self._protected = protected
         substituted = list(substituted)
@@ -280,11 +283,20 @@ class CapturedFunctions(TorchFunctionMode):
             _check_seen(func, args[0])
         if not self._are_as_traced((args, kwargs)):
             args, kwargs = pytree.tree_map_only(Tensor, self._traced, (args, kwargs))
+        if func == _SET_DATA and self._is_value_for(*args):
+            with torch.no_grad():
+                return args[0].copy_(args[1])
         result = _TABLE.get(func, func)(*args, **kwargs)
         if func in _ARRAYS and self._protected is not None:
             result.flags.writeable = False
             self._protected[storage_of(args[0])] = OF_AN_ARRAY
         return result
+
+    def _is_value_for(self, x: Tensor, value: Tensor) -> bool:
+        """Whether `x.data = value` is the same as to write the value into x: not where x would share memory then."""
+        owners = {storage_of(traced) for _, traced in self._substituted.values()}
+        is_like = (x.shape, x.dtype) == (value.shape, value.dtype)
+        return id(x) in self._frozen and is_like and storage_of(value) not in owners
 
     def _are_as_traced(self, value: Any) -> bool:
         """Whether no value inside needs a substitute; also False for an unknown kind of container."""

@@ -22,7 +22,7 @@ from meshweave.capture.record import Difference
 from meshweave.capture.rest import Form, alike, difference, forms_of
 from meshweave.capture.snapshot import Snapshot, StateChange, is_users, shown
 from meshweave.capture.unread import Unread, WasRead
-from meshweave.capture.variables import MISSING
+from meshweave.capture.variables import KEYS, MISSING
 from meshweave.errors import CaptureError, LayoutError, StepError
 from meshweave.interop.fake import FakeTensor
 from meshweave.interop.hooks import MODULE_HOOKS, TENSOR_HOOKS, hooks_of_all_modules
@@ -97,6 +97,7 @@ class Guards:
         self.default_dtype = torch.get_default_dtype()
         self.forms = forms_of(self.batch.rest)
         self.asking = tuple(tensor.requires_grad for tensor in self.batch.tensors)
+        self.orders = {self.batch.order}  # of the entries of a batch, which forward may go through
         self._unread: set[str] = set()  # places that the step is known not to read
         self._refresh()
 
@@ -119,7 +120,7 @@ class Guards:
         check_autocast(self.autocast)
         self._check_default_dtype()
         forms = forms_of(batch.rest)
-        if batch.names != self.batch.names or not alike(forms, self.forms):
+        if batch.order not in self.orders or not alike(forms, self.forms):
             self._check_batch(batch, forms)
         self._check_tensors(dict(zip(batch.names, batch.tensors, strict=True)))
         self._check_classes()
@@ -166,12 +167,19 @@ class Guards:
             if text is not None or name in more
         ]
 
+        both = set(self.batch.order) & set(batch.order)
+        before, now = (tuple(n for n in order if n in both) for order in (self.batch.order, batch.order))
+        if batch.order not in self.orders and before != now:
+            changes.append(StateChange("the order of the batch's entries", before, now, -1, KEYS))
+
         def put(values: Sequence[tuple[StateChange, Any]]) -> Batch:
-            rest = {**new, **{change.key: value for change, value in values}}
-            return Batch(self.batch.names, self.batch.tensors, rest, batch.join)
+            rest = {**new, **{change.key: value for change, value in values if change.key is not KEYS}}
+            return Batch(self.batch.names, self.batch.tensors, rest, batch.join, batch.order)
 
         self._try(changes, put)
-        self.batch, self.forms = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join), forms
+        self.batch = Batch(self.batch.names, self.batch.tensors, batch.rest, batch.join, self.batch.order)
+        self.forms = forms
+        self.orders.add(batch.order)
 
     def _check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Whether gradients of tensors are requested; and their memory layout, if the step depends on it."""
@@ -181,7 +189,7 @@ class Guards:
             places = {n: f"requires_grad of the batch entry '{n}'" for n in self.batch.names}
             changes = [StateChange(places[n], old, new, -1, n) for n, old, new in flags if old != new]
             fakes = [t.detach().requires_grad_(new) for t, new in zip(self.batch.tensors, asking, strict=True)]
-            changed = Batch(self.batch.names, tuple(fakes), self.batch.rest, self.batch.join)
+            changed = Batch(self.batch.names, tuple(fakes), self.batch.rest, self.batch.join, self.batch.order)
             self._try(changes, lambda _: changed)
             self.batch, self.asking = changed, asking
         if self.contract.written or self.contract.strided:
@@ -228,7 +236,10 @@ class Guards:
         self.marks.check_flags()
         replaced: list[StateChange] = []
         others: list[StateChange] = []
-        for change in self.snapshot.changes():
+        changes = self.snapshot.changes()
+        if not changes and self.marks.is_current() and self.snapshot.renew():
+            return
+        for change in changes:
             kind = str(self.snapshot.parents[change.container][1])
             if kind == "_modules" and change.old is not MISSING:
                 raise _changed(change.place, "the modules when the step was compiled", str(change))
@@ -273,11 +284,11 @@ class Guards:
         A value that it does not read at all is remembered, so that it may change with every step: `put` substitutes a
         value that cannot be read.
         """
-        changes = [c for c in changes if not (_is_plain(c.new) and c.place in self._unread)]
+        changes = [c for c in changes if not (_is_plain(c) and c.place in self._unread)]
         if not changes:
             return
         unread = Unread()
-        if all(_is_plain(c.new) for c in changes):
+        if all(map(_is_plain, changes)):
             try:
                 batch = put([(c, unread) for c in changes])
             except WasRead:  # the code that takes the value inspects it: an array
@@ -309,9 +320,9 @@ def _lies_alike(x: Tensor, fake: Tensor) -> bool:
     return x.stride() == fake.stride()
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value has no identity that `is` could compare."""
-    return not (value is None or value is MISSING or isinstance(value, bool))
+def _is_plain(change: StateChange) -> bool:
+    """Whether the new value cannot be told from others by `is` alone."""
+    return change.key is not KEYS and not (change.new is None or change.new is MISSING or isinstance(change.new, bool))
 
 
 def _changed(place: str, old: Any, new: Any) -> StepError:

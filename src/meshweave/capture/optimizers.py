@@ -348,7 +348,7 @@ def _check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim
             where=where,
             got=f"a parameter of shape {tuple(param.shape)}",
             hint="create the optimizer from model.parameters() of the same model, after its last change; parameters "
-            "of a loss belong in the model",
+            "of a loss belong in the model (self.criterion = ... in it, and loss=model.criterion)",
         )
     if param.is_complex():
         raise PlanError("a complex parameter is not supported", where=where, got=f"{named[id(param)]}: {param.dtype}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from types import FrameType
 
 import torch.distributions.distribution
+import torch.nn.modules.adaptive
 import torch.nn.modules.batchnorm
 
 _DYNAMIC = (
     "the shape of a result depends on data",
-    "use fixed shapes and masks (no nonzero, unique or boolean indexing). For experts that loop over their tokens: "
-    'in a Hugging Face model, model.set_experts_implementation("grouped_mm"); in your own model, '
+    "use fixed shapes and masks (no nonzero, unique or boolean indexing, but by a mask that forward makes of numbers, "
+    "or that is a plain attribute, no buffer). Experts that loop over the tokens they get: "
+    'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in your own model, '
     "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
 )
 # Part of an error's name and message -> what is wrong, and what to do; the first matching row; the last matches all.
@@ -21,6 +24,13 @@ _FAILURES = (
         "the length of what torch.bincount returns depends on data, with minlength, too",
         "for integers x below n: torch.zeros(n, device=x.device).index_add(0, x, w) with weights w, "
         "torch.ones(x.shape, device=x.device) for a count",
+    ),
+    (
+        "aten._pack_padded_sequence",
+        "the shape of a packed sequence depends on data",
+        "run the recurrent layer on the padded batch, without pack_padded_sequence: forward in time no padding reaches "
+        "what comes before it. Take the last state by out.gather(1, ...) at lengths - 1 and mask the rest in the loss; "
+        "for the other direction turn sequences round: x.gather(1, (lengths[:, None] - 1 - positions) % x.shape[1])",
     ),
     ("DynamicOutputShapeException", *_DYNAMIC),
     (
@@ -50,6 +60,13 @@ _FAILURES = (
         "check that the model runs in eager mode on this batch",
     ),
 )
+# A file of torch in which capture failed -> what is wrong, and what to do.
+_OF_FILES = {
+    torch.nn.modules.adaptive.__file__: (
+        "AdaptiveLogSoftmaxWithLoss takes the rows of each cluster by themselves, whose numbers depend on data",
+        "take its loss of all classes, which is the same: -module.log_prob(input).gather(1, target[:, None]).mean()",
+    ),
+}
 # A file of torch that reads values -> how to avoid that.
 _LOOKS = {
     torch.distributions.distribution.__file__: "switch off the validation of distributions: validate_args=False in "
@@ -61,9 +78,13 @@ _LOOKS = {
 }
 
 
-def failure(error: str) -> tuple[str, str]:
-    """What is wrong and what to do, for an error during capture, by its name and message."""
-    return next((what, hint) for sign, what, hint in _FAILURES if sign in error)
+def failure(error: Exception) -> tuple[str, str]:
+    """What is wrong and what to do, for an error during capture: by the file of torch that raised it, or else by its
+    name and message."""
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    known = (row for file, row in _OF_FILES.items() if file in files)
+    text = f"{type(error).__name__}: {error}"
+    return next(known, None) or next((what, hint) for sign, what, hint in _FAILURES if sign in text)
 
 
 def branch_hint() -> str:

@@ -25,7 +25,9 @@ def forms_of(rest: Mapping[str, Any]) -> dict[str, Form]:
 def _form(name: str, value: Any) -> Form:
     if type(value) in ATOMS:
         return ((name, value),)
-    places = [(place, _leaf(leaf)) for place, leaf in Snapshot.of({name: value}).leaves()]
+    snapshot = Snapshot.of({name: value})
+    places = [(place, _leaf(leaf)) for place, leaf in snapshot.leaves()]
+    places += [(f"the keys of {place}", keys) for place, keys in snapshot.orders()]
     return ((name, _leaf(value)), *sorted(places, key=lambda pair: pair[0]))
 
 

@@ -1,7 +1,8 @@
 """The Python state that forward can reach: attributes, containers, closures, globals; to compare and to restore.
 
-State is in containers: dicts (including those of attributes), lists, sets, closures. A snapshot has a copy of each, so
-that a single comparison of two lists, in C, tells whether anything has changed.
+State is in containers: dicts (including those of attributes), lists, sets, closures. A snapshot has a copy of each, and
+all their keys and values in a list, so that a single comparison by identity, in C, tells whether anything has changed.
+(By `==` 1 would be True, 0.0 be -0.0, and dicts in another order be equal.)
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import random
 import sys
 import types
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import chain
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from meshweave.capture.variables import ATOMS, MISSING, Length, Names, global_names
+from meshweave.capture.variables import ATOMS, KEYS, MISSING, Length, Names, global_names
 
 # Containers beyond this length (a data set, say) are compared only by their length.
 _MAX_LENGTH = 10_000
@@ -58,11 +61,13 @@ class Snapshot:
     generators: list[Any] = field(default_factory=list)
     caches: list[tuple[Any, int]] = field(default_factory=list)  # functions under functools.cache, and their sizes
     tensors: list[tuple[int, Any, Tensor]] = field(default_factory=list)
-    # The containers again: empty containers, which are most, and the others with their copies.
+    # The containers again: those that were empty, which most are, what iterates over the others, with their elements,
+    # and those of which the length counts.
     empty: list[Any] = field(default_factory=list)
-    filled: list[Any] = field(default_factory=list)
-    filled_copies: list[Any] = field(default_factory=list)
-    numbers: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # tensors, which == compares as numbers
+    views: list[Any] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    elements: list[Any] = field(default_factory=list)
+    long: list[Length] = field(default_factory=list)
 
     @staticmethod
     def of(roots: Mapping[str, Any]) -> Snapshot:
@@ -70,23 +75,33 @@ class Snapshot:
         return _Walk().run(roots)
 
     def is_current(self) -> bool:
-        """Whether nothing has changed. May be False for values that cannot be compared."""
-        try:
-            return (
-                not any(self.empty)
-                and self.filled == self.filled_copies
-                and all(entries.get(key) is number for entries, key, number in self.numbers)
-            )
-        except Exception:  # arrays and the like have no truth value
+        """Whether every value is the same object. A number that was computed anew is not."""
+        return (
+            not any(self.empty)
+            and all(map(Length.is_current, self.long))
+            and list(map(len, self.views)) == self.lengths
+            and all(map(is_, chain.from_iterable(self.views), self.elements))
+        )
+
+    def renew(self) -> bool:
+        """Take values as they are now that do not differ by `changes`. False where a container may have been replaced,
+        which only a new snapshot sees into."""
+        now = list(chain.from_iterable(self.views))
+        if any(old is not new and type(new) not in ATOMS for old, new in zip(self.elements, now, strict=True)):
             return False
+        self.elements = now
+        return True
 
     def changes(self) -> list[StateChange]:
-        """Differences from the snapshot."""
+        """Differences from the snapshot: values, types, and the order of keys."""
         changes = []
         for i, (live, copy) in enumerate(zip(self.live, self.copies, strict=True)):
             now, before = _entries(live), _entries(copy)
             keys = [k for k in {**before, **now} if not same(before.get(k, MISSING), now.get(k, MISSING))]
             changes += [StateChange(self.place(i, k), before.get(k, MISSING), now.get(k, MISSING), i, k) for k in keys]
+            if not keys and not same(tuple(before), tuple(now)):
+                place = f"the keys of {self.place(*self.parents[i])}"
+                changes.append(StateChange(place, tuple(before), tuple(now), i, KEYS))
         return changes
 
     def restore(self) -> None:
@@ -102,17 +117,33 @@ class Snapshot:
     def set(self, change: StateChange, value: Any) -> bool:
         """Put a value at the place of a change. False if the container does not accept it."""
         live = self.live[change.container]
+        if change.key is KEYS:
+            return False
         if isinstance(live, Names):
             live.write(change.key, value)
         elif isinstance(live, dict):
             live[change.key] = value
         return isinstance(live, Names | dict)
 
+    def watch(self, views: Sequence[Any]) -> None:
+        """Their elements, as they are now, are compared by `is_current`."""
+        for view in views:
+            elements = list(view)
+            self.views.append(view)
+            self.lengths.append(len(elements))
+            self.elements += elements
+
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Every value that is not a container, by its place."""
         for i, live in enumerate(self.live):
             for key, value in _entries(live).items():
                 yield self.place(i, key), value
+
+    def orders(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """The keys of every dict, by its place, but for attributes."""
+        for live, style, parent in zip(self.live, self.styles, self.parents, strict=True):
+            if isinstance(live, dict) and style.startswith("["):
+                yield self.place(*parent), tuple(live)
 
     def place(self, container: int, key: Any) -> str:
         """`model.layers.0.attention.cache['k']`."""
@@ -147,9 +178,6 @@ class _Walk:
             return
         if isinstance(value, Tensor):
             self.snapshot.tensors.append((parent, key, value))
-            live = self.snapshot.live[parent] if parent >= 0 else None
-            if isinstance(live, dict) and id(live.get(key)) == id(value) and value.numel() == 1:
-                self.snapshot.numbers.append((live, key, value))
             return
         if id(value) in self.seen:
             return
@@ -213,14 +241,18 @@ class _Walk:
     def add(self, container: Any, style: str, parent: int, key: Any) -> None:
         snapshot, index = self.snapshot, len(self.snapshot.live)
         is_long = not isinstance(container, Names) and len(container) > _MAX_LENGTH
-        live, copy = (Length(container), len(container)) if is_long else (container, _copy(container))
+        live = Length(container) if is_long else container
+        copy = len(container) if is_long else _copy(container)
         snapshot.live.append(live)
         snapshot.copies.append(copy)
-        if isinstance(container, dict | list | set | deque) and not container:
+        if isinstance(live, Length):
+            snapshot.long.append(live)
+        elif isinstance(container, dict | list | set | deque) and not container:
             snapshot.empty.append(container)
         else:
-            snapshot.filled.append(live)
-            snapshot.filled_copies.append(copy)
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # whatever its class makes of them
+            is_dict = isinstance(container, dict)
+            snapshot.watch([kind.keys(container), kind.values(container)] if is_dict else [container])
         snapshot.styles.append(style)
         snapshot.parents.append((parent, key))
         if not is_long:
@@ -265,17 +297,28 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether either may replace the other: the same object, or equal values without identity."""
+    """Whether either may replace the other: the same object, or equal values without identity, of equal types. Objects
+    of classes with their own `==` are compared by identity alone: their `==` may ignore something."""
     if a is b:
         return True
-    if type(a) is not type(b) or isinstance(a, Tensor) or type(a).__module__.startswith("numpy"):
+    kind = type(a)
+    if kind is not type(b) or isinstance(a, Tensor):
         return False
     if isinstance(a, weakref.ReferenceType):  # caches of an RNN's weights
         return True
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float) and a != a:
-        return bool(b != b)
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)  # -0.0 is not 0.0, NaN is itself
+    if isinstance(a, slice):
+        return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    if isinstance(a, tuple | list | deque | set | frozenset | dict):
+        parts, others = (tuple(v.items() if isinstance(v, dict) else v) for v in (a, b))
+        try:
+            return len(parts) == len(others) and all(map(same, parts, others))
+        except RecursionError:  # it contains itself
+            return False
+    equality = next(base for base in kind.__mro__ if "__eq__" in vars(base))
+    if equality.__module__.partition(".")[0] not in _LIBRARIES - {"numpy"}:
+        return False
     try:
         return bool(a == b)
     except Exception:  # whatever error the class raises on comparison

@@ -67,6 +67,10 @@ class CaptureOptions:
             raise PlanError("invalid norm", got=str(self.clip_grad_norm), expected="a number above 0")
 
 
+_FROZEN_AND_ACCUMULATED = (
+    "accumulate=1, with which a frozen parameter may be changed by forward; or keep the average in buffers; or update "
+    "it between steps (torch.optim.swa_utils.AveragedModel)"
+)
 _MOST_TRACES = 8  # constants may be nested: each trace finds another layer of those that are written
 
 
@@ -173,7 +177,7 @@ def _captured(
             _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared, is_second=True).run()
 
     named = by_kind(inputs, fakes).batch
-    batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
+    batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join, batch.order)
     roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
     contract = Contract(roots, batch, fakes, again)
 
@@ -224,6 +228,7 @@ class _StepRun:
     buffers: dict[str, Tensor] = field(init=False)
     tensors: dict[str, Tensor] = field(init=False)
     storages: dict[str, int] = field(init=False)
+    frozen: set[str] = field(init=False)
 
     def run(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
         """Outputs by (kind, name), and the gradients for the update, by parameter."""
@@ -252,12 +257,15 @@ class _StepRun:
             self.tensors = {**cast_parameters(self.leaves, options.param_dtype, tracker), **self.buffers}
         self.storages = {n: storage_of(tensor) for n, tensor in self.tensors.items()}
         trained = {n for n in self.leaves if wanted[n] and (options.part != "train" or self._is_updated(n))}
-        kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained]
+        # A frozen parameter may be changed by forward: the average that teaches a student. One that is cast is not it.
+        self.frozen = {n for n in self.leaves if not wanted[n] and self.tensors[n] is self.leaves[n]}
+        kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained | self.frozen]
         kept_storages = (storage for n in kept for storage in (self.storages[n], storage_of(self.leaves[n])))
         names = " and ".join(f"'{name}'" for name in self.shared)
         one_memory = f"{names} of the batch share memory: clone() the entry that is written"
         shared = {storage_of(self.values.batch[name]): one_memory for name in self.shared}
-        tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **shared}
+        frozen = {self.storages[n]: _FROZEN_AND_ACCUMULATED for n in self.frozen if options.accumulate > 1}
+        tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **frozen, **shared}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
         # the first run may have given the model a new buffer
         own = [(t, self.tensors[n]) for n, t in known if n in self.tensors]
@@ -265,7 +273,8 @@ class _StepRun:
         for name in self.leaves:
             pass_for_parameter(self.tensors[name])
         names_of = {id(tensor): name for name, tensor in self.values.batch.items()}
-        functions = CapturedFunctions(own, tracker.record.protected, names_of)
+        settable = [self.tensors[n] for n in self.frozen]
+        functions = CapturedFunctions(own, tracker.record.protected, names_of, settable)
         self.strided = functions.strided
         with functions, tracker.inside(source.model), source.hooks(source.model):
             body = self.forward_and_backward if options.part == "train" else self.forward_alone
@@ -282,6 +291,8 @@ class _StepRun:
         check_parameters(model, self.tensors, self.storages, set(self.leaves))
         check_hooks({n: self.tensors[n] for n in self.leaves})
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
+        written = self.tracker.record.written
+        results |= {("param", n): self.tensors[n] for n in sorted(self.frozen) if self.storages[n] in written}
         self.tracker.record.finish([*results.values(), *_buffers(model, self.buffers).values()])
         check_checkpoints(value)
         check_leaves(value, self.tracker.substituted)

@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from meshweave.capture.constants import with_positions
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.functional import functional
 from meshweave.capture.random_ops import RANDOM
@@ -232,16 +233,18 @@ class Provenance(GlobalRandom):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op like the tracer: in a run that is compared with the trace, constants come from the same
         decompositions."""
-        function = OF_OTHERS.get(str(func), func)
+        args = with_positions(func, args)
+        ways = [OF_OTHERS.get(str(func), func)]
         if self.record.expected is not None and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
-            function = decomposition_table().get(func, function)
-        # Results of *_like ops are often filled with data, piece by piece: numbers are fake from the start. Masks and
+            ways.insert(0, decomposition_table().get(func, func))
+        # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
         # positions stay real, so that control flow on them is decided.
         like: Any = args[0] if func in _MADE_LIKE else None
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
         is_fake = is_like_data or self.record.call in self.overwritten
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
-            result = function(*args, **kwargs)
+            results = (way(*args, **kwargs) for way in ways)  # a decomposition may decline
+            result = next(result for result in results if result is not NotImplemented)
         return result if func not in _UNINITIALIZED or isinstance(result, FakeTensor) else result.zero_()
 
     def _value(self, x: Tensor) -> Any:
@@ -353,5 +356,5 @@ def capture_errors() -> Iterator[None]:
         raise
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
-        what, hint = failure(got)
+        what, hint = failure(error)
         raise CaptureError(what, where=_line_of(error), got=got, hint=hint) from error

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import TensorWeakRef
 
+from meshweave.capture.constants import is_computed_at_capture
 from meshweave.capture.decompositions import decomposition_table
-from meshweave.capture.record import SILENT
+from meshweave.capture.record import SILENT, tensors_in
 from meshweave.errors import CaptureError
 from meshweave.interop.fake import FakeTensor, TorchDispatchMode
 from meshweave.interop.ops import is_mutable, is_operator
@@ -88,6 +89,8 @@ class GraphTracer(TorchDispatchMode):
                 return result
         if reads_data(func):  # an error for a fake tensor, a number for a real tensor
             return func(*args, **kwargs)
+        if is_computed_at_capture(func, args, kwargs):
+            return self._kept(func(*args, **kwargs))
         if func is aten.lift_fresh.default:  # the constant must not change when the result is written
             func = aten.lift_fresh_copy.default
         node = self.graph.call_function(func, tuple(self._written(args)), self._written(kwargs))
@@ -95,6 +98,14 @@ class GraphTracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._track(result, node)
         return result
+
+    def _kept(self, value: Any) -> Any:
+        """Constants, each with a node of a copy of its own: it stays as it is, whatever is written into the result."""
+        for tensor in tensors_in(value):
+            node = self.graph.call_function(aten.lift_fresh_copy.default, (self._node(tensor.clone()),))
+            node.meta["origin"] = self.origin
+            self._track(tensor, node)
+        return value
 
     def _written(self, value: Any) -> Any:
         """An operand as an argument of a node."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,12 @@ class _Missing:
         return "nothing"
 
 
+class _Keys:
+    """Stands for all keys of a container, where their order or their types have changed."""
+
+
 MISSING = _Missing()
+KEYS = _Keys()
 ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), slice, range, Unread}
     | {torch.dtype, torch.device, torch.Size}
@@ -37,10 +42,11 @@ class Names:
     def values(self) -> dict[str, Any]:
         return {name: self.read(name) for name in self.names}
 
-    def __eq__(self, other: object) -> bool:
-        return self.values() == other
+    def __len__(self) -> int:
+        return len(self.names)
 
-    __hash__ = object.__hash__
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.read, self.names)
 
     @staticmethod
     def of_closure(function: types.FunctionType) -> Names:
@@ -73,10 +79,19 @@ class Names:
 
     @staticmethod
     def of_array(array: Any) -> Names:
+        """The elements as a tuple, which is the same object as long as no byte changes."""
+        data = values = None
+
+        def read(name: str) -> tuple[Any, ...]:
+            nonlocal data, values
+            if values is None or array.tobytes() != data:
+                data, values = array.tobytes(), tuple(array.ravel().tolist())
+            return values
+
         def write(name: str, values: tuple[Any, ...]) -> None:
             array.flat = values
 
-        return Names(lambda name: tuple(array.ravel().tolist()), write, ["elements"])
+        return Names(read, write, ["elements"])
 
     @staticmethod
     def of_module(module: types.ModuleType) -> Names:
@@ -89,12 +104,10 @@ class Length:
     """A long container that is compared by its length."""
 
     def __init__(self, container: Any) -> None:
-        self.container = container
+        self.container, self.length = container, len(container)
 
-    def __eq__(self, other: object) -> bool:
-        return len(self.container) == other
-
-    __hash__ = object.__hash__
+    def is_current(self) -> bool:
+        return len(self.container) == self.length
 
 
 @cache

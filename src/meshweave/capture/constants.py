@@ -1,0 +1,51 @@
+"""Shapes that depend on constants: masks and positions that forward makes of numbers are computed while it is captured.
+
+`sim[~torch.eye(n, dtype=torch.bool)]` has a fixed shape although `aten.nonzero` has none: the mask is no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.capture.record import tensors_in
+from meshweave.interop.fake import FakeTensor
+
+aten = torch.ops.aten
+
+_LOOKUPS = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
+_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+_OF_NUMBERS = frozenset({aten.triu_indices.default, aten.tril_indices.default})
+
+
+def is_computed_at_capture(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the result of an op is a constant of the graph: positions that are made of numbers alone, and what has a
+    shape that depends on the elements of constants."""
+    if func in _OF_NUMBERS:
+        return True
+    is_dynamic = torch.Tag.dynamic_output_shape in func.tags and func not in _LOOKUPS
+    return is_dynamic and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs)))
+
+
+def with_positions(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """The operands of an op, with positions in the place of masks that are constants.
+
+    Where one number is written under a mask, the op stays: it is pointwise.
+    """
+    if func not in _LOOKUPS and func not in _WRITES:
+        return args
+    x, indices, *rest = args
+    if func in _WRITES and rest[0].numel() == 1 and not any(rest[1:2]):
+        return args
+    return x, [part for index in indices for part in _positions(index)], *rest
+
+
+def _positions(index: Tensor | None) -> Iterator[Tensor | None]:
+    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+    if index is None or not is_mask or isinstance(index, FakeTensor):
+        yield index
+    else:
+        yield from index.nonzero().unbind(1)
