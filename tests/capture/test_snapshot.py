@@ -63,7 +63,7 @@ EQUAL_BUT_OTHER: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("pair", EQUAL_BUT_OTHER, ids=str)
+@pytest.mark.parametrize("pair", EQUAL_BUT_OTHER, ids=lambda pair: type(pair[0]).__name__)
 def test_what_is_equal_and_yet_another_is_a_change(pair: tuple[Any, Any]) -> None:
     old, new = pair
     assert old == new
