@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshweave.capture.record import tensors_in
 from meshweave.interop.fake import FakeTensor
+from meshweave.ir.traits import has_dynamic_shape
 
 aten = torch.ops.aten
 
@@ -26,7 +27,7 @@ def is_computed_at_capture(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     shape that depends on the elements of constants."""
     if func in _OF_NUMBERS:
         return True
-    is_dynamic = torch.Tag.dynamic_output_shape in func.tags and func not in _LOOKUPS
+    is_dynamic = has_dynamic_shape(func) and func not in _LOOKUPS
     return is_dynamic and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs)))
 
 

@@ -112,6 +112,11 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
+def has_dynamic_shape(target: Any) -> bool:
+    """Whether the shape of an op's result depends on data."""
+    return torch.Tag.dynamic_output_shape in getattr(target, "tags", ())
+
+
 def is_random(target: Any) -> bool:
     """Whether an op draws from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())

@@ -27,6 +27,7 @@ from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go if the caller sets no cap
 _SLACK_BYTES = 512 << 20
+_SUNK = 5e-4  # with `search._NEAR` 0.2%: what a looser cap may cost at most
 
 
 class NoOrderError(MeshweaveError):
@@ -39,7 +40,7 @@ class OrderOptions:
 
     bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger of both ends.
     communication_factor: factor on all estimates of communication, if they are known to be off.
-    choose: "regret" chooses, among orders within 0.2% of the fastest under the nominal costs, that with the least
+    choose: "regret" chooses, among orders within 0.15% of the fastest under the nominal costs, that with the least
     worst-case loss over `problem.scenarios`; "nominal" the fastest.
     orders: orders to compare with, as names of nodes: the result is never slower than any of them. They contain starts
     and kernels, and optionally waits; views are placed where they are needed.
@@ -143,27 +144,29 @@ def _sought(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str)
     names = {name for name, _ in orders}
     choice = choose(candidates, search.slowdown, rule, sum(c.name in names for c in candidates))
     chosen = _patient(choice.chosen, search.slowdown, search.cap)
+    judged = [chosen if c is choice.chosen else c for c in choice.candidates]
     rows = [
         CandidateRow(
             c.name,
             tuple((s.name, seconds) for s, seconds in zip(SCENARIOS, c.seconds, strict=True)),
             c.peak,
-            c is choice.chosen,
+            c is chosen,
         )
-        for c in choice.candidates
+        for c in judged
     ]
     return Decision(chosen, tuple(rows), choice.regret)
 
 
 def _patient(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> OrderCandidate:
-    """The candidate with its waits as late as memory allows (`sunk_waits`), where that takes no longer at the costs as
-    said."""
+    """The candidate with its waits as late as memory allows (`sunk_waits`), if that changes its nominal time by no more
+    than `_SUNK`: other caps chose among orders whose waits were not moved."""
     problem = chosen.merged.problem
     order = tuple(sunk_waits(problem, chosen.order, slowdown))
     seconds, peak = seconds_of(problem, order, slowdown), peak_of(problem, order)
-    if peak > cap or seconds > chosen.seconds[0]:
+    if peak > cap or not (1 - _SUNK) * chosen.seconds[0] <= seconds <= chosen.seconds[0]:
         return chosen
-    return replace(chosen, order=order, seconds=(seconds, *chosen.seconds[1:]), peak=peak)
+    others = [scenario.seconds(problem, order, slowdown) for scenario in SCENARIOS[1:]]
+    return replace(chosen, order=order, seconds=(seconds, *others), peak=peak)
 
 
 def _report(

@@ -39,7 +39,7 @@ _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))
 _SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
 _SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # for links with more work than compute
 _BUSY = 0.9  # load above which `_SLOW_LINKS` applies
-_NEAR = 2e-3  # what robustness may cost of the nominal time
+_NEAR = 1.5e-3  # what robustness may cost of the nominal time
 _RAMP = 3  # then the first gather is an eighth of a bucket
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
