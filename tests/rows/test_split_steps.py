@@ -11,7 +11,7 @@ import meshweave as mw
 from meshweave.rows import SplitOptions, SplitReport
 from meshweave.train_step import TrainStep
 
-ALWAYS = SplitOptions((2,), "always")
+ALWAYS = SplitOptions((2,), "always", positions=True)
 
 
 class Blocks(nn.Module):
@@ -91,3 +91,12 @@ def test_rows_that_make_no_equal_chunks_stay_whole(shape: tuple[int, ...]) -> No
     (report,) = step.program.optimized.splits
     assert not report.is_taken
     assert "no input of the batch has rows for 2 equal chunks" in report.reason
+
+
+def test_positions_are_cut_only_if_asked_for() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention())
+    data = [{"input": batch["x"], "y": batch["y"]} for batch in batches(1, (1, 8, 16), (1, 8, 16))]
+    plan = mw.Plan.tp("tp", {"*.[qkv]": "colwise", "*.up": "colwise", "*.o": "rowwise", "*.down": "rowwise"})
+    step = assert_equals_eager(model, data, "tp=2", plan=plan, split=SplitOptions((2,), "always"))
+    assert not step.program.optimized.splits[0].is_taken

@@ -39,4 +39,5 @@ class Split(SplitOptions, Pass[Any]):
         """Splits into the first of `num_chunks`. Gradients of weights are added in float32, chunk by chunk; in a graph
         of torch.compile the matmuls add them."""
         is_step = isinstance(program, MeshProgram)
-        return program.each(partial(split_program, num_chunks=self.num_chunks[0], fuse_sums=not is_step))
+        count, positions = self.num_chunks[0], self.positions
+        return program.each(partial(split_program, num_chunks=count, fuse_sums=not is_step, positions=positions))

@@ -11,11 +11,15 @@ from meshweave.errors import MeshweaveError
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
     """How graphs are split.
+
     num_chunks: the numbers of chunks to try. when: "gain": if the simulated step is faster; "always": wherever
-    possible, into the first of `num_chunks`, without costs."""
+    possible, into the first of `num_chunks`, without costs. positions: whether a batch with fewer sequences than
+    chunks is cut along its second dim, positions, with attention whole: more graphs to search, seldom faster.
+    """
 
     num_chunks: tuple[int, ...] = (2, 4)
     when: Literal["gain", "always"] = "gain"
+    positions: bool = False
 
     def __post_init__(self) -> None:
         if not self.num_chunks or any(type(n) is not int or n < 2 for n in self.num_chunks):

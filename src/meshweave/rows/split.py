@@ -130,13 +130,18 @@ def _rank(report: SplitReport) -> tuple[bool, float]:
 
 
 def split_program(
-    program: DeviceProgram, num_chunks: int = 2, *, dims: Mapping[str, Dim] | None = None, fuse_sums: bool = False
+    program: DeviceProgram,
+    num_chunks: int = 2,
+    *,
+    dims: Mapping[str, Dim] | None = None,
+    fuse_sums: bool = False,
+    positions: bool = False,
 ) -> tuple[fx.Graph | None, SplitReport]:
     """The graph of a program with its row-wise ops in chunks of the rows, wherever they include a collective; None if
     nothing is split, with the reason in the report. The program's own graph is used up.
 
     dims: {name of a node: dim or (dim, outer)}, a single value whose rows are known. Without it rows are the first dims
-        of the program's batch, or, if that has fewer sequences than chunks, the second: positions, with attention
+        of the program's batch, or with `positions`, if that has fewer sequences than chunks, the second, with attention
         whole. If the devices of a group each have a block of the rows, a chunk has a part of each block where more
         collectives are in chunks so. If the batch is unknown, candidates are tried: the batch of attention, else that
         of batched matmuls, else the first dim of an input, whichever covers most multiplications.
@@ -150,7 +155,7 @@ def split_program(
     graph, added = program.graph, _describe(program)
     ways: list[Mapping[str, Dim] | None] = [dims]
     if dims is None and program.batch is not None:
-        ways = [*_batch_rows(program, num_chunks)]
+        ways = [*_batch_rows(program, num_chunks, positions)]
         if not ways:
             reason = f"no input of the batch has rows for {num_chunks} equal chunks"
             return None, SplitReport(False, num_chunks, reason)
@@ -225,12 +230,12 @@ def _describe(program: DeviceProgram) -> tuple[str, ...]:
     return (FIXED, "val") if is_role else (FIXED, "spec")
 
 
-def _batch_rows(program: DeviceProgram, count: int) -> Iterator[Mapping[str, Dim]]:
+def _batch_rows(program: DeviceProgram, count: int, positions: bool) -> Iterator[Mapping[str, Dim]]:
     """The rows of the batch that may be cut: one after the other, then inside the blocks of the groups that there
     are."""
     groups = (program.group_of(n) for n in program.graph.nodes if n.target in COLLECTIVES)
     sizes = sorted({mesh.flat_size(axes) for mesh, axes in groups})
-    for dim in (0, 1):
+    for dim in (0, 1) if positions else (0,):
         cuts = [Cut(dim, outer, count) for outer in (1, *sizes)]
         fitting = [{n.name: (dim, cut.outer) for n in program.batch or () if _has_rows(n, cut)} for cut in cuts]
         yield from (rows for rows in fitting if rows)
