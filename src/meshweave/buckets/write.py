@@ -60,12 +60,12 @@ class _BucketWriter:
             *rest,
         ):
             for next_node in _unplaced(node, placed):
-                for buckets in (next_node, *_followers(next_node, idle, placed)) if idle else (next_node,):
-                    if buckets.op == "placeholder":
+                for moved in (next_node, *_followers(next_node, idle, placed)) if idle else (next_node,):
+                    if moved.op == "placeholder":
                         continue
-                    if cursor.next is not buckets:
-                        cursor.append(buckets)
-                    cursor = buckets
+                    if cursor.next is not moved:
+                        cursor.append(moved)
+                    cursor = moved
 
     def nodes(self, x: int) -> Sequence[fx.Node]:
         """The nodes of an entry of an order."""
@@ -77,43 +77,41 @@ class _BucketWriter:
             return bucket.wait
         return bucket.pack if item.kind == "pack" else bucket.start if item.kind == "start" else bucket.parts[item.of]
 
-    def bucket(self, bucket: Sequence[int]) -> _Bucket:
-        reading, buckets = self.reading, _Bucket()
-        first = reading.nodes[bucket[0]]
-        row = reading.rows[bucket[0]]
+    def bucket(self, members: Sequence[int]) -> _Bucket:
+        reading, nodes = self.reading, _Bucket()
+        first = reading.nodes[members[0]]
+        row = reading.rows[members[0]]
         kind, size = row.bucket, int(first.args[row.size]) if row.size >= 0 else 1  # type: ignore[arg-type]
-        operands: list[Any] = [reading.nodes[c].args[0] for c in bucket]
-        values = [self.operands[c] for c in bucket]
+        operands: list[Any] = [reading.nodes[c].args[0] for c in members]
+        values = [self.operands[c] for c in members]
         dtypes = {x.dtype for x in values}
         as_bytes = len(dtypes) > 1
         rows = size if kind == "scatter" else 1
         flat = []
         for operand, x in zip(operands, values, strict=True):
             if not x.is_contiguous:
-                operand = self.call(buckets.pack, first, aten.clone.default, (operand,), _CONTIGUOUS)
+                operand = self.call(nodes.pack, first, aten.clone.default, (operand,), _CONTIGUOUS)
             shape = [rows, x.num_elements // rows] if rows > 1 else [x.num_elements]
-            shown = self.call(buckets.pack, first, aten.view.default, (operand, shape))
+            shown = self.call(nodes.pack, first, aten.view.default, (operand, shape))
             if as_bytes:
-                shown = self.call(buckets.pack, first, aten.view.dtype, (shown, torch.uint8))
+                shown = self.call(nodes.pack, first, aten.view.dtype, (shown, torch.uint8))
             flat.append(shown)
         sizes = [x.num_elements * (x.dtype.itemsize if as_bytes else 1) for x in values]
         total = sum(sizes)
-        whole = self.call(buckets.pack, first, aten.cat.default, (flat, 1 if rows > 1 else 0))
+        whole = self.call(nodes.pack, first, aten.cat.default, (flat, 1 if rows > 1 else 0))
         if rows > 1:
-            whole = self.call(buckets.pack, first, aten.view.default, (whole, [-1]))
-        start = self.call(buckets.start, first, first.target, (whole, *first.args[1:]))
-        wait = self.call(buckets.wait, first, WAIT, (start,))
+            whole = self.call(nodes.pack, first, aten.view.default, (whole, [-1]))
+        start = self.call(nodes.start, first, first.target, (whole, *first.args[1:]))
+        wait = self.call(nodes.wait, first, WAIT, (start,))
         shown = wait
         if kind == "gather":
-            shown = self.call(buckets.wait, first, aten.view.default, (wait, [size, total]))
+            shown = self.call(nodes.wait, first, aten.view.default, (wait, [size, total]))
         offset = 0
-        for c, x, length in zip(bucket, values, [s // rows for s in sizes], strict=True):
+        for c, x, length in zip(members, values, [s // rows for s in sizes], strict=True):
             result = torch.uint8 if as_bytes else x.dtype
-            self.part(
-                buckets.parts.setdefault(c, []), c, shown, result, offset, length, size if kind == "gather" else 1
-            )
+            self.part(nodes.parts.setdefault(c, []), c, shown, result, offset, length, size if kind == "gather" else 1)
             offset += length
-        return buckets
+        return nodes
 
     def part(
         self, into: list[fx.Node], c: int, whole: fx.Node, dtype: torch.dtype, offset: int, length: int, size: int
@@ -121,15 +119,15 @@ class _BucketWriter:
         """Result c out of a whole of `dtype` after its wait: a view, or a copy, which a gather's columns always are."""
         reading = self.reading
         old = reading.nodes[c]
-        buckets = reading.values[old][0]
+        result = reading.values[old][0]
         dim = 1 if size > 1 or len(whole.args) > 1 else 0  # columns of a gather, even in a group of one
         part = self.call(into, old, aten.slice.Tensor, (whole, dim, offset, offset + length))
         if c in self.copied:
             part = self.call(into, old, aten.clone.default, (part,), _CONTIGUOUS)
-        if dtype != buckets.dtype:
+        if dtype != result.dtype:
             part = self.call(into, old, aten.view.default, (part, [size * length]))
-            part = self.call(into, old, aten.view.dtype, (part, buckets.dtype))
-        part = self.call(into, old, aten.view.default, (part, list(buckets.shape)))
+            part = self.call(into, old, aten.view.dtype, (part, result.dtype))
+        part = self.call(into, old, aten.view.default, (part, list(result.shape)))
         for wait in reading.waits[c]:
             for key, value in wait.meta.items():
                 if key not in ("val", "tensor_meta"):
