@@ -32,7 +32,7 @@ def gain_row(program: Program, before: Simulation, after: Simulation) -> dict[st
         "variants": [{"name": v.name, "seconds": v.seconds, "reason": v.reason} for v in program.optimized.variants],
         "kept": [
             {"num_kept": kept.num_kept, "num_repeated": kept.num_repeated, "kept_bytes": kept.kept_bytes}
-            for kept in program.optimized.reports.get("keep", ())
+            for kept in program.optimized.keeps
         ],
         "taken": program.optimized.name,
         "taken_apart": [
@@ -54,7 +54,7 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
     )
     if program.optimized.variants:
         yield f"  taken: {program.optimized.name}; of {'; '.join(map(str, program.optimized.variants))}"
-    for i, kept in enumerate(program.optimized.reports.get("keep", ())):
+    for i, kept in enumerate(program.optimized.keeps):
         yield f"  role {i}: {kept}"
     for i, split in enumerate(program.optimized.splits):
         yield f"  role {i}: {str(split).splitlines()[0]}"

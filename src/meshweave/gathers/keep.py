@@ -8,11 +8,14 @@ for activations that are gathered again, and within backward for a value that tw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 
-from meshweave.ir.collectives import COLLECTIVES, STARTS, WAIT
+from meshweave.gathers.prefetch import is_alone
+from meshweave.ir.collectives import STARTS, WAIT
+from meshweave.ir.graph import erase_unused
 from meshweave.ir.liveness import RoleLiveness, role_liveness
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import is_random
@@ -33,7 +36,7 @@ class KeepReport:
 
     def left(self, reason: str) -> KeepReport:
         """The same, of a role that stays as it was for this reason."""
-        return KeepReport(0, self.num_repeated, 0, self.peak_before, self.peak_before, self.limit_bytes, reason)
+        return replace(self, num_kept=0, kept_bytes=0, peak_bytes=self.peak_before, reason=reason)
 
     def __str__(self) -> str:
         text = (
@@ -60,7 +63,7 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
     kept = _kept(repeats, live, levels, limit_bytes)
     for repeat in reversed(kept):
         repeat.later.replace_all_uses_with(repeat.earlier)
-        _erase(own, repeat.later)
+        erase_unused(own.graph, [repeat.later], partial(_stays, own))
     num_bytes = sum(repeat.num_bytes for repeat in kept)
     report = KeepReport(len(kept), len(repeats), num_bytes, peak, max(levels), limit_bytes)
     return (own if kept else role), report
@@ -85,7 +88,7 @@ def _repeats(role: RankGraph, live: RoleLiveness) -> Iterator[_Repeat]:
     latest: dict[int, fx.Node] = {}
     needed = _needed(numbers)
     for node, number in numbers.items():
-        if node.target is not WAIT or not _is_own(role, node):
+        if node.target is not WAIT or not is_alone(node.all_input_nodes[0], role):
             continue
         earlier = latest.get(number)
         latest[number] = node
@@ -108,24 +111,10 @@ def _needed(numbers: dict[fx.Node, int]) -> set[fx.Node]:
     return needed
 
 
-def _is_own(role: RankGraph, wait: fx.Node) -> bool:
-    (start,) = wait.all_input_nodes
-    return start.target in COLLECTIVES and role.has_all_of(str(start.args[-1]))
-
-
-def _erase(role: RankGraph, wait: fx.Node) -> None:
-    """Take out a collective that nobody waits for any more, and what only it needed; what other roles take part in
-    stays."""
-    unused = [wait]
-    while unused:
-        node = unused.pop()
-        start = node.all_input_nodes[0] if node.target is WAIT else node
-        is_shared = start.target in STARTS and not (
-            start.target in COLLECTIVES and role.has_all_of(str(start.args[-1]))
-        )
-        if node.op == "call_function" and not node.users and not is_shared:
-            unused += node.all_input_nodes
-            role.graph.erase_node(node)
+def _stays(role: RankGraph, node: fx.Node) -> bool:
+    """Whether other roles take part in a communication, or in what is waited for."""
+    start = node.all_input_nodes[0] if node.target is WAIT else node
+    return start.target in STARTS and not is_alone(start, role)
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -45,8 +45,7 @@ def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
     order = {node: i for i, node in enumerate(role.graph.nodes)}
     groups: dict[str, list[fx.Node]] = {}
     for node in role.graph.nodes:
-        is_ours = node.target in COLLECTIVES and role.has_all_of(str(node.args[-1]))
-        if is_ours and node in free and origin_of(node).phase == phase:
+        if is_alone(node, role) and node in free and origin_of(node).phase == phase:
             groups.setdefault(block_of(node), []).append(node)
     units = []
     for starts in groups.values():
@@ -65,6 +64,11 @@ def _free(role: RankGraph) -> set[fx.Node]:
         if node.op == "call_function" and node.target is not WAIT and all(n in free for n in node.all_input_nodes):
             free.add(node)
     return free
+
+
+def is_alone(start: fx.Node, role: RankGraph) -> bool:
+    """Whether only devices of this role take part in a communication."""
+    return start.target in COLLECTIVES and role.has_all_of(str(start.args[-1]))
 
 
 def block_of(node: fx.Node) -> str:

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from torch import fx
 
-from meshweave.gathers.prefetch import block_of
-from meshweave.ir.collectives import COLLECTIVES, STARTS
+from meshweave.gathers.prefetch import block_of, is_alone
+from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import PARTS, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
@@ -71,7 +71,7 @@ def _put(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], 
     is_last = leg[-1].target not in STARTS
     if position[leg[0]] > position[anchor]:
         leg = leg[:1] if is_last else ()
-    elif not _may_be_late(leg, anchor, position) or not (is_last or _is_alone(leg[-1], role)):
+    elif not _may_be_late(leg, anchor, position) or not (is_last or is_alone(leg[-1], role)):
         return
     for node in leg:
         if node is leg[0] or position[node] <= position[anchor]:  # nodes after the anchor are late enough
@@ -83,11 +83,6 @@ def _may_be_late(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node
     """Whether nothing needs the leg's result before its anchor."""
     inside = all(len(node.users) == 1 for node in leg[:-1])
     return inside and all(position[user] >= position[anchor] for user in leg[-1].users)
-
-
-def _is_alone(start: fx.Node, role: RankGraph) -> bool:
-    """Whether only devices of this role take part in a communication."""
-    return start.target in COLLECTIVES and role.has_all_of(str(start.args[-1]))
 
 
 def _end(role: RankGraph) -> fx.Node | None:

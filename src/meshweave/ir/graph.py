@@ -7,7 +7,7 @@ Nothing else is read from `meta` across rooms.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.interop.graphs import copy_signature
+from meshweave.interop.graphs import copy_signature, is_erased
 from meshweave.interop.ops import arguments_of, is_operator
 
 
@@ -155,6 +155,19 @@ def map_nodes(node: fx.Node, function: Callable[[fx.Node], Any]) -> tuple[tuple[
     """args and kwargs of `node` with every node in them, however deep, replaced by `function` of it."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), function)
     return args, kwargs  # type: ignore[return-value]
+
+
+def erase_unused(
+    graph: fx.Graph, nodes: Iterable[fx.Node], stays: Callable[[fx.Node], bool] = lambda node: False
+) -> None:
+    """Erase those of the nodes that are unused, and what only they used, unless it `stays`."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.users or node.op != "call_function" or node.graph is not graph or is_erased(node) or stays(node):
+            continue
+        waiting += node.all_input_nodes
+        graph.erase_node(node)
 
 
 def op_name(target: Any) -> str:

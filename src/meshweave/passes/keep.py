@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
 from typing import ClassVar
 
 from meshweave.check.same import check_same
 from meshweave.gathers.keep import KeepReport, keep
 from meshweave.hardware import Costs
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Stage
-from meshweave.schedule.decide import default_cap
+from meshweave.schedule.decide import cap_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,7 @@ class Keep(Pass[MeshProgram]):
 
     def run(self, program: MeshProgram, costs: Costs) -> tuple[MeshProgram, tuple[KeepReport, ...]]:
         def limit_of(peak: int) -> int:
-            cap = program.memory_cap_bytes
-            if cap is None:
-                cap = int(min(default_cap(peak), costs.usable_bytes or inf))
+            cap = cap_of(peak, program.memory_cap_bytes, costs.usable_bytes)
             return peak + int(max(0, cap - peak) * self.share)
 
         pairs = [keep(role, limit_of) for role in program.roles]

@@ -11,6 +11,7 @@ from meshweave.check.completeness import Completeness, check_complete
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.same import check_same
 from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.gathers.keep import KeepReport
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
@@ -94,6 +95,10 @@ class Optimized:
     reports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     name: str = AS_IT_IS
     variants: tuple[ProgramVariant, ...] = ()
+
+    @property
+    def keeps(self) -> tuple[KeepReport, ...]:
+        return self.reports.get("keep", ())
 
     @property
     def splits(self) -> tuple[SplitReport, ...]:

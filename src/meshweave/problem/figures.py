@@ -56,7 +56,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     kinds: dict[tuple[str, int], int] = {}
     for i in reading.rows:
         kinds.setdefault((str(reading.nodes[i].target), problem.channel[i]), i)
-    curves = [curve for i in kinds.values() for curve in (prices.curve(i), prices.host(i))]
+    curves = [*map(prices.curve, kinds.values()), *map(prices.host, kinds.values())]
     mine = [*problem.seconds, *own.values(), *moved.values(), *map(float, problem.sizes), prices.copy_rate()]
     mine += [s for curve in curves for s in curve.seconds]
     mine += [dict(prices.usage(i)).get(level, 0.0) for i in own for level in LEVELS]
@@ -66,8 +66,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     moved = {i: next(numbers) for i in moved}
     problem.sizes = [int(next(numbers)) for _ in problem.sizes]
     copy_rate = next(numbers)
-    pairs = [[Curve(tuple(next(numbers) * factor for _ in SIZES)) for _ in range(2)] for _ in kinds]
-    measured, hosts = (dict(zip(kinds, each, strict=True)) for each in zip(*pairs, strict=True)) if kinds else ({}, {})
+    measured, hosts = ({key: Curve(tuple(next(numbers) * factor for _ in SIZES)) for key in kinds} for _ in range(2))
     problem.copy = [own.get(i, 0.0) for i in range(problem.num_items)]
     problem.host = [0.0] * problem.num_items
     for i in own:

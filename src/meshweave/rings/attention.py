@@ -21,13 +21,12 @@ from meshweave.chunks.writer import ChunkWriter, Number, Ring, ring_of
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, permute
 from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.graph import place_of
+from meshweave.ir.graph import erase_unused, place_of
 from meshweave.ir.rank import linear
 from meshweave.ir.traits import CASTS, PRODUCTS, VIEWS
 from meshweave.rings.algorithms import algorithm
 from meshweave.rings.emit import write_gather
 from meshweave.rings.proof import ATTENTION, prove_rings
-from meshweave.rings.rewrite import erase_unused
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave

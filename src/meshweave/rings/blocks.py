@@ -18,8 +18,8 @@ from meshweave.chunks.writer import kept_meta
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.described import is_symbolic
+from meshweave.ir.graph import erase_unused
 from meshweave.rings.find import KINDS
-from meshweave.rings.rewrite import erase_unused
 
 aten = torch.ops.aten
 

@@ -10,9 +10,9 @@ from torch import fx
 from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, part_of, read_outside, shaped
 from meshweave.chunks.cut import Cut, operands_of
 from meshweave.chunks.writer import ChunkWriter, Number, Ring
-from meshweave.interop.graphs import is_erased
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_GATHER, WAIT
+from meshweave.ir.graph import erase_unused
 from meshweave.rings.algorithms import Algorithm
 from meshweave.rings.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
 
@@ -42,17 +42,6 @@ def inherit(new: fx.Node, old: fx.Node, shapes: Shapes) -> fx.Node:
     new.meta |= {key: old.meta[key] for key in ("spec", "global", "origin", "val") if key in old.meta}
     old.replace_all_uses_with(new)
     return new
-
-
-def erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Erase those of the nodes that are unused, and what only they used."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node.users or node.op != "call_function" or node.graph is not graph or is_erased(node):
-            continue
-        waiting += node.all_input_nodes
-        graph.erase_node(node)
 
 
 # gathers

@@ -10,8 +10,8 @@ from torch import fx
 from meshweave.chunks.cut import kind_of
 from meshweave.ir.collectives import ALL_GATHER
 from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.graph import origin_of
-from meshweave.rings.rewrite import erase_unused, wait_of
+from meshweave.ir.graph import erase_unused, origin_of
+from meshweave.rings.rewrite import wait_of
 
 aten = torch.ops.aten
 Shared = tuple[str, str, str]  # a removed gather: its name, its group, and the name of the gather that replaces it

@@ -19,7 +19,7 @@ from meshweave.problem.read import Reading
 from meshweave.problem.scenarios import SCENARIOS
 from meshweave.schedule.bounds import bound_of
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
-from meshweave.schedule.recall import Decision, entry_of, keep, recalled
+from meshweave.schedule.recall import Decision, entry_of, recalled, store
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.schedule.search import OrderCandidate, OrderSearch, choose
 from meshweave.schedule.waits import sunk_waits
@@ -85,9 +85,13 @@ class OverlapOptions(OrderOptions):
             )
 
 
-def default_cap(before: int) -> int:
-    """The cap if the caller sets none: a little above the peak of the input order."""
-    return max(int(before * (1 + _SLACK)), before + _SLACK_BYTES)
+def cap_of(before: int, memory_cap_bytes: int | None, ceiling: float | None) -> int:
+    """The cap of the caller; without it a little above `before`, the peak of the input order, but no more than
+    `ceiling` bytes if the input order fits under these."""
+    if memory_cap_bytes is not None:
+        return memory_cap_bytes
+    cap = max(int(before * (1 + _SLACK)), before + _SLACK_BYTES)
+    return cap if ceiling is None else max(before, min(cap, int(ceiling)))
 
 
 def decide(
@@ -103,9 +107,7 @@ def decide(
     cap applies, but at most `ceiling` bytes if the input order needs no more. Raises MeshweaveError if nothing fits."""
     problem = merger.reading.problem
     before = peak_of(problem, problem.order)
-    cap = default_cap(before) if memory_cap_bytes is None else memory_cap_bytes
-    if memory_cap_bytes is None and ceiling is not None:
-        cap = max(before, min(cap, ceiling))
+    cap = cap_of(before, memory_cap_bytes, ceiling)
     known = [(INPUT, problem.order), *orders]
     search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
     decision, searched = _decided(search, known, options.choose)
@@ -132,7 +134,7 @@ def _decided(
             return decision, searched
     decision = _sought(search, orders, rule)
     if entry is not None:
-        trouble = "; ".join(filter(None, (trouble, keep(entry, decision))))
+        trouble = "; ".join(filter(None, (trouble, store(entry, decision))))
     return replace(decision, note=f"the order was sought anew: {trouble}" if trouble else ""), lambda: search
 
 

@@ -114,8 +114,8 @@ def _check_buckets(buckets: Sequence[Sequence[int]], merger: Merger) -> None:
         raise ValueError("a part of a bucket needs another")
 
 
-def keep(entry: CacheEntry, decision: Decision) -> str:
-    """Keep a decision for the next start. Returns why that was not possible, else nothing."""
+def store(entry: CacheEntry, decision: Decision) -> str:
+    """Store a decision for the next start. Returns why that was not possible, else nothing."""
     chosen = decision.chosen
     value = {
         "name": chosen.name,

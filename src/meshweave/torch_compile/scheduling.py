@@ -21,10 +21,10 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.process_groups import ranks_of_groups
 from meshweave.ir.collectives import collective_of
-from meshweave.passes import Carry, GraphProgram, Keep, Overlap, Pass, ProgramVariant, pipeline_of
+from meshweave.passes import GraphProgram, Overlap, Pass, ProgramVariant, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
-from meshweave.passes.options import PassesArgument
+from meshweave.passes.options import GROUPS, PassesArgument
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions, SplitReport
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
@@ -171,8 +171,9 @@ def graph_passes(
     pass, or one over whole steps."""
     overlap = options or (OverlapOptions() if passes is None else None)
     pass_list = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
-    # They work between steps, and between forward and backward: they do not apply to a single graph.
-    pass_list = tuple(graph_pass for graph_pass in pass_list if not isinstance(graph_pass, (Carry, Keep)))
+    # Groups bring passes that work between steps, or between forward and backward: they do not apply to a single graph.
+    grouped = {name for names in GROUPS.values() for name in names}
+    pass_list = tuple(p for p in pass_list if p.scope != "step" or p.name not in grouped)
     if whole_step := [graph_pass.name for graph_pass in pass_list if graph_pass.scope == "step"]:
         raise MeshweaveError(
             "this pass needs whole training steps, which torch.compile does not see",
