@@ -163,3 +163,14 @@ def test_another_parameter_in_the_place_of_one_is_found() -> None:
     other.replace_all_uses_with(first)
     with pytest.raises(VerifyError, match="computed differently"):
         check_same(role, wrong)
+
+
+@pytest.mark.parametrize("passes", ["keep,decompose", "keep,ring=always"])
+def test_messages_of_ring_attention_are_left_alone(passes: str) -> None:
+    """Forward and backward pass the same keys around. Each ring keeps its own messages and is proven by them."""
+    batch = llama()[1]
+    kept, plain = compiled(passes, "cp=2", profile="h100"), compiled("none", "cp=2")
+    if "always" in passes:
+        (report,) = kept.program.optimized.reports["ring"]
+        assert report.num_taken == 8  # in forward and backward of 4 layers
+    torch.testing.assert_close(kept(batch), plain(batch))

@@ -83,12 +83,13 @@ class _Repeat:
 
 def _repeats(role: RankGraph, live: RoleLiveness) -> Iterator[_Repeat]:
     """Each collective among devices of the role that runs again on equal operands. Of a move in several steps the last:
-    where that is kept, nobody needs those before it."""
+    where that is kept, nobody needs those before it. Messages of rings are left alone: rings pass pieces around so
+    that no device keeps them, and each ring is proven by its own messages."""
     numbers = _numbers(role.graph)
     latest: dict[int, fx.Node] = {}
     needed = _needed(numbers)
     for node, number in numbers.items():
-        if node.target is not WAIT or not is_alone(node.all_input_nodes[0], role):
+        if node.target is not WAIT or "ring" in node.meta or not is_alone(node.all_input_nodes[0], role):
             continue
         earlier = latest.get(number)
         latest[number] = node

@@ -28,7 +28,7 @@ from meshweave.schedule.decide import OrderOptions
 # All passes that text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {
     each_pass.name: each_pass
-    for each_pass in (Recompute, Prefetch, Keep, RingAttention, Split, Decompose, Carry, Overlap)
+    for each_pass in (Recompute, Prefetch, RingAttention, Keep, Split, Decompose, Carry, Overlap)
 }
 GROUPS = {
     "exact": ("keep", "carry", "overlap"),  # passes that change no value
