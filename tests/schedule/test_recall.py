@@ -109,7 +109,11 @@ def _bucket(value: dict[str, object]) -> None:
     value["buckets"] = [[0, 1]]
 
 
-@pytest.mark.parametrize("change", [_swap, _slower, _bucket, lambda value: value.pop("rows"), dict.clear])
+def _infinite(value: dict[str, object]) -> None:
+    value["order"] = [float("inf")]
+
+
+@pytest.mark.parametrize("change", [_swap, _slower, _bucket, _infinite, lambda value: value.pop("rows"), dict.clear])
 def test_what_an_entry_says_is_checked(
     orders: Path, searches: Callable[[], int], change: Callable[[dict[str, object]], None]
 ) -> None:

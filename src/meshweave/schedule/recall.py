@@ -79,7 +79,7 @@ def recalled(entry: CacheEntry, search: OrderSearch) -> tuple[Decision | None, s
         return None, trouble
     try:
         return _checked(json.loads(text), search), ""
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         return None, f"{entry.path} holds no order of this graph ({type(error).__name__}: {error})"
 
 
