@@ -251,9 +251,9 @@ class TrainStep:
         assert self.again is not None
         self.session.world.choose(f"compiles again: {why}")
         _LOG.warning("the step is compiled again: %s", why)
-        num_steps, saves, renewed = self.num_steps, self.session.saves, self.again()
+        num_steps, saves, is_local, renewed = self.num_steps, self.session.saves, self.variants.is_local, self.again()
         self.__dict__.update(renewed.__dict__)
-        self.session.saves = saves
+        self.variants.is_local, self.session.saves = is_local, saves
         self.session.state.num_steps = num_steps
 
     def _take_over(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch, batch_size, shapes_text
 from meshweave.capture.guards import Guards
 from meshweave.capture.step import Part
-from meshweave.errors import LayoutError, StepError
+from meshweave.errors import LayoutError, MeshweaveError, StepError
 from meshweave.ir.graph import Input, Spec, spec_of
 from meshweave.program import Program
 from meshweave.runtime.rows import RowsCheck
@@ -88,15 +88,9 @@ class Variant:
         return layout.box_of(item.spec.shape, self.session.world.devices[0]).size
 
     def fits(self, micro: Mapping[str, Tensor], is_local: bool | None) -> bool:
-        """Whether a microbatch matches the shapes of this program: on a cluster the global shapes, this rank's
-        (`is_local`), or either (None)."""
-        either = (True, False) if is_local is None else (is_local,)
-        kinds = either if self.session.world.is_distributed else (False,)
-        wanted = [{i.name: self.local_shape(i) if local else i.spec.shape for i in self.batch} for local in kinds]
-        return any(
-            all(name in micro and tuple(micro[name].shape) == shape for name, shape in shapes.items())
-            for shapes in wanted
-        )
+        """Whether a microbatch matches the shapes of this program: the global shapes, or this rank's (`is_local`)."""
+        shapes = {i.name: self.local_shape(i) if is_local else i.spec.shape for i in self.batch}
+        return all(name in micro and tuple(micro[name].shape) == shape for name, shape in shapes.items())
 
 
 class Variants:
@@ -124,6 +118,16 @@ class Variants:
         self._choose(batch, "train", self.first.accumulate)
         self.is_local = known
 
+    def _are_own_rows(self, batch: Batch, accumulate: int) -> bool:
+        """Whether batches are this rank's rows alone, as the first batch shows: it has other sizes than the example,
+        and other values than those of other ranks. All ranks call it."""
+        first = self.first
+        if first.rows is None:
+            return False
+        micro = _first_micro(batch, accumulate)
+        is_whole = all(tuple(micro[i.name].shape) == i.spec.shape for i in first.batch if i.name in micro)
+        return first.rows.are_own(batch, is_whole)
+
     def of(
         self,
         batch: Batch,
@@ -137,7 +141,16 @@ class Variants:
         dtype or number of dims than the example, and when there would be more than `limit` programs; StepError if
         anything but shapes and modes has changed.
         """
-        count = self.first.accumulate if accumulate is None else accumulate
+        count, known = self.first.accumulate if accumulate is None else accumulate, self.is_local
+        if known is None:
+            self.is_local = self._are_own_rows(batch, count)
+        try:
+            return self._of(batch, part, count, groups)
+        except MeshweaveError:
+            self.is_local = known  # a batch that was rejected shows nothing
+            raise
+
+    def _of(self, batch: Batch, part: Part, count: int, groups: Sequence[Mapping[str, Any]]) -> tuple[Variant, Batch]:
         is_trained = part == "train"
         if is_trained:
             self.compare(self.first, batch, count, groups)
@@ -153,8 +166,6 @@ class Variants:
         for variant in sorted(self._fitting(micro, part, accumulate), key=lambda v: mode not in v.modes):
             if mode in variant.modes or self._holds(variant, batch, mode):
                 variant.guards.check(batch)
-                if self.is_local is None:
-                    self.is_local = any(tuple(micro[i.name].shape) != i.spec.shape for i in variant.batch)
                 return self._used(variant)
         return self._compiled(batch, part, accumulate, mode)
 
@@ -169,9 +180,7 @@ class Variants:
         a program by them."""
         if variant.rows is None or not {item.name for item in variant.batch} <= set(batch.names):
             return
-        if self.is_local is False:  # then the batch has the rows of all ranks
-            variant.rows.warned = True
-        variant.rows.check(batch, parts, groups)
+        variant.rows.check(batch, parts, groups, is_own=bool(self.is_local))
 
     def _holds(self, variant: Variant, batch: Batch, mode: Mode) -> bool:
         """Whether a program compiled in another mode does the same in this mode."""
@@ -258,19 +267,11 @@ class Variants:
 
     def _example(self, batch: Batch) -> Any:
         """The batch as an example of global shapes. If ranks pass their own rows, sizes are multiplied as the rows of
-        the first example are cut. LayoutError if no earlier batch has shown whether ranks pass global or local
-        batches."""
+        the first example are cut."""
         shapes = {item.name: (item.spec.shape, self.first.local_shape(item)) for item in self.first.batch}
         is_cut = any(whole != local for whole, local in shapes.values())
-        if not (self.first.session.world.is_distributed and is_cut) or self.is_local is False:
+        if not (self.first.session.world.is_distributed and is_cut and self.is_local):
             return batch.rebuild(batch.tensors)
-        if self.is_local is None:
-            raise LayoutError(
-                "the first batch has neither the shape of the example nor that of this rank's part of it",
-                got=shapes_text(batch.shapes),
-                expected=" or ".join(f"{name} {list(a)} (all ranks), {list(b)}" for name, (a, b) in shapes.items()),
-                hint="hand in a batch of the example's shape first, or compile for this one: shapes=[batch]",
-            )
         whole, local = next((a, b) for a, b in shapes.values() if a != b)
         count, rows = whole[0] // max(local[0], 1), batch_size(t.shape for t in batch.tensors)
         is_rows = [bool(t.dim()) and t.shape[0] == rows for t in batch.tensors]

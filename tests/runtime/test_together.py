@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import warnings
@@ -100,7 +101,8 @@ def test_what_differs_between_ranks_is_named_on_every_rank(start: Callable[..., 
 
 
 def job_weights_and_rows(pipe: Connection) -> dict[str, Any]:
-    return {"weights": check_weights(), "local": check_local(), "rows": check_rows(), "rare": check_rarely()}
+    checks = {"weights": check_weights, "local": check_local, "whole": check_whole, "rows": check_rows}
+    return {name: check() for name, check in checks.items()} | {"rare": check_rarely()}
 
 
 def check_weights() -> list[float]:
@@ -138,6 +140,36 @@ def check_local() -> list[float]:
         warnings.simplefilter("always")
         step(rows_of(range(4)))
     assert len(caught) == (rank == 0)  # "every rank passed the same rows"
+    return losses
+
+
+def summed(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return (out - batch["y"]).square().sum()
+
+
+def check_whole() -> list[float]:
+    """A batch of as many rows as a rank's part of the example is whole where all ranks pass the same, whether it comes
+    first, in an evaluation, or after the step was compiled again; and own rows where they differ."""
+    rank, losses = dist.get_rank(), []
+    half = rows_of(range(4))
+    for begin in ("step", "evaluate", "forward_only", "frozen"):
+        step = compiled(loss=summed)
+        if begin == "frozen":
+            assert step(rows_of(range(8))) > 0
+            next(step.model.parameters()).requires_grad_(False)
+        elif begin != "step":
+            getattr(step, begin)(half)
+        with torch.no_grad():
+            expected = summed(copy.deepcopy(step.model)(half["x"]), half)
+        losses.append(float(step(half)))
+        assert losses[-1] == pytest.approx(float(expected))
+        assert step(rows_of(range(8))) > 0
+    step, whole = compiled(loss=summed), rows_of(range(8))
+    with torch.no_grad():
+        expected = summed(copy.deepcopy(step.model)(whole["x"]), whole)
+    assert float(step(rows_of(range(4 * rank, 4 * rank + 4)))) == pytest.approx(float(expected))
+    step = compiled(batch="local", example=rows_of(range(4)))
+    assert step(rows_of(range(8 * rank, 8 * rank + 8))) > 0  # as many as the example has on all ranks
     return losses
 
 

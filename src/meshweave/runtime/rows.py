@@ -93,9 +93,19 @@ class RowsCheck:
         """Whether the next call is compared."""
         return self.num_calls < ALWAYS_FIRST or self.num_calls % THEN_EVERY == 0
 
-    def check(self, batch: Batch, parts: int = 1, groups: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Compare this call's batch, of `parts` microbatches, if this call is due. Raises LayoutError or StepError on
-        every rank."""
+    def are_own(self, batch: Batch, is_whole: bool) -> bool:
+        """Whether ranks pass rows of their own: no rank has a batch of the global sizes (`is_whole`), and batches
+        differ. All ranks call it, and get the same answer."""
+        contents = [(list(t.shape), int(fingerprint(t, MOST_WORDS))) for t in batch.tensors]
+        answers = self.world.gather(torch.tensor([text_number(repr(contents)), int(is_whole)]))
+        values = {rank: int(answer[0]) for rank, answer in answers.items()}
+        return not any(int(answer[1]) for answer in answers.values()) and bool(_others(values))
+
+    def check(
+        self, batch: Batch, parts: int = 1, groups: Sequence[Mapping[str, Any]] = (), *, is_own: bool = False
+    ) -> None:
+        """Compare this call's batch, of `parts` microbatches, if this call is due: whole, or (`is_own`) the rows of
+        each rank. Raises LayoutError or StepError on every rank."""
         is_due = self.is_due
         self.num_calls += 1
         if not is_due:
@@ -108,9 +118,9 @@ class RowsCheck:
             numbers += [torch.tensor([rows, text_number(f"{value.dtype}{list(value.shape)}")])]
             numbers += [fingerprint(value, MOST_WORDS).reshape(1).cpu()]
         answers = self.world.gather(torch.cat(numbers))
-        self._judge({rank: numbers.tolist() for rank, numbers in answers.items()}, parts)
+        self._judge({rank: numbers.tolist() for rank, numbers in answers.items()}, parts, is_own)
 
-    def _judge(self, answers: Mapping[int, Sequence[int]], parts: int) -> None:
+    def _judge(self, answers: Mapping[int, Sequence[int]], parts: int, is_own: bool) -> None:
         settings = {rank: numbers[0] for rank, numbers in answers.items()}
         if others := _others(settings):
             raise StepError(
@@ -127,17 +137,17 @@ class RowsCheck:
             if others := _others(shapes):
                 raise self._other_size(name, others, rows)
             num_whole = self.num_rows[name] * (parts if self.has_rows[name] else 1)
-            alike.append(self._judge_entry(name, rows[self.ranks[0]], num_whole, contents))
+            alike.append(self._judge_entry(name, num_whole, contents, is_own and self.has_rows[name]))
         if alike.count(True) and not alike.count(False) and not self.warned and self.world.rank == self.ranks[0]:
             self.warned = True
             warnings.warn(_ALIKE, stacklevel=5)  # the caller of the step
 
-    def _judge_entry(self, name: str, num_rows: int, num_whole: int, contents: Mapping[int, int]) -> bool | None:
+    def _judge_entry(self, name: str, num_whole: int, contents: Mapping[int, int], is_own: bool) -> bool | None:
         """Raises if ranks differ that must not. Returns whether all passed the same rows as their own; None if the rows
         are not a rank's own."""
         places = self.places[name]
         num_places = len(set(places.values()))
-        if num_rows == num_whole:
+        if not is_own or num_places == 1:
             if others := _others(contents):
                 raise self._other_whole(name, others, num_whole, num_places)
             return None
@@ -145,7 +155,7 @@ class RowsCheck:
             mine = {rank: contents[rank] for rank, at in places.items() if at == place}
             if others := _others(mine):
                 raise self._other_rows(name, min(mine), others)
-        return not _others(contents) if num_rows * num_places == num_whole else None
+        return not _others(contents)
 
     def _other_size(self, name: str, others: Sequence[int], rows: Mapping[int, int]) -> LayoutError:
         first = self.ranks[0]
