@@ -121,3 +121,49 @@ def test_scripts_for_fsdp2_see_and_change_the_weights(start: Callable[..., Job],
     for outcome in outcomes:
         assert "error" not in outcome, outcome["text"]
         assert outcome == {"dtensors": {"fsdp" in mesh}, "shared": True}
+
+
+class Scaled(nn.Module):
+    """Layers with a scale each: parameters without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1.5)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = torch.tanh(layer(x) * scale)
+        return x
+
+
+def job_scalars(pipe: Connection, mesh: str) -> dict[str, Any]:
+    """Losses, as eager ones: with an evaluation and other sizes, and after the step was compiled again."""
+    torch.manual_seed(0)
+    model, data = Scaled(), {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+    smaller = {key: value[:4] for key, value in data.items()}
+    twin = copy.deepcopy(model)
+    eager, optimizer = adamw(twin), adamw(model)
+    step = mw.compile(model, loss=mse, example=data, optimizer=optimizer, mesh=mesh, profile="alpha-beta")
+    losses = []
+    for batch in (data, smaller, data, smaller):
+        loss = mse(twin(batch["x"]), batch)
+        expected = pytest.approx(loss.item(), rel=1e-5)
+        assert float(step.evaluate(batch)) == expected
+        losses.append(float(step(batch)))
+        assert losses[-1] == expected
+        eager.zero_grad()
+        loss.backward()
+        eager.step()
+        for either in (model, twin):  # of both stages; the step is compiled again
+            either.layers[len(losses) % 2].bias.requires_grad_(len(losses) > 2)
+    shutdown(step.session.world)
+    return {"losses": losses}
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "fsdp=2"])
+def test_parameters_without_dims_that_other_ranks_have(start: Callable[..., Job], mesh: str) -> None:
+    first, second = start("tests.runtime.test_bindings_cluster:job_scalars", 2, mesh).finish(240)
+    assert "error" not in first, first["text"]
+    assert first == second
+    assert len(first["losses"]) == 4

@@ -192,11 +192,12 @@ def _check_alone(stand_ins: StandIns, name: str, run: tuple[Any, ...]) -> None:
 
 
 def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The slots of a parameter's state that are single numbers."""
+    """The slots of a parameter's state that are single numbers. A DTensor of one element is not: it is the state of a
+    parameter of one element, and only some ranks know it."""
     return {
         slot: v.item() if isinstance(v, Tensor) else v
         for slot, v in state.items()
-        if not isinstance(v, Tensor) or v.numel() == 1
+        if not isinstance(v, Tensor) or (v.numel() == 1 and not hasattr(v, "placements"))
     }
 
 

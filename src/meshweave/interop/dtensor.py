@@ -81,6 +81,15 @@ def link_priced_cost(
     return lambda old, new, dim, gib: float(price(old, new, topology, dim, gib)[0])
 
 
+def dtensor_elsewhere(
+    nothing: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A DTensor on a rank outside of its mesh, with an empty local tensor. `DTensor.from_local` takes the shape of a
+    tensor without dims for a missing argument, and uses that of the local tensor."""
+    meta = TensorMeta(shape, stride, nothing.dtype)
+    return DTensor(nothing, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """The memory of a DTensor's piece. `to_local` returns a view of it, with autograd."""
     return tensor._local_tensor

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.errors import LayoutError, MeshError
+from meshweave.interop.dtensor import dtensor_elsewhere
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -89,7 +90,7 @@ def unheld_dtensor(layout: Layout, spec: Spec, device_type: str) -> DTensor:
     device_mesh = _device_mesh(_with_axis(layout.mesh), device_type, _current_job())
     placements = dtensor_placements(layout, spec.shape)
     nothing = torch.empty(0, dtype=spec.dtype, device=device_type)
-    return _dtensor(nothing, device_mesh, placements, spec.shape)
+    return dtensor_elsewhere(nothing, device_mesh, placements, torch.Size(spec.shape), _stride(spec.shape))
 
 
 def make_device_meshes(layouts: Iterable[Layout], device_type: str) -> None:
@@ -113,8 +114,13 @@ def dtensor_placements(layout: Layout, shape: Sequence[int]) -> tuple[Placement,
 
 
 def _dtensor(piece: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    stride = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        piece, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=_stride(shape)
+    )
+
+
+def _stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _with_axis(mesh: Mesh) -> Mesh:
