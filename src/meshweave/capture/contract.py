@@ -29,8 +29,9 @@ from meshweave.errors import CaptureError, MeshweaveError
 
 _ONCE = "ops, numbers and Python state that are the same in every step"
 _HINT = (
-    "keep state between steps in a buffer (register_buffer), draw random numbers with torch, and pass values that "
-    "depend on the step (a counter, a schedule, a time) in the batch as tensors"
+    "keep state between steps in a buffer (a counter: self.register_buffer('step', torch.zeros((), dtype=torch.long)) "
+    "in __init__, self.step += 1 in forward, torch.where(self.step > 10, a, b) for a branch), draw random numbers with "
+    "torch, and pass other values that depend on the step (a schedule, a time) in the batch as tensors"
 )
 
 

@@ -7,13 +7,15 @@ import traceback
 from types import FrameType
 
 import torch.distributions.distribution
+import torch.nn.init
 import torch.nn.modules.adaptive
 import torch.nn.modules.batchnorm
 
 _DYNAMIC = (
     "the shape of a result depends on data",
     "use fixed shapes and masks (no nonzero, unique or boolean indexing, but by a mask that forward makes of numbers, "
-    "or that is a plain attribute, no buffer). Experts that loop over the tokens they get: "
+    "or that is a plain attribute, no buffer); a mean over chosen elements is (x * mask).sum() / mask.sum(). "
+    "Experts that loop over the tokens they get: "
     'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in your own model, '
     "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
 )
@@ -67,7 +69,7 @@ _OF_FILES = {
         "take its loss of all classes, which is the same: -module.log_prob(input).gather(1, target[:, None]).mean()",
     ),
 }
-# A file of torch that reads values -> how to avoid that.
+# A file of torch, or a function, that reads values -> how to avoid that.
 _LOOKS = {
     torch.distributions.distribution.__file__: "switch off the validation of distributions: validate_args=False in "
     "the constructor, or "
@@ -75,7 +77,15 @@ _LOOKS = {
     "before compile",
     torch.nn.modules.batchnorm.__file__: "give BatchNorm a number as momentum: with None, a cumulative average, it "
     "reads the number of batches so far",
+    torch.nn.init.__file__: "fill parameters in __init__; nn.init.trunc_normal_ draws again until its numbers are "
+    "within bounds: noise cut at 2 std is torch.erfinv(torch.empty(n).uniform_(-0.9545, 0.9545)) * 2**0.5 * std",
+    "torch_compilable_check": "set the environment variable TRANSFORMERS_DISABLE_TORCH_CHECK=1: transformers then "
+    "trusts the batch, as under torch.compile",
 }
+_BRANCH = (
+    "use torch.where or a mask instead of a branch or an assertion, or move the decision into the data loader; to log "
+    "a value write it into a buffer, and read that between steps"
+)
 
 
 def failure(error: Exception) -> tuple[str, str]:
@@ -91,7 +101,8 @@ def branch_hint() -> str:
     """What to do about the code that is reading a value."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if (hint := _LOOKS.get(frame.f_code.co_filename)) is not None:
+        hint = _LOOKS.get(frame.f_code.co_filename) or _LOOKS.get(frame.f_code.co_name)
+        if hint is not None:
             return hint
         frame = frame.f_back
-    return "use torch.where or a mask instead of a branch, or move the decision into the data loader"
+    return _BRANCH
