@@ -16,10 +16,13 @@ import torch.distributed as dist
 from tests.processes import CONTEXT, Job, free_port
 from tests.training import assert_trained_alike, mse, train_eagerly
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import meshweave as mw
-from meshweave.errors import LayoutError, MeshweaveError, StepError
+from meshweave.errors import CaptureError, LayoutError, MeshweaveError, StepError
 from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.collectives import bytes_of
 from meshweave.runtime.fingerprint import fingerprint
@@ -102,6 +105,7 @@ def test_what_differs_between_ranks_is_named_on_every_rank(start: Callable[..., 
 
 def job_weights_and_rows(pipe: Connection) -> dict[str, Any]:
     checks = {"weights": check_weights, "local": check_local, "whole": check_whole, "rows": check_rows}
+    checks |= {"wrapped": check_wrapped}
     return {name: check() for name, check in checks.items()} | {"rare": check_rarely()}
 
 
@@ -141,6 +145,18 @@ def check_local() -> list[float]:
         step(rows_of(range(4)))
     assert len(caught) == (rank == 0)  # "every rank passed the same rows"
     return losses
+
+
+def check_wrapped() -> list[str]:
+    """Models that communicate by themselves, which the error names; the plain model trains."""
+    sharded, plain = Small(8), Small(8)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    found, example = [], rows_of(range(8))
+    for model in (DistributedDataParallel(plain), nn.Sequential(nn.DataParallel(plain)), sharded):
+        found.append(raised(lambda m=model: mw.compile(m, loss=mse, example=example, mesh="dp=2"), CaptureError))
+        assert "communicates by itself" in found[-1]
+        assert "plain model" in found[-1]
+    return found
 
 
 def summed(out: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshweave.capture.batch import Batch
 from meshweave.capture.contract import Contract
 from meshweave.capture.record import Difference
+from meshweave.capture.refusals import check_unwrapped
 from meshweave.capture.rest import Form, alike, difference, forms_of
 from meshweave.capture.snapshot import Snapshot, StateChange, is_users, shown
 from meshweave.capture.unread import Unread, WasRead
@@ -357,7 +358,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """CaptureError for modules wrapped by torch.compile, whose graphs no tracer sees into."""
+    """CaptureError for modules wrapped by torch.compile, whose graphs no tracer sees into, or by another library."""
     if not isinstance(model, nn.Module):
         raise CaptureError("not a model", got=type(model).__name__, expected="a torch.nn.Module")
     if names := compiled_modules(model):
@@ -368,6 +369,7 @@ def check_not_compiled(model: nn.Module) -> None:
             expected="the plain model",
             hint="pass the plain model to meshweave: remove torch.compile(model), model.compile()",
         )
+    check_unwrapped(model)
 
 
 def check_autocast(expected: torch.dtype | None) -> None:

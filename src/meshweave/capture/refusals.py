@@ -10,6 +10,9 @@ import torch.distributions.distribution
 import torch.nn.init
 import torch.nn.modules.adaptive
 import torch.nn.modules.batchnorm
+from torch import nn
+
+from meshweave.errors import CaptureError
 
 _DYNAMIC = (
     "the shape of a result depends on data",
@@ -106,3 +109,28 @@ def branch_hint() -> str:
             return hint
         frame = frame.f_back
     return _BRANCH
+
+
+# Wrappers that communicate by themselves, by the names of their classes (and of the packages that have them).
+_WRAPPERS = {
+    "DistributedDataParallel": ("torch", "pass the plain model (wrapper.module) with mesh='dp=N'"),
+    "DataParallel": ("torch", "pass the plain model (wrapper.module) with mesh='dp=N'"),
+    "FullyShardedDataParallel": ("torch", "pass the plain model, before FSDP(...), with mesh='fsdp=N'"),
+    "FSDPModule": ("torch", "pass the plain model, without fully_shard(...), with mesh='fsdp=N'"),
+    "DeepSpeedEngine": ("deepspeed", "pass the plain model, before deepspeed.initialize(...), with mesh='fsdp=N'"),
+}
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """CaptureError for a model in a wrapper of another library that communicates by itself."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            package, hint = _WRAPPERS.get(kind.__name__, ("", ""))
+            if package and kind.__module__.partition(".")[0] == package:
+                raise CaptureError(
+                    "the model, or a part of it, communicates by itself",
+                    where=f"module '{name}'",
+                    got=kind.__name__,
+                    expected="the plain model: meshweave adds all communication",
+                    hint=f"{hint} (docs/migrate.md); of Accelerate: prepare_model(model, evaluation_mode=True)",
+                )
