@@ -560,6 +560,13 @@ def test_random_numbers_in_a_tensor_of_another_shape_are_an_error() -> None:
     assert error.value.got == "[1] for out= of [3, 4]"
 
 
+def test_anomaly_detection_around_compile_is_named() -> None:
+    data = batches(1, (3, 4), (3, 4))[0]
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(CaptureError) as error:
+        captured(Calls(lambda x, w: x * w), data)
+    assert "detect_anomaly" in error.value.hint
+
+
 # attention
 
 

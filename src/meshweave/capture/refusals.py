@@ -6,6 +6,7 @@ import sys
 import traceback
 from types import FrameType
 
+import torch
 import torch.distributions.distribution
 import torch.nn.init
 import torch.nn.modules.adaptive
@@ -102,6 +103,8 @@ def failure(error: Exception) -> tuple[str, str]:
 
 def branch_hint() -> str:
     """What to do about the code that is reading a value."""
+    if torch.is_anomaly_enabled():
+        return "switch off torch.autograd.detect_anomaly (Lightning: detect_anomaly=True), which reads all gradients"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         hint = _LOOKS.get(frame.f_code.co_filename) or _LOOKS.get(frame.f_code.co_name)
