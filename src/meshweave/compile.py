@@ -28,6 +28,7 @@ from meshweave.rows import SplitOptions
 from meshweave.runtime.cluster import make_world, on_any
 from meshweave.runtime.fuse import prepare_compiler
 from meshweave.runtime.identity import argument_texts, program_texts
+from meshweave.runtime.replaced import follow_replaced
 from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.together import together
@@ -89,6 +90,8 @@ class CompileOptions:
         check_loss(self.loss)
         if self.optimizer is None and self.clip_grad_norm is not None:
             raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
+        if self.optimizer is not None:
+            follow_replaced(self.optimizer, self.model.parameters())
         spec = None if self.optimizer is None else read_optimizer(self.optimizer, self.model)
         check_autocast(self.autocast)
         return spec

@@ -167,3 +167,36 @@ def test_parameters_without_dims_that_other_ranks_have(start: Callable[..., Job]
     assert "error" not in first, first["text"]
     assert first == second
     assert len(first["losses"]) == 4
+
+
+def job_turns(pipe: Connection) -> dict[str, Any]:
+    """Two steps of a model whose optimizers were both created before the first compile, as a GAN has them."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), {"x": torch.randn(8, 4)}
+    data["y"] = torch.randn(8, 4)
+    twin = copy.deepcopy(model)
+    eager, optimizers = ([adamw(m[0]), adamw(m[2])] for m in (twin, model))
+    steps = [
+        mw.compile(
+            model, loss=mse, example=data, optimizer=optimizer, mesh="fsdp=2", profile="alpha-beta",
+            forward=lambda m, batch: m(batch["x"]),
+        )
+        for optimizer in optimizers
+    ]  # fmt: skip
+    losses = []
+    for turn in (0, 1, 0, 0, 1):
+        twin.zero_grad()
+        loss = mse(twin(data["x"]), data)
+        loss.backward()
+        eager[turn].step()
+        losses.append(float(steps[turn](data)))
+        assert losses[-1] == pytest.approx(loss.item(), rel=1e-5)
+    assert_tensors(full_dict(model), dict(twin.state_dict()))
+    shutdown(steps[0].session.world)
+    return {"losses": losses}
+
+
+def test_steps_with_optimizers_from_before_the_first_compile(start: Callable[..., Job]) -> None:
+    first, second = start("tests.runtime.test_bindings_cluster:job_turns", 2).finish(240)
+    assert "error" not in first, first["text"]
+    assert first == second

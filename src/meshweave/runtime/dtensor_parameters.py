@@ -22,6 +22,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import layout_from_placements
 from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
+from meshweave.runtime.replaced import note_replaced, replace_in_optimizer
 from meshweave.runtime.world import World
 
 
@@ -54,12 +55,9 @@ def replace_parameters(
         for name, old in list(own_parameters(module).items()):
             if old is not None and old in replaced:
                 setattr(module, name, replaced[old])
-    if optimizer is None:
-        return
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(p, p) for p in group["params"]]
-    for p in [p for p in optimizer.state if p in replaced]:
-        optimizer.state[replaced[p]] = optimizer.state.pop(p)
+    note_replaced(replaced)
+    if optimizer is not None:
+        replace_in_optimizer(optimizer, replaced)
 
 
 def gather_in_forward(model: nn.Module, world: World) -> None:
