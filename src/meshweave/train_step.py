@@ -381,7 +381,7 @@ class TrainStep:
             self._own_state.put_numbers(state, self.numbers.spec, fresh)
             if not fresh:
                 self.numbers.load(state.numbers, state.num_steps)
-                self._publish()
+                self._publish({item.name.partition("/")[2] for item, _ in state.resting})
             else:
                 self._own_state.publish(state, {}, {item.name.partition("/")[2] for item, _ in state.items} - {*fresh})
                 self._renew("some parameters have taken no step in the checkpoint")

@@ -23,6 +23,8 @@ from meshweave.errors import CaptureError, MeshweaveError, PlanError, RuleError
 SAMPLE, ALL, PARTS = (2, 18, 19, 20), 150, 10
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest magnitude of a tensor
 AUTOCAST_BOUND = 6e-2
+# times what rounding the parameters moves in eager PyTorch; under autocast a rounding is coarse already
+MOST_MOVED, MOST_MOVED_AUTOCAST = 30.0, 3.0
 REFUSALS = (CaptureError, PlanError, RuleError)  # what a user can mend: an op without a rule, nothing to recompute
 Masks = list[dict[str, Tensor]]  # of each step, by the buffer that has them
 
@@ -54,9 +56,13 @@ def compiled(program: Program) -> tuple[Trained, Masks]:
     return Trained(losses, {**step.parameters(), **step.buffers()}), masks
 
 
-def eagerly(program: Program, masks: Masks | None = None) -> Trained:
-    """In plain PyTorch on one device, with those masks of dropout or its own."""
+def eagerly(program: Program, masks: Masks | None = None, nudge: float = 0.0) -> Trained:
+    """In plain PyTorch on one device, with those masks of dropout or its own, from parameters that are off by a share
+    `nudge`."""
     model = copy.deepcopy(program.model)
+    with torch.no_grad(), torch.random.fork_rng():
+        for x in model.parameters() if nudge else ():
+            x.mul_(1 + nudge * torch.randn_like(x))
     for name, module in model.named_modules():
         if isinstance(module, Drop) and masks is not None:
             module.replay = [mask for step in masks for mask in reversed(step[f"{name}.masks"])]
@@ -83,21 +89,25 @@ def eagerly(program: Program, masks: Masks | None = None) -> Trained:
     return Trained(losses, {n: v.detach() for n, v in (*model.named_parameters(), *model.named_buffers())})
 
 
-def differences(program: Program, got: Trained, want: Trained) -> list[str]:
-    bound = AUTOCAST_BOUND if "autocast" in program.options else BOUNDS[program.dtype]
-    pairs = [
-        (f"loss {i}", torch.tensor(a), torch.tensor(b))
-        for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True))
-    ]
-    pairs += [(name, got.tensors[name], want.tensors[name]) for name in want.tensors if name in got.tensors]
+def differences(program: Program, got: Trained, want: Trained, nudged: Trained) -> list[str]:
+    """What is off by more than the bound, and by more than rounding the parameters moves it in eager PyTorch."""
+    is_coarse = "autocast" in program.options
+    bound, most_moved = (AUTOCAST_BOUND, MOST_MOVED_AUTOCAST) if is_coarse else (BOUNDS[program.dtype], MOST_MOVED)
+    losses = {f"loss {i}": [torch.tensor(x) for x in its] for i, its in enumerate(_losses(got, want, nudged))}
+    tensors = {n: [x.tensors[n] for x in (got, want, nudged)] for n in want.tensors if n in got.tensors}
     found = [f"{name} on one side only" for name in set(got.tensors) ^ set(want.tensors)]
-    for name, a, b in pairs:
+    for name, (a, b, c) in (losses | tensors).items():
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             found.append(f"{name}: {a.dtype} {tuple(a.shape)} for {b.dtype} {tuple(b.shape)}")
         elif b.numel():
-            error = float((a.double() - b.double()).abs().max()) / max(float(b.double().abs().max()), 1e-2)
-            found += [] if error <= bound else [f"{name}: off by {error:.3g}"]
+            largest = max(float(b.double().abs().max()), 1e-2)
+            error, moved = (float((x.double() - b.double()).abs().max()) / largest for x in (a, c))
+            found += [] if error <= max(bound, most_moved * moved) else [f"{name}: off by {error:.3g} ({moved:.3g})"]
     return found
+
+
+def _losses(*trained: Trained) -> list[tuple[float, ...]]:
+    return list(zip(*(x.losses for x in trained), strict=True))
 
 
 def fault(seed: int) -> str:
@@ -115,7 +125,8 @@ def fault(seed: int) -> str:
             return "" if error.hint else f"{program}\n{error}"
         except (MeshweaveError, Exception) as error:
             return f"{program}\n{type(error).__name__}: {error}"
-        return "\n".join(differences(program, got, eagerly(program, masks)))
+        rounding = torch.finfo(program.options.get("autocast", program.dtype)).eps
+        return "\n".join(differences(program, got, eagerly(program, masks), eagerly(program, masks, rounding)))
 
 
 @pytest.mark.parametrize("seed", SAMPLE)

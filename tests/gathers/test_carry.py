@@ -45,12 +45,20 @@ MLP, LLAMA = partial(mlp, batch=8), partial(hugging_face, "llama", batch=4, head
 
 
 def built(
-    made: Made, mesh: str, carry: int | None, *, bucket: bool = False, trained: bool = True, **options: Any
+    made: Made,
+    mesh: str,
+    carry: int | None,
+    *,
+    bucket: bool = False,
+    trained: bool = True,
+    recompute: str = "none",
+    **options: Any,
 ) -> Program:
     """The program of a step, scheduled unless `carry` is None."""
     model, batch, loss = made
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    how = None if carry is None else pipeline_of([Carry(carry), Overlap(bucket)])
+    scheduled = [] if carry is None else [Carry(carry), Overlap(bucket)]
+    how = pipeline_of(scheduled, recompute=recompute)
     spec = read_optimizer(optimizer, model) if trained else None
     settings = CaptureOptions(**options)
     return build_program(
@@ -66,7 +74,7 @@ CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
 }
 SLOW: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
     "llama, pipeline": (LLAMA, "pp=2,fsdp=2", {}),
-    "llama, made again": (LLAMA, "fsdp=2,tp=2", {"recompute": "full", "param_dtype": torch.bfloat16}),
+    "llama, recomputed": (LLAMA, "fsdp=2,tp=2", {"recompute": "full", "param_dtype": torch.bfloat16}),
     "llama, microbatches": (LLAMA, "dp=2,fsdp=2", {"accumulate": 2, "clip_grad_norm": 1.0}),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -332,7 +340,10 @@ def test_what_the_first_blocks_need_is_gathered_in_the_update() -> None:
     params = [item.name for item in role.inputs if item.kind == "param"]
     names = [name for name in params if name.startswith(("model.embed_tokens", "model.layers.0."))]
     assert sorted(keys(role)) == sorted(names)
-    assert "gathers the parameters of model.embed_tokens.weight, model.layers.0 among" in llama(2).overlap[0].notes[0]
+    assert (
+        "gathers the parameters of model.embed_tokens.weight, model.layers.0 during its updates"
+        in llama(2).overlap[0].notes[0]
+    )
     forward, update = ({origin_of(n).module for n in part if n.target in STARTS} for part in (parts[0], parts[2]))
     assert not any(module.startswith(("model.embed_tokens", "model.layers.0")) for module in forward)
     assert any(module.startswith(("model.embed_tokens", "model.layers.0")) for module in update)

@@ -242,7 +242,7 @@ def test_inductors_own_options_are_off_inside_with_a_note_and_restored(group: st
     with config.patch(own):
         before = config.get_config_copy()
         context = inductor_pass(cost=seconds, report=reports.append)
-        with pytest.warns(UserWarning, match=r"in place of Inductor: aten_.*overlap_scheduling, reorder.*, bucket_all"):
+        with pytest.warns(UserWarning, match=r"instead of Inductor: aten_.*overlap_scheduling, reorder.*, bucket_all"):
             context.__enter__()
         assert config.reorder_for_compute_comm_overlap is False
         assert config.bucket_all_gathers_fx == "none"
