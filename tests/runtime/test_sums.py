@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Job
+from torch import nn
 
-from meshweave.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+import meshweave as mw
+from meshweave.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, reduce_in_order
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.cluster import ClusterWorld, shutdown
+from meshweave.runtime.executor import compile_tasks
+from meshweave.runtime.process_groups import ONE_ROUND_BYTES_OF_PAIRS
 
 
 def job_reduced(pipe: Connection) -> dict[str, Any]:
@@ -28,6 +32,86 @@ def job_reduced(pipe: Connection) -> dict[str, Any]:
         values[-1] += [float(x.mean()) for x in ours]  # operands stay as they are
     shutdown(world)
     return {"values": values, "rank": world.rank}
+
+
+NUM_ELEMENTS = ONE_ROUND_BYTES_OF_PAIRS // 4 + 5  # long, and not divisible by the number of ranks
+
+
+def job_owned(pipe: Connection, mesh: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Long sums, of operands that are and are not owned, that share memory, and of several groups at once."""
+    world = ClusterWorld(Mesh(mesh))
+    comm, axes = world.communicator, world.mesh.axis_names
+    group, size, place = comm.group(axes), world.mesh.num_devices, world.rank
+    torch.manual_seed(0)
+    operands = [(torch.randn(NUM_ELEMENTS) * 10.0**i).to(dtype) for i in range(size)]
+    outcome: dict[str, Any] = {}
+    for op in ("sum", "max"):
+        expected = reduce_in_order(operands, op)
+        own = [operands[place].clone() for _ in range(3)]
+        view = own[2][:]  # shares its memory with another tensor: it is not written
+        started = [
+            comm.collect(ALL_REDUCE.op, group, own[0], [op], is_owned=True),
+            comm.collect(ALL_REDUCE.op, group, own[1], [op]),
+            comm.collect(ALL_REDUCE.op, group, view, [op], is_owned=True),
+        ]
+        values = [comm.wait(x) for x in started]
+        outcome[op] = {
+            "equal": [torch.equal(x, expected) for x in values],
+            "written": values[0].data_ptr() == own[0].data_ptr(),
+            "kept": [torch.equal(x, operands[place]) for x in own[1:]],
+        }
+    shutdown(world)
+    return outcome
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        ("dp=2", torch.float32),
+        ("dp=2", torch.bfloat16),
+        pytest.param("dp=3", torch.float32, marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", torch.float16, marks=pytest.mark.slow),
+    ],
+)
+def test_long_sums_are_written_into_operands_that_nobody_else_reads(
+    start: Callable[..., Job], mesh: str, dtype: torch.dtype
+) -> None:
+    for outcome in start("tests.runtime.test_sums:job_owned", Mesh(mesh).num_devices, mesh, dtype).finish(120):
+        for op in ("sum", "max"):
+            assert outcome[op] == {"equal": [True] * 3, "written": True, "kept": [True] * 2}
+
+
+def test_only_concatenations_of_several_values_that_nothing_else_reads_are_owned() -> None:
+    """A bucket's operand is; not one of a single part, one with all elements in a part, or one that is read again."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    batch = {"input": torch.ones(4, 64), "target": torch.ones(4, 64)}
+    step = mw.compile(
+        model,
+        loss=lambda out, batch: ((out - batch["target"]) ** 2).mean(),
+        example=batch,
+        forward=lambda model, batch: model(batch["input"]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        mesh="dp=2",
+        profile="h100",
+        passes="overlap",
+    )
+    (role,) = step.program.roles
+    owned = [t.node for part in compile_tasks(role, torch.device("cpu")).tasks for t in part if t.owns_operand]
+    assert owned
+    for start in owned:
+        (operand,) = start.all_input_nodes[:1]
+        assert operand.target is torch.ops.aten.cat.default
+        assert list(operand.users) == [start]
+    first, operand = owned[0], owned[0].all_input_nodes[0]
+    with role.graph.graph.inserting_before(first):
+        empty = role.graph.graph.call_function(torch.ops.aten.slice.Tensor, (operand, 0, 0, 0))
+        both = role.graph.graph.call_function(torch.ops.aten.cat.default, ([operand, empty],))
+    for node in (empty, both):
+        node.meta |= operand.meta
+    first.replace_input_with(operand, both)
+    owned_now = [t.node for part in compile_tasks(role, torch.device("cpu")).tasks for t in part if t.owns_operand]
+    assert owned_now == owned[1:]
 
 
 @pytest.mark.multiprocess

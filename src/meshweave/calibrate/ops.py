@@ -75,7 +75,7 @@ class NoCommunicator:
 
     recorder: TaskRecorder | None = None
 
-    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
         raise AssertionError("a single op starts no communication")
 
     def wait(self, started: Any) -> Any:

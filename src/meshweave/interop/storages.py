@@ -1,7 +1,7 @@
 """The memory of a tensor, and whether it has been written.
 
-Holds for torch 2.11 to 2.13 (torch/storage.py, torch/_tensor.py). `data_ptr` would identify storages publicly, but is 0
-for all without data; the version counter is not public at all.
+Holds for torch 2.11 to 2.13 (torch/storage.py, torch/_tensor.py, torch/_C/__init__.pyi). `data_ptr` would identify
+storages publicly, but is 0 for all without data; the version counter and the number of users are not public at all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ def is_stored_in(x: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a tensor still has a storage: a DTensor has a storage without data, and another after an assignment to
     its `.data`, which does not change its local tensor."""
     return x.untyped_storage()._cdata == storage._cdata
+
+
+def is_unshared(x: torch.Tensor) -> bool:
+    """Whether no other tensor has the storage of `x`. A view shares that of its base, which it keeps alive."""
+    storage = x.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # `x` and this variable
 
 
 def version_of(x: torch.Tensor) -> int:

@@ -68,8 +68,8 @@ def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
 
 
 def reduce_in_order(parts: Sequence[Tensor], op: str, into: Tensor | None = None) -> Tensor:
-    """Reduce in group order: sums of half-precision values are accumulated in float32. A sum may be written into the
-    memory of `into`, one of the first two parts, which is not read afterwards."""
+    """Reduce in group order: sums of half-precision values are accumulated in float32. A sum may be written into
+    `into`: memory that no part has, or that of one of the first two, which is not read afterwards."""
     if op == "sum":
         wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
         if len(parts) == 1:

@@ -15,8 +15,11 @@ from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.traits import FACTORIES
+from meshweave.ir.values import local_values
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run in this order
+
+_CAT = torch.ops.aten.cat.default
 
 Env = list[Any]  # the values of a device: a cell per node of its rank graph
 After = Callable[[int, "Task"], None]
@@ -98,7 +101,8 @@ class Task:
     """An instruction: where operands are, where results go, which values are dead afterwards.
 
     A task of several nodes (`fused`, of which `node` is the first) has its operands in the slots `args`, and releases
-    those in `frees` before it begins: the function frees each after its last use.
+    those in `frees` before it begins: the function frees each after its last use. A start that `owns_operand` may write
+    into its operand.
     """
 
     node: fx.Node
@@ -111,6 +115,7 @@ class Task:
     is_start: bool = False
     is_wait: bool = False
     fused: Fused | None = None
+    owns_operand: bool = False
 
     @property
     def out(self) -> int:
@@ -168,6 +173,7 @@ def compile_tasks(
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
     lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
+    buckets = _buckets(graph)
     frees: dict[Step, list[int]] = {}
     for used, step in last.items():
         if used not in lasting:
@@ -187,7 +193,10 @@ def compile_tasks(
         is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
         function: Any = KERNELS.get(step.target, step.target)
         kind = (step.target in STARTS, step.target is WAIT)
-        return Task(step, function, args, kwargs, (slot[step],), freed(step, (step,)), is_flat, *kind)
+        owns = kind[0] and step.args[0] in buckets
+        return Task(
+            step, function, args, kwargs, (slot[step],), freed(step, (step,)), is_flat, *kind, owns_operand=owns
+        )
 
     tasks = tuple(tuple(task(step) for step in part) for part in steps)
     inputs = tuple(slot[n] for n in sources)
@@ -200,6 +209,17 @@ def _read_by(step: Step) -> Sequence[fx.Node]:
         return step.inputs
     started = step.all_input_nodes
     return [*started, *started[0].all_input_nodes[1:]] if step.target is WAIT else started
+
+
+def _buckets(graph: RankGraph) -> set[fx.Node]:
+    """Concatenations that a communication alone reads. Each is new memory: a compiled region may return an operand as
+    a result, but none of another size."""
+    cats: list[Any] = [n for n in graph.graph.find_nodes(op="call_function", target=_CAT) if len(n.users) == 1]
+    cats = [n for n in cats if next(iter(n.users)).target in STARTS]
+    if not cats:
+        return set()
+    values = local_values(graph).values
+    return {n for n in cats if all(values[part][0].num_elements < values[n][0].num_elements for part in n.args[0])}
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -268,8 +288,9 @@ class Communicator(Protocol):
 
     recorder: TaskRecorder | None
 
-    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
-        """Begin a collective or a transfer. `args` are those of the node without its operand."""
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
+        """Begin a collective or a transfer. `args` are those of the node without its operand, whose memory may be
+        written if it is owned: nothing else reads it."""
         ...
 
     def wait(self, started: Any) -> Any:
@@ -329,7 +350,7 @@ class SerialExecutor:
     def _started(self, task: Task, env: Env) -> Any:
         operand, *rest = (fill(a, env) for a in task.args)
         try:
-            return self.communicator.start(self.compiled.graph, task.function, operand, rest)
+            return self.communicator.start(self.compiled.graph, task.function, operand, rest, task.owns_operand)
         except MeshweaveError:
             raise
         except Exception as error:

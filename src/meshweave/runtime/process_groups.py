@@ -12,17 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.errors import StepError
+from meshweave.interop.storages import is_unshared
 from meshweave.ir.collectives import (
     ALL_REDUCE,
     COLLECTIVES,
     destinations,
     permute,
+    reduce_in_order,
     transfer,
 )
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
-from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, reduce_scatter
+from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending
 from meshweave.runtime.executor import TaskRecorder
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import Messages, bytes_of
@@ -35,6 +37,8 @@ TIMEOUT = timedelta(minutes=5)
 # processes on 2 shared cores, torch 2.13, 2026-11, `all_reduce` of float32, minimum of 4 runs: 64 B 4.4 ms in one round
 # (native 6.0), 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
+# Two members receive as many bytes in one round, but each sums up the whole, and needs memory for it.
+ONE_ROUND_BYTES_OF_PAIRS = 1 << 22
 
 
 class ConnectionLost(StepError):
@@ -102,48 +106,63 @@ class ClusterCommunicator:
         messages = self._messages.setdefault(process_group, Messages(process_group, self._background))
         return Group(process_group, order, ranks == members, messages)
 
-    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any]) -> Any:
-        """Begin a communication of a rank graph; `args` are those of its node without the operand."""
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
+        """Begin a communication of a rank graph; `args` are those of its node without the operand. Nobody else reads an
+        owned operand, so its memory may be written."""
         *rest, name = args
         if op is transfer:
             return self.transfer(graph.transfers[name], operand, int(name[1:]))
         mesh, axes = graph.group_axes(name)
         if op is permute:
             return self.permute(self.group(axes, mesh), operand, rest[0])
-        return self.collect(op, self.group(axes, mesh), operand, rest)
+        return self.collect(op, self.group(axes, mesh), operand, rest, is_owned)
 
-    def collect(self, op: Any, group: Group, operand: Tensor, args: Sequence[Any]) -> Any:
+    def collect(self, op: Any, group: Group, operand: Tensor, args: Sequence[Any], is_owned: bool = False) -> Any:
         """Begin a collective. Its value is a `Pending` until waited for, or the operand in a group of one member."""
         self.num_started += 1
         if group.process_group is None:
             return operand
         self.check()
-        begin = self._two_rounds if self._is_long(op, group, operand) else (NATIVE if self.is_native else MOVED)[op]
-        return self._begun(lambda: begin(group, operand.contiguous(), args))
+        x = operand.contiguous()
+        if self._is_long(op, group, x):
+            is_free = (is_owned or x is not operand) and is_unshared(x)
+            return self._begun(lambda: self._two_rounds(group, x, args, is_free))
+        begin = (NATIVE if self.is_native else MOVED)[op]
+        return self._begun(lambda: begin(group, x, args))
 
     def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
-        """Whether an all-reduce moves fewer bytes in two rounds; small operands, and groups of two, use a gather."""
-        is_here = op is ALL_REDUCE.op and not self.is_native
-        return is_here and group.size > 2 and x.nbytes * group.size > ONE_ROUND_BYTES
+        """Whether an all-reduce takes two rounds; a small operand is gathered."""
+        least = ONE_ROUND_BYTES if group.size > 2 else ONE_ROUND_BYTES_OF_PAIRS
+        return op is ALL_REDUCE.op and not self.is_native and x.nbytes * group.size > least
 
-    def _two_rounds(self, group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    def _two_rounds(self, group: Group, x: Tensor, args: Sequence[Any], is_owned: bool) -> Pending:
         """An all-reduce: blocks are exchanged, each is reduced by its owner and sent to all others, by a thread as soon
-        as possible. It uses messages, because all members must begin a group's collectives in the same order."""
+        as possible. It uses messages, because all members must begin a group's collectives in the same order. An owned
+        operand becomes the result."""
         messages, own = group.messages, group.own
         assert messages is not None
-        block = -(-x.numel() // group.size)
-        blocks = torch.nn.functional.pad(x.view(-1), (0, block * group.size - x.numel())).view(group.size, block)
-        whole = torch.empty_like(blocks)
-        first, tag = reduce_scatter(group, blocks, args[0]), messages.tag()
+        flat = x.view(-1)
+        blocks = flat.tensor_split(group.size)
+        whole = flat if is_owned else torch.empty_like(flat)
+        results = whole.tensor_split(group.size)
+        received = {i: torch.empty_like(blocks[own]) for i in group.others}
+        first = group.begin(list(received.items()), [(i, blocks[i]) for i in group.others])
+        tag = messages.tag()
+
+        def reduce_own() -> None:
+            wait_all(first)
+            parts = [received.pop(i, blocks[own]) for i in range(group.size)]
+            is_free = not is_owned or own < 2  # the memory of the result: no part that is read after it is written
+            total = reduce_in_order(parts, args[0], results[own] if is_free else parts[0])
+            if total.data_ptr() != results[own].data_ptr():
+                results[own].copy_(total)
 
         def second() -> None:
-            wait_all(first.works)
-            whole[own].copy_(first.finish()[0])  # type: ignore[index]
+            reduce_own()
             others = [(i, group.order[i]) for i in group.others]
-            received, sent = [(rank, whole[i]) for i, rank in others], [(rank, whole[own]) for _, rank in others]
-            wait_all(messages.post(tag, received, sent))
+            wait_all(messages.post(tag, [(r, results[i]) for i, r in others], [(r, results[own]) for _, r in others]))
 
-        return Pending((self._background.run(second),), (x, whole), lambda: whole.view(-1)[: x.numel()].view(x.shape))
+        return Pending((self._background.run(second),), (x, whole), lambda: whole.view(x.shape))
 
     def transfer(self, entry: Transfer, operand: Tensor | None, tag: int) -> Any:
         """Begin this rank's part of a transfer: it sends from its piece of the source what others need, and receives
