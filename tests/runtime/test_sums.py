@@ -104,9 +104,9 @@ def test_only_concatenations_of_several_values_that_nothing_else_reads_are_owned
         assert operand.target is torch.ops.aten.cat.default
         assert list(operand.users) == [start]
     first, operand = owned[0], owned[0].all_input_nodes[0]
-    with role.graph.graph.inserting_before(first):
-        empty = role.graph.graph.call_function(torch.ops.aten.slice.Tensor, (operand, 0, 0, 0))
-        both = role.graph.graph.call_function(torch.ops.aten.cat.default, ([operand, empty],))
+    with role.graph.inserting_before(first):
+        empty = role.graph.call_function(torch.ops.aten.slice.Tensor, (operand, 0, 0, 0))
+        both = role.graph.call_function(torch.ops.aten.cat.default, ([operand, empty],))
     for node in (empty, both):
         node.meta |= operand.meta
     first.replace_input_with(operand, both)
