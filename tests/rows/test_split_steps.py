@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.training import assert_equals_eager, batches
@@ -54,6 +56,38 @@ def test_a_chunk_has_a_part_of_the_block_of_each_device(shape: tuple[int, ...], 
     report = report_of(step)
     assert report.rows == rows
     assert report.num_collectives > 4
+
+
+class Remembers(nn.Module):
+    """Rows pass a layer and are kept in a buffer, which no later op reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("last", torch.zeros(4, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(self.up(x).relu())
+        self.last = self.last + y.detach()
+        return y
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_buffer_of_rows_is_whole_when_its_microbatch_ends(accumulate: int) -> None:
+    """The next microbatch reads it, which runs no update."""
+    torch.manual_seed(0)
+    model, data = Remembers().double(), torch.randn(4 * accumulate, 16, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    for micro in data.chunk(accumulate):
+        twin(micro)
+    step = mw.compile(
+        model, loss=lambda out, batch: out.square().mean(), example={"x": data}, mesh="tp=2", split=ALWAYS,
+        plan=mw.Plan.tp("tp", {"up": "colwise", "down": "rowwise"}),
+        accumulate=accumulate, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), profile="h100",
+    )  # fmt: skip
+    step({"x": data})
+    report_of(step)
+    torch.testing.assert_close(step.buffers()["last"], twin.last)
 
 
 class Attention(nn.Module):

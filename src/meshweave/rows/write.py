@@ -48,6 +48,7 @@ class RowWriter:
     num_joins: int = 0
 
     def run(self) -> fx.Graph:
+        results = {n for output in self.old.find_nodes(op="output") for n in output.all_input_nodes}
         for node in self.old.nodes:
             rule = self.regions.ways.get(node)
             if rule is not None:
@@ -56,6 +57,8 @@ class RowWriter:
                 self.item(node)
             else:
                 self.keep(node)
+            if node in results:  # in the part of the step that computes it, not at the end
+                self.as_whole(node)
         self.new.lint()
         return self.new
 

@@ -333,10 +333,11 @@ class Session:
     def _update(self, numbers: Mapping[str, float]) -> None:
         scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
         update = Update(self.state, self.bindings, self.ranks, self._envs, scalars)
+        buffers = [(key, v) for left in self._between for key, v in left.items() if key[0] == "buffer"]
         with uninterrupted():
             update.begin()
             self.executor.run(UPDATE, update.commit)
-            update.finish(self._between)
+            update.finish(buffers)
             self.bindings.publish(self.state, self._lasting_outputs)
             self.carries.keep(self.state, self.ranks, self._envs)
             self.state.num_steps += 1

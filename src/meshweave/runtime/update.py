@@ -57,20 +57,16 @@ class Update:
             self.state.pieces[key][index] = piece
             self.bindings.renew(key, piece)
 
-    def finish(self, between: Sequence[Mapping[Key, Tensor]]) -> None:
-        """Store what no task of the update computes, and the buffers that the microbatches have left, by device. Chunks
-        of rows may be joined as late as in the update."""
+    def finish(self, buffers: Sequence[tuple[Key, Tensor]]) -> None:
+        """Store what no task of the update computes, and the buffers that the microbatches have left."""
         for i, targets in enumerate(self.replaced):
             for slot in list(targets):
                 self.envs[i][slot] = self.envs[i][slot].clone()
                 self.keep(i, slot)
         renewed: dict[Key, list[Tensor]] = {}
-        for rank, env, left in zip(self.ranks, self.envs, between, strict=True):
-            slots = dict(outputs(rank))
-            for key in (key for key in left if key[0] == "buffer"):
-                piece = left[key] if left[key] is not None else env[slots[key]]
-                # it may be a view of the batch, which belongs to the caller
-                renewed.setdefault(key, []).append(piece.clone())
+        for key, piece in buffers:
+            # it may be a view of the batch, which belongs to the caller
+            renewed.setdefault(key, []).append(piece.clone())
         self.state.pieces.update(renewed)
 
 
