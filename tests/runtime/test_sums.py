@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Job
-from torch import nn
+from torch import fx, nn
 
 import meshweave as mw
 from meshweave.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, reduce_in_order
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cluster import ClusterWorld, shutdown
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.process_groups import ONE_ROUND_BYTES_OF_PAIRS
@@ -82,8 +83,13 @@ def test_long_sums_are_written_into_operands_that_nobody_else_reads(
             assert outcome[op] == {"equal": [True] * 3, "written": True, "kept": [True] * 2}
 
 
+def owned_starts(role: RankGraph) -> list[fx.Node]:
+    tasks = compile_tasks(role, torch.device("cpu")).tasks
+    return [task.node for part in tasks for task in part if task.owns_operand]
+
+
 def test_only_concatenations_of_several_values_that_nothing_else_reads_are_owned() -> None:
-    """A bucket's operand is; not one of a single part, one with all elements in a part, or one that is read again."""
+    """A bucket's operand is; not one with all elements in a part, nor one that is read again."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     batch = {"input": torch.ones(4, 64), "target": torch.ones(4, 64)}
     step = mw.compile(
@@ -97,7 +103,7 @@ def test_only_concatenations_of_several_values_that_nothing_else_reads_are_owned
         passes="overlap",
     )
     (role,) = step.program.roles
-    owned = [t.node for part in compile_tasks(role, torch.device("cpu")).tasks for t in part if t.owns_operand]
+    owned = owned_starts(role)
     assert owned
     for start in owned:
         (operand,) = start.all_input_nodes[:1]
@@ -110,8 +116,9 @@ def test_only_concatenations_of_several_values_that_nothing_else_reads_are_owned
     for node in (empty, both):
         node.meta |= operand.meta
     first.replace_input_with(operand, both)
-    owned_now = [t.node for part in compile_tasks(role, torch.device("cpu")).tasks for t in part if t.owns_operand]
-    assert owned_now == owned[1:]
+    assert owned_starts(role) == owned[1:]
+    first.replace_input_with(both, operand)  # which `both` reads, too
+    assert owned_starts(role) == owned[1:]
 
 
 @pytest.mark.multiprocess

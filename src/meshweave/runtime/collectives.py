@@ -131,16 +131,12 @@ def _all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     return exchange(group, x, received, sent)
 
 
-def reduce_scatter(group: Group, x: Tensor, op: str) -> Pending:
+def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """An exchange of equal blocks, then a local reduction: as many bytes as a ring, in a single round."""
     blocks = x.chunk(group.size) if x.shape[0] else (x,) * group.size
     received = {i: torch.empty_like(blocks[i]) for i in group.others}
     works = group.begin(list(received.items()), [(i, blocks[i]) for i in group.others])
-    return _reduced(group, works, blocks[group.own], received, op)
-
-
-def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return reduce_scatter(group, x, args[0])
+    return _reduced(group, works, blocks[group.own], received, args[0])
 
 
 def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:

@@ -145,9 +145,6 @@ class Compiled:
     nodes: tuple[fx.Node, ...]
 
 
-# Ops without tensor inputs, which get the device; all other ops run where their operands are.
-
-
 def compile_tasks(
     graph: RankGraph,
     device: torch.device,
