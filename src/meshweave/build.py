@@ -122,7 +122,6 @@ def build_program(
 
         placed, roles, note = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(costs))
         optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
-        policies = ["none", *(each.policy for each in pipeline.passes if isinstance(each, Recompute))]
         return Program(
             step,
             placed,
@@ -132,13 +131,17 @@ def build_program(
             contract,
             optimizer,
             note,
-            recompute=policies[-1],
+            recompute=_recompute_policy(pipeline),
             resolved=resolved,
             sequence=sequence,
         )
 
     num_devices = mesh.flat_size(tuple(axis for axis in mesh.axis_names if axis in resolved.batch_axes))
     return built_in_chunks(built, step, pipeline, costs, num_devices)
+
+
+def _recompute_policy(pipeline: Pipeline) -> str:
+    return next((each_pass.policy for each_pass in pipeline.passes if isinstance(each_pass, Recompute)), "none")
 
 
 def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, placing: Placing) -> tuple[StepGraph, str]:
