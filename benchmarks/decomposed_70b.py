@@ -95,7 +95,7 @@ def rows_of(layers: int, batch: int, machine: MachineProfile) -> Iterator[Row]:
         return Row(layers, batch, name, found.seconds, only.exposed_seconds, only.peak_bytes, taken, took)
 
     def ordered(one: RankGraph) -> RankGraph:
-        (made,), _ = overlap_roles([one], machine, Scheduling())
+        (made,) = overlap_roles([one], machine, Scheduling()).roles
         return made
 
     def of(report: DecomposeReport) -> str:

@@ -530,13 +530,15 @@ def test_a_step_is_faster_with_it(accumulate: int) -> None:
     made = wide_llama(8 * accumulate)
     found = built(made, "fsdp=8", None, accumulate=accumulate, param_dtype=torch.bfloat16, clip_grad_norm=1.0)
     how = mw.OverlapOptions(bucket=False)
-    (plain, (before,)), (ahead, (after,)) = (
+    without, carrying = (
         overlap_roles(found.roles, H100, Scheduling(options), accumulate, found.placed)
         for options in (replace(how, carry=0), how)
     )
+    (plain, (before,)), (ahead, (after,)) = ((o.roles, o.reports) for o in (without, carrying))
     seconds = [
         simulate_roles(roles, H100, SimulateOptions(microbatches=accumulate)).seconds for roles in (plain, ahead)
     ]
+    assert seconds == [without.seconds, carrying.seconds]
     assert keys(plain[0]) == []
     assert keys(ahead[0])
     assert seconds[1] < 0.99 * seconds[0]
@@ -559,11 +561,12 @@ def test_memory_counts_what_is_carried() -> None:
 def test_caps() -> None:
     found = program("fsdp x tp, cast", None)
     how = mw.OverlapOptions(carry=2, bucket=False)
-    least = overlap_roles(found.roles, H100, Scheduling(replace(how, carry=0)))[1][0].peak_before
+    least = overlap_roles(found.roles, H100, Scheduling(replace(how, carry=0))).reports[0].peak_before
     with pytest.raises(MeshweaveError) as error:
         overlap_roles(found.roles, H100, Scheduling(how, 1 << 10), 1, found.placed)
     assert "memory_cap_bytes=" in error.value.expected
-    _, (report,) = overlap_roles(found.roles, H100, Scheduling(replace(how, carry="auto"), least), 1, found.placed)
+    automatic = Scheduling(replace(how, carry="auto"), least)
+    (report,) = overlap_roles(found.roles, H100, automatic, 1, found.placed).reports
     assert report.peak_bytes <= report.cap_bytes == least
 
 

@@ -174,7 +174,7 @@ def role_program(role: RankGraph) -> DeviceProgram:
         local.values,
         lambda start: role.group_axes(str(start.args[-1])),
         lambda node: False,
-        uneven=uneven_dims(role),
+        uneven=uneven_dims(role, local),
         is_whole=True,
         sources=frozenset(node for node, item in sources.items() if item.kind != "batch"),
         refused=refused,
@@ -195,10 +195,11 @@ def role_form(
     which several roles take part; `with_uneven`: whether to find the nodes whose shapes differ between devices."""
     nodes: dict[fx.Node, fx.Node] = {}
     own = replace(role, graph=copied_graph(role.graph, nodes))
-    uneven = uneven_dims(own) if with_uneven else {}
+    local = local_values(own)
+    uneven = uneven_dims(own, local) if with_uneven else {}
     marks = _PhaseMarks(
         own,
-        dict(local_values(own).values),
+        dict(local.values),
         {nodes[start]: line for start, line in lines.items() if start in nodes},
         frozenset(nodes[start] for start in shared if start in nodes),
         microbatches,

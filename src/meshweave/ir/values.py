@@ -232,10 +232,35 @@ def local_values(role: RankGraph, device: int | None = None) -> Local:
 
 
 def _values(role: RankGraph, device: int, *, is_balanced: bool) -> Local:
+    run = _run(role, device, is_balanced)
+    return Local(device, run.run(role.graph), dict(run.symbols))
+
+
+def _run(role: RankGraph, device: int, is_balanced: bool = True) -> _Run:
     symbols = bind_symbols(role.graph, role.coordinates(device))
     feeds = iter(zip(role.inputs, role.layouts, strict=True))
-    run = _Run(role=role, device=device, symbols=symbols, feeds=feeds, is_balanced=is_balanced)
-    return Local(device, run.run(role.graph), symbols)
+    return _Run(role=role, device=device, symbols=symbols, feeds=feeds, is_balanced=is_balanced)
+
+
+def _differing_values(role: RankGraph, device: int, first: Local) -> dict[fx.Node, Values]:
+    """The values on a device whose shapes, strides or dtypes differ from those of the device of `first`. Only ops that
+    read such a value, or a symbol with another number, are evaluated."""
+    run = _run(role, device)
+    run.values = dict(first.values)
+    changed = {node for node, number in run.symbols.items() if first.symbols[node] != number}
+    with torch.no_grad():
+        for node in role.graph.nodes:
+            is_source = node.op not in ("call_function", "output") or node.target is transfer
+            if is_source or not changed.isdisjoint(node.all_input_nodes):
+                results = run.of(node)
+                if _described(results) != _described(first.values[node]):
+                    changed.add(node)
+                    run.values[node] = results
+    return {node: run.values[node] for node in role.graph.nodes if node in changed}
+
+
+def _described(results: Values) -> list[tuple[Shape, Shape, torch.dtype]]:
+    return [(x.shape, x.stride, x.dtype) for x in results]
 
 
 def ragged(role: RankGraph) -> frozenset[fx.Node]:
@@ -268,9 +293,10 @@ def varying(role: RankGraph) -> frozenset[fx.Node]:
     return frozenset(uneven_dims(role))
 
 
-def uneven_dims(role: RankGraph) -> dict[fx.Node, frozenset[int]]:
+def uneven_dims(role: RankGraph, local: Local | None = None) -> dict[fx.Node, frozenset[int]]:
     """The nodes whose shapes differ between devices of a role, with the dims (of any result) that differ. Along every
-    axis pieces decrease in size: if they are equal at the corners of the mesh, they are equal everywhere."""
+    axis pieces decrease in size: if they are equal at the corners of the mesh, they are equal everywhere. `local`: the
+    values on the role's first device, if known."""
     ends: dict[tuple[tuple[str, int], ...], int] = {}
     coordinates = {d: role.coordinates(d) for d in role.devices}
     most: dict[str, int] = {}
@@ -280,11 +306,13 @@ def uneven_dims(role: RankGraph) -> dict[fx.Node, frozenset[int]]:
     for device, bound in coordinates.items():
         if all(at in (0, most[axis]) for axis, at in bound.items()):
             ends.setdefault(tuple(sorted(bound.items())), device)
-    first = local_values(role).values
-    uneven = _ragged_dims(role, first)
+    first = local if local is not None else local_values(role)
+    uneven = _ragged_dims(role, first.values)
     for device in ends.values():
-        for node, results in local_values(role, device).values.items():
-            if differing := _differing(results, first[node]):
+        if device == first.device:
+            continue
+        for node, results in _differing_values(role, device, first).items():
+            if differing := _differing(results, first.values[node]):
                 uneven[node] = uneven.get(node, frozenset()) | differing
     return uneven
 

@@ -13,7 +13,7 @@ from meshweave.ir.from_role import rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
-from meshweave.simulate.step import SimulateOptions, simulate_roles
+from meshweave.simulate.step import seconds_of_step
 
 Numerics = Literal["exact", "reassociates"]  # of sums over devices or rows: in the same order, or in another
 Stage = Literal["captured", "expanded", "written", "ordered"]
@@ -58,8 +58,8 @@ class MeshProgram:
 
     placed: the graph that the roles were expanded from. microbatches: how often a step runs forward and backward.
     memory_cap_bytes: the most that may be live on a device at once. keeps_gradients: gradients live to the end of the
-    step.
-    carry: for how many blocks the scheduler may gather parameters in the previous step.
+    step. carry: for how many blocks the scheduler may gather parameters in the previous step. simulated: roles whose
+    simulated seconds are known.
     """
 
     roles: tuple[RankGraph, ...]
@@ -68,6 +68,7 @@ class MeshProgram:
     memory_cap_bytes: int | None = None
     keeps_gradients: bool = False
     carry: int | Literal["auto"] = 0
+    simulated: tuple[tuple[RankGraph, ...], float] | None = None
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -83,8 +84,13 @@ class MeshProgram:
         for role in self.roles:
             verify_rank(role)
 
+    def with_simulated(self, roles: tuple[RankGraph, ...], seconds: float) -> MeshProgram:
+        return replace(self, roles=roles, simulated=(roles, seconds))
+
     def seconds(self, costs: Any) -> float:
-        return simulate_roles(self.roles, costs, SimulateOptions(microbatches=self.microbatches)).seconds
+        if self.simulated is not None and self.simulated[0] is self.roles:
+            return self.simulated[1]
+        return seconds_of_step(self.roles, costs, self.microbatches)
 
     def agreed(self, choice: int) -> int:
         return choice  # all processes have the same costs

@@ -45,5 +45,5 @@ class Overlap(OrderOptions, Pass[Any]):
             )
             return replace(program, module=module, ordered_seconds=report.seconds), (report,)
         how = Scheduling(self.options(program), program.memory_cap_bytes, program.keeps_gradients)
-        roles, reports = overlap_roles(program.roles, costs, how, program.microbatches, program.placed)
-        return replace(program, roles=roles), reports
+        ordered = overlap_roles(program.roles, costs, how, program.microbatches, program.placed)
+        return program.with_simulated(ordered.roles, ordered.seconds), ordered.reports

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -64,6 +64,7 @@ class RingPrices:
     shapes: Shapes
     kernels: Kernels
     order: dict[fx.Node, int] = field(init=False)
+    known: dict[Hashable, float] = field(default_factory=dict)  # seconds, valid until the graph is rewritten
 
     def __post_init__(self) -> None:
         self.order = {node: i for i, node in enumerate(self.program.graph.nodes)}
@@ -71,7 +72,9 @@ class RingPrices:
     def between(self, first: fx.Node, last: fx.Node) -> float:
         """Compute between two nodes."""
         low, high = self.order[first], self.order[last]
-        return sum(seconds for position, seconds in self.kernels if low < position < high)
+        if (low, high) not in self.known:
+            self.known[low, high] = sum(seconds for position, seconds in self.kernels if low < position < high)
+        return self.known[low, high]
 
     @property
     def launch(self) -> float:
@@ -80,6 +83,12 @@ class RingPrices:
 
     def op(self, node: fx.Node, cuts: Sequence[Cut | None] = (), result: Cut | None = None) -> float:
         """Time of an op, or of the op on chunks of its operands for a chunk of its result."""
+        key = (node, tuple(cuts), result)
+        if key not in self.known:
+            self.known[key] = self._op(node, cuts, result)
+        return self.known[key]
+
+    def _op(self, node: fx.Node, cuts: Sequence[Cut | None], result: Cut | None) -> float:
         values, operands = self.shapes.values, operands_of(node)
         if values[node][0].storage in {values[n][0].storage for n in operands}:
             return self.launch  # a view

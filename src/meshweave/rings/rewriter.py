@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -48,6 +49,8 @@ class RingChoice:
         return tuple(chain.consumers) if isinstance(chain, Downstream) else tuple(chain.matmuls)
 
 
+C = TypeVar("C", Downstream, Upstream)
+Find = Callable[[fx.Node, RingScheme, Ring, Shapes, dict[fx.Node, int]], C]
 # Among the choices for a start: that chosen, and the reason if it is not taken after all ("": it is taken).
 Pick = Callable[[fx.Node, Sequence[RingChoice]], tuple[int, str]]
 
@@ -86,6 +89,7 @@ class RingRewriter:
     order_of_sums: str = ""  # over a group, if it differs from the algorithm's
     decisions: list[int] = field(default_factory=list)
     write: ChunkWriter = field(init=False)
+    chains: dict[Hashable, Any] = field(default_factory=dict)  # of the present start, see `chain`
     # all-to-alls that were decomposed with an earlier all-to-all
     returned: dict[fx.Node, RingRow] = field(default_factory=dict)
     halves: list[fx.Node] = field(default_factory=list)  # gathers of decomposed all-reduces
@@ -152,6 +156,7 @@ class RingRewriter:
         self, start: fx.Node, ring: Ring, ways: list[RingScheme], order: dict[fx.Node, int], why: list[str]
     ) -> Iterator[RingChoice]:
         kind = KINDS[start.target]
+        self.forget()
         for way in ways:
             steps = way.num_chunks if way.row is None else len(way.row.steps(ring.size))
             if way.row is not None:
@@ -159,7 +164,7 @@ class RingRewriter:
             if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
                 yield RingChoice(way, region, steps, self.exchange_estimate(start, region, ring, way))
             if kind in ("all_gather", "all_to_all"):
-                chain = gathered(start, way, ring, self.shapes, order)
+                chain = self.chain(gathered, start, way, ring, order)
                 why.append(joined_reasons(chain.why))
                 tried = variants(chain, wait_of(start), self.options.sums)
                 for variant in tried[:1] if self.options.when == "always" else tried:
@@ -169,11 +174,24 @@ class RingRewriter:
             if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
                 why.append(f"a {start.args[1]} cannot be decomposed into messages")
                 continue
-            producers = reduced(start, way, ring, self.shapes, order)
+            producers = self.chain(reduced, start, way, ring, order)
             why.append(joined_reasons(producers.why))
             if producers.matmuls:
                 more = self.second_half(start, producers, ring, order) if kind == "all_reduce" and way.row else 0.0
                 yield RingChoice(way, producers, steps, self.reduce_estimate(start, producers, ring, way), more)
+
+    def forget(self) -> None:
+        """Forget what is valid only until the graph is rewritten."""
+        self.chains.clear()
+        if self.prices is not None:
+            self.prices.known.clear()
+
+    def chain(self, find: Find[C], start: fx.Node, way: RingScheme, ring: Ring, order: dict[fx.Node, int]) -> C:
+        """What `find` (`gathered` or `reduced`) returns, computed once for all algorithms that cut alike."""
+        key = (find, way.num_chunks)
+        if key not in self.chains:
+            self.chains[key] = find(start, way, ring, self.shapes, order)
+        return self.chains[key]  # type: ignore[no-any-return]
 
     def gather_estimate(self, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme) -> Estimate | None:
         if self.prices is None:
@@ -194,7 +212,10 @@ class RingRewriter:
         if self.prices is None:
             return 0.0
         wait, (operand,) = wait_of(start), operands_of(start)
-        after = in_time(downstream(wait, chain.cuts[operand], self.shapes), wait, order)
+        cut = chain.cuts[operand]
+        if cut not in self.chains:
+            self.chains[cut] = in_time(downstream(wait, cut, self.shapes), wait, order)
+        after = self.chains[cut]
         ways = [scheme for scheme in self.ways("all_gather") if scheme.row is not None]
         tried = [(variant, scheme) for scheme in ways for variant in variants(after, wait, self.options.sums)]
         gains = [0.0]

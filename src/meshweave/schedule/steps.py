@@ -17,9 +17,8 @@ from meshweave.problem.prices import ProfileCosts, SimulatedSeconds
 from meshweave.schedule.decide import NoOrderError, OrderOptions, OverlapOptions
 from meshweave.schedule.order import order_program
 from meshweave.schedule.report import OverlapReport
-from meshweave.simulate.kernels import Fusion
-from meshweave.simulate.step import SimulateOptions, simulate_roles
-from meshweave.simulate.tasks import lower_tasks
+from meshweave.simulate.step import default_fusion, seconds_of_step, times_of
+from meshweave.simulate.tasks import Tasks, lower_tasks
 
 _ENOUGH = 1e-3  # a gain below this share does not count
 _PATIENCE = 2  # failures in a row before giving up: the first block may be small, such as an embedding
@@ -53,8 +52,10 @@ class StepTasks:
 
 def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
     """Raises MeshweaveError for an op, dtype or link without a cost in the profile."""
-    fusion: Fusion = "compiled" if profile.fusion == "pointwise" else "ops"
-    tasks = lower_tasks(roles, profile, fusion)
+    return _figures(lower_tasks(roles, profile, default_fusion(profile)))
+
+
+def _figures(tasks: Tasks) -> StepTasks:
     costs = StepTasks()
     for number, task in enumerate(tasks.tasks):
         if task.kernel is not None:
@@ -98,37 +99,41 @@ def overlap_role(
     return form.role(), report
 
 
+@dataclass(frozen=True, slots=True)
+class OrderedRoles:
+    """The roles of a program in an order, a report for each, and the seconds of the simulated step."""
+
+    roles: tuple[RankGraph, ...]
+    reports: tuple[OverlapReport, ...]
+    seconds: float
+
+
 def overlap_roles(
     roles: Sequence[RankGraph],
     profile: MachineProfile,
     scheduling: Scheduling | None = None,
     microbatches: int = 1,
     placed: StepGraph | None = None,
-) -> tuple[tuple[RankGraph, ...], tuple[OverlapReport, ...]]:
-    """The roles of a program in new orders, and a report for each; `roles` are not changed.\n\nCommunications between
+) -> OrderedRoles:
+    """The roles of a program in new orders; `roles` are not changed.\n\nCommunications between
     roles keep their order on every role, so that no two wait for each other. With `placed`, the graph that the roles
     were expanded from, the first blocks' parameters may be gathered in the previous step (`gathers.carry`). If
     `simulate_roles` is no faster for the new orders, and the cap allows, the old orders stay.
     """
     how = scheduling or Scheduling()
-    plain = _ordered(roles, profile, how, microbatches)
+    tasks = lower_tasks(roles, profile, default_fusion(profile))
+    plain = _ordered(roles, profile, how, microbatches, _figures(tasks))
     ordered = plain if placed is None else _carrying(roles, placed, plain, profile, how, microbatches)
-    before = simulate_roles(roles, profile, SimulateOptions(microbatches=microbatches)).seconds
+    if microbatches == 1:
+        before = times_of(tasks, profile.compute_slowdown).seconds
+    else:
+        before = seconds_of_step(roles, profile, microbatches)
     note = f"the simulated step takes {before * 1e3:.3f} ms as it was, {ordered.seconds * 1e3:.3f} ms in this order"
     cap = how.memory_cap_bytes
     is_forced = cap is not None and any(r.peak_before > cap for r in ordered.reports)
     if ordered.seconds <= before or is_forced:
-        return ordered.roles, tuple(replace(r, notes=(*r.notes, note)) for r in ordered.reports)
-    return tuple(map(copied, roles)), tuple(r.left(note) for r in plain.reports)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ordered:
-    """The roles of a program in an order, a report for each, and the simulated step."""
-
-    roles: tuple[RankGraph, ...]
-    reports: tuple[OverlapReport, ...]
-    seconds: float
+        return replace(ordered, reports=tuple(replace(r, notes=(*r.notes, note)) for r in ordered.reports))
+    return OrderedRoles(tuple(map(copied, roles)), tuple(r.left(note) for r in plain.reports), before)
 
 
 def _ordered(
@@ -136,10 +141,10 @@ def _ordered(
     profile: MachineProfile,
     how: Scheduling,
     microbatches: int,
+    tasks: StepTasks,
     caps: Sequence[int | None] | None = None,
-) -> _Ordered:
+) -> OrderedRoles:
     """`caps` are those of each role in bytes; without them all have that of `how`."""
-    tasks = tasks_of(roles, profile)
     ordered = [
         overlap_role(
             role,
@@ -154,21 +159,17 @@ def _ordered(
     ]
     ordered_roles = tuple(role for role, _ in ordered)
     reports = tuple(report for _, report in ordered)
-    return _Ordered(
-        ordered_roles,
-        reports,
-        simulate_roles(ordered_roles, profile, SimulateOptions(microbatches=microbatches)).seconds,
-    )
+    return OrderedRoles(ordered_roles, reports, seconds_of_step(ordered_roles, profile, microbatches))
 
 
 def _carrying(
     roles: Sequence[RankGraph],
     placed: StepGraph,
-    plain: _Ordered,
+    plain: OrderedRoles,
     profile: MachineProfile,
     how: Scheduling,
     microbatches: int,
-) -> _Ordered:
+) -> OrderedRoles:
     """The fastest variant: the step as it is, or with the parameters of the first 1, 2, 4, ... blocks gathered in the
     previous step, all under the caps of `plain`; with a fixed number of blocks if the options have one."""
     wanted = (how.options or OverlapOptions()).carry
@@ -179,7 +180,7 @@ def _carrying(
         chosen = [held[:count] for held in blocks]
         carrying = [carried(r, [g for b in held for g in b.gathered]) for r, held in zip(roles, chosen, strict=True)]
         try:
-            ordered = _ordered(carrying, profile, how, microbatches, caps)
+            ordered = _ordered(carrying, profile, how, microbatches, tasks_of(carrying, profile), caps)
         except NoOrderError:
             if wanted != "auto":
                 raise
@@ -207,7 +208,7 @@ def _counts(wanted: int | str, most: int) -> list[int]:
     return [*counts, most] if most else []
 
 
-def _told(blocks: Sequence[GatheredBlock], plain: _Ordered, ordered: _Ordered, microbatches: int) -> str:
+def _told(blocks: Sequence[GatheredBlock], plain: OrderedRoles, ordered: OrderedRoles, microbatches: int) -> str:
     """What a role carries over from the previous step, and the gain."""
     if not blocks:
         return "nothing is carried over from the previous step"

@@ -57,7 +57,7 @@ def simulate_roles(
     give equal results to the byte. Raises MeshweaveError for an op, dtype or link without a cost in the profile."""
     options = options or SimulateOptions()
     profile.check_mesh(roles[0].mesh)
-    fusion = options.fusion or _FUSION[profile.fusion]
+    fusion = options.fusion or default_fusion(profile)
     tasks = lower_tasks(
         roles, profile, fusion, options.microbatches, options.pipeline, options.matmul_dtype, options.buckets
     )
@@ -66,6 +66,18 @@ def simulate_roles(
     holding = LifetimeRules(fusion, options.microbatches - 1, options.keeps_every_second_matmul)
     memories = [memory_of(tasks, i, times, holding, options.expandable_segments) for i in range(len(roles))]
     return _result(tasks, times, exposure, memories, profile, options, fusion)
+
+
+def seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> float:
+    """The seconds of `simulate_roles` alone, for searches."""
+    profile.check_mesh(roles[0].mesh)
+    tasks = lower_tasks(roles, profile, default_fusion(profile), microbatches)
+    return times_of(tasks, profile.compute_slowdown).seconds
+
+
+def default_fusion(profile: MachineProfile) -> Fusion:
+    """What runs as a single kernel on the profile's machine."""
+    return _FUSION[profile.fusion]
 
 
 def times_of(tasks: Tasks, slowdown: Slowdown) -> Times:
