@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,13 @@ def train_beside_the_compiler() -> None:
     assert float(again({"x": x})) == pytest.approx(losses[0], rel=1e-6)
     assert num_regions(again)  # what was measured is remembered: compiled at once
     assert not again.session.compiler.is_busy
+    shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    lost, _ = started()
+    assert float(lost({"x": x})) == pytest.approx(losses[0], rel=1e-6)
+    assert not num_regions(lost)  # Inductor's cache is lost: training does not wait for the compiler
+    lost.wait_for_compiler()
+    lost({"x": x})
+    assert num_regions(lost)
 
 
 def test_a_compiler_that_crashes_leaves_its_region_as_it_is(

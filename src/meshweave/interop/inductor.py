@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.utils import contains_collective as contains_collective
 from torch._inductor.utils import contains_wait as contains_wait
@@ -99,6 +101,11 @@ def apply_settings(own: Settings) -> None:
 def has_cache() -> bool:
     """Whether Inductor caches its output on disk."""
     return bool(config.fx_graph_cache)
+
+
+def output_directory() -> Path:
+    """Where Inductor caches its output on disk; by default it is lost when the machine starts again."""
+    return Path(cache_dir())
 
 
 def compile_graph(

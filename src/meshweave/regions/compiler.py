@@ -20,7 +20,17 @@ from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
 from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
-from meshweave.regions.worth import COMPILE_S, STEPS, Compiled, gained_seconds, remember, remembered, saved_seconds
+from meshweave.regions.worth import (
+    COMPILE_S,
+    STEPS,
+    Compiled,
+    gained_seconds,
+    has_output,
+    note_output,
+    remember,
+    remembered,
+    saved_seconds,
+)
 
 BackendName = Literal["eager", "inductor", "auto"]
 BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "auto")
@@ -77,8 +87,8 @@ class RegionCompiler:
     failed; `notes` say what failed. `any_rank(flag)` is whether any rank of the job passes True: all ranks decide
     equally, or replicas of a value would diverge. Processes of a host share Inductor's disk cache: each begins at
     another region, at the fraction `begin` (0 <= begin < 1) of the list, and uses the cached results of the others.
-    Regions that `auto` has not measured yet are compiled by a background process. While such a process of any rank
-    runs, `fuse` changes nothing, and `is_waiting` is true.
+    Regions that `auto` has not measured yet, or that Inductor's cache has lost, are compiled by a background process.
+    While such a process of any rank runs, `fuse` changes nothing, and `is_waiting` is true.
     """
 
     backend: BackendName = "eager"
@@ -120,7 +130,8 @@ class RegionCompiler:
             verdict = self._known_verdict(functions)
             if verdict is False:
                 return plain
-            if self.backend == "auto" and verdict is None and self._compiles_beside(functions, device):
+            is_ready = self.backend == "inductor" or (verdict and self._has_output(functions))
+            if not is_ready and self._compiles_beside(functions, device):
                 return plain
             pairs = self._in_own_order(list(zip(regions, functions, strict=True)))
             failed = [r for r, its in pairs if not self._compiles(r, its)]
@@ -131,6 +142,8 @@ class RegionCompiler:
             refused.update(n for r in failed for n in r.nodes)
         if verdict is None and not self._pays(functions):
             return plain
+        if self.backend == "auto" and functions:
+            note_output(functions, load_inductor().output_directory())
         known = {n for r in regions for n in r.outputs}
         runners = {r: self._runner(r, its, known) for r, its in zip(regions, functions, strict=True)}
         return [[(s, runners[s]) if isinstance(s, Region) else s for s in part] for part in steps]
@@ -252,6 +265,10 @@ class RegionCompiler:
         if functions:
             remember(functions, pays)
         return pays
+
+    def _has_output(self, functions: Sequence[Functions]) -> bool:
+        """Whether the caches of all ranks have the compiled regions, so that compiling them takes no time."""
+        return not self.any_rank(bool(functions) and not has_output(functions, load_inductor().output_directory()))
 
     def _known_verdict(self, functions: Sequence[Functions]) -> bool | None:
         """Whether compiling these regions paid off when an earlier start measured it; None if any rank does not

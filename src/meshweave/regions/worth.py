@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ NEW_BYTES_PER_S = 2.5e9
 FORMAT = 1  # version of the cached verdicts
 _ROUNDS = 3  # repetitions of a measurement, of which the fastest counts
 _COMPILED, _EAGER = "compiled", "eager"
+_NOTE = "meshweave"  # subdirectory of Inductor's cache
 
 
 def saved_seconds(region: Region, values: Mapping[fx.Node, Values]) -> float:
@@ -104,7 +106,20 @@ def remember(functions: Sequence[Mapping[int, RegionFunction]], pays: bool) -> N
     _entry(functions).write(_COMPILED if pays else _EAGER)
 
 
-def _entry(functions: Sequence[Mapping[int, RegionFunction]]) -> CacheEntry:
+def has_output(functions: Sequence[Mapping[int, RegionFunction]], directory: Path) -> bool:
+    """Whether Inductor's cache in `directory` has the compiled regions of a step: an earlier start has left a note
+    there, which is lost with the cache."""
+    return bool(_entry(functions, directory / _NOTE).read()[0])
+
+
+def note_output(functions: Sequence[Mapping[int, RegionFunction]], directory: Path) -> None:
+    """Note in Inductor's cache that it has the compiled regions of a step. If that is not possible, the next start
+    compiles them again in the background."""
+    if not has_output(functions, directory):
+        _entry(functions, directory / _NOTE).write(_COMPILED)
+
+
+def _entry(functions: Sequence[Mapping[int, RegionFunction]], directory: Path | None = None) -> CacheEntry:
     device = next(iter(functions[0].values())).device
     counts = Counter(sha256(f.key.encode()).hexdigest() for its in functions for f in its.values())
     key = {
@@ -113,4 +128,4 @@ def _entry(functions: Sequence[Mapping[int, RegionFunction]]) -> CacheEntry:
         **machine_of(device),
         "regions": sorted(counts.items()),
     }
-    return CacheEntry(cache_directory() / "regions", json.dumps(key), ".txt")
+    return CacheEntry(directory or cache_directory() / "regions", json.dumps(key), ".txt")
