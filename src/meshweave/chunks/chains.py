@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -98,8 +98,9 @@ class Downstream:
     why: list[str] = field(default_factory=list)
 
 
-def downstream(source: fx.Node, cut: Cut, shapes: Shapes) -> Downstream:
-    """Follow the chunks of `source`, within its phase."""
+def downstream(source: fx.Node, cut: Cut, shapes: Shapes, is_late: Callable[[fx.Node], bool]) -> Downstream:
+    """Follow the chunks of `source`, within its phase. Not past ops with an operand that `is_late`: it is neither
+    available at the source nor computed from its chunks."""
     chain = Downstream({source: cut})
     waiting = [source]
     while waiting:
@@ -112,11 +113,17 @@ def downstream(source: fx.Node, cut: Cut, shapes: Shapes) -> Downstream:
                 continue
             if cut_or_sum == "sum" or kind_of(user).is_matmul:  # type: ignore[union-attr]
                 chain.consumers[user] = cut_or_sum
+            elif late := next((n for n in operands_of(user) if n not in chain.cuts and is_late(n)), None):
+                chain.why.append(late_text(late, user))
             else:
                 chain.cuts[user] = cut_or_sum
                 waiting.append(user)
     _drop_idle(chain, source, shapes)
     return chain
+
+
+def late_text(operand: fx.Node, user: fx.Node) -> str:
+    return f"{operand.name}, an operand of {user.name}, is computed later"
 
 
 def _followed(user: fx.Node, node: fx.Node, chain: Downstream, shapes: Shapes) -> Cut | Sum | None:

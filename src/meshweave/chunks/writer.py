@@ -79,8 +79,11 @@ class ChunkWriter:
 
     def begin(self, ring: Ring, kind: RingKind) -> None:
         """Mark the nodes written from now on as a ring."""
-        marks = [node.meta["ring"].number for node in self.graph.nodes if "ring" in node.meta]
-        self.mark = Mark(max(marks, default=-1) + 1, ring, kind)
+        if self.mark is None:
+            number = max((node.meta["ring"].number + 1 for node in self.graph.nodes if "ring" in node.meta), default=0)
+        else:
+            number = self.mark.number + 1
+        self.mark = Mark(number, ring, kind)
 
     @contextmanager
     def at(self, place: fx.Node) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.chunks.chains import Downstream, Shapes, Upstream, downstream, upstream
+from meshweave.chunks.chains import Downstream, Shapes, Upstream, downstream, late_text, upstream
 from meshweave.chunks.cut import FIXED, LOOSE, Cut, Shape, Sum, kind_of, operands_of
 from meshweave.chunks.writer import Ring
 from meshweave.ir.collectives import ALL_REDUCE, OURS, STARTS, WAIT
@@ -31,7 +31,7 @@ def gathered(
         if not shapes.fits(wait, cut):
             last.why.append(f"{cut.count} chunks do not divide {list(shapes.of(wait))}")
             continue
-        chain = in_time(downstream(wait, cut, shapes), wait, order)
+        chain = after(wait, cut, shapes, order)
         if chain.consumers:
             return chain
         last.why += chain.why
@@ -47,11 +47,22 @@ def _cuts(scheme: RingScheme, ring: Ring, shape: Shape) -> list[Cut]:
     return [Cut(dim, 1 if dim else ring.size, scheme.num_chunks) for dim in range(len(shape))]
 
 
-def in_time(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Downstream:
-    """The same without matmuls whose operands are computed later, and cannot be moved forward."""
+def after(wait: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int]) -> Downstream:
+    """What is computed from the chunks of a wait's value, as far as it can be computed there: without matmuls whose
+    operands are computed later, and cannot be moved forward."""
+    late: dict[fx.Node, bool] = {}
+
+    def is_late(node: fx.Node) -> bool:
+        if node not in late:
+            kind = kind_of(node)
+            may_be_chunks = kind is not None and not kind.is_matmul
+            late[node] = not may_be_chunks and earlier(node, wait, order) is None
+        return late[node]
+
+    chain = downstream(wait, cut, shapes, is_late)
     for consumer in list(chain.consumers):
-        if late := _late(consumer, wait, chain, order):
-            chain.why.append(f"{late.name}, an operand of {consumer.name}, is computed later")
+        if operand := _late(consumer, wait, chain, order):
+            chain.why.append(late_text(operand, consumer))
             del chain.consumers[consumer]
     chain.cuts = needed(chain, wait, chain.consumers)
     return chain

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from meshweave.chunks.chains import Downstream, Shapes, Upstream, downstream
+from meshweave.chunks.chains import Downstream, Shapes, Upstream
 from meshweave.chunks.cut import operands_of
 from meshweave.chunks.writer import ChunkWriter, Ring, RingKind, ring_of
 from meshweave.hardware.profile import MachineProfile
@@ -20,7 +20,7 @@ from meshweave.problem.prices import ProfilePrices
 from meshweave.problem.read import read
 from meshweave.rings.algorithms import algorithm, prove
 from meshweave.rings.all_to_all import ExchangeRegion, exchanged, is_even, rewrite_deal, rewrite_exchange
-from meshweave.rings.find import KINDS, gathered, hoisted, in_time, reduced, starts_of, variants
+from meshweave.rings.find import KINDS, after, gathered, hoisted, reduced, starts_of, variants
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.rings.proof import prove_rings
@@ -90,6 +90,7 @@ class RingRewriter:
     decisions: list[int] = field(default_factory=list)
     write: ChunkWriter = field(init=False)
     chains: dict[Hashable, Any] = field(default_factory=dict)  # of the present start, see `chain`
+    order: dict[fx.Node, int] = field(default_factory=dict)  # positions in the graph; empty after a change
     # all-to-alls that were decomposed with an earlier all-to-all
     returned: dict[fx.Node, RingRow] = field(default_factory=dict)
     halves: list[fx.Node] = field(default_factory=list)  # gathers of decomposed all-reduces
@@ -115,7 +116,7 @@ class RingRewriter:
         row = RingRow(start.name, kind, ring.group, place)
         if problem := self.refused(start, ring, ways):
             return replace(row, reason=problem)
-        order = {node: i for i, node in enumerate(self.program.graph.nodes)}
+        order = self.order = self.order or {node: i for i, node in enumerate(self.program.graph.nodes)}
         why: list[str] = []
         choices = list(self.choices(start, ring, ways, order, why))
         if not choices:
@@ -126,7 +127,7 @@ class RingRewriter:
         if reason:
             return replace(row, reason=reason)
         best = choices[at]
-        numerics = self.rewrite(start, ring, best, order)
+        numerics, self.order = self.rewrite(start, ring, best, order), {}
         return replace(row, is_taken=True, reason=gain_text(best.way, best.estimate, best.more), numerics=numerics)
 
     def ways(self, kind: str) -> list[RingScheme]:
@@ -214,10 +215,11 @@ class RingRewriter:
         wait, (operand,) = wait_of(start), operands_of(start)
         cut = chain.cuts[operand]
         if cut not in self.chains:
-            self.chains[cut] = in_time(downstream(wait, cut, self.shapes), wait, order)
-        after = self.chains[cut]
+            self.chains[cut] = after(wait, cut, self.shapes, order)
         ways = [scheme for scheme in self.ways("all_gather") if scheme.row is not None]
-        tried = [(variant, scheme) for scheme in ways for variant in variants(after, wait, self.options.sums)]
+        tried = [
+            (variant, scheme) for scheme in ways for variant in variants(self.chains[cut], wait, self.options.sums)
+        ]
         gains = [0.0]
         for variant, scheme in tried:
             estimate = gather_estimate(self.prices, start, variant, ring, scheme, second_half=True)
