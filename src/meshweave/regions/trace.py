@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,22 +60,46 @@ class RegionFunction:
     writes: tuple[tuple[int, int], ...]  # (result, input): results that are written into inputs, and not returned
     device: torch.device
     key: str
+    dead: tuple[tuple[int, ...], ...] = field(init=False, repr=False)  # by call: the results that nothing reads later
+
+    def __post_init__(self) -> None:
+        last = {x.index: i for i, call in enumerate(self.calls) for x in _results_in((call.args, call.kwargs))}
+        last |= dict.fromkeys((*self.outputs, *(result for result, _ in self.writes)), len(self.calls))
+        dead: list[list[int]] = [[] for _ in range(len(self.calls) + 1)]
+        for i in range(len(self.calls)):
+            dead[last.get(i, i)].append(i)
+        object.__setattr__(self, "dead", tuple(map(tuple, dead[:-1])))
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run it op by op, through kernels that a tracer can follow."""
         results: list[Any] = []
-
-        def value(x: Any) -> Any:
-            if isinstance(x, _Tensor):
-                return inputs[x.index] if x.is_input else results[x.index]
-            return [value(item) for item in x] if isinstance(x, (list, tuple)) else x
-
-        for call in self.calls:
-            kwargs = {name: value(x) for name, x in call.kwargs.items()}
-            results.append(call.function(*map(value, call.args), **kwargs))
+        for call, dead in zip(self.calls, self.dead, strict=True):
+            args = [_value(x, inputs, results) for x in call.args]
+            kwargs = {name: _value(x, inputs, results) for name, x in call.kwargs.items()}
+            results.append(call.function(*args, **kwargs))
+            del args, kwargs
+            for i in dead:
+                results[i] = None
         for result, i in self.writes:
             inputs[i].copy_(results[result])
         return tuple(results[i] for i in self.outputs)
+
+
+# Not a closure of `__call__`: a recursive closure is a cycle, and keeps the tensors until the garbage collector runs.
+def _value(x: Any, inputs: Sequence[Tensor], results: Sequence[Any]) -> Any:
+    if isinstance(x, _Tensor):
+        return inputs[x.index] if x.is_input else results[x.index]
+    return [_value(item, inputs, results) for item in x] if isinstance(x, (list, tuple)) else x
+
+
+def _results_in(value: Any) -> Iterator[_Tensor]:
+    """The results of earlier calls among arguments."""
+    if isinstance(value, _Tensor):
+        if not value.is_input:
+            yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _results_in(item)
 
 
 def region_function(
