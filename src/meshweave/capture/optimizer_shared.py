@@ -1,0 +1,152 @@
+"""Values of an optimizer that belong to no parameter and that its own `step()` changes: a step count in a group
+(`group["k"] += 1`) or in an attribute, a rate that decays.
+
+`step()` runs on stand-ins several times for each step of training. So every run begins with the values of the user's
+optimizer, and only a step that was taken writes to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshweave.capture.optimizer_several import name_of
+from meshweave.capture.rest import Form, Written, difference, form_of
+from meshweave.capture.variables import ATOMS
+from meshweave.errors import CaptureError
+
+# ("group", index of the group, option) or ("attribute", index of the optimizer, name)
+Place = tuple[str, int, str]
+Mark = str | Form  # what a value is compared by: the text of numbers and texts, else its contents
+_HINT = 'keep numbers in param_groups (group["k"] += 1, also in checkpoints) or in attributes, tensors in state[param]'
+
+
+class SharedValues:
+    """The options of groups and the attributes of `copies`, which stand for the optimizers `sources`.
+
+    `groups`: the groups of all copies, in order; `memo` maps parameters to their stand-ins for copies of attributes.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[torch.optim.Optimizer],
+        copies: Sequence[torch.optim.Optimizer],
+        groups: Sequence[dict[str, Any]],
+        memo: Mapping[int, Any],
+    ) -> None:
+        self._sources, self._copies, self._groups, self._memo = sources, copies, groups, memo
+        bases = {c for source in sources for c in type(source).__mro__}
+        self._classes = [c for c in bases if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+        self.note()
+
+    def note(self) -> None:
+        """The present values are those of the user's optimizer."""
+        self._before = self._marks(range(len(self._groups)))
+        self._of_classes = self._marks_of_classes()
+
+    def _marks(self, groups: Iterable[int]) -> dict[Place, Mark]:
+        values = {("group", i, k): v for i in groups for k, v in self._groups[i].items() if k != "params"}
+        values |= {("attribute", j, k): v for j, own in enumerate(self._copies) for k, v in attributes_of(own).items()}
+        return {place: self._mark(value) for place, value in values.items()}
+
+    def _mark(self, value: Any) -> Mark:
+        if _is_plain(value):
+            return repr(value)
+        own = {id(stand_in) for stand_in in self._memo.values()}
+        # the values of parameters are not the container's
+        return tuple((at, "" if isinstance(x, Written) and id(x.tensor) in own else x) for at, x in form_of(value))
+
+    def _marks_of_classes(self) -> dict[str, Mark]:
+        values = ((f"{c.__qualname__}.{k}", v) for c in self._classes for k, v in vars(c).items() if k[:2] != "__")
+        return {name: repr(value) for name, value in values if _is_plain(value)}
+
+    def begin(self, values: Mapping[Place, Any]) -> None:
+        """Use other values than the user's optimizer has, in the next run."""
+        for place, value in values.items():
+            self._container(place)[place[2]] = copy.deepcopy(value)
+
+    def taken(self, groups: Iterable[int]) -> dict[Place, Any]:
+        """The values that a run of some groups changed. The copies have those of the user's optimizer again.
+
+        Raises CaptureError for other values than numbers, texts and containers of them, and for class attributes.
+        """
+        changed: dict[Place, Any] = {}
+        for place, mark in self._marks(groups).items():
+            if _is_same(self._before.get(place), mark):
+                continue
+            value = self._container(place)[place[2]]
+            if not _is_plain(value):
+                raise self._error(f"changes {_text(place)} to a value that is no number", f"a {type(value).__name__}")
+            changed[place] = value
+            self._restore(place)
+        for name, mark in self._marks_of_classes().items():
+            if mark != self._of_classes.get(name):
+                raise self._error("changes a class attribute, which is shared by all optimizers of the class", name)
+        return changed
+
+    def commit(self, values: Mapping[Place, Any]) -> None:
+        """Write the values after a step to the user's optimizer."""
+        sources = [group for source in self._sources for group in source.param_groups]
+        for (kind, index, name), value in values.items():
+            container = sources[index] if kind == "group" else vars(self._sources[index])
+            container[name] = copy.deepcopy(value)
+
+    def _container(self, place: Place) -> dict[str, Any]:
+        return self._groups[place[1]] if place[0] == "group" else vars(self._copies[place[1]])
+
+    def _restore(self, place: Place) -> None:
+        kind, index, name = place
+        groups = [group for source in self._sources for group in source.param_groups]
+        source = groups[index] if kind == "group" else vars(self._sources[index])
+        if name in source:
+            self._container(place)[name] = copy.deepcopy(source[name], dict(self._memo))
+        else:
+            self._container(place).pop(name, None)
+
+    def _error(self, what: str, got: str) -> CaptureError:
+        where = " and ".join(name_of(source) for source in self._sources)
+        return CaptureError(f"the optimizer's step() {what}", where=where, got=got, hint=_HINT)
+
+
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer except its groups and their state."""
+    return {k: v for k, v in vars(optimizer).items() if k not in ("state", "step", "param_groups")}
+
+
+def merged(changes: Iterable[Mapping[Place, Any]], name: str) -> dict[Place, Any]:
+    """The values after a step of all parameters. Raises CaptureError if they depend on the parameters of a run."""
+    result: dict[Place, Any] = {}
+    for place, value in (entry for each in changes for entry in each.items()):
+        if repr(result.setdefault(place, value)) != repr(value):
+            raise CaptureError(
+                f"the optimizer's step() changes {_text(place)} by a number that depends on its parameters",
+                where=name,
+                got=f"{result[place]!r} and {value!r}",
+                expected="the same value, whichever parameters have a gradient",
+                hint="count once per step or per group, not once per parameter; a count for each: state[param]",
+            )
+    return result
+
+
+def _is_same(before: Mark | None, now: Mark) -> bool:
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return difference(before, now) is None
+    return before == now
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value consists of numbers and texts."""
+    if type(value) in (list, tuple):
+        return all(_is_plain(item) for item in value)
+    if type(value) in (dict, OrderedDict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    return type(value) in ATOMS
+
+
+def _text(place: Place) -> str:
+    kind, index, name = place
+    return f"param_groups[{index}]['{name}']" if kind == "group" else f"its attribute '{name}'"
