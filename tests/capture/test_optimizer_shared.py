@@ -16,6 +16,7 @@ import meshweave as mw
 from meshweave.errors import CaptureError
 
 NUM_STEPS = 14
+STEPS = {"taken": 0}
 
 
 class Counting(torch.optim.Optimizer):
@@ -195,6 +196,12 @@ class InClass(Counting):
         return 0.1
 
 
+class InGlobal(Counting):
+    def rate(self, group: dict[str, Any]) -> float:
+        STEPS["taken"] += 1
+        return 0.1 if STEPS["taken"] < 1000 else 0.01
+
+
 class InState(Counting):
     def rate(self, group: dict[str, Any]) -> float:
         self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]
@@ -212,7 +219,8 @@ class OfData(Counting):
     [
         (PerParameter, r"changes param_groups\[0\]\['k'\] by a number that depends on its parameters"),
         (InTensor, "changes its attribute 'tensor' to a value that is no number"),
-        (InClass, "changes a class attribute"),
+        (InClass, "changes the class attribute InClass.steps"),
+        (InGlobal, "changes the global STEPS"),
         (InState, "keeps state that belongs to no parameter"),
         (OfData, r"changes param_groups\[\d\]\['norm'\] to a value that is no number"),
     ],

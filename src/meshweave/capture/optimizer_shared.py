@@ -8,6 +8,7 @@ optimizer, and only a step that was taken writes to them.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,14 +40,13 @@ class SharedValues:
         memo: Mapping[int, Any],
     ) -> None:
         self._sources, self._copies, self._groups, self._memo = sources, copies, groups, memo
-        bases = {c for source in sources for c in type(source).__mro__}
-        self._classes = [c for c in bases if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+        self._outside = _names_outside(sources)
         self.note()
 
     def note(self) -> None:
         """The present values are those of the user's optimizer."""
         self._before = self._marks(range(len(self._groups)))
-        self._of_classes = self._marks_of_classes()
+        self._before_outside = self._marks_outside()
 
     def _marks(self, groups: Iterable[int]) -> dict[Place, Mark]:
         values = {("group", i, k): v for i in groups for k, v in self._groups[i].items() if k != "params"}
@@ -60,9 +60,9 @@ class SharedValues:
         # the values of parameters are not the container's
         return tuple((at, "" if isinstance(x, Written) and id(x.tensor) in own else x) for at, x in form_of(value))
 
-    def _marks_of_classes(self) -> dict[str, Mark]:
-        values = ((f"{c.__qualname__}.{k}", v) for c in self._classes for k, v in vars(c).items() if k[:2] != "__")
-        return {name: repr(value) for name, value in values if _is_plain(value)}
+    def _marks_outside(self) -> dict[str, str]:
+        values = [(text, space[name]) for text, space, name in self._outside if name in space]
+        return {text: repr(value) for text, value in values if _is_plain(value)}
 
     def begin(self, values: Mapping[Place, Any]) -> None:
         """Use other values than the user's optimizer has, in the next run."""
@@ -72,7 +72,7 @@ class SharedValues:
     def taken(self, groups: Iterable[int]) -> dict[Place, Any]:
         """The values that a run of some groups changed. The copies have those of the user's optimizer again.
 
-        Raises CaptureError for other values than numbers, texts and containers of them, and for class attributes.
+        Raises CaptureError for other values than numbers, texts and containers of them, class attributes and globals.
         """
         changed: dict[Place, Any] = {}
         for place, mark in self._marks(groups).items():
@@ -83,9 +83,9 @@ class SharedValues:
                 raise self._error(f"changes {_text(place)} to a value that is no number", f"a {type(value).__name__}")
             changed[place] = value
             self._restore(place)
-        for name, mark in self._marks_of_classes().items():
-            if mark != self._of_classes.get(name):
-                raise self._error("changes a class attribute, which is shared by all optimizers of the class", name)
+        for name, mark in self._marks_outside().items():
+            if mark != self._before_outside.get(name):
+                raise self._error(f"changes {name}, which is not the optimizer's own", mark)
         return changed
 
     def commit(self, values: Mapping[Place, Any]) -> None:
@@ -130,6 +130,17 @@ def merged(changes: Iterable[Mapping[Place, Any]], name: str) -> dict[Place, Any
                 hint="count once per step or per group, not once per parameter; a count for each: state[param]",
             )
     return result
+
+
+def _names_outside(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[str, Mapping[str, Any], str]]:
+    """Class attributes, and globals that methods name, of users' own classes: as text, where they are, and the name."""
+    bases = {c for optimizer in optimizers for c in type(optimizer).__mro__}
+    classes = [c for c in bases if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+    names = [
+        (f"the class attribute {c.__qualname__}.{k}", vars(c), k) for c in classes for k in vars(c) if k[:2] != "__"
+    ]
+    methods = [inspect.unwrap(v) for c in classes for v in vars(c).values() if inspect.isfunction(v)]
+    return names + [(f"the global {k}", m.__globals__, k) for m in methods for k in m.__code__.co_names]
 
 
 def _is_same(before: Mark | None, now: Mark) -> bool:
