@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,24 @@ class InAttribute(Counting):
         return float(group["lr"] if self.count < 11 else group["lr"] / 3)
 
 
+class InDeque(Counting):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.cycle = deque([0.1, 0.2, 0.05])
+
+    def rate(self, group: dict[str, Any]) -> float:
+        if group is self.param_groups[0]:
+            self.cycle.rotate()
+        return self.cycle[0]
+
+
 class InDict(Counting):
     def rate(self, group: dict[str, Any]) -> float:
         self.rates["now"] = 0.1 / self.count
         return self.rates["now"]
 
 
-WORKING = (InGroup, NewOption, Decaying, InAttribute, InDict)
+WORKING = (InGroup, NewOption, Decaying, InAttribute, InDeque, InDict)
 
 
 def model() -> nn.Module:
@@ -202,6 +214,15 @@ class InGlobal(Counting):
         return 0.1 if STEPS["taken"] < 1000 else 0.01
 
 
+class InIterator(Counting):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.schedule = iter([0.1] * 1000 + [0.01])
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return next(self.schedule)
+
+
 class InState(Counting):
     def rate(self, group: dict[str, Any]) -> float:
         self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]
@@ -220,6 +241,7 @@ class OfData(Counting):
         (PerParameter, r"changes param_groups\[0\]\['k'\] by a number that depends on its parameters"),
         (InTensor, "changes its attribute 'tensor' to a value that is no number"),
         (InClass, "changes the class attribute InClass.steps"),
+        (InIterator, "may advance its attribute 'schedule', an iterator"),
         (InGlobal, "changes the global STEPS"),
         (InState, "keeps state that belongs to no parameter"),
         (OfData, r"changes param_groups\[\d\]\['norm'\] to a value that is no number"),

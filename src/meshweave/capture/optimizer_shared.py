@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from meshweave.errors import CaptureError
 # ("group", index of the group, option) or ("attribute", index of the optimizer, name)
 Place = tuple[str, int, str]
 Mark = str | Form  # what a value is compared by: the text of numbers and texts, else its contents
-_HINT = 'keep numbers in param_groups (group["k"] += 1, also in checkpoints) or in attributes, tensors in state[param]'
+_HINT = 'keep Python numbers in param_groups (group["k"] += 1) or in attributes, and tensors in optimizer.state[param]'
 
 
 class SharedValues:
@@ -51,6 +51,8 @@ class SharedValues:
     def _marks(self, groups: Iterable[int]) -> dict[Place, Mark]:
         values = {("group", i, k): v for i in groups for k, v in self._groups[i].items() if k != "params"}
         values |= {("attribute", j, k): v for j, own in enumerate(self._copies) for k, v in attributes_of(own).items()}
+        for place in (place for place, value in values.items() if isinstance(value, Iterator)):
+            raise self._error(f"may advance {_text(place)}, an iterator", type(values[place]).__name__)
         return {place: self._mark(value) for place, value in values.items()}
 
     def _mark(self, value: Any) -> Mark:
@@ -151,7 +153,7 @@ def _is_same(before: Mark | None, now: Mark) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether a value consists of numbers and texts."""
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, deque):
         return all(_is_plain(item) for item in value)
     if type(value) in (dict, OrderedDict):
         return all(_is_plain(item) for pair in value.items() for item in pair)
