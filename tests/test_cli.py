@@ -109,6 +109,16 @@ def test_run_says_the_same_losses_on_any_mesh(models):
         assert other["losses"] == pytest.approx(results[0]["losses"], rel=1e-6)
 
 
+@pytest.mark.parametrize("option", ["--checkpoint", "--report"])
+def test_run_tries_where_it_will_write_before_it_trains(models, tmp_path, option):
+    (tmp_path / "file").write_text("a file")
+    result = call("run", f"{models}:good", "--steps", 2, option, tmp_path / "file" / "out")
+    assert result.exit_code == 2
+    assert "the file cannot be written" in result.output
+    assert "step 1" not in result.output
+    assert "capture" not in result.output
+
+
 def test_run_continues_from_its_checkpoint(models, tmp_path):
     place = tmp_path / "ckpt"
     arguments = ("run", f"{models}:good", "--lr", "0.01", "--json")

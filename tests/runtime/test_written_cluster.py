@@ -96,3 +96,40 @@ def test_what_ranks_write_differently_is_an_error_on_all(start: Callable[..., Jo
 def test_what_ranks_write_alike_counts(start: Callable[..., Job], what: str) -> None:
     first, second = start("tests.runtime.test_written_cluster:job_written", 2, what).finish(240)
     assert first["loss"] == second["loss"], (first, second)
+
+
+class Critic(nn.Module):
+    """A GAN's critic: its last layer has fewer rows than there are ranks, so that rank 1 has no element of it."""
+
+    def __init__(self, inner: nn.Module, last: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(x).tanh())
+
+
+def job_two_steps_in_turns(pipe: Connection) -> dict[str, Any]:
+    torch.manual_seed(0)
+    inner, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    data = batches(3, (4, 4), (4, 1))
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.1) for part in (last, inner)]
+    steps = [mw.compile(Critic(inner, last), loss=mse, example=data[0], optimizer=o, mesh="fsdp=2") for o in optimizers]
+    losses = [float(step(batch)) for batch in data for step in steps]
+    torch.manual_seed(0)
+    model = Critic(nn.Linear(4, 4), nn.Linear(4, 1))
+    eager = [torch.optim.Adam(part.parameters(), lr=0.1) for part in (model.last, model.inner)]
+    expected = []
+    for batch in data:
+        for optimizer in eager:
+            model.zero_grad()
+            loss = mse(model(batch["x"]), batch)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+    return {"losses": losses, "expected": expected}
+
+
+def test_steps_in_turns_train_a_parameter_of_which_a_rank_has_no_element(start: Callable[..., Job]) -> None:
+    for outcome in start("tests.runtime.test_written_cluster:job_two_steps_in_turns", 2).finish(240):
+        assert outcome.get("losses") == pytest.approx(outcome.get("expected"), rel=1e-5), outcome

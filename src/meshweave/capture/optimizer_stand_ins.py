@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from meshweave.capture.optimizer_numbers import DataNumber, line_of
 from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
 from meshweave.capture.optimizer_recorder import OptimizerRecorder
 from meshweave.capture.optimizer_several import name_of, parts_of
+from meshweave.capture.optimizer_shared import Place, SharedValues, attributes_of
 from meshweave.capture.rest import alike, difference, forms_of, tensors_in
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.interop.optimizer import make_state
@@ -28,15 +29,17 @@ _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 @dataclass(frozen=True, slots=True)
 class Kept:
     """State of a parameter between steps: its tensors, by slot, and the values that the optimizer's code computes
-    itself (step counts, 0-dim tensors)."""
+    itself (step counts, 0-dim tensors). `shared`: options of groups and attributes that `step()` has changed."""
 
     tensors: Mapping[str, Spec] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[Place, Any] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
         numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in self.numbers.items()}
-        return f"{sorted(self.tensors.items())} {sorted(numbers.items())}"
+        shared = sorted((place, repr(value)) for place, value in self.shared.items())
+        return f"{sorted(self.tensors.items())} {sorted(numbers.items())} {shared or ''}"
 
 
 class StandIns:
@@ -61,8 +64,9 @@ class StandIns:
         memo |= {id(part.state): state for part in parts_of(optimizer)}
         self._memo = dict(memo)
         self._copies = [_copied(part, memo, state) for part in parts_of(optimizer)]
-        self._noted = [forms_of(_attributes(part)) for part in parts_of(optimizer)]
+        self._noted = [forms_of(attributes_of(part)) for part in parts_of(optimizer)]
         self._groups = [list(own.param_groups) for own in self._copies]
+        self.shared = SharedValues(parts_of(optimizer), self._copies, self._all_groups, self._memo)
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._runs: dict[tuple[str, tuple[bool, ...]], tuple[OptimizerRecorder, Prepared]] = {}
@@ -72,16 +76,20 @@ class StandIns:
         for name, p in self._own.items():
             self.params[name].__dict__.update(vars(p))
         for part, stand_in, noted in zip(parts_of(self.source), self._copies, self._noted, strict=True):
-            attributes = _attributes(part)
+            attributes = attributes_of(part)
             for name, form in forms_of(attributes).items():
                 if any(id(tensor) in self._memo for tensor in tensors_in(form)):
                     continue  # an attribute that refers to parameters stays bound to the stand-ins
                 if name not in noted or difference(noted[name], form) is not None:
                     stand_in.__dict__[name], noted[name] = _deep(part, attributes[name], dict(self._memo)), form
-        groups = [group for each in self._groups for group in each]
-        for own, group in zip(groups, self.source.param_groups, strict=True):
+        for own, group in zip(self._all_groups, self.source.param_groups, strict=True):
             options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
             own.update(options | {k: False for k in _IMPLEMENTATIONS if k in group})
+        self.shared.note()
+
+    @property
+    def _all_groups(self) -> list[dict[str, Any]]:
+        return [group for each in self._groups for group in each]
 
     def have_other_notes(self, names: Sequence[str]) -> bool:
         """Whether user attributes on some parameters are neither as at first nor the same on all of them."""
@@ -122,10 +130,11 @@ class StandIns:
             ("param", 0, ""): recorder.know(param),
             ("grad", 0, ""): recorder.know(self.grads[name]),
         }
+        self.shared.begin(kept.shared)
         with self._errors(), recorder.running():
             self._step()
         recorder.record.outputs["param", 0, ""] = recorder.know(param)
-        left = self._left(name, recorder)
+        left = replace(self._left(name, recorder), shared=self._changed([name]))
         path = path.again(recorder.record) if path and recorder.is_repeated else prepared(recorder.record)
         self._runs[key] = recorder, path
         recorder.before = None
@@ -168,16 +177,40 @@ class StandIns:
     def trained(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
 
-    def runs_of(self, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-        """What a first step of some parameters together does to each of them: ops and numbers.
-        Raises CaptureError if the update of a parameter depends on another."""
+    def runs_of(self, names: Sequence[str]) -> tuple[dict[str, tuple[Any, ...]], dict[Place, Any]]:
+        """What a first step of some parameters together does to each of them: ops and numbers; and the values of
+        groups and attributes that it changes. Raises CaptureError if the update of a parameter depends on another."""
         recorder, owner = OptimizerRecorder(), dict[int, str]()
         self._begin(names)
         for name in names:
             owner |= {recorder.know(self.params[name]): name, recorder.know(self.grads[name]): name}
         with self._errors(), recorder.running():
             self._step()
-        return recorder.runs(owner)
+        return recorder.runs(owner), self._changed(names)
+
+    def changed_by_idle(self) -> dict[Place, Any]:
+        """What a step changes in groups of which no parameter is trained: their counts, and attributes."""
+        trained = {self.group_of[name] for name in self.trained()}
+        names = [name for name, group in self.group_of.items() if group not in trained]
+        self._begin(names)
+        for name in names:
+            self.params[name].grad = None
+        with self._errors(), OptimizerRecorder().running():
+            self._step()
+        return self._changed(names)
+
+    def _changed(self, names: Sequence[str]) -> dict[Place, Any]:
+        """The values of groups and attributes that the last run changed."""
+        others = [key for key in self.state if not isinstance(key, Tensor)]
+        if others:
+            raise CaptureError(
+                "the optimizer keeps state that belongs to no parameter",
+                where=name_of(self.source),
+                got=f"optimizer.state[{others[0]!r}]",
+                expected="state of parameters: optimizer.state[param]",
+                hint='keep numbers in param_groups (group["k"] += 1) or in attributes of the optimizer',
+            )
+        return self.shared.taken({self.group_of[name] for name in names})
 
     def _begin(self, names: Sequence[str]) -> None:
         """Give the optimizer only some parameters, without state."""
@@ -198,11 +231,6 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) 
     own = object.__new__(type(optimizer))
     own.__dict__.update(_deep(optimizer, attributes, memo), state=state)
     return own
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer except its groups and their state."""
-    return {k: v for k, v in vars(optimizer).items() if k not in ("state", "step", "param_groups")}
 
 
 def _deep(optimizer: torch.optim.Optimizer, value: Any, memo: dict[int, Any]) -> Any:

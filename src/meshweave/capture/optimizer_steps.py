@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.optimizer_graph import Number
 from meshweave.capture.optimizer_record import Prepared
+from meshweave.capture.optimizer_shared import Place, merged
 from meshweave.capture.optimizer_stand_ins import Kept, StandIns
 from meshweave.capture.optimizers import OptimizerSpec, UpdateKind, kept_of, names_by_id, scalars_of, signature_of
 from meshweave.errors import OutdatedUpdate, StepError
@@ -49,6 +50,7 @@ class StepNumbers:
         shared: dict[Any, Kept] = {}
         self._kept = {n: shared.setdefault((k, _shown(kept[n])), kept[n]) for n, k in self._leaders()}
         self._after: dict[str, Kept] = {}
+        self._shared: dict[Place, Any] = {}
         self.stepped = {name for name, own in self._kept.items() if own.tensors or own.numbers}
 
     def _leaders(self) -> Iterable[tuple[str, int]]:
@@ -63,7 +65,7 @@ class StepNumbers:
         """
         numbers: dict[str, float] = {}
         fills: dict[tuple[str, str], float] = {}
-        self._after = {}
+        self._after, shared = {}, list[Mapping[Place, Any]]()
         self._stand_ins.take_options()
         for k, members in self._members.items():
             kind = self.spec.kinds[k]
@@ -82,6 +84,7 @@ class StepNumbers:
             own = Kept({slot: slots.get(slot, spec) for slot, spec in kept.tensors.items()}, kept.numbers)
             paths, after = self._stand_ins.step(first, own)
             self._after |= dict.fromkeys(names, after)
+            shared.append(after.shared)
             signature = signature_of(paths)
             if signature not in kind.variants or (not kind.reads_shape and any(p.record.reads_shape for p in paths)):
                 raise self._changed(kind, first)
@@ -89,6 +92,9 @@ class StepNumbers:
             for i, number in enumerate(kind.numbers):
                 numbers[f"update{k}.{i}"] = _value(number, variant, paths)
             fills |= {(key[2], name): v for key, v in paths[0].fills.items() for name in names}
+        if any(shared):
+            shared.append(self._stand_ins.changed_by_idle())
+        self._shared = merged(shared, self.spec.name)
         return numbers, fills
 
     def _kept_by_all(self, names: Collection[str]) -> Kept:
@@ -109,7 +115,8 @@ class StepNumbers:
         """Record that the step of the last `next()` was taken."""
         self._kept |= self._after
         self.stepped.update(name for name, after in self._after.items() if after.tensors or after.numbers)
-        self._after = {}
+        self._stand_ins.shared.commit(self._shared)
+        self._after, self._shared = {}, {}
 
     def kept(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """What the optimizer's code keeps for some parameters beside their tensors, in its own form."""

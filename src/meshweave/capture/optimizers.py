@@ -31,6 +31,7 @@ from meshweave.capture.optimizer_graph import (
 )
 from meshweave.capture.optimizer_record import Decision, Key, Num, OptimizerRecord, Prepared
 from meshweave.capture.optimizer_several import name_of, parts_of
+from meshweave.capture.optimizer_shared import Place, merged
 from meshweave.capture.optimizer_stand_ins import Kept, StandIns, check_callable
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop import pytree
@@ -154,7 +155,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
             _check_param(p, named, optimizer, index)
     stand_ins = StandIns(optimizer, named)
     stand_ins.take_options()
-    runs = stand_ins.runs_of(stand_ins.trained())
+    runs, changed = stand_ins.runs_of(stand_ins.trained())
     kinds: dict[Any, UpdateKind] = {}
     kind_of: dict[str, int] = {}
     kept = {named[id(p)]: state for p, state in optimizer.state.items() if id(p) in named}
@@ -164,7 +165,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
         start = repr((sorted(own), sorted(scalars_of(own).items())))
         key = at, param.shape, param.dtype, start, runs[name]
         if key not in kinds:
-            _check_alone(stand_ins, name, runs[name])
+            _check_alone(stand_ins, name, runs[name], changed)
             same = (k for k in kinds if not kept and (k[0], *k[2:]) == (key[0], *key[2:]))
             of_other = next(filter(None, (kinds[k].with_shape(k[1], param.shape) for k in same)), None)
             kinds[key] = of_other or _kind(stand_ins, name, kept.get(name, {}))
@@ -179,9 +180,12 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
     return OptimizerSpec(name, unique_kinds, leaders, MappingProxyType(kind_of), MappingProxyType(group_of))
 
 
-def _check_alone(stand_ins: StandIns, name: str, run: tuple[Any, ...]) -> None:
-    """Raises CaptureError if the update of a parameter differs between updating it alone and with others."""
-    if stand_ins.runs_of([name])[name] != run:
+def _check_alone(stand_ins: StandIns, name: str, run: tuple[Any, ...], changed: Mapping[Place, Any]) -> None:
+    """Raises CaptureError if the update of a parameter, or what the step changes in groups and attributes, differs
+    between updating it alone and with others."""
+    runs, alone = stand_ins.runs_of([name])
+    merged((changed, alone), name_of(stand_ins.source))
+    if runs[name] != run:
         raise CaptureError(
             f"the update of the parameter '{name}' depends on the optimizer's other parameters",
             where=name_of(stand_ins.source),
@@ -352,7 +356,14 @@ def _check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim
             "of a loss belong in the model (self.criterion = ... in it, and loss=model.criterion)",
         )
     if param.is_complex():
-        raise PlanError("a complex parameter is not supported", where=where, got=f"{named[id(param)]}: {param.dtype}")
+        raise PlanError(
+            "a complex parameter is not supported",
+            where=where,
+            got=f"{named[id(param)]}: {param.dtype}",
+            expected="parameters of real dtypes",
+            hint="nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward: the same values, "
+            "and most optimizers of torch.optim update both alike",
+        )
 
 
 def check_options(optimizer: torch.optim.Optimizer, index: int, group: Mapping[str, Any]) -> None:

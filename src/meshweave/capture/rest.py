@@ -19,10 +19,10 @@ Form = tuple[tuple[str, Any], ...]
 
 def forms_of(rest: Mapping[str, Any]) -> dict[str, Form]:
     """The form of each entry. Later writes to an object of the entry do not change it."""
-    return {name: _form(name, value) for name, value in rest.items()}
+    return {name: form_of(value, name) for name, value in rest.items()}
 
 
-def _form(name: str, value: Any) -> Form:
+def form_of(value: Any, name: str = "") -> Form:
     if type(value) in ATOMS:
         return ((name, value),)
     snapshot = Snapshot.of({name: value})
@@ -33,26 +33,26 @@ def _form(name: str, value: Any) -> Form:
 
 def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _Written(value)
+        return Written(value)
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
         return type(value), value.shape, str(value.dtype), None if value.shape else value.item()
     return type(value) if is_walked(value) else value
 
 
-class _Written:
+class Written:
     """A tensor at its present version: it differs after the next write."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, version_of(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Written) and self.tensor is other.tensor and self.version == other.version
+        return isinstance(other, Written) and self.tensor is other.tensor and self.version == other.version
 
     __hash__ = object.__hash__
 
 
 def tensors_in(form: Form) -> list[Tensor]:
-    return [leaf.tensor for _, leaf in form if isinstance(leaf, _Written)]
+    return [leaf.tensor for _, leaf in form if isinstance(leaf, Written)]
 
 
 def alike(before: Mapping[str, Form], now: Mapping[str, Form]) -> bool:
@@ -69,6 +69,6 @@ def difference(before: Form, now: Form) -> str | None:
 
 
 def _text(leaf: Any) -> str:
-    if isinstance(leaf, _Written):
+    if isinstance(leaf, Written):
         return shown(leaf.tensor)
     return f"a {leaf.__qualname__}" if isinstance(leaf, type) else shown(leaf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,6 +59,26 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise MeshweaveError("the file cannot be written", where=str(path), got=str(error)) from error
+
+
+def check_outputs(*paths: Path | None, folder: str = "") -> None:
+    """Raises, before a command begins its work, if it could not write its results: files, and a checkpoint's folder,
+    whose parents are created."""
+    for path in filter(None, paths):
+        _try_to_write(path.absolute().parent, path)
+    if folder:
+        parents = Path(folder).absolute().parents
+        _try_to_write(next(parent for parent in parents if parent.exists()), Path(folder))
+
+
+def _try_to_write(parent: Path, path: Path) -> None:
+    try:
+        tempfile.TemporaryDirectory(dir=parent, prefix=".meshweave-").cleanup()
+    except OSError as error:
+        got = f"{parent}: {error.strerror}"
+        raise MeshweaveError(
+            "the file cannot be written", where=str(path), got=got, expected="a path in a directory that can be written"
+        ) from error
 
 
 def rank() -> int:

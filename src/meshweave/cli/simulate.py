@@ -18,7 +18,7 @@ from meshweave import whatif
 from meshweave.cli.costs import parse_machine
 from meshweave.cli.job import MeshStepOptions, StepOptions, compiled, parse_bytes
 from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
-from meshweave.cli.screen import Screen, write_text
+from meshweave.cli.screen import Screen, check_outputs, write_text
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import MachineProfile, profile_names
 from meshweave.ir.mesh import Mesh
@@ -96,6 +96,7 @@ class ExplainOptions(MachineOptions):
 def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
     and the best is marked. The machine need not be present."""
+    check_outputs(options.report, options.trace)
     machine = parse_machine(options.profile, options.scale)
     if options.diff and len(options.mesh) != 2:
         raise MeshweaveError(

@@ -17,7 +17,7 @@ import typer
 
 from meshweave.capture.sources import Source
 from meshweave.cli.job import MeshStepOptions, compiled
-from meshweave.cli.screen import Screen, rank, write_text
+from meshweave.cli.screen import Screen, check_outputs, rank, write_text
 from meshweave.ir.mesh import Mesh
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
@@ -43,6 +43,7 @@ class RunOptions(MeshStepOptions):
 
 def run(screen: Screen, job: RunOptions) -> int:
     """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
+    check_outputs(job.report, folder=job.checkpoint)
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     world = make_world(mesh)
     source = job.load(mesh, plan)

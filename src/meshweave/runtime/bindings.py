@@ -209,8 +209,11 @@ class Bindings:
 
     def is_everywhere(self, bound: Bound) -> bool:
         """Whether every rank sees a write to a tensor: ranks without a piece of a DTensor, as in another stage of a
-        pipeline, do not."""
-        return bound.form != "dtensor" or bound.layout.mesh.covers(self.world.mesh.devices)
+        pipeline, do not, nor do those whose piece has no elements (a bias of a single number, on two ranks)."""
+        if bound.form != "dtensor":
+            return True
+        shape, devices = bound.item.spec.shape, self.world.mesh.devices
+        return bound.layout.mesh.covers(devices) and all(bound.layout.box_of(shape, d).num_elements for d in devices)
 
     def _written(self, bound: Bound) -> Written:
         ranks, layout, shape = self.world.mesh.devices, bound.layout, bound.item.spec.shape
