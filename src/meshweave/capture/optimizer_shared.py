@@ -119,11 +119,7 @@ class SharedValues:
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is not only code of torch, whose optimizers change no number of a group or attribute."""
-    step = vars(optimizer).get("step")  # a scheduler of torch counts the steps there
-    is_replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    return is_replaced or any(
-        c.__module__.partition(".")[0] not in ("torch", "builtins") for c in type(optimizer).__mro__
-    )
+    return any(c.__module__.partition(".")[0] not in ("torch", "builtins") for c in type(optimizer).__mro__)
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
